@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_hydra import cli
 from titan_hydra.config import describe
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +63,12 @@ def unknown_names(page: Path) -> set[str]:
             stems = {file.stem for file in describe.option_files(name)}
             unknown |= {f"{name}={option}" for option in options.split(",") if option not in stems}
     return unknown - THE_READERS_OWN
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_exist(page):
+    words = set(re.findall(r"(?:^ *|`|\$ |\()titan ([a-z][a-z-]*)", page.read_text(), re.M))
+    assert words <= set(cli.COMMANDS)
 
 
 THE_READERS_OWN = {

@@ -289,18 +289,18 @@ LINES = {
     "config": 4902,  # 3,200
     "job": 606,  # 720
     "models": 1698,  # 1,800
-    "runs": 2325,  # 2,100
+    "runs": 2287,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2509,  # 2,450
-    "data": 1522,  # 1,450
-    "observe": 1478,  # 1,400
-    "checkpoint": 1592,  # 1,400
+    "data": 1498,  # 1,450
+    "observe": 1432,  # 1,400
+    "checkpoint": 1579,  # 1,400
     "train": 1494,  # 1,550
     "fault_tolerance": 1112,  # 600
-    "verify": 2022,  # 2,000
+    "verify": 1989,  # 2,000
     "launch": 2142,  # 1,950
-    "report": 2300,  # 2,050
-    "commands": 3206,  # 2,300
+    "report": 2269,  # 2,050
+    "commands": 2825,  # 2,300
     "recipes": 3771,  # 3,100
     "plan": 1520,  # 1,800
 }

@@ -11,21 +11,25 @@ from titan_hydra.config.fault import did_you_mean, shown, suggest
 from . import __version__, recipes
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is given
-    "plan": ("titan_hydra.commands.plan", "which layouts would fit N GPUs, and how fast they would be, before any is asked for"),
-    "tune": ("titan_hydra.commands.tune", "run the best layouts of a plan for a few steps, until prediction and measurement agree"),
+    "plan": (
+        "titan_hydra.commands.plan",
+        "which layouts would fit N GPUs, and how fast they would be; --tune runs the best, --calibrate fits the rates to runs",
+    ),
     "init": ("titan_hydra.commands.init", "write a project of your own: launch.py, options, a model, a sweep, a test"),
-    "status": ("titan_hydra.commands.status", "the states of runs, in one table; -f follows them"),
-    "ls": ("titan_hydra.commands.ls", "all sweeps and runs, a line each"),
-    "logs": ("titan_hydra.commands.logs", "what a rank has printed; -f follows it; --guilty: why the run failed"),
+    "status": ("titan_hydra.commands.status", "the states of runs, in one table; -f follows them; --all: a line for each sweep and run"),
+    "logs": (
+        "titan_hydra.commands.logs",
+        "the log of a rank; -f follows it; --guilty: why the run failed; --hang: which rank is late",
+    ),
     "cancel": ("titan_hydra.commands.cancel", "stop what runs or waits"),
     "retry": ("titan_hydra.commands.retry", "run failed cells again, all or by the class of their failure"),
     "extend": ("titan_hydra.commands.extend", "train a run longer: a new run from its right checkpoint, with steps=N"),
     "report": ("titan_hydra.commands.report", "the table of a sweep, its plots and its page"),
-    "flight": ("titan_hydra.commands.flight", "after a hang: which rank is late, in which collective, at which step"),
-    "compare": ("titan_hydra.commands.compare", "the first step, and the first module, at which two runs part"),
-    "diff": ("titan_hydra.commands.diff", "what two runs differ in: configuration, code, results"),
-    "track": ("titan_hydra.commands.track", "copy the recorded metrics of runs to wandb or TensorBoard"),
-    "sync": ("titan_hydra.commands.sync", "send wandb's offline files to its server"),
+    "compare": ("titan_hydra.commands.compare", "what two runs differ in, and the first step, and module, at which they part"),
+    "track": (
+        "titan_hydra.commands.track",
+        "copy what runs recorded to wandb or TensorBoard; --send: send wandb's offline files",
+    ),
     "cluster": ("titan_hydra.commands.cluster", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
     "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),
     "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify and prune the checkpoints of a run"),
@@ -33,9 +37,16 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
     "score": ("titan_hydra.commands.score", "the log-probability that the model of a run or export gives each text of a file"),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
-    "from-torchtitan": ("titan_hydra.commands.from_torchtitan", "the command line for one of TorchTitan's files, and what it leaves out"),
     **recipes.of_all("COMMANDS"),
     "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete all this"),
+}
+RENAMED = {  # words of before: what replaces them
+    "ls": "titan status --all",
+    "flight": "titan logs RUN --hang",
+    "diff": "titan compare A B",
+    "sync": "titan track --send",
+    "tune": "titan plan --tune K",
+    "from-torchtitan": "a page, docs/coming-from.md: TorchTitan itself has no TOML any more",
 }
 
 
@@ -67,10 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--version", action="version", version=f"titan_hydra {__version__}")
         parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
         word = parser.parse_known_args(argv or ["--help"])[0].command
-        print(
-            f"titan {shown(word)}: no such command{did_you_mean(suggest(word, list(COMMANDS)), otherwise='; `titan` lists them')}",
-            file=sys.stderr,
-        )
+        hint = did_you_mean(suggest(word, list(COMMANDS)), otherwise="; `titan` lists them")
+        if word in RENAMED:
+            hint = f"; it is now {RENAMED[word]}"
+        print(f"titan {shown(word)}: no such command{hint}", file=sys.stderr)
         return Exit.CONFIG
     try:
         return command.main(args)

@@ -53,6 +53,9 @@ def test_a_wrong_flag_is_one_line(arguments, text):
         ("stauts", "did you mean status?"),
         ("plna", "did you mean plan?"),
         ("everything", "`titan` lists them"),
+        ("ls", "it is now titan status --all"),
+        ("sync", "it is now titan track --send"),
+        ("from-torchtitan", "it is now a page, docs/coming-from.md: TorchTitan itself has no TOML any more"),
     ],
 )
 def test_titan_suggests_a_word(word, hint, capsys):

@@ -13,7 +13,7 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.base.text import table
-from titan_hydra.commands import diff, sync
+from titan_hydra.commands import compare, track
 from titan_hydra.config.fault import quoted
 from titan_hydra.runs import view
 
@@ -90,18 +90,19 @@ def test_logs_are_those_of_the_rank_that_was_asked_for(swept, titan):
     assert "step 5/5" in out and err.endswith("done\n")
 
 
-def test_diff_shows_what_differs_and_nothing_else(swept, titan):
-    _, out, _ = titan("diff", run_of(swept, 1)[1], run_of(swept, 2)[1])
+def test_compare_shows_what_differs_and_nothing_else(swept, titan):
+    _, out, _ = titan("compare", run_of(swept, 1)[1], run_of(swept, 2)[1])
     rows = [line.split() for line in out.splitlines()]
-    assert ["seed", "1", "2"] in rows and ["state", "done", "failed"] in rows
+    assert ["seed", "1", "2", "learning"] in rows and ["state", "done", "failed"] in rows
     assert "optimizer.lr" not in out and "no difference in code and versions" in out
-    assert "no difference in configuration" in titan("diff", run_of(swept, 1)[1], run_of(swept, 1)[1])[1]
+    assert "loss: other bits from step 1: " in out and "modules: A and B traced no activations" in out
+    assert "no difference in configuration" in titan("compare", run_of(swept, 1)[1], run_of(swept, 1)[1])[1]
 
 
-def test_ls_sync_and_completion(swept, titan):
-    (line,) = titan("ls")[1].splitlines()[1:]
+def test_status_of_all_send_and_completion(swept, titan):
+    (line,) = titan("status", "--all")[1].splitlines()[1:]
     assert line.startswith("seed-") and "1 done, 1 failed" in line  # and the runs in it have no lines of their own
-    assert "nothing to send" in titan("sync")[1]
+    assert "nothing to send" in titan("track", "--send")[1]
     assert titan("completion", f"--words=logs {run_of(swept, 1)[1][:6]}")[1].split() == [run_of(swept, 1)[1]]
     assert titan("completion", "--words=logs --g")[1].split() == ["--guilty"]
     assert titan("completion", "--words=can")[1].split() == ["cancel"]
@@ -113,6 +114,8 @@ def test_what_nobody_can_mean_is_one_line(swept, titan):
     assert (status, out, err.count("\n")) == (2, "", 1) and "zzz: no such run or sweep" in err
     status, out, err = titan("logs", "runs")
     assert status == 2 and "2 runs, and one is needed" in err
+    status, _, err = titan("status", "runs", "--all")
+    assert status == 2 and err.startswith("--all runs: lists everything in --runs=runs") and err.count("\n") == 1
     status, _, err = titan("status", "--runs", "nowhere")
     assert status == 2 and err == "--runs=nowhere: no such folder; start a run first, or say where the runs are\n"
 
@@ -134,7 +137,7 @@ def test_retry_runs_what_can_help_and_only_that(swept, titan):
     assert "ValueError" in titan("logs", run_of(swept, 2)[1], "--attempt", 1, "--rank", 1)[1]
     status, out, _ = titan("retry", "--only", "oom")
     assert status == 0 and "it would fail again" in out and f"gpus=2 seed=2 {cells[1]['failure']['hint']}" in out
-    assert "nothing to run again" in out and len(titan("ls")[1].splitlines()) == 2  # no sweep of its own
+    assert "nothing to run again" in out and len(titan("status", "--all")[1].splitlines()) == 2  # no sweep of its own
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_copies_beside_attempts_and_ranks_are_no_attempts_and_no_ranks(swept, ti
         shutil.copy(attempt / "rank_1.json", copy)
     try:
         assert (titan("status", "--json")[1], titan("logs", run_of(swept, 2)[1], "--guilty")[1]) == before
-        assert titan("logs", run_of(swept, 2)[1], "--rank", 9)[0] == 2 and titan("flight", run_of(swept, 2)[1])[0] in (0, 2)
+        assert titan("logs", run_of(swept, 2)[1], "--rank", 9)[0] == 2 and titan("logs", run_of(swept, 2)[1], "--hang")[0] in (0, 2)
         again = swept.run("-m", *swept.TINY, "gpus=2", "seed=1,2")
         assert again.returncode in (1, 76) and again.stderr.endswith("launch.retry=failed runs it again\n"), again.stderr
     finally:
@@ -232,7 +235,7 @@ def test_commands_that_are_suggested_can_be_pasted(swept, titan, tmp_path):
     assert {words[1] for words in suggested} >= {"logs", "retry"} and all(str(runs) in words for words in suggested), lines
 
 
-def test_sync_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch, capsys):
+def test_send_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch, capsys):
     """A sweep of other cells was started last; two runs beside it wait to be sent."""
     runs = tmp_path / "runs"
     for name in ("swept-11111111", "alone-22222222", "other-33333333"):
@@ -249,22 +252,22 @@ def test_sync_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch,
     for folder in waiting:
         folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["sync", "--dry"]) == 0
+    assert cli.main(["track", "--send", "--dry"]) == 0
     assert sorted(capsys.readouterr().out.split()) == [str(folder) for folder in waiting]
-    assert cli.main(["sync", "swept", "--dry"]) == 0 and "nothing to send" in capsys.readouterr().out
+    assert cli.main(["track", "swept", "--send", "--dry"]) == 0 and "nothing to send" in capsys.readouterr().out
     with socket.socket() as silent:  # takes the connection and says nothing
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", address)
-        monkeypatch.setattr(sync, "LIMIT", 0.2)
-        assert cli.main(["sync"]) == 1
+        monkeypatch.setattr(track, "LIMIT", 0.2)
+        assert cli.main(["track", "--send"]) == 1
     assert capsys.readouterr().err == f"wandb cannot be reached: {address}: timed out; nothing was sent\n"
 
 
 @pytest.mark.parametrize(("change", "shown"), [(0.1234, "+12.3%"), (-0.0004, "-0.04%"), (-1e-9, "-1e-07%"), (None, "")])
 def test_a_small_difference_is_not_zero(change, shown):
-    assert diff.signed(change) == shown
+    assert compare.signed(change) == shown
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ COMMANDS = [
     ("status",),
     ("status", "runs"),
     ("status", "--json"),
-    ("ls",),
+    ("status", "--all"),
     ("report", "--allow", "seed"),
     ("report", "table", "--csv"),
     ("report", "runs", "--md", "--allow", "seed"),
@@ -287,8 +287,6 @@ COMMANDS = [
     ("logs", HURT),
     ("logs", HURT, "--guilty"),
     ("logs", HURT, "-f"),
-    ("diff", HURT, "fine"),
-    ("diff", "fine", HURT),
     ("compare", HURT, "fine"),
     ("compare", "fine", HURT),
     ("retry", "--only", "oom"),
@@ -296,9 +294,9 @@ COMMANDS = [
     ("cancel", "--yes"),
     ("cancel", "runs", "--yes"),
     ("cancel", "--help"),
-    ("sync", "--dry"),
-    ("sync", "runs", "--dry"),
-    ("flight", HURT),
+    ("track", "--send", "--dry"),
+    ("track", "runs", "--send", "--dry"),
+    ("logs", HURT, "--hang"),
     ("checkpoint", "ls", HURT),
     ("completion", "--words=status "),
 ]
@@ -371,12 +369,12 @@ def test_no_damage_ends_a_command_or_hides_other_runs(healthy, tmp_path, capsysb
         out[" ".join(words)] = capsysbinary.readouterr().out.decode(errors="replace")
         assert status in (0, 1, 2), words
     fine, alone = (places[name].rpartition("-")[2] for name in ("fine", "alone"))
-    assert fine in out["status"] and fine in out["status runs"] and places["alone"] in out["ls"]
+    assert fine in out["status"] and fine in out["status runs"] and places["alone"] in out["status --all"]
     assert alone in out["report runs --md --allow seed"] or "1,127" in out["report runs --md --allow seed"]
     if file == "manifest":
-        assert "damaged: manifest.json cannot be read" in out["ls"]
+        assert "damaged: manifest.json cannot be read" in out["status --all"]
         return
     assert "1,127" in out["report --allow seed"] and "fine" in (tmp_path / "page/report.html").read_text()
     if told:
         assert f"{told} cannot be read" in out["status"] or f"{told} is missing" in out["status"]
-        assert f"damaged: {told} " in out["report --allow seed"] and "1 damaged" in out["ls"]
+        assert f"damaged: {told} " in out["report --allow seed"] and "1 damaged" in out["status --all"]

@@ -1,4 +1,4 @@
-"""Hang drills: real ranks of which one skips an operation, sleeps or dies; `titan flight` names it, the operation, the
+"""Hang drills: real ranks of which one skips an operation, sleeps or dies; `titan logs --hang` names it, the operation, the
 mesh, the step.
 """
 
@@ -60,7 +60,7 @@ AT_WORK = AT_STEP_4.format(rank=-1, action="pass")  # counts steps
 
 @pytest.fixture
 def drill(launcher):
-    """`drill(code, *overrides)` runs it to its end. Returns launch.py's exit status and error, and what `titan flight`
+    """`drill(code, *overrides)` runs it to its end. Returns launch.py's exit status and error, and what `titan logs --hang`
     says.
     """
 
@@ -69,7 +69,7 @@ def drill(launcher):
         failed = launcher.run(*launcher.TINY, "steps=10", "comm.train_timeout_seconds=5", *overrides)
         assert launcher.processes() == []
         launcher.env["PYTHONPATH"] = str(launcher.ROOT)
-        said = launcher.python("-m", "titan_hydra.cli", "flight", str(launcher.run_directory))
+        said = launcher.python("-m", "titan_hydra.cli", "logs", str(launcher.run_directory), "--hang")
         return failed.returncode, failed.stderr, said.stdout
 
     return run
@@ -133,8 +133,8 @@ def test_a_rank_that_dies_is_a_death_and_no_hang(drill, launcher):
     dump = json.loads((launcher.attempt() / "flight_0.json").read_text())
     earlier = {**dump, "rank": 1, "step": 2, "time": dump["time"] - 60, "collectives": dump["collectives"][:3]}
     (launcher.attempt() / "flight_1.json").write_text(json.dumps(earlier))
-    assert launcher.python("-m", "titan_hydra.cli", "flight", str(launcher.run_directory)).stdout == said
+    assert launcher.python("-m", "titan_hydra.cli", "logs", str(launcher.run_directory), "--hang").stdout == said
     other = launcher.run_directory / "replicas/1/attempts/1"  # as of a replica group that is a job of its own on SLURM
     shutil.copytree(launcher.attempt(), other)
-    both = launcher.python("-m", "titan_hydra.cli", "flight", str(launcher.run_directory)).stdout
+    both = launcher.python("-m", "titan_hydra.cli", "logs", str(launcher.run_directory), "--hang").stdout
     assert both == f"group 0: {said}group 1: {said}"

@@ -52,13 +52,13 @@ def lab(tmp_path_factory):
     "words",
     [
         ["status"],
-        ["ls"],
+        ["status", "--all"],
         ["report"],
         ["logs", "mine"],
         ["retry"],
         ["extend", "mine", "steps=4"],
         ["cancel"],
-        ["diff", "mine", "theirs"],
+        ["compare", "mine", "theirs"],
         ["launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=mine"],
         ["launch.py", "debug=tiny", "launch.mode=dry"],
     ],
@@ -79,7 +79,7 @@ def test_a_closed_run_among_others_has_a_line(lab):
     give(theirs, 0o700)
     give(manifest, 0o600)
     try:
-        status, out, err = run(lab, "ls")
+        status, out, err = run(lab, "status", "--all")
         assert status == 0 and f"Permission denied: {theirs} {ALICE}, drwx------" in out and "mine-" in out, out + err
         status, out, err = run(lab, "status")
         assert status == 0 and "4 cells: 3 done, 1 damaged" in out and f"{theirs} {ALICE}" in out, out + err
@@ -89,7 +89,7 @@ def test_a_closed_run_among_others_has_a_line(lab):
             ["report", "theirs"],
             ["logs", "theirs"],
             ["extend", "theirs", "steps=4"],
-            ["diff", "mine", "theirs"],
+            ["compare", "mine", "theirs"],
             ["checkpoint", "ls", "theirs"],
             ["launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=theirs"],
         ):

@@ -1,4 +1,4 @@
-"""`titan plan --calibrate`, `titan tune` and `titan report --predicted` on real runs of a tiny model on this machine's
+"""`titan plan --calibrate`, `titan plan --tune` and `titan report --predicted` on real runs of a tiny model on this machine's
 CPU.
 """
 
@@ -29,7 +29,7 @@ def tuned(tmp_path_factory):
     """A folder with a tuned sweep, and what was printed."""
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "conf").mkdir()
-    return folder, titan(folder, "tune", *LINE, "--gpus", "2", "--top", "2", "--steps", "4", "--into", "here")
+    return folder, titan(folder, "plan", *LINE, "--gpus", "2", "--tune", "2", "--steps", "4", "--into", "here")
 
 
 def test_tune_runs_calibrates_and_keeps_the_rates(tuned):
@@ -47,7 +47,7 @@ def test_tune_runs_calibrates_and_keeps_the_rates(tuned):
 def test_the_same_command_goes_on_where_it_stopped(tuned):
     folder, _ = tuned
     results = {file: file.stat().st_mtime for file in (folder / "runs").glob("*/result.json")}
-    again = titan(folder, "tune", *LINE, "--gpus", "2", "--top", "2", "--steps", "4")
+    again = titan(folder, "plan", *LINE, "--gpus", "2", "--tune", "2", "--steps", "4")
     assert again.returncode == 0 and again.stdout.count("\nfastest: gpus=2") == 1
     assert {file: file.stat().st_mtime for file in (folder / "runs").glob("*/result.json")} == results
 
@@ -92,19 +92,21 @@ def test_calibrate_prints_residuals_and_writes_once(tuned):
     ("words", "expected"),
     [
         (["plan", *LINE, "--calibrate", "nowhere"], "nowhere: no such run or sweep in "),
-        (["plan", *LINE, "--into", "x"], "--into x: needs --calibrate RUN...: only rates that were fitted are written"),
+        (["plan", *LINE, "--into", "x"], "--into x: needs --calibrate RUN... or --tune K: only rates that were fitted are written"),
         (
             ["plan", *LINE, "--calibrate", "tune", "--into", "a b"],
             "--into a b: cannot be typed as hardware=NAME; letters, digits, _ and - can",
         ),
         (["plan", *LINE, "--calibrate", "unfinished-00000000"], "no finished run with a measured speed among unfinished-00000000"),
         (["plan", *LINE, "--gpus", "2", "--prove", "0"], "--prove=0: is the number of layouts to count, at least 1; nearest legal: 1"),
-        (["tune", *LINE], "gpus=null: a plan needs the number of GPUs; nearest legal: 64"),
-        (["tune", *LINE, "--gpus", "0"], "gpus=0: a plan needs the number of GPUs; nearest legal: 64"),
-        (["tune", *LINE, "--gpus", "2", "--top", "0"], "--top=0: nothing is compared; nearest legal: 2"),
-        (["tune", *LINE, "--gpus", "2", "--steps", "1"], "--steps=1: the first ones are not measured; nearest legal: 3"),
-        (["tune", *LINE, "--gpus", "2", "--into", "here"], "--into=here: conf/hardware/here.yaml already exists; nearest legal: here_2"),
-        (["tune", *LINE[:-1], "--gpus", "2"], "hardware=unknown: a plan needs the device's memory and rates; nearest legal: a100"),
+        (["plan", *LINE, "--tune", "4"], "gpus=null: a search needs the number of GPUs; nearest legal: 64"),
+        (["plan", *LINE, "--gpus", "0", "--tune", "4"], "--gpus=0: a job needs at least one; nearest legal: 1"),
+        (["plan", *LINE, "--gpus", "2", "--tune", "0"], "--tune=0: is the number of layouts to compare, at least 2; nearest legal: 2"),
+        (["plan", *LINE, "--gpus", "2", "--tune", "4", "--steps", "1"], "--steps=1: the first ones are not measured; nearest legal: 3"),
+        (
+            ["plan", *LINE, "--gpus", "2", "--tune", "4", "--into", "here"],
+            "--into=here: conf/hardware/here.yaml already exists; nearest legal: here_2",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tuned, words, expected):
@@ -148,7 +150,7 @@ def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
     """Eight layouts of the debug model on two gloo ranks."""
     done = titan(
         tmp_path,
-        "tune",
+        "plan",
         "model=llama3_debug",
         "data=synthetic",
         "data.seq_len=256",
@@ -156,7 +158,7 @@ def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
         "hardware=cpu",
         "--gpus",
         "2",
-        "--top",
+        "--tune",
         "8",
     )
     assert done.returncode == 0, done.stderr[-2000:]

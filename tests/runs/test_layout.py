@@ -20,7 +20,6 @@ OTHERS = {
     "checkpoint/folder.py",
     "checkpoint/initial.py",
     "recipes/flux/encoders.py",
-    "commands/from_torchtitan.py",
 }
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.checkpoint.tokenizer import letters_of_bytes
 from titan_hydra.commands import tokenizer as tokenizer_cli
 from titan_hydra.config import schema
 from titan_hydra.config.files import vocabulary_size
@@ -69,7 +70,7 @@ def test_imports_bring_in_no_library():
 
 def hf(path, bos="<s>", eos="</s>"):
     """A byte-level tokenizer.json with two special tokens; `null` leaves one out."""
-    model = tokenizers.models.BPE(vocab={character: i for i, character in enumerate(sorted(tokenizer_cli._byte_of_character()))}, merges=[])
+    model = tokenizers.models.BPE(vocab={character: i for i, character in enumerate(sorted(letters_of_bytes()))}, merges=[])
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()

@@ -32,7 +32,7 @@ function smooth(values) {
 function bars(chart) {
   const shown = chart.bars.filter(bar => !hidden.has(data.runs[bar.row].label));
   const traces = shown.map(bar => ({
-    type: "bar", orientation: "h", x: [bar.value], y: [bar.row], text: [plain(bar.text + (bar.said ? "  " + bar.said : ""))],
+    type: "bar", orientation: "h", x: [bar.value], y: [bar.row], text: [plain(bar.text + (bar.remark ? "  " + bar.remark : ""))],
     textposition: "auto", insidetextanchor: "start", textfont: { size: 11 }, marker: { color: colour(data.runs[bar.row]) },
     opacity: data.runs[bar.row].partial ? 0.55 : 1, name: plain(data.runs[bar.row].label), hovertemplate: "%{text}<extra>%{fullData.name}</extra>",
     error_x: { type: "data", array: [bar.spread], visible: bar.spread !== null, thickness: 1.2, width: 0, color: css("ink") },

@@ -38,23 +38,23 @@ from .convert import read_model_config
 from .planner import LOWER, MODEL, SavePlanner
 from .writer import Writer
 
-PARTS = {"model", "optimizer", "outer"}  # what DCP writes of a step; each rank's data state has a file of its own
-TRIES = 4  # consecutive failures that stop a run: two saves that were due, each tried twice
-LONGEST = timedelta(hours=1)  # time that a rank waits for another one's disk
+PARTS = {"model", "optimizer", "outer"}  # parts of a step that DCP writes; each rank's data state is a file of its own
+TRIES = 4  # failures in a row that end a run: two saves that were due, each tried twice
+LONGEST = timedelta(hours=1)  # time that a rank waits for the disk of another rank
 
 
 @dataclass
 class PendingSave:
-    """A pending save: DCP's futures, when it began, and how long it has blocked the training thread so far."""
+    """A save that has begun and is not known to be complete."""
 
     step: int
     writer: Writer
     began: float
-    staged: Future | None = None
-    written: Future | None = None
-    held: float = 0.0
-    held_out: float = inf  # the held-out loss of its weights
-    seconds: float | None = None  # from its begin until it was complete
+    staged: Future | None = None  # DCP's: the weights are copied
+    written: Future | None = None  # DCP's: the step is complete
+    held: float = 0.0  # seconds for which it has blocked the training thread so far
+    held_out: float = inf  # held-out loss of its weights
+    seconds: float | None = None  # from `began` until it was complete
 
 
 @dataclass
@@ -67,15 +67,14 @@ class Checkpointer:
     run: Run
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    # this rank's outer state of the replica groups' last exchange
-    outer: dict[str, torch.Tensor] = field(default_factory=dict)
+    outer: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's outer state of Local SGD or DiLoCo
     report: Callable[..., None] = lambda event, step, **values: None  # Metrics.event
     pending: PendingSave | None = None
-    failures: int = 0  # in a row
-    again: bool = False  # the last save failed, and is to be tried once more
-    saved: int = -1  # step of the newest complete one that this process has written or read
-    best: float = inf  # the lowest held-out loss of a complete one
-    read_back: bool = False  # this process has written a step and read some of it back
+    failures: int = 0  # saves that have failed in a row
+    again: bool = False  # whether the last save failed and is to be tried once more
+    saved: int = -1  # newest complete step that this process has written or read
+    best: float = inf  # lowest held-out loss of a complete step
+    read_back: bool = False  # whether this process has written a step and read some of it back
     bin: checkpoints.Bin = field(default_factory=checkpoints.Bin)
 
     def __post_init__(self) -> None:
@@ -95,26 +94,27 @@ class Checkpointer:
 
     @property
     def base(self) -> nn.Module:
-        """The parameters that initial_load_path gives: all of them, or those that are frozen under adapters."""
+        """The parameters that initial_load_path gives: those that are frozen under adapters, else all."""
         return getattr(self.model, "frozen", None) or self.model
 
     @property
     def folder(self) -> Path:
-        """The folder of the steps."""
         return layout.CHECKPOINTS.of(self.run.directory)
 
     # --- in the loop --------------------------------------------------------------------------------------------------
 
     def votes(self) -> list[float]:
-        """Return this rank's two flags for the per-step all-reduce: a time-based save is due (rank 0 only); the pending
-        save has finished on this rank.
+        """Return two flags for the all-reduce of each step: whether interval_minutes have passed (rank 0 alone knows),
+        and whether the pending save has ended on this rank.
         """
         minutes = self.config.interval_minutes
         late = self.run.rank == 0 and minutes is not None and time.monotonic() - self.clock >= 60 * minutes
         return [float(late), float(self.pending is not None and self.pending.written.done())]
 
     def wait_for_staging(self) -> float:
-        """Wait until the weights are copied, before the optimizer changes them. Returns the seconds it took."""
+        """Wait until the pending save has copied the weights; call before the optimizer changes them. Returns the seconds
+        it waited.
+        """
         if self.pending is None or self.pending.staged is None:
             return 0.0
         began = time.perf_counter()
@@ -125,8 +125,8 @@ class Checkpointer:
         return held
 
     def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool, held_out: float = inf) -> None:
-        """Save if one is due; at the end of the run wait until it is complete. `votes` are the sums over all ranks;
-        `held_out` is the held-out loss, if it was measured at this step.
+        """Save if a save is due; at the end of the run wait until it is complete. `votes` are the sums of `votes()` over
+        all ranks; `held_out` is the held-out loss, if it was measured at this step.
         """
         if not self.on:
             return
@@ -138,7 +138,7 @@ class Checkpointer:
             self.save(step, data_state, held_out)
         if last or stop:
             self.finish_pending()
-            if self.again:  # there is no further step to wait for
+            if self.again:  # at once, as no further step comes
                 self.save(step, data_state, held_out)
                 self.finish_pending()
             if self.failures and (stop or self.config.last_step):
@@ -150,7 +150,7 @@ class Checkpointer:
         return late or (step == 1 and self.config.first_step) or bool(self.config.interval and step % self.config.interval == 0)
 
     def save(self, step: int, data_state: dict[str, Any], held_out: float = inf) -> None:
-        """Begin a save, after the pending one has ended: two copies of the weights would not fit."""
+        """Begin a save, after the pending one has ended, as two copies of the weights may not fit."""
         if step == self.saved:
             return
         self.finish_pending()
@@ -172,7 +172,7 @@ class Checkpointer:
             self.finish_pending()
 
     def _start(self, pending: PendingSave, content: dict[str, Any]) -> None:
-        """Write in this thread, or copy and write in other threads."""
+        """Write the content in this thread (checkpoint=sync), or copy and write it in other threads."""
         if self.stager is None:
             pending.written = Future()
             try:
@@ -184,7 +184,7 @@ class Checkpointer:
             pending.seconds = time.perf_counter() - pending.began
             return
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copy runs beside the stream in which the last update may still be at work
+            torch.cuda.synchronize()  # the copy has a stream of its own, and the last update may still run in this one
         response: Any = dcp.async_save(
             content, storage_writer=pending.writer, planner=SavePlanner(), process_group=self.group, async_stager=self.stager
         )
@@ -192,7 +192,9 @@ class Checkpointer:
         pending.written.add_done_callback(lambda _: setattr(pending, "seconds", time.perf_counter() - pending.began))
 
     def finish_pending(self) -> None:
-        """Wait for the pending save and report its result."""
+        """Wait for the pending save, if there is one, and report whether it is complete. Raises CheckpointError after TRIES
+        failures.
+        """
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -205,7 +207,7 @@ class Checkpointer:
             seconds = pending.seconds or time.perf_counter() - pending.began
             self.report("checkpoint", pending.step, seconds=seconds, seconds_held=pending.held)
             return
-        # local, as a lost peer: other ranks have not seen it, so no retry can be agreed
+        # An error that only this rank has seen, such as a lost rank: the ranks cannot agree on another try.
         if not isinstance(failure, CheckpointException):
             raise failure
         if self.run.rank == 0:
@@ -213,7 +215,7 @@ class Checkpointer:
         self.failures += 1
         self.again = self.failures % 2 == 1
         self.reason = reason_of(failure)
-        # of the writer's check: no try would help
+        # The step was written but cannot be read back: another try would not help.
         if any(isinstance(error, CheckpointError) for error, _ in failure.failures.values()):
             raise CheckpointError(self._lost(pending.step))
         self.report("checkpoint_failed", pending.step, reason=self.reason, failures=self.failures, seconds_held=pending.held)
@@ -230,11 +232,11 @@ class Checkpointer:
         )
 
     def _purge(self) -> None:
-        """Delete steps that need not be kept. Called on rank 0 when a step is complete."""
+        """Delete the steps that need not be kept. Runs on rank 0 when a step is complete."""
         self.bin.throw(checkpoints.surplus(self.folder, self.config.keep_latest_k, self.config.keep_every, self.config.keep_best))
 
     def close(self) -> None:
-        """Wait for the threads that copy and delete."""
+        """Wait for the threads that copy weights and delete steps."""
         if self.stager is not None:
             self.stager.close()
         self.bin.wait()
@@ -252,18 +254,18 @@ class Checkpointer:
         path = self._newest_intact()
         if path is None:
             return 0, None
-        if self.base is not self.model and self.config.initial_load_path:  # the step holds adapters alone
+        if self.base is not self.model and self.config.initial_load_path:  # the step holds only adapters
             self.start_from(self.config.initial_load_path, read_model_config(path))
         self._load(path, PARTS, self.model)
         self.saved = checkpoints.step_of(path)
         return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
 
     def start_from(self, path: str, model: Model) -> tuple[int, dict[str, Any] | None]:
-        """Start from another run's checkpoint, without what exclude_from_loading names, or from a Hugging Face folder's
-        weights.
+        """Load another run's checkpoint, without the parts in exclude_from_loading, or the weights of a Hugging Face
+        folder. Returns the step and the merged data state to continue from; (0, None) to begin at step 1.
         """
         found = [initial.find(path)]
-        # the other run may be writing its next step just now
+        # All ranks take what rank 0 has found: the other run may complete a step meanwhile.
         dist.broadcast_object_list(found, src=0, group=self.group)
         source, left_out = found[0], set(self.config.exclude_from_loading)
         if initial.is_hf(source):
@@ -291,7 +293,7 @@ class Checkpointer:
             raise CheckpointError(f"{path} could not be written: {reason_of(error)}") from error
 
     def _content(self, parts: set[str], model: nn.Module) -> dict[str, Any]:
-        """Return this rank's share of some parts of a step; `model` has the weights that are meant."""
+        """Return this rank's share of some PARTS of a step, with the weights of `model`."""
         content: dict[str, Any] = {MODEL: state.weights(model), LOWER: state.lower_halves(model)} if MODEL in parts else {}
         if "optimizer" in parts:
             content["optimizer"] = state.of_optimizers(self.model, self.optimizers)
@@ -311,8 +313,8 @@ class Checkpointer:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 
     def _newest_intact(self) -> Path | None:
-        """Return the step to resume from, or None. Damaged ones are moved aside. Raises CheckpointError if all are
-        damaged.
+        """Return the step to resume from; None if there is none. Damaged steps are moved aside. Raises CheckpointError if
+        all are damaged.
         """
         set_aside = any(self.folder.glob(f"*{checkpoints.DAMAGED}"))
         best = checkpoints.best(self.folder) if self.config.keep_best else None
@@ -321,7 +323,7 @@ class Checkpointer:
             set_aside,
             checkpoints.held_out_loss(best) if best else inf,
         ]
-        dist.broadcast_object_list(names, src=0, group=self.group)  # what rank 0 sees: file systems may lag
+        dist.broadcast_object_list(names, src=0, group=self.group)  # a file system may show other ranks an older state
         self.best = names[2]
         damaged: list[tuple[Path, list[str]]] = []
         found = None
@@ -341,19 +343,19 @@ class Checkpointer:
             print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
             for path, _ in damaged:
                 aside = path.with_name(path.name + checkpoints.DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)  # the same step, damaged before
+                shutil.rmtree(aside, ignore_errors=True)  # the same step, set aside earlier
                 path.rename(aside)
         return found
 
     def _problems(self, path: Path) -> list[str]:
-        """Return what is wrong with a step's files; each rank reads a share of them."""
+        """Return what is wrong with a step's files, of which each rank reads a share. A collective."""
         found: list[Any] = [None] * self.run.world_size
         dist.all_gather_object(found, checkpoints.damage(path, self.run.rank, self.run.world_size), group=self.group)
         return [problem for part in found for problem in part]
 
 
 def reason_of(failure: BaseException) -> str:
-    """Return the error of the first rank that failed, in one line; DCP would print every rank's traceback."""
+    """Return the error of the lowest rank that failed, in one line, where DCP has the tracebacks of all ranks."""
     where = ""
     if isinstance(failure, CheckpointException):
         rank, (failure, _) = min(failure.failures.items())

@@ -47,8 +47,8 @@ def export_hf(
     max_shard_gb: float = 5.0,
     config_file: Path | None = None,
 ) -> tuple[list[str], torch.dtype]:
-    """Write the model of a checkpoint or run in its family's Hugging Face format, in `dtype`, or as each tensor is
-    stored. Returns the names of the weight files, and the dtype of most weights.
+    """Write the model of a checkpoint or run in its family's Hugging Face format, in `dtype` or as each tensor is stored.
+    Returns the names of the weight files, and the dtype that most weights have.
     """
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
@@ -66,12 +66,12 @@ def export_hf(
     files = [_shard_name(hf.files, i, len(shards)) for i in range(len(shards))]
     weight_map = {}
     for file, names in zip(files, shards, strict=True):
-        tensors = {
-            theirs: part for name in names for theirs, part in hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name])).items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensors |= hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name]))
         weight_map |= dict.fromkeys(tensors, file)
         (target / file).touch()
-        mode = (target / file).stat().st_mode  # the umask's; safetensors would make the file readable only to its owner
+        mode = (target / file).stat().st_mode  # as the umask has it; safetensors makes a file that only its owner may read
         save_file(tensors, target / file, metadata={"format": "pt"})
         (target / file).chmod(mode)
     if len(files) > 1:
@@ -84,8 +84,8 @@ def export_hf(
 
 
 def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
-    """Write the run's tokenizer and generation_config.json. Returns the token ids; without a tokenizer {}, and prints a
-    warning.
+    """Write the run's tokenizer, chat template and generation_config.json. Returns the ids of begin and end of text; {},
+    with a warning, if the run has no tokenizer.
     """
     try:
         ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
@@ -99,8 +99,8 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
 
 
 def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, imports: Sequence[str] = ()) -> None:
-    """Write a Hugging Face folder as a checkpoint of `model.*` only, with the model section as its config.json;
-    `imports` are the user's modules, which may bring the family.
+    """Write a Hugging Face folder as a checkpoint of `model.*` alone, with the model section as its config.json. `imports`
+    are modules of the user's, which may bring the family.
     """
     require_user_modules(list(imports))
     if not source.is_dir():
@@ -119,15 +119,17 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
         return folder.tensor(key.removeprefix(PREFIX), state[key].shape, state[key].dtype)
 
     make_target(target)
-    words = source / "tokenizer.json"
-    tokenizer = {"tokenizer": {"name": "hf", "path": str(words.absolute())}} if words.is_file() else {}
-    write_content(target / "config.json", {"model": to_dict(folder.config), "train": {"imports": list(imports)}} | tokenizer)
+    content = {"model": to_dict(folder.config), "train": {"imports": list(imports)}}
+    tokenizer_file = source / "tokenizer.json"
+    if tokenizer_file.is_file():
+        content["tokenizer"] = {"name": "hf", "path": str(tokenizer_file.absolute())}
+    write_content(target / "config.json", content)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return `source` if it is a complete checkpoint, else the newest of that run (or checkpoints folder). Raises
-    ConfigError.
+    """Return `source` if it is a complete checkpoint, else the newest one of the run, or of the checkpoints folder, there.
+    Raises ConfigError if there is none.
     """
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
@@ -138,13 +140,14 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
-    """Read the model section of the config.json of a checkpoint, and import the modules that its family may come
-    from.
+    """Read the model section of a checkpoint's config.json, after importing the user's modules, of which one may bring
+    the family. Raises ConfigError if there is no such section.
     """
     candidates = [config_file] if config_file else config_files(checkpoint)
-    file = next((file for file in candidates if file.is_file()), None)
-    if file is None:
+    there = [file for file in candidates if file.is_file()]
+    if not there:
         raise ConfigError(f"{candidates[-1]}: no such file; name the run's config.json with --config")
+    file = there[0]
     try:
         content = content_of(file)
         require_user_modules(content.get("train", {}).get("imports", []))
@@ -154,10 +157,8 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
 
 
 def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> Tokenizer:
-    """Read the tokenizer section of the run that wrote a checkpoint. Its path is resolved against the folder in which
-    the run was started.
-
-    Raises ConfigError if no config.json names a tokenizer.
+    """Read the tokenizer section of the run that wrote a checkpoint. Raises ConfigError if no config.json names a
+    tokenizer.
     """
     file, section = find_section("tokenizer", checkpoint, config_file)
     if not section:
@@ -169,14 +170,14 @@ def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> 
 
 
 def as_started(config_file: Path, path: str) -> str:
-    """Resolve a path of a run's configuration against the folder in which the run was started."""
+    """Resolve a path in a run's configuration against the folder in which the run was started."""
     started = layout.ENV.read(config_file.parent).get("folder", "")
     return str(Path(started, Path(path).expanduser()))
 
 
 def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Merged:
-    """Return what reads the weights of a checkpoint; adapters are merged into the weights that the run has started
-    from.
+    """Return a reader of a checkpoint's weights. If it holds adapters, they are merged into the weights of
+    initial_load_path.
     """
     _, adapter = find_section("adapter", checkpoint, config_file)
     if adapter.get("name", "none") == "none":
@@ -207,15 +208,17 @@ def sources_of(section: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
-    """Return a section of config.json, of `config_file` if given, and the file that has it; {} if no file has it."""
+    """Return the file and the content of a section of a checkpoint's config.json; {} if no file has the section."""
     candidates = [config_file] if config_file else config_files(checkpoint)
-    found = ((file, (read_json(file) or {}).get(name)) for file in candidates)
-    return next(((file, section) for file, section in found if section), (candidates[-1], {}))
+    for file in candidates:
+        if section := (read_json(file) or {}).get(name):
+            return file, section
+    return candidates[-1], {}
 
 
 def config_files(checkpoint: Path) -> list[Path]:
-    """Return where the config.json of a checkpoint may be: in it (an import), one folder up (the run of an export), or
-    two (the run of a step).
+    """Return the places of a checkpoint's config.json: in it (of an import), one folder up (the run of an export), or two
+    (the run of a step).
     """
     return [layout.CONFIG.of(folder) for folder in (checkpoint, *checkpoint.absolute().parents[:2])]
 
@@ -244,7 +247,7 @@ def _check_stored(metadata: Metadata, shapes: dict[str, torch.Size], checkpoint:
 
 
 def _plan_shards(sizes: dict[str, int], limit: float) -> list[list[str]]:
-    """Assign names to files, in order; a file exceeds `limit` bytes only if a single tensor does."""
+    """Distribute tensors over files, in order. A file has more than `limit` bytes only if a tensor has."""
     shards, used = [[]], 0
     for name, size in sizes.items():
         if shards[-1] and used + size > limit:
@@ -260,7 +263,7 @@ def _shard_name(stem: str, index: int, count: int) -> str:
 
 
 def make_target(target: Path) -> None:
-    """Create a folder to export to. Raises ConfigError if it holds anything or cannot be written."""
+    """Create the folder of an export. Raises ConfigError if it is not empty or cannot be written."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         occupied = any(target.iterdir())

@@ -1,5 +1,4 @@
-"""Read a Hugging Face folder (safetensors) as the tensors of a model: any part of one at a time, from wherever it lies
-there.
+"""Read a Hugging Face folder (safetensors) as the tensors of a model, or any part of one.
 
 A stack of experts may be a tensor for each expert, or packed as transformers 5 has it in memory: the first and third
 matrices of all experts in one tensor. Weights in float8 are multiplied by the scales of their blocks, which lie beside
@@ -23,18 +22,18 @@ from titan_hydra.config.model import Model
 from titan_hydra.models.hf import HuggingFace
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-SCALE = "_scale_inv"  # the name of a float8 weight's scales: its own and this
-PACKED = {  # of an expert's matrix: the tensor of all experts, which part of its rows, of how many
+SCALE = "_scale_inv"  # suffix of the tensor with a float8 weight's scales
+PACKED = {  # matrix of an expert: (tensor that packs it for all experts, its part of the rows there, number of parts)
     "gate_proj.weight": ("gate_up_proj", 0, 2),
     "up_proj.weight": ("gate_up_proj", 1, 2),
     "down_proj.weight": ("down_proj", 0, 1),
 }
-UNUSED = ("rotary_emb.inv_freq", SCALE)  # tensors beside the weights
+UNUSED = ("rotary_emb.inv_freq", SCALE)  # suffixes of tensors that are no weights
 
 
 class Folder:
-    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` reads them; without it,
-    the family whose model_type config.json names. Raises ConfigError for what cannot be read.
+    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` is the family's adapter;
+    without it the family is found by config.json's model_type. Raises ConfigError if the folder cannot be read.
     """
 
     def __init__(self, source: Path, hf: HuggingFace | None = None):
@@ -47,19 +46,19 @@ class Folder:
         except KeyError as error:
             raise ConfigError(f"{config_file}: lacks {error}") from error
         self.hf = self.hf.of(self.config)
-        # after them stand the blocks that predict further tokens, which the model does not have
+        # Blocks that predict further tokens (multi-token prediction) stand behind the others; the model has none.
         layers = self.config.n_layers
         self.unused = tuple(f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0))
         self.block = block_of(content.get("quantization_config"), config_file)
         self.files = weight_files(source, self.hf.files)
 
     def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
-        """Return the dtype in which each tensor of a model is stored, float8 as bfloat16. Raises ConfigError if one is
-        not there or has another shape, or if the folder has weights that the model has no place for.
+        """Return the dtype in which each tensor of a model is stored, float8 as bfloat16. Raises ConfigError if a tensor
+        is missing or has another shape, or if the folder has weights that the model has not.
         """
         found, seen = {}, set()
         for fqn, tensor in state.items():
-            if isinstance(tensor, nn.Parameter) or fqn in self:  # a buffer that is not there keeps its initial value
+            if isinstance(tensor, nn.Parameter) or fqn in self:  # a buffer that is missing keeps its initial value
                 wanted = self.shapes(fqn, tensor.shape)
                 found[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
                 seen |= wanted.keys()
@@ -73,9 +72,7 @@ class Folder:
         return self.hf.name(fqn).format(0) in self.files
 
     def shapes(self, fqn: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return the names of the tensors that hold the tensor `fqn` of that shape, or parts of it, and their
-        shapes.
-        """
+        """Return the name and the shape of each stored tensor that holds the model's tensor `fqn`, or a part of it."""
         name = self.hf.name(fqn)
         if packed := self._packed(name):
             theirs, _, parts = packed
@@ -83,7 +80,7 @@ class Folder:
         return {name.format(number): tuple(shape[1:]) for number in range(shape[0])} if "{}" in name else {name: tuple(shape)}
 
     def tensor(self, fqn: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Read a whole tensor and convert it to `dtype`. Raises ConfigError if it is not there or has another shape."""
+        """Read a whole tensor and convert it to `dtype`. Raises ConfigError if it is missing or has another shape."""
         for name, part in self.shapes(fqn, shape).items():
             self._checked(name, part)
         found = torch.empty(shape, dtype=dtype)
@@ -91,8 +88,8 @@ class Folder:
         return found
 
     def read(self, fqn: str, shape: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
-        """Read the part of the tensor `fqn` of that shape that begins at `offsets` into `target`, in its dtype and on
-        its device.
+        """Read a part of the tensor `fqn`, which as a whole has `shape`, into `target`: the part begins at `offsets` and
+        has the shape of `target`.
         """
         name = self.hf.name(fqn)
         if target.numel() == 0:
@@ -107,9 +104,7 @@ class Folder:
             target.copy_(self._part(name, offsets, target.shape))
 
     def _packed(self, name: str) -> tuple[str, int, int] | None:
-        """Return the tensor in which a stack of experts lies packed and, as PACKED, where in it; None if it does
-        not.
-        """
+        """Return (tensor, part, number of parts) as PACKED has it, if a stack of experts is packed; else None."""
         experts, _, kind = name.partition("{}.")
         if kind not in PACKED or experts + PACKED[kind][0] not in self.files:
             return None
@@ -129,7 +124,7 @@ class Folder:
         return values.float() * scales
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
-        """Return a tensor's dtype. Raises ConfigError if it is not there, or is something else."""
+        """Return a tensor's dtype. Raises ConfigError if it is missing, or has another shape or an unknown dtype."""
         entry = self._entry(name)
         if (found := tuple(entry.get_shape())) != shape:
             raise ConfigError(f"{self.files[name]}: {name} is {found}; the model needs {shape}")
@@ -154,7 +149,7 @@ class Folder:
             raise ConfigError(f"{self.files[name]}: {name} cannot be read ({error})") from error
 
     def _open(self, name: str) -> Any:
-        """Return the file of a tensor; a file is opened once, as a large model has tens of thousands of tensors."""
+        """Return the open file of a tensor. Each is opened once: a large model has tens of thousands of tensors."""
         file = self.files[name]
         if file not in self.handles:
             self.handles[file] = safe_open(file, framework="pt")
@@ -162,20 +157,19 @@ class Folder:
 
 
 def side_of(content: dict, file: Path) -> HuggingFace:
-    """Return the Hugging Face side of the family whose models a config.json describes. Raises ConfigError if no family
-    has it.
+    """Return the Hugging Face adapter of the family whose models a config.json describes. Raises ConfigError if no family
+    has that model_type.
     """
-    sides = [side for family in FAMILIES.values() if (side := family.part("hf"))]
+    sides = {side.model_type: side for family in FAMILIES.values() if (side := family.part("hf"))}
     kind = content.get("model_type") or content.get("_class_name")
-    found = next((side for side in sides if side.model_type == kind), None)
-    if found is None:
-        raise ConfigError(f"{file}: model_type={kind}: only {', '.join(side.model_type for side in sides)} can be converted")
-    return found
+    if kind not in sides:
+        raise ConfigError(f"{file}: model_type={kind}: only {', '.join(sides)} can be converted")
+    return sides[kind]
 
 
 def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
-    """Return the rows and columns of a block of float8 weights that have a scale; None if weights are plain. Raises
-    ConfigError for other number formats.
+    """Return (rows, columns) of the blocks in which float8 weights have a common scale; None if weights are not
+    quantized. Raises ConfigError for other quantizations.
     """
     if not quantization:
         return None
@@ -188,7 +182,7 @@ def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
 
 
 def weight_files(source: Path, stem: str) -> dict[str, Path]:
-    """Return the file of a folder that holds each tensor; the names of files begin with `stem`."""
+    """Return the file in a folder that holds each tensor. Names of files begin with `stem`."""
     index = source / f"{stem}.safetensors.index.json"
     if index.is_file():
         return {name: source / file for name, file in content_of(index)["weight_map"].items()}

@@ -21,7 +21,7 @@ from .folder import Folder
 
 
 def find(path: str) -> Path:
-    """Return the folder to read: `path` itself, or the newest step of the run at `path`."""
+    """Return the folder that checkpoint.initial_load_path names: `path`, or the newest step of the run at `path`."""
     source = Path(path).expanduser()
     found = source if is_hf(source) else complete_at(source)
     if found is None:
@@ -30,22 +30,20 @@ def find(path: str) -> Path:
 
 
 def complete_at(place: Path) -> Path | None:
-    """Return the complete checkpoint at a path: itself, or the newest step of a run or of a checkpoints folder; None if
-    there is none.
+    """Return `place` if it is a complete checkpoint, else the newest step of the run, or of the checkpoints folder, there;
+    None if there is none.
     """
     return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)
 
 
 def is_hf(source: Path) -> bool:
-    """Whether a folder holds Hugging Face's format."""
+    """Whether a folder has weights in Hugging Face's format."""
     return any(source.glob("*.safetensors"))
 
 
 @torch.no_grad()
 def load_hf(model: nn.Module, config: Model, source: Path) -> None:
-    """Read the weights of a Hugging Face folder: each rank its own slices, one tensor at a time, converted while
-    reading.
-    """
+    """Read this rank's slices of the weights of a Hugging Face folder, a tensor at a time, into the model's shards."""
     state_of_all = meta_state(config)
     try:
         folder = Folder(source, hf_of(config))
@@ -64,7 +62,7 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
 
 
 def _check(ours: Model, theirs: Model) -> None:
-    """Raise ConfigError if the models compute differently (RoPE, norms): the weights would load and give nonsense."""
+    """Raise ConfigError if the two models have the same shapes but compute differently (RoPE, norms)."""
     there = theirs.arithmetic()
     for key, value in ours.arithmetic().items():
         if value != there[key]:

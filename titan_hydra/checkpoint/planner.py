@@ -1,6 +1,6 @@
-"""Plans of what DCP writes and reads. A checkpoint's weights are float32, also where a rank holds their halves: each is
-joined on the host as it is written and halved as it is read, so that no second copy of the weights is ever on the
-device.
+"""Plans of what DCP writes and reads. A checkpoint's weights are float32 also where a rank holds them as two halves
+(split masters): they are joined on the host when they are written, and split there when they are read, so that the
+device never holds a second copy.
 """
 
 import dataclasses
@@ -16,24 +16,24 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from titan_hydra.base.private import set_element
 from titan_hydra.kernels.split_masters import halve_into, join
 
-MODEL, LOWER = "model", "lower_halves"  # parts of a content; the second is in no checkpoint
+MODEL, LOWER = "model", "lower_halves"  # parts of a content; no checkpoint has the second
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Writes the tensors of a content whole and, under their flat names, in other dtypes than a rank holds them in."""
+    """Writes split masters as float32, and other tensors, by flat name, in the `dtypes` that are given."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype] = {}) -> None:
         super().__init__()
         self.dtypes = dtypes
 
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Take a content, or its copy on the host."""
+        """Take the content to write, or its copy on the host."""
         content, self.lower = without_lower(state_dict)
         self.dtypes = dict.fromkeys(self.lower, torch.float32) | dict(self.dtypes)
         super().set_up_planner(content, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """Plan what is written, not what is held."""
+        """Plan with the dtypes that are written, not those that the rank holds."""
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=list(map(self._planned, plan.items)))
         return self.plan
@@ -45,7 +45,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return dataclasses.replace(item, tensor_data=dataclasses.replace(item.tensor_data, properties=properties))
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return what is written of one item: on the host, if it differs from what is held."""
+        """Return the tensor that is written; if its dtype is another, on the host."""
         name = write_item.index.fqn
         if name not in self.dtypes:
             return super().transform_object(write_item, object)
@@ -54,38 +54,33 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads into the tensors of a content; values that are not tensors (learning rates, flags) are read without running
-    code.
-    """
+    """Reads into the tensors of a content. Other values (learning rates, flags) are read without running code."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Take a content, into whose tensors it reads."""
+        """Take the content whose tensors are read into."""
         content, self.lower = without_lower(state_dict)
         super().set_up_planner(content, metadata, is_coordinator)
         self.original_state_dict = state_dict
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the memory into which a piece is read."""
+        """Return the tensor that a piece is read into: a float32 one on the host for split masters."""
         if read_item.dest_index.fqn in self.lower:
             return torch.empty(read_item.lengths, dtype=torch.float32)
         return super().resolve_tensor(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Halve a piece that has been read."""
+        """Split a piece that has been read into the two halves that the rank holds."""
         if read_item.dest_index.fqn in self.lower:
-            upper, lower = (
-                self.transform_tensor(read_item, half)
-                for half in (self.lookup_tensor(read_item.dest_index), self.lower[read_item.dest_index.fqn])
-            )
-            halve_into(tensor, upper, lower)
+            upper, lower = self.lookup_tensor(read_item.dest_index), self.lower[read_item.dest_index.fqn]
+            halve_into(tensor, self.transform_tensor(read_item, upper), self.transform_tensor(read_item, lower))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value into the state dict."""
+        """Read a value that is no tensor into its place in the content."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
 
 def without_lower(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a content without its lower halves, and these by the flat names of the upper ones."""
+    """Return a content without its lower halves, and the lower halves by the flat names of the upper ones."""
     lower = {f"{MODEL}.{name}": half for name, half in content.get(LOWER, {}).items()}
     return {part: value for part, value in content.items() if part != LOWER}, lower

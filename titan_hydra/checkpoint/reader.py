@@ -14,18 +14,18 @@ from . import safe
 from .folder import Folder
 from .planner import LoadPlanner
 
-PREFIX = "model."  # of parameters in a checkpoint; the optimizer and the loop's state have others
+PREFIX = "model."  # prefix of the names of parameters in a checkpoint
 
 
 class Reader:
-    """Reads a checkpoint. Its index, which can be large, is read once. Reading cannot run code."""
+    """Reads tensors of a checkpoint, without running code. Its index, which can be large, is read once."""
 
     def __init__(self, checkpoint: Path):
         self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
         self.metadata = self.reader.index
 
     def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
-        """Return the dtype in which each tensor of a model is stored."""
+        """Return the dtype in which each tensor of a model is stored, without those that are missing."""
         stored = self.metadata.state_dict_metadata
         return {name: entry.properties.dtype for name in state if isinstance(entry := stored.get(PREFIX + name), TensorStorageMetadata)}
 
@@ -47,7 +47,7 @@ class Merged:
         self.dtypes = base.dtypes
 
     def adapter(self, weight: str) -> dict[str, Tensor]:
-        """Return the matrices lora_a and lora_b beside a weight; {} if it has none."""
+        """Return the matrices lora_a and lora_b of a weight's adapter; {} if it has none."""
         stem, stored = weight.removesuffix("weight"), self.adapters.metadata.state_dict_metadata
         return {
             part: self.adapters.tensor(stem + part, entry.size, torch.float32)

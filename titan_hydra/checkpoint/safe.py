@@ -18,7 +18,7 @@ from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout
 
 from .planner import LoadPlanner
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP's, where one process is intended
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP prints it where one process is intended
 
 CLASSES = {
     (kind.__module__, kind.__qualname__): kind
@@ -39,10 +39,8 @@ CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isi
 
 
 def member(kind: Any, name: Any) -> Any:
-    """Return a memory format by its name: Python 3.11.0 to 3.11.3 pickle a member of an Enum as getattr(Enum, name)
-    (cpython#105332).
-
-    Raises UnpicklingError for anything else that getattr could give.
+    """Return a memory format by its name, in place of getattr, with which Python 3.11.0 to 3.11.3 pickle the members of
+    an Enum (cpython#105332). Raises UnpicklingError for anything else.
     """
     if kind is not MemoryFormat or name not in MemoryFormat.__members__:
         raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs: refused, as it could run code")
@@ -50,7 +48,7 @@ def member(kind: Any, name: Any) -> Any:
 
 
 CLASSES["builtins", "getattr"] = member
-# The path of the checkpoint when written, which is never read: any path becomes a text.
+# The path at which the checkpoint was written, which is never used, becomes a text.
 CLASSES |= {
     (module, name): lambda *parts: "/".join(map(str, parts))
     for module in ("pathlib", "pathlib._local")
@@ -59,7 +57,7 @@ CLASSES |= {
 
 
 class Unpickler(pickle.Unpickler):
-    """An unpickler restricted to the classes of DCP's index, so that a pickle can call nothing else."""
+    """An unpickler that can call the classes of DCP's index and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in CLASSES:
@@ -76,7 +74,7 @@ class SafeReader(dcp.FileSystemReader):
         self.index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
 
     def read_metadata(self) -> Metadata:
-        """Return the index, which is read only once: it can be large."""
+        """Return the index that __init__ has read, as it can be large."""
         return self.index
 
 
@@ -91,14 +89,14 @@ def read_index(path: Path) -> Metadata:
         for entry in index.storage_data.values():
             if Path(entry.relative_path).name != entry.relative_path:
                 raise ValueError(f"it points out of its folder, to {entry.relative_path}")
-    except Exception as error:  # bytes of any kind may be in there
+    except Exception as error:  # arbitrary bytes may raise anything
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
     return index
 
 
 def check_readable(path: Path) -> None:
-    """Read a checkpoint's index and one tensor, that in the fewest parts, as a resumption would. Raises
-    CheckpointError.
+    """Read a checkpoint's index, and the tensor that has the fewest parts, as a resumed run would. Raises CheckpointError
+    if that fails.
     """
     reader = SafeReader(path)
     tensors = {name: entry for name, entry in reader.index.state_dict_metadata.items() if isinstance(entry, metadata.TensorStorageMetadata)}
@@ -111,5 +109,5 @@ def check_readable(path: Path) -> None:
 
 
 def load_checkpoint(state: dict[str, Any], path: Path, group: Any = None) -> None:
-    """Load a checkpoint folder into a state dict in place, whatever layout wrote it. Raises what DCP raises."""
+    """Load a checkpoint of any layout into a state dict, in place. Raises what DCP raises."""
     dcp.load(state, storage_reader=SafeReader(path), planner=LoadPlanner(), process_group=group)

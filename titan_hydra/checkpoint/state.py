@@ -22,18 +22,18 @@ from titan_hydra.models.init import clean_name
 from titan_hydra.parallel import formats
 from titan_hydra.parallel.split_masters import is_split, lower_half
 
-OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name: independent of optimizers and layout
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name, so that any layout can load it
 Optimizers = list[torch.optim.Optimizer]
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's shards of the parameters, in the parameters' own memory: of split masters the upper halves."""
+    """Return this rank's shards of the parameters, not copied; of split masters the upper halves."""
     held: dict[str, Any] = get_model_state_dict(model)
     return {name: formats.plain(weight) for name, weight in held.items()}
 
 
 def lower_halves(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's lower halves of split masters, in their own memory."""
+    """Return this rank's lower halves of split masters, not copied."""
     return {clean_name(name): lower_half(parameter) for name, parameter in model.named_parameters() if is_split(parameter)}
 
 
@@ -43,7 +43,7 @@ def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 
 
 def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
-    """Load the optimizers' state but not their learning rates, which come from this job's configuration."""
+    """Load the optimizers' state without the learning rates, which this job's configuration gives."""
     set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -51,7 +51,7 @@ def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, A
 
 
 def of_rank(world_size: int, data: dict[str, Any]) -> str:
-    """Return the content of rank_R.json."""
+    """Return the content of rank_R.json: the rank's state of the data, and of its random generators."""
     random = {"cpu": _encode(torch.get_rng_state())}
     if torch.cuda.is_available():
         random["cuda"] = _encode(torch.cuda.get_rng_state())
@@ -59,13 +59,12 @@ def of_rank(world_size: int, data: dict[str, Any]) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Return the file name of a rank's state, rank_R.json."""
     return f"rank_{rank:05d}.json"
 
 
 def into_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """Return the merged data states of all ranks, and restore this rank's random state if the number of ranks is
-    unchanged.
+    """Return the merged data states of all ranks. Restores this rank's random generators, if the number of ranks is that
+    of the checkpoint.
     """
     states = [json.loads(file.read_text()) for file in sorted(path.glob(f"rank_{'[0-9]' * 5}.json"))]
     if not states:

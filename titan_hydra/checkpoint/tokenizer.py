@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def write_tokenizer(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
-    """Write a tokenizer's two files into a folder. Returns the token ids for config.json. Raises ConfigError if there
-    is none.
+    """Write a tokenizer's two files into a folder. Returns the ids of begin and end of text, as config.json has them.
+    Raises ConfigError if the job has no tokenizer.
     """
     ours = tokenizer.load(config)
     theirs = _read(config)
@@ -58,7 +58,7 @@ def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    letters = _letters()
+    letters = letters_of_bytes()
     names = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = [
         (names[token[:cut]], names[token[cut:]])
@@ -75,9 +75,9 @@ def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
     return made
 
 
-def _letters() -> list[str]:
-    """Return the character of each byte in a byte-level vocabulary: itself if it is printable Latin-1, else one from
-    256 on (GPT-2).
+def letters_of_bytes() -> list[str]:
+    """Return the character that stands for each byte in a byte-level vocabulary, as GPT-2 has them: the byte's own if it
+    is printable in Latin-1, else the next of those from 256 on.
     """
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

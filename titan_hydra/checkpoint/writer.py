@@ -27,15 +27,15 @@ from titan_hydra.runs import checkpoints
 
 from . import safe
 
-SUMS = ""  # the entry of a rank's results that is no tensor's: size and CRC-32 of each of its files
-SPARE = 2**20  # bytes that a save needs beside its tensors: the index, the ranks' own files
+SUMS = ""  # name of the entry in a rank's results that has (size, CRC-32) of each of its files
+SPARE = 2**20  # bytes that a save needs beside its tensors, for the index and the ranks' own files
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes a step beside its final path, `path`, and renames it when every rank has written its part.
+    """Writes a step to `path`.writing and renames it to `path` when every rank has written its part.
 
-    `own` is this rank's own file: its name and content. `done` is called on rank 0 once the step is complete. `check`:
-    some of it is read back before. `held_out` is the held-out loss of the weights, if it was measured.
+    `own` is (name, content) of this rank's own file. `done` is called on rank 0 when the step is complete. With `check`
+    some of the step is read back first. `held_out` is the held-out loss of the weights, if it was measured.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Writer(dcp.FileSystemWriter):
         self.step, self.world_size, self.own, self.done, self.check, self.held_out = step, world_size, own, done, check, held_out
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        """Delete what an earlier try has left, before the ranks plan their writes; in the thread in which DCP saves."""
+        """Delete on rank 0 what an earlier try has left; the ranks plan their writes after it. Runs in DCP's thread."""
         self.set_device()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             shutil.rmtree(self.writing, ignore_errors=True)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Raise OSError on rank 0, which knows the sizes of all writes, if the disk has no room for them."""
+        """Raise OSError on rank 0, which knows the sizes of all ranks' writes, if the disk has no room for them."""
         needed = SPARE + sum(_bytes(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.writing).free
         if free < needed:
@@ -71,7 +71,7 @@ class Writer(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors and its own file; the checksums are sent to rank 0 with the results."""
+        """Write this rank's tensors and its own file. The results, which DCP sends to rank 0, hold the checksums."""
         try:
             results = super().write_data(plan, planner).wait()
             self._write_own()
@@ -92,8 +92,8 @@ class Writer(dcp.FileSystemWriter):
                 os.fsync(stream.fileno())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write index and manifest on rank 0 after all ranks have written, and rename the folder. Raises
-        CheckpointError if it cannot be read back.
+        """Write index and manifest on rank 0, after all ranks have written, and rename the folder. Raises CheckpointError
+        if the step cannot be read back.
         """
         sums = {}
         for part in results:
@@ -108,8 +108,8 @@ class Writer(dcp.FileSystemWriter):
         self.done()
 
     def commit(self) -> None:
-        """Rename the step to its final name. A damaged step of that name is moved aside: a rename never replaces a
-        folder with files.
+        """Rename the step to its final name. A damaged step of that name is moved aside, as a rename does not replace a
+        folder that holds files.
         """
         if self.final.exists():
             self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}{checkpoints.DELETING}"))
@@ -121,19 +121,19 @@ class Writer(dcp.FileSystemWriter):
         shutil.rmtree(self.writing, ignore_errors=True)
 
     def storage_meta(self) -> StorageMeta:
-        """Return metadata without the path: a checkpoint can be moved, and should not disclose where it was."""
+        """Return DCP's metadata without the path, as a checkpoint should not disclose where it was written."""
         return StorageMeta(save_id=self.save_id)
 
 
 class SummingFiles(FileSystem):
-    """Files whose checksums are computed while they are written, so that nothing has to be read again."""
+    """DCP's file system, which computes the checksums of files while it writes them."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[int, int]] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        """Open a file; `sums` has its size and CRC-32 by name once it is closed."""
+        """Open a file. Once it is closed, `sums` has its (size, CRC-32) by name."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -150,7 +150,7 @@ class SummedFile(io.FileIO):
     size = crc = 0
 
     def write(self, data) -> int:
-        """Write what the system accepts of the data, and checksum exactly that."""
+        """Write data, and add what the system has accepted of it to the checksum."""
         written = super().write(data)
         with memoryview(data).cast("B") as view:
             self.crc = zlib.crc32(view[:written], self.crc)
@@ -158,9 +158,7 @@ class SummedFile(io.FileIO):
         return written
 
     def close(self) -> None:
-        """Sync the file before closing: torch's own sync of the index comes before the buffer above this file is
-        flushed.
-        """
+        """Sync the file and close it: torch syncs the index before the buffer above this file is flushed."""
         try:
             if not self.closed:
                 os.fsync(self.fileno())

@@ -1,4 +1,4 @@
-"""Fit the rates of a hardware file to measured runs: `titan plan --calibrate`, and the rounds of `titan tune`."""
+"""Fit the rates of a hardware file to measured runs: `titan plan --calibrate`, and the rounds of `titan plan --tune`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.view import choose
 
 
-def calibrated(targets: list[str], runs: Path, hardware: Hardware, into: str | None) -> int:
-    """Fit, print the rates and the residuals, and write conf/hardware/INTO.yaml."""
-    file = target_file(into) if into else None
+def calibrated(targets: list[str], runs: Path, hardware: Hardware, into: Path | None) -> int:
+    """Fit, print the rates and the residuals, and write the hardware file `into`."""
     found = fit_cells([cell for target in targets for cell in choose(target, runs).cells], hardware)
     show_fit(found, hardware)
-    if file:
-        write_file(found, file)
+    if into:
+        write_file(found, into)
     return Exit.DONE
 
 
 def write_file(found: plan.Fit, file: Path) -> None:
-    """Write a hardware file, and print how it is named. Raises ConfigError if it cannot be written."""
+    """Write a hardware file, and print the option that chooses it. Raises ConfigError if it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, plan.as_yaml(found, file.stem))
@@ -41,7 +40,7 @@ def write_file(found: plan.Fit, file: Path) -> None:
 
 
 def target_file(into: str) -> Path:
-    """Return the file of an option of conf/hardware that does not exist yet. Raises ConfigError."""
+    """Return the file that --into names, conf/hardware/INTO.yaml. Raises ConfigError if it exists already."""
     if not re.fullmatch(r"\w[\w-]*", into):
         raise ConfigError(f"--into {into}: cannot be typed as hardware=NAME; letters, digits, _ and - can")
     file = (Path("conf") if Path("conf").is_dir() else CONF) / "hardware" / f"{into}.yaml"
@@ -51,7 +50,7 @@ def target_file(into: str) -> Path:
 
 
 def fit_cells(cells: list[RunCell], hardware: Hardware) -> plan.Fit:
-    """Fit rates to those of the runs that have finished. Raises ConfigError if none has."""
+    """Fit the hardware's rates to the runs that have finished. Raises ConfigError if none has."""
     finished = [run for cell in cells if (run := _measured(cell))]
     if not finished:
         names = ", ".join(cell.name for cell in cells[:6])
@@ -66,7 +65,7 @@ def _measured(cell: RunCell) -> plan.Measured | None:
 
 
 def show_fit(found: plan.Fit, start: Hardware) -> None:
-    """Print the rates before and after, and how far each run is off."""
+    """Print the rates before and after, and for each run the measured and the predicted seconds of a step."""
     rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(found.hardware, name):.4g}") for name in found.told]
     print(*table(("rate", start.name, "fitted"), rates, (start.name, "fitted")), sep="\n")
     rows = [

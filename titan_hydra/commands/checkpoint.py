@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("prune", "delete what need not be kept, what is damaged, and what a kill has left"),
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        command.add_argument("run", help="run directory, start of a run's hash" + ", or one step's folder" * (name == "verify"))
+        step = ", or one step's folder" if name == "verify" else ""
+        command.add_argument("run", help=f"run directory, or start of a run's hash{step}")
         add_runs(command)
         if name == "prune":
             command.add_argument("--keep", type=int, required=True, help="how many of the newest steps to keep, at least 1")
@@ -36,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the subcommand and return the exit status."""
     if args.what == "verify" and layout.MANIFEST.of(Path(args.run)).is_file():
         return _verify([Path(args.run)])
     run = choose_one(args.run, args.runs).directory
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def ls(steps: Path) -> int:
-    """Print one line for each step, oldest first, and for each folder left by a kill or by damage."""
+    """Print a line for each step, the oldest first, and for each folder that a kill or damage has left."""
     best = checkpoints.best(steps)
     for path in checkpoints.complete(steps) or _none(steps):
         manifest = checkpoints.read_manifest(path)
@@ -63,7 +63,9 @@ def ls(steps: Path) -> int:
             print(f"{path.name}  {_size(path):>10}  no manifest: damaged")
             continue
         when = datetime.fromtimestamp(manifest["time"]).strftime("%Y-%m-%d %H:%M")
-        held_out = "" if (loss := checkpoints.held_out_loss(path)) == inf else f"  held out {loss:.4f}{' (lowest)' * (path == best)}"
+        held_out, loss = "", checkpoints.held_out_loss(path)
+        if loss != inf:
+            held_out = f"  held out {loss:.4f}{' (lowest)' if path == best else ''}"
         print(f"{path.name}  {_size(path):>10}  {when}  {counted(manifest['world_size'], 'rank')}{held_out}")
     for path in _left_behind(steps):
         print(f"{path.name}  {_size(path):>10}  {LEFT_BEHIND[path.suffix]}")
@@ -71,7 +73,7 @@ def ls(steps: Path) -> int:
 
 
 def _verify(paths: list[Path]) -> int:
-    """Compare every byte of the steps with their manifests."""
+    """Compare every byte of the steps with their manifests. Returns 1 if some byte differs."""
     status = Exit.DONE
     for path in paths:
         problems = checkpoints.damage(path)
@@ -82,8 +84,10 @@ def _verify(paths: list[Path]) -> int:
 
 def prune(steps: Path, keep: int, every: int, keep_best: bool, dry: bool) -> int:
     """Delete steps that need not be kept, but never the newest intact one."""
-    intact = next((path for path in reversed(checkpoints.complete(steps)) if not checkpoints.damage(path)), None)
-    if intact is None:
+    for intact in reversed(checkpoints.complete(steps)):
+        if not checkpoints.damage(intact):
+            break
+    else:
         raise ConfigError(f"{steps}: no checkpoint is intact; nothing is deleted")
     going = [path for path in checkpoints.surplus(steps, keep, every, keep_best) if path != intact] + _left_behind(steps)
     for path in going:

@@ -1,57 +1,159 @@
-"""`titan compare`: find the first step at which two runs differ and, if activations were traced, the first module."""
+"""`titan compare A B`: print what two runs differ in (configuration, code, results), and where they part: the first
+step and, if activations were traced, the first module.
+"""
 
 import argparse
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.errors import Exit
+from titan_hydra.base.text import table
+from titan_hydra.config.fault import as_typed
+from titan_hydra.config.load import changes_of, known_keys
 from titan_hydra.job.ranks import DEGREES
-from titan_hydra.runs import layout
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.hang import names
 from titan_hydra.runs.records import flat
-from titan_hydra.runs.view import add_runs, choose_one
+from titan_hydra.runs.view import add_runs, choose_one, tells
 
-MEASURED = ("loss", "grad_norm")
-SHOWN = 8  # keys that differ
-IGNORED = ("name", "notes", "paths.", "launch.", "cluster.", "metrics.", "profiling.", "sweep.", "debug.", "checkpoint.")
+UNITS = ((r"_seconds$", "s"), (r"_minutes$", "min"), (r"_gib$", "GiB"))  # unit of a key's number, by the end of its name
+# the unit of other keys: the first words of their help
+UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"
+RESULTS = (  # key of result.json, its title, its format
+    ("steps", "steps", ",.0f"),
+    ("final_loss", "loss", ".4f"),
+    ("validation_loss", "validation loss", ".4f"),
+    ("tokens_per_second", "tokens/s per device", ",.0f"),
+    ("memory_gib", "memory, GiB", ".1f"),
+    ("mfu", "MFU", ".3f"),
+    ("seconds", "time, s", ",.0f"),
+)
+LIVE = {"final_loss": "loss", "steps": "step"}  # keys of result.json that have another name in metrics.jsonl
+MEASURED = ("loss", "grad_norm")  # fields of metrics.jsonl in which the first different step is searched
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is read of one of the two runs."""
+
+    directory: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    state: str
+    results: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", help="run directory, or the start of a hash")
-    parser.add_argument("b", help="the run to compare it with")
+    for name in ("A", "B"):
+        parser.add_argument(name, help="a run directory, a cell of the newest sweep, or the start of a hash")
     add_runs(parser)
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference that matters (default: %(default)s)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="relative difference of a loss or norm that matters (default: %(default)s)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print where the two runs first differ."""
-    a, b = (_directory_of(target, args.runs) for target in (args.a, args.b))
-    print(f"A  {a}\nB  {b}\n", *configurations(a, b), *_curves(a, b, args.tolerance), *modules(a, b), sep="\n")
+    """Print three tables, or a line for each that has no difference, and below them where the runs part."""
+    a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
+    print_grid("configuration", a, b, configuration(a.config, b.config), "what it changes")
+    print_grid("code and versions", a, b, _environment(a.environment, b.environment))
+    print_grid("results", a, b, _results(a, b), "difference")
+    print(*_curves(a.directory, b.directory, args.tolerance), *modules(a, b), sep="\n")
     return Exit.DONE
 
 
-def _directory_of(target: str, runs: Path) -> Path:
-    """Return the directory of the run that `target` selects. Raises ConfigError for a sweep, and for a run without
-    losses.
-    """
-    directory = choose_one(target, runs).directory
-    if not layout.METRICS.of(directory).exists():
-        raise ConfigError(f"{target}: {directory} has no {layout.METRICS.name} yet")
-    return directory
+def side(directory: Path) -> Side:
+    """Read a run. One that is not done has the numbers of its last logged step as results."""
+    state = rundir.inspect(directory)
+    found = layout.RESULT.read(directory) if state.kind == "done" else None
+    last = layout.METRICS.last(directory)
+    found = found or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
+    return Side(directory, flat(layout.CONFIG.read(directory)), layout.ENV.read(directory), state.damage or state.kind, found)
 
 
-def configurations(a: Path, b: Path) -> Iterator[str]:
-    """Yield the keys in which the configurations differ, of those that can change a loss."""
-    first, second = (flat(layout.CONFIG.read(run)) for run in (a, b))
-    if not first or not second:
-        yield f"configurations: {layout.CONFIG.of(b if first else a)} cannot be read"
+def print_grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *further: str) -> None:
+    """Print a table with a column for each run, or a line if it has no rows."""
+    if rows := list(rows):
+        print(*table([title, a.name, b.name, *further], rows), "", sep="\n")
+    else:
+        print(f"no difference in {title}")
+
+
+def configuration(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the keys that differ, in the schema's order, each with what another value of it changes."""
+    if not a or not b:
+        yield layout.CONFIG.name, *("" if config else "cannot be read" for config in (a, b)), ""
         return
-    differ = [key for key in sorted(first.keys() | second.keys()) if first.get(key) != second.get(key) and not key.startswith(IGNORED)]
-    for key in differ[:SHOWN]:
-        yield f"  {key}: {first.get(key)} and {second.get(key)}"
-    if len(differ) > SHOWN:
-        yield f"  and {len(differ) - SHOWN} keys more: titan diff lists them"
-    yield "" if differ else "configurations: alike"
+    known = known_keys()
+    for key in [*(key for key in known if key in a or key in b), *sorted((a.keys() | b.keys()) - known.keys())]:
+        if key not in a or key not in b or a[key] != b[key]:
+            unit = unit_of(key, known[key].metadata["help"]) if key in known else ""
+            values = [with_unit(config[key], unit) if key in config else "(no such key)" for config in (a, b)]
+            yield key, *values, changes_of(key)[1] if tells(key) else "nothing"
+
+
+def with_unit(value: Any, unit: str) -> str:
+    """Format a value as it is typed, a number with its unit."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return as_typed(value)
+    if value == 1 and len(unit) > 2:  # 1 step, but 1 s
+        unit = unit.removesuffix("s")
+    return f"{as_typed(value)} {unit}".rstrip()
+
+
+def unit_of(key: str, help: str) -> str:
+    """Return the unit of a key's number, taken from its name or its help; "" if neither has one."""
+    for pattern, unit in UNITS:
+        if re.search(pattern, key):
+            return unit
+    words = re.match(UNIT_WORDS, help)
+    return words[1] if words else ""
+
+
+def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
+    """List the differences in commit, uncommitted changes, versions and machine."""
+    rows = [("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))), ("not committed", *map(uncommitted, (a, b)))]
+    if rows[1][1] == rows[1][2] and a.get("git_diff") != b.get("git_diff"):
+        rows[1] = ("not committed", rows[1][1], f"{rows[1][2]}, other lines")
+    versions = [side.get("versions") or {} for side in (a, b)]
+    rows += [(name, *(str(side.get(name, "-")) for side in versions)) for name in sorted(versions[0].keys() | versions[1].keys())]
+    rows += [(name, *(str(side.get(name, "-")) for side in (a, b))) for name in ("host", "platform", "executable")]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def uncommitted(environment: dict[str, Any]) -> str:
+    """Name the tracked files with uncommitted changes."""
+    files = re.findall(r"^diff --git a/(\S+)", environment.get("git_diff") or "", re.M)
+    if len(files) > 4:
+        return f"{', '.join(files[:4])} and {len(files) - 4} more"
+    return ", ".join(files) or "nothing"
+
+
+def _results(a: Side, b: Side) -> Iterator[tuple[str, ...]]:
+    """Yield the results side by side, and the relative difference of B from A."""
+    if a.state != b.state or a.state != "done":
+        yield "state", a.state, b.state, ""
+    for key, name, form in RESULTS:
+        first, second = values = [side.results.get(key) for side in (a, b)]
+        if values == [None, None]:
+            continue
+        change = second / first - 1 if None not in values and first else None
+        yield name, *("-" if value is None else format(value, form) for value in values), "=" if first == second else signed(change)
+
+
+def signed(change: float | None) -> str:
+    """Format a relative difference in percent, with at least one significant digit."""
+    if change is None:
+        return ""
+    return f"{change:+.1%}" if abs(change) >= 5e-4 else f"{100 * change:+.1g}%"
 
 
 def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
@@ -71,12 +173,14 @@ def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
         if not parted:
             yield f"{name}: the same bits in all of them"
             continue
-        yield f"{name}: other bits from {_told(parted[0], steps)}"
-        most = max(distance(x, y) for _, x, y in pairs)
-        yield f"{name}: " + (f"off by more than {tolerance:g} from {_told(far[0], steps)}" if far else f"off by {most:.2g} at most")
+        yield f"{name}: other bits from {_at_step(parted[0], steps)}"
+        if far:
+            yield f"{name}: off by more than {tolerance:g} from {_at_step(far[0], steps)}"
+        else:
+            yield f"{name}: off by {max(distance(x, y) for _, x, y in pairs):.2g} at most"
 
 
-def _told(pair: tuple[int, float, float], steps: list[int]) -> str:
+def _at_step(pair: tuple[int, float, float], steps: list[int]) -> str:
     """Format a step with both values, and the unlogged steps before it in which the difference may have begun."""
     step, x, y = pair
     before = max((earlier for earlier in steps if earlier < step), default=0)
@@ -84,15 +188,15 @@ def _told(pair: tuple[int, float, float], steps: list[int]) -> str:
     return f"step {step}{unseen}: {x!r} and {y!r}, off by {distance(x, y):.2g}"
 
 
-def modules(a: Path, b: Path) -> Iterator[str]:
+def modules(a: Side, b: Side) -> Iterator[str]:
     """Yield the first step and module whose traces differ."""
-    first, second = traces(a), traces(b)
+    first, second = traces(a.directory), traces(b.directory)
     if not first or not second:
         without = " and ".join(name for name, run in (("A", first), ("B", second)) if not run)
         yield f"modules: {without} traced no activations; run both again with debug.trace_activations=true to find the module"
         return
-    layouts = [layout.CONFIG.read(run).get("parallelism", {}) for run in (a, b)]
-    if any(layouts[0].get(degree) != layouts[1].get(degree) for degree in DEGREES):
+    degrees = [f"parallelism.{degree}" for degree in DEGREES]
+    if any(a.config.get(degree) != b.config.get(degree) for degree in degrees):
         yield "modules: the runs are split in different ways, so their ranks hold different parts"
         return
     steps = sorted(first.keys() & second.keys())
@@ -100,15 +204,15 @@ def modules(a: Path, b: Path) -> Iterator[str]:
         parted = [key for key in first[step] if first[step][key]["hash"] != second[step].get(key, {}).get("hash")]
         if parted:
             key = min(parted, key=lambda key: first[step][key]["order"])
-            ranks = sorted({rank for rank, *look in parted if look == list(key[1:])})
-            yield f"modules: first differ at step {step}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {_words(*key[1:])}"
+            ranks = names({rank for rank, *tensor in parted if tensor == list(key[1:])})
+            yield f"modules: first differ at step {step}, on {ranks}: {_where_to_look(*key[1:])}"
             norms = first[step][key]["norm"], second[step].get(key, {}).get("norm")
             yield f"         norm {norms[0]!r} and {norms[1]!r}; {len(parted)} of {len(first[step])} traced tensors differ in this step"
             return
     yield f"modules: the same bits in all {len(steps)} traced steps" if steps else "modules: no step was traced by both"
 
 
-def _words(when: str, what: str, name: str, call: int) -> str:
+def _where_to_look(when: str, what: str, name: str, call: int) -> str:
     """Describe which code to examine, given the first traced tensor that differs."""
     outer = name.rpartition(".")[0]
     outer = "the model" if outer in ("", "layers") else outer

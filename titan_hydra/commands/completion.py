@@ -29,7 +29,7 @@ compdef _titan titan""",
 end
 complete -c titan -a '(_titan)'""",
 }
-RUNS = ("target", "cell", "sweep", "A", "B")  # arguments that stand for runs
+RUNS = ("target", "cell", "A", "B")  # names (argparse's dest) of arguments that stand for runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def candidates(words: list[str]) -> Iterable[str]:
-    """List everything that may stand in place of the last word; empty where a file name may."""
+    """List what may stand in place of the last word; nothing where the shell should complete file names."""
     command, before = words[0], words[1:-1]
     if len(words) == 1:
         return cli.COMMANDS
@@ -59,15 +59,18 @@ def candidates(words: list[str]) -> Iterable[str]:
     parser = argparse.ArgumentParser()
     importlib.import_module(cli.COMMANDS[command][0]).add_arguments(parser)
     options = {name: action for action in options_of(parser) for name in action.option_strings}
-    runs = Path(next((value for option, value in pairwise(before) if option == "--runs"), "runs"))
+    runs = Path(dict(pairwise(before)).get("--runs", "runs"))
     last = options.get(before[-1]) if before else None
     if last is not None and last.nargs != 0:  # its value is wanted
         return _names(runs) if last.metavar == "RUN" else last.choices or []
     if words[-1].startswith("-"):
         return options
-    places = [action for action in options_of(parser) if not action.option_strings]
-    chosen = next((action.choices for action in places if action.choices), None)
-    return chosen or (_names(runs) if any(action.dest in RUNS for action in places) else [])
+    for action in options_of(parser):
+        if not action.option_strings and action.choices:
+            return action.choices
+        if action.dest in RUNS:
+            return _names(runs)
+    return []
 
 
 def _names(runs: Path) -> list[str]:

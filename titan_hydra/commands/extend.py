@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start the new run. Returns its exit status, as launch.py does."""
+    """Start the new run, and return the exit status of launch.py."""
     run = choose_one(args.cell, args.runs)
     old = load_job(run.directory)
     old = dataclasses.replace(old, launch=Launch(), sweep=Sweep(), paths=Paths(str(run.directory.parent)))
@@ -74,7 +74,7 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
     if wanted is not None:
         if wanted not in early:
             raise ConfigError(str(Fault("--step", wanted, "there is no such checkpoint", legal=tuple(early))))
-        return steps[wanted], f"; {part}: it does not learn what a run of {new.steps} steps learns" * (wanted > same)
+        return steps[wanted], f"; {part}: it does not learn what a run of {new.steps} steps learns" if wanted > same else ""
     if not (fits := [step for step in early if step <= same]):
         raise ConfigError(
             f"{directory.name}: {part}, and its first checkpoint is that of step {min(steps)}; "
@@ -88,8 +88,10 @@ def same_rates(old: Job, new: Job) -> int:
     from titan_hydra.train.optimizer import lr_factor as factor
 
     last = min(old.steps, new.steps)
-    differ = (step for step in range(1, last + 1) if factor(step, old.steps, old.lr_scheduler) != factor(step, new.steps, new.lr_scheduler))
-    return next(differ, last + 1) - 1
+    for step in range(1, last + 1):
+        if factor(step, old.steps, old.lr_scheduler) != factor(step, new.steps, new.lr_scheduler):
+            return step - 1
+    return last
 
 
 def overrides(before: list[str], values: list[str], step: Path) -> list[str]:

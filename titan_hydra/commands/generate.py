@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a command that continues something: the model, and how tokens are drawn."""
     add_model(parser)
-    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="end after N tokens, if the text does not before (100)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0: always the likeliest (1)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: among all (0)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="most tokens of the continuation (default: 100)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0: always the likeliest (default: 1)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: among all (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws (default: 0)")
 
 
 def main(args: argparse.Namespace) -> int:

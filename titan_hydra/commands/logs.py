@@ -1,4 +1,6 @@
-"""`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue."""
+"""`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue. --guilty and --hang
+print why the run failed, and which rank is late in a hang.
+"""
 
 import argparse
 import sys
@@ -7,6 +9,7 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.hang import verdict
 from titan_hydra.runs.run import newest_attempt
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import add_runs, choose_one, jobs_of
@@ -17,17 +20,23 @@ ASK, ASK_SLURM = 1.0, 15.0  # seconds between two checks of the run's state: loc
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log (default: rank 0's, which has the metrics)")
-    parser.add_argument("--attempt", type=int, metavar="N", help="of which attempt (default: the newest)")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log is printed (default: rank 0, which prints the metrics)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="which attempt (default: the newest)")
     parser.add_argument("-n", "--lines", type=_number, metavar="N", help="only the last N lines")
     parser.add_argument("-f", "--follow", action="store_true", help="continue until the run is over")
-    parser.add_argument("--guilty", action="store_true", help="the last words of the rank that made the run fail")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--guilty", action="store_true", help="instead: the last lines of the rank that made the run fail")
+    what.add_argument(
+        "--hang", action="store_true", help="instead: in or after a hang, which rank the others wait for, and in which operation"
+    )
     add_runs(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the log to stdout; all other messages go to stderr."""
+    """Print the log to stdout, and messages of titan's own to stderr."""
     directory = choose_one(args.cell, args.runs).directory
+    if args.hang:
+        return _hang(directory, args.attempt)
     state = rundir.inspect(directory)
     if args.guilty:
         return _guilty(directory, state)
@@ -68,6 +77,23 @@ def _guilty(directory: Path, state: State) -> int:
         print(f"log: {failure.log}")
     if failure.hint:
         print(f"try: {failure.hint}")
+    return Exit.DONE
+
+
+def _hang(directory: Path, number: int | None) -> int:
+    """Print a paragraph about the late rank, for each replica group that has one."""
+    attempt = layout.ATTEMPT.of(directory, number or newest_attempt(directory))
+    groups = {0: attempt, **layout.REPLICA.all(attempt)}
+    for group, home in layout.REPLICA.all(directory).items():  # on SLURM a group is a job of its own, with its own attempts
+        if newest := newest_attempt(home):
+            groups[group] = layout.ATTEMPT.of(home, number or newest)
+    verdicts = {group: found for group, folder in groups.items() if (found := verdict(folder))}
+    if not verdicts:
+        raise ConfigError(f"{attempt}: no rank has written its flight recorder; kill -USR1 PID makes a rank do so")
+    for group, found in verdicts.items():
+        if len(groups) > 1:
+            print(f"group {group}:", end=" ")
+        print(found.text)
     return Exit.DONE
 
 
@@ -121,7 +147,10 @@ def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
     """Return a rank's log; for rank 0, while it has none, srun's. None if nothing was printed yet."""
     folder = layout.ATTEMPT.of(directory, attempt)
     candidates = [layout.LOG.of(folder, rank), *([layout.SLURM_LOG.of(folder)] if rank == 0 else [])]
-    return next((log for log in candidates if log.is_file() and (log.stat().st_size or log is candidates[0])), None)
+    for log in candidates:
+        if log.is_file() and (log.stat().st_size or log is candidates[0]):  # an empty slurm.log is no log
+            return log
+    return None
 
 
 def _missing(directory: Path, state: State, attempt: int, rank: int) -> str:

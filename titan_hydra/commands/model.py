@@ -8,26 +8,23 @@ from titan_hydra.runs.view import add_runs, place_of
 
 
 def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
-    """Add the arguments that say which model is loaded, and in which number format. `further` names another kind of RUN
-    that is taken.
-    """
+    """Add the arguments that choose a model and its number format. `further` names something else that RUN may be."""
     parser.add_argument(
         "cell",
         metavar="RUN",
-        help="directory of a run, start of its hash, a cell's name, or a checkpoint's folder" + f", or {further}" * bool(further),
+        help=f"directory of a run, start of its hash, a cell's name, a checkpoint's folder{further and f', or {further}'}",
     )
     add_step(parser)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="number format of the weights (float32)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default: float32)")
     add_runs(parser)
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that says which checkpoint of a run is loaded."""
-    parser.add_argument("--step", metavar="S", help="the run's checkpoint of this step; best: of the lowest held-out loss (the newest)")
+    parser.add_argument("--step", metavar="S", help="step of the run's checkpoint; best: of the lowest held-out loss (default: the newest)")
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:
-    """Return the checkpoint that is named, by default a run's newest. Raises ConfigError."""
+    """Return the checkpoint that RUN and --step name. Raises ConfigError if there is none."""
     from titan_hydra.checkpoint.convert import find_checkpoint
 
     return find_checkpoint(asked_for(place_of(args.cell, args.runs), args.step))

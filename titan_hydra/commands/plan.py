@@ -22,13 +22,12 @@ from titan_hydra.plan.search import Row, prepared, search
 from titan_hydra.plan.shape import NotPredictable, shape_of
 from titan_hydra.runs.view import add_runs
 
-from . import calibrate
+from . import calibrate, tune
 
-BAR = 40  # characters of the longest bar
+BAR = 40  # characters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan plan`."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="how many devices (or gpus=N)")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
-    parser.add_argument("--cell", action="store_true", help="answer for the one layout of the line instead of searching")
+    parser.add_argument("--cell", action="store_true", help="predict the layout of the command line, without a search")
     parser.add_argument("--why", metavar="LAYOUT", help="the rule that drops a layout (overrides in quotes), or the terms of its estimate")
     parser.add_argument(
         "--prove",
@@ -49,42 +48,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         nargs="+",
         metavar="RUN",
-        help="instead, fit the rates of hardware=NAME to runs or sweeps that have finished, and print how far each is off",
+        help="instead, fit the rates of hardware=NAME to runs or sweeps that have finished, and print the error of each prediction",
     )
-    parser.add_argument("--into", metavar="NAME", help="with --calibrate: write them to conf/hardware/NAME.yaml")
+    parser.add_argument(
+        "--tune",
+        type=int,
+        metavar="K",
+        help="run the K best layouts for --steps steps, fit the rates to them, and plan again, until prediction and measurement agree",
+    )
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)")
+    parser.add_argument("--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml")
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw memory by term, and speed against the number of GPUs")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the fastest layouts, or one layout. Returns 0, or 2 if nothing fits."""
+    """Print the fastest layouts, or one layout, or what --calibrate and --tune fit. Returns 0, 2 if nothing fits, or the
+    status of the first run of --tune that did not end well.
+    """
+    for name, least, reason in (
+        ("gpus", 1, "a job needs at least one"),
+        ("prove", 1, "is the number of layouts to count, at least 1"),
+        ("tune", 2, "is the number of layouts to compare, at least 2"),
+        ("steps", 3, "the first ones are not measured"),
+    ):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(str(Fault(f"--{name}", value, reason, legal=(least,))))
+    if args.into and not (args.calibrate or args.tune):
+        raise ConfigError(f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written")
+    into = calibrate.target_file(args.into) if args.into else None
     own = [*args.overrides, *(args.why or "").split()]
     job = compose_unchecked(*own, config_dir=args.config_dir)
-    if args.into and not args.calibrate:
-        raise ConfigError(f"--into {args.into}: needs --calibrate RUN...: only rates that were fitted are written")
     gpus = job.gpus if args.gpus is None else args.gpus
-    if args.gpus is not None and args.gpus < 1:
-        raise ConfigError(str(Fault("--gpus", args.gpus, "a job needs at least one", legal=(1,))))
-    if args.prove is not None and args.prove < 1:
-        raise ConfigError(str(Fault("--prove", args.prove, "is the number of layouts to count, at least 1", legal=(1,))))
     if job.hardware.name == "unknown":
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
         raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names)))
     try:
         if args.calibrate:
-            return calibrate.calibrated(args.calibrate, args.runs, job.hardware, args.into)
+            return calibrate.calibrated(args.calibrate, args.runs, job.hardware, into)
         if args.cell or args.why:
             return one_layout(job, gpus, args)
         if gpus is None:
             raise ConfigError(str(Fault("gpus", None, "a search needs the number of GPUs", legal=(job.hardware.gpus_per_node or 8,))))
+        if args.tune:
+            return tune.tuned(job, gpus, args, into)
         return layouts(job, gpus, args)
     except NotPredictable as error:
         raise ConfigError(str(error)) from error
 
 
 def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
-    """Search for layouts, print them, and draw them if a folder is given."""
+    """Search for layouts and print them; count --prove of them; draw them if --plot names a folder. Returns 2 if no
+    layout fits.
+    """
     rows, points = search(job, gpus)
     if not rows:
         node, batch = job.hardware.gpus_per_node, prepared(job, gpus).data.global_batch
@@ -138,7 +155,7 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
 
 def show(rows: list[Row], points: int) -> None:
     """Print the layouts as a table, and each as a line of overrides."""
-    degrees = ("cp", "tp", "pp", *["ep"] * rows[0].prediction.job.model.sparse)
+    degrees = ("cp", "tp", "pp", "ep") if rows[0].prediction.job.model.sparse else ("cp", "tp", "pp")
     numbers = ("local batch", "tokens/s/device", "GiB")
     titles = ("", "dp", *degrees, "schedule", "ac", *numbers, "fits", "GiB to spare", "limited by")
     cells = []
@@ -150,7 +167,7 @@ def show(rows: list[Row], points: int) -> None:
         spare = FITS * found.capacity_gib - found.peak.gib
         cells.append(
             (
-                f"{number}{'*' * row.front}",
+                f"{number}*" if row.front else str(number),
                 dp,
                 *(getattr(layout, name) for name in degrees),
                 order,
@@ -196,10 +213,10 @@ def proof(job: Job) -> dict:
 
 
 def show_proofs(proofs: list[dict]) -> None:
-    """Print what was counted beside the formulas."""
+    """Print the counted bytes beside the formulas', a row for each layout."""
     if not proofs:
         return
-    dimensions = list(dict.fromkeys(name for one in proofs for name in one["sent_by_formula"]))
+    dimensions = sorted({name for one in proofs for name in one["sent_by_formula"]})
     rows = []
     for number, one in enumerate(proofs, start=1):
         pairs = [(one["live"], one["live_by_formula"]), *((one["sent"].get(name), one["sent_by_formula"].get(name)) for name in dimensions)]
@@ -217,7 +234,7 @@ def show_proofs(proofs: list[dict]) -> None:
 
 
 def explained(found: Prediction) -> list[str]:
-    """Return the terms of a prediction as bars."""
+    """Return the predicted totals in a line, then the terms of memory and of time as bars."""
     gib, fits, rate, hours = predict.line(found)
     stage = f", pipeline rank {found.peak.pipeline_rank}" if found.job.parallelism.pp > 1 else ""
     lines = [f"{gib} GiB on rank {found.peak.rank}{stage}: {fits}; {rate} tokens/s/device, {hours} GPU-hours for {found.job.steps} steps"]
@@ -227,7 +244,7 @@ def explained(found: Prediction) -> list[str]:
 
 
 def bars(unit: str, values: list[tuple[str, float]]) -> list[str]:
-    """Return one line a value, with a bar in proportion to the largest."""
+    """Return a line for each value, with a bar of BAR characters for the largest."""
     most = max(value for _, value in values)
     rows = [(name, f"{value:,.2f}", "#" * max(round(BAR * value / most), value > 0)) for name, value in values]
     return ["", *table(("", unit, ""), rows, (unit,))]

@@ -16,7 +16,7 @@ TEXTS = {"md": ("report.md", write.markdown), "csv": ("report.csv", write.comma_
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    parser.add_argument("--baseline", metavar="CELL", help="cell to compare with; else the sweep's own, else its first")
+    parser.add_argument("--baseline", metavar="CELL", help="cell to compare the others with (default: sweep.baseline, or the first cell)")
     parser.add_argument("--allow", metavar="KEY,...", default="", help="compare cells though they differ in these keys")
     parser.add_argument("--over", metavar="KEY", help="average cells that differ in this key alone, as seed, with standard errors")
     parser.add_argument(
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print, write or serve the report."""
+    """Print, write or serve the report. Raises ConfigError if no cell has numbers, or if cells cannot be compared."""
     if args.serve:
         from titan_hydra.report.serve import serve
 
@@ -75,7 +75,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def made(args: argparse.Namespace) -> Report:
-    """Read the runs and build their report."""
     selection = choose(args.target, args.runs)
     allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
     report = build(selection, gather(selection), args.baseline, allowed, args.over)

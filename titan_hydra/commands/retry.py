@@ -51,17 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the chosen cells again. Returns their exit status, as launch.py does; 0 if there is nothing to do."""
+    """Run the chosen cells again. Returns the exit status of launch.py; 0 if no cell is to run again."""
     selection = choose(args.target, args.runs)
     rows, _ = look(selection.cells)
-    words = args.only or ["failed"]
-    chosen = [(row, cell) for row, cell in zip(rows, selection.cells, strict=True) if _fits(row, words)]
-    hopeless = [pair for pair in chosen if not args.as_is and pair[0].state.failure and pair[0].state.failure.kind in WOULD_FAIL_AGAIN]
-    again = [pair for pair in chosen if pair not in hopeless]
-    for row, cell in hopeless:
-        advise(row, cell)
+    again = []
+    for row, cell in zip(rows, selection.cells, strict=True):
+        if not _fits(row, args.only or ["failed"]):
+            continue
+        if not args.as_is and row.state.failure and row.state.failure.kind in WOULD_FAIL_AGAIN:
+            advise(row, cell)
+        else:
+            again.append((row, cell))
     if not again:
-        print(f"{selection.name}: nothing to run again" + (f" ({', '.join(words)})" if args.only else ""))
+        only = f" ({', '.join(args.only)})" if args.only else ""
+        print(f"{selection.name}: nothing to run again{only}")
         return Exit.DONE
     for row, _ in again:
         print(f"{row.hash}  {row.cell}: {row.state.failure.line if row.state.failure else row.state.kind}")
@@ -74,11 +77,11 @@ def main(args: argparse.Namespace) -> int:
     return next((status for status in statuses if status), Exit.DONE)
 
 
-def _fits(row: RunRow, words: list[str]) -> bool:
-    """Whether one of these words covers the state of this run."""
+def _fits(row: RunRow, only: list[str]) -> bool:
+    """Whether one of the words of --only stands for the state of this run."""
     if row.state.kind in ("interrupted", "not submitted"):
-        return "interrupted" in words
-    return row.state.failure is not None and any(row.state.failure.kind in ONLY[word] for word in words)
+        return "interrupted" in only
+    return row.state.failure is not None and any(row.state.failure.kind in ONLY[word] for word in only)
 
 
 def advise(row: RunRow, cell: RunCell) -> None:
@@ -92,15 +95,13 @@ def advise(row: RunRow, cell: RunCell) -> None:
 
 
 def cluster_of(cell: Cell) -> str:
-    """Return a key that is equal for cells that can be submitted together."""
+    """Return a text that is equal for cells that can be submitted together."""
     return repr((cell.job.cluster, cell.job.launch))
 
 
 def _job_of(directory: Path, runs: Path) -> Job:
-    """Return the job of a run, without the launch options of its first start (force, retry, a limit): those were for
-    that start only.
-
-    Raises ConfigError if the user's modules were edited since.
+    """Return the job of a run without `launch.*` of its first start (force, retry, a limit), which were meant for that
+    start alone. Raises ConfigError if the user's modules were edited since.
     """
     job = load_job(directory)
     if fault := edited_sources(job.train):

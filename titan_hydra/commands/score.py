@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault
@@ -16,7 +17,6 @@ from .model import add_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `titan score`."""
     add_model(parser, "a folder of `titan convert --to hf`")
     parser.add_argument(
         "texts",
@@ -24,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=".jsonl, .csv, .parquet or .md as data.path takes them, packed too; of a .txt file each line is a text",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="jsonl to write: row, nats and tokens of each text (printed)")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="name of the column that holds the text (text)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="jsonl file for row, nats and tokens of each text (default: printed)")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="name of the column that holds the text (default: text)")
     parser.add_argument(
         "--context",
         type=int,
         metavar="N",
-        help="tokens that a text is read in at a time; a longer one is read in windows "
-        "that overlap by half (the run's data.seq_len; of an export, model.max_seq_len)",
+        help="length of a window in tokens; a longer text is read in windows that overlap by half "
+        "(default: the run's data.seq_len; of an export, model.max_seq_len)",
     )
 
 
@@ -48,8 +48,8 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as opened:
         out = sys.stdout
         for found in score_texts(place, args.texts, args.text_key, args.context, args.dtype):
-            if args.out and not texts:  # not before there is something to write
-                out = opened.enter_context(open_new(args.out))
+            if args.out and not texts:  # opened with the first line: an error before it leaves no empty file
+                out = opened.enter_context(_open_new(args.out))
             print(json.dumps(found), file=out)
             texts, nats, tokens = texts + 1, nats + found["nats"], tokens + found["tokens"]
     print(
@@ -59,8 +59,7 @@ def main(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def open_new(file: Path):
-    """Open a file that does not exist for writing. Raises ConfigError if it cannot be written."""
+def _open_new(file: Path) -> TextIO:
     try:
         return file.open("x")
     except OSError as error:

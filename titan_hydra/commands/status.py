@@ -1,4 +1,6 @@
-"""`titan status`: the state of the runs of a sweep in one table, their failures, and what to type next."""
+"""`titan status`: the state of the runs of a sweep in one table, their failures, and what to type next; --all lists all
+sweeps and runs of a folder.
+"""
 
 import argparse
 import json
@@ -8,10 +10,12 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from titan_hydra.base.errors import Exit
-from titan_hydra.base.text import table as layout
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.text import table
 from titan_hydra.config.fault import counted, quoted, shown
+from titan_hydra.runs import find, layout, rundir
 from titan_hydra.runs.find import Selection, all_runs, runs_option
+from titan_hydra.runs.rundir import State
 from titan_hydra.runs.slurm import Queue
 from titan_hydra.runs.view import RunRow, add_target, choose, look, moment
 
@@ -27,25 +31,29 @@ COLOURS = {
     "new": "dim",
 }
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
-# with too few lines
+# The order in which rows are kept where the screen has too few lines for all.
 SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
-REASONS = {"JobArrayTaskLimit": "max_parallel"}  # plainer names of SLURM's reasons
+REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reasons for waiting: the key that causes one
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
-FAILURES = 8  # of so many the reason is shown
-NAME = 56  # characters of a cell's name; its hash stands beside it
-REFRESH, REFRESH_SLURM = 2, 10  # seconds; SLURM's controller serves others too
+FAILURES = 8  # failed runs whose reason is printed
+NAME = 56  # characters to which a cell's name is cut
+REFRESH, REFRESH_SLURM = 2, 10  # seconds between two looks at the runs: local ones, SLURM's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="repeat until no run is queued or running")
-    parser.add_argument("--json", action="store_true", help="for scripts: everything that is known, unrounded")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("-f", "--follow", action="store_true", help="repeat until no run is queued or running")
+    how.add_argument("--json", action="store_true", help="for scripts: everything that is known, unrounded")
+    how.add_argument("--all", action="store_true", help="instead: a line for each sweep, and each run in no sweep, the newest first")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the table once or follow it. Returns 0, whatever the runs' states are."""
+    if args.all:
+        return _all(args)
     selection = choose(args.target, args.runs)
-    if args.follow and not args.json:
+    if args.follow:
         return _follow(args, selection)
     rows, queue = look(selection.cells)
     if args.json:
@@ -53,6 +61,52 @@ def main(args: argparse.Namespace) -> int:
         return Exit.DONE
     print(*_table(rows), "", *_below(args, selection, rows, queue), sep="\n")
     return Exit.DONE
+
+
+def _all(args: argparse.Namespace) -> int:
+    """Print how many cells of each sweep are in which state, and the state of each run in no sweep."""
+    if args.target:
+        raise ConfigError(f"--all {args.target}: lists everything in --runs={args.runs}; a TARGET has no place in it")
+    if not args.runs.is_dir():
+        raise ConfigError(f"--runs={args.runs}: no such folder")
+    rows, colours = [], []
+    for when, name, states in sorted(entries(args.runs.absolute()), key=lambda entry: entry[0], reverse=True):
+        kinds = Counter(state.kind for state in states)
+        words = ", ".join(f"{kinds[kind]} {kind}" for kind in ORDER if kinds[kind])
+        if len(states) == 1:
+            words = f"damaged: {states[0].damage}" if states[0].damage else states[0].kind
+        rows.append([name, str(len(states)), words, ago(when)])
+        colours.append({"state": COLOURS[next(iter(kinds))]} if len(kinds) == 1 else {})
+    if rows:
+        print(*table(["sweep or run", "cells", "state", "when"], rows, {"cells"}, ("sweep or run", "state"), colours), sep="\n")
+    else:
+        print(f"no runs in {args.runs}")
+    return Exit.DONE
+
+
+def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
+    """Return (time started, name, states of the cells) of every sweep, and of every run in no sweep."""
+    sweeps = {folder: find.sweep(folder).cells if find.manifest_of(folder) else [] for folder in find.sweeps(runs)}
+    swept = {cell.directory for cells in sweeps.values() for cell in cells}
+    alone = [run for run in find.all_runs(runs) if run not in swept]
+    directories = [*alone, *swept]
+    states = dict(zip(directories, rundir.inspect_all(directories), strict=True))
+    found = []
+    for folder, cells in sweeps.items():
+        damaged = State("damaged", damage=f"{layout.SWEEP.name} cannot be read")
+        found.append((find.written(folder), folder.name, [states[cell.directory] for cell in cells] or [damaged]))
+    for directory in alone:
+        claim = {} if states[directory].damage else layout.CLAIM.read(layout.ATTEMPT.of(directory, states[directory].attempt))
+        found.append((claim.get("started", directory.stat().st_mtime), directory.name, [states[directory]]))
+    return found
+
+
+def ago(moment: float) -> str:
+    """Format a time briefly: 14:05 if it is today, else with the date."""
+    then, now = time.localtime(moment), time.localtime()
+    if then[:3] == now[:3]:
+        return time.strftime("%H:%M", then)
+    return time.strftime("%b %d %H:%M" if then[0] == now[0] else "%Y-%m-%d", then)
 
 
 def _follow(args: argparse.Namespace, selection: Selection) -> int:
@@ -98,7 +152,6 @@ def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
 
 
 def _table(rows: list[RunRow]) -> list[str]:
-    """Format one line for each run."""
     titles = ["cell", "hash", "state", "step", "tokens/s", "loss", "where", "time", ""]
     cells = [
         [
@@ -115,11 +168,11 @@ def _table(rows: list[RunRow]) -> list[str]:
         for row in rows
     ]
     colours = [{"state": COLOURS[row.state.kind]} | ({"": "red"} if row.silent else {}) for row in rows]
-    return layout(titles, cells, {"step", "tokens/s", "loss", "time"}, ("cell", "where", ""), colours)
+    return table(titles, cells, {"step", "tokens/s", "loss", "time"}, ("cell", "where", ""), colours)
 
 
 def _note(row: RunRow) -> str:
-    """Return the remark beside a run's numbers, in a few words."""
+    """Return the last column of a run's row: what is unusual, or how long it will take."""
     state, job, parts = row.state, row.state.job, []
     if state.kind == "failed":
         parts.append(str(state.failure.kind))
@@ -168,7 +221,7 @@ def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], q
     if selection.manifest and {row.state.kind for row in rows} == {"done"}:
         steps.append((f"titan report{runs} {quoted([selection.manifest.name])}", "the table"))
     if selection.manifest and (others := len(set(all_runs(args.runs.absolute())) - {row.directory for row in rows})):
-        steps.append((f"titan ls{runs}", counted(others, "other run")))
+        steps.append((f"titan status{runs} --all", counted(others, "other run")))
     width = max((len(command) for command, _ in steps), default=0)
     yield from (f"  {command:<{width}}   {text}" for command, text in steps)
 
@@ -201,7 +254,6 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
 
 
 def _as_json(row: RunRow) -> dict:
-    """Return a row with everything that is known, unrounded."""
     state, failure, job = row.state, row.state.failure, row.state.job
     return {
         "cell": row.cell,

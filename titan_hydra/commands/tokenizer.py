@@ -26,8 +26,8 @@ from titan_hydra.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.data.embedded import Embedded
 from titan_hydra.data.unknown import share_of_unknown
 
-BATCH_CHARACTERS = 1 << 20  # text sent to a worker at a time
-WORKER: dict[str, Any] = {}  # of this process: its tokenizer and dtype
+BATCH_CHARACTERS = 1 << 20  # characters of text that a worker gets at a time
+WORKER: dict[str, Any] = {}  # the tokenizer and the dtype of this worker process
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,15 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "files",
             nargs=count,
             help=f"{' '.join(files.TEXT_SUFFIXES)} files, .gz, .zst too; globs and folders allowed"
-            + ("; none: the embedded corpus" if command is train else ""),
+            f"{'; none: the embedded corpus' if command is train else ''}",
         )
         command.add_argument("--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the subcommand. Raises ConfigError for everything that the user can fix, a full disk and a killed worker
-    included.
-    """
+    """Train or encode. Raises ConfigError for all that the user can mend, a full disk and a killed worker too."""
     try:
         return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)
     except OSError as error:
@@ -158,17 +156,10 @@ def _train(texts: Iterable[str], size: int):
 
 def _bytes_of_ids(trained) -> dict[int, bytes]:
     """Return the bytes of every id of the trained tokenizer; ids are in the order in which merges were learnt."""
-    byte_of = _byte_of_character()
-    return {id: bytes(byte_of[character] for character in token) for token, id in trained.get_vocab().items()}
+    from titan_hydra.checkpoint.tokenizer import letters_of_bytes
 
-
-def _byte_of_character() -> dict[str, int]:
-    """Return the byte-level alphabet: printable Latin-1 characters stand for themselves, those from 256 on for the
-    other bytes.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    letters = letters_of_bytes()
+    return {id: bytes(letters.index(letter) for letter in token) for token, id in trained.get_vocab().items()}
 
 
 def _tokenizer_config(name: str) -> schema.Tokenizer:
@@ -178,14 +169,14 @@ def _tokenizer_config(name: str) -> schema.Tokenizer:
 
 
 def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str, workers: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the tokens and the number of documents of each batch, in order, never more than a few batches ahead of the
-    writer.
+    """Yield the encoded tokens and the number of documents of each batch, in order. At most 2 * workers batches wait for
+    the writer.
     """
     if workers == 1:
         _start_worker(config, dtype)
         yield from map(_encode_batch, _batches(texts))
         return
-    spawn = multiprocessing.get_context("spawn")  # a fork would inherit the tokenizer's threads half-way
+    spawn = multiprocessing.get_context("spawn")  # a forked process would lack the tokenizer's threads
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (config, dtype))
     waiting: deque = deque()
     try:
@@ -200,8 +191,8 @@ def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str,
 
 
 def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
-    """Load the tokenizer in a worker, which ignores Ctrl-C (the writing process handles it) and ends when that process
-    has ended.
+    """Load the tokenizer of a worker process, which ignores Ctrl-C (the process that writes handles it) and ends with
+    that process.
     """
     if parent := multiprocessing.parent_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -231,7 +222,9 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write beside the path and rename, so that an interrupted command leaves the old file or the new one."""
+    """Write a file under another name and rename it, so that an interrupted command leaves the old file or the new
+    one.
+    """
     partial = Path(f"{path}.partial")
     try:
         partial.write_bytes(content)

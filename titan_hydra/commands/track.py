@@ -1,52 +1,69 @@
-"""`titan track`: copy the records of finished runs to a tracker, with the classes that track running ones."""
+"""`titan track`: copy the records of finished runs to a tracker, with the classes that track running ones (--to), or send
+wandb's offline files of runs to its server, from a machine with network access (--send).
+"""
 
 import argparse
+import contextlib
 import shlex
 import shutil
+import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit, RunError
 from titan_hydra.config.change import change
+from titan_hydra.config.fault import counted
 from titan_hydra.config.registry import TRACKERS
 from titan_hydra.launch.worker import load_job
 from titan_hydra.observe import trackers
 from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.find import Selection
 from titan_hydra.runs.run import Run
-from titan_hydra.runs.view import add_runs, choose
+from titan_hydra.runs.view import add_target, choose
+
+LIMIT = 15  # seconds for wandb's server to answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="a sweep, a cell, a run directory, a folder of runs, or the start of a hash")
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=sorted(TRACKERS),
-        help="tensorboard: event files in the run directory; "
-        "wandb: offline files there, which titan sync sends; either replaces those that are there",
-    )
+    add_target(parser, "all runs")
     parser.add_argument(
         "values",
         nargs="*",
         metavar="KEY=VALUE",
-        help="other values for this copy: metrics.wandb_project=mine, metrics.wandb_tags=[a,b], notes='...'",
+        help="with --to: other values for this copy: metrics.wandb_project=mine, metrics.wandb_tags=[a,b], notes='...'",
     )
-    add_runs(parser)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--to",
+        choices=sorted(TRACKERS),
+        help="tensorboard: event files in the run directory; wandb: offline files there; either replaces those that are there",
+    )
+    where.add_argument("--send", action="store_true", help="send wandb's offline files to its server")
+    parser.add_argument("--dry", action="store_true", help="only list what would be copied or sent")
+    parser.add_argument("--minutes", type=float, default=60, metavar="N", help="with --send: stop after N minutes (default: 60)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Copy the selected runs. Returns 0 if the tracker took all, 1 if it failed, 2 for a run that cannot be copied or a
-    wrong value.
+    """Copy or send. Returns 0 if all was taken, 1 if the tracker or its server failed, 2 for a run that cannot be copied
+    or a wrong value.
     """
-    directories = [cell.directory for cell in choose(args.target, args.runs).cells]
-    errors = [error for directory in directories if (error := copy(directory, args.values, args.to))]
-    if len(errors) < len(directories):
+    selection = choose(args.target or str(args.runs), args.runs)
+    if args.send:
+        if args.values:
+            raise ConfigError(f"{args.values[0]}: --send takes no KEY=VALUE; --to wandb copies a run with other values")
+        return _send(selection, args.dry, args.minutes)
+    directories = [cell.directory for cell in selection.cells]
+    errors = [error for directory in directories if (error := copy(directory, args.values, args.to, args.dry))]
+    if len(errors) < len(directories) and not args.dry:
         place = shlex.quote(str(directories[0].parent))
-        print({"tensorboard": f"  look: tensorboard --logdir {place}", "wandb": f"  send what is offline: titan sync {place}"}[args.to])
+        hints = {"tensorboard": f"  look: tensorboard --logdir {place}", "wandb": f"  send what is offline: titan track {place} --send"}
+        print(hints[args.to])
     return max((error.status for error in errors), default=Exit.DONE)
 
 
-def copy(directory: Path, values: list[str], name: str) -> RunError | None:
+def copy(directory: Path, values: list[str], name: str, dry: bool) -> RunError | None:
     """Copy one run and print the outcome. Returns the error, None if there was none."""
     try:
         job, state = change(load_job(directory), values), rundir.state(directory)
@@ -54,14 +71,59 @@ def copy(directory: Path, values: list[str], name: str) -> RunError | None:
             raise ConfigError("is running; track it when it is over")
         if not layout.METRICS.of(directory).is_file():
             raise ConfigError("has recorded nothing yet")
-        if name == "tensorboard":
+        if name == "tensorboard" and not dry:
             shutil.rmtree(layout.TENSORBOARD.of(directory), ignore_errors=True)
         try:
-            trackers.open_tracker(name, job, Run(directory, layout.ATTEMPT.of(directory, state.attempt))).close()
-        except Exception as error:  # a tracker's own, of any kind
+            if not dry:
+                trackers.open_tracker(name, job, Run(directory, layout.ATTEMPT.of(directory, state.attempt))).close()
+        except Exception as error:  # whatever a tracker's library raises
             raise RunError(f"{name} took nothing: {error}") from error
     except RunError as error:
         print(f"{directory.name}: {error}", file=sys.stderr)
         return error
-    print(f"{directory.name}: copied to {name}")
+    print(f"{directory.name}: {'would be copied' if dry else 'copied'} to {name}")
     return None
+
+
+def _send(selection: Selection, dry: bool, minutes: float) -> int:
+    """Send wandb's offline files of these runs, which are printed first."""
+    waiting = [folder for cell in selection.cells for folder in unsent(cell.directory)]
+    if not waiting:
+        print(f"{selection.name}: nothing to send; only runs with metrics.trackers=[wandb] record for wandb")
+        return Exit.DONE
+    for folder in waiting:
+        print(folder, flush=True)
+    if dry:
+        return Exit.DONE
+    if why := unreachable():
+        print(f"wandb cannot be reached: {why}; nothing was sent", file=sys.stderr)
+        return Exit.BUG
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        # One call: wandb sends the files of one run in their order, and those of different runs at once.
+        command = [sys.executable, "-m", "wandb", "sync", "--yes", *map(str, waiting)]
+        if subprocess.run(command, timeout=60 * minutes).returncode == 0:
+            return Exit.DONE
+    left = sum(bool(unsent(cell.directory)) for cell in selection.cells)
+    print(f"wandb did not take everything: {counted(left, 'run')} left; the same line tries again", file=sys.stderr)
+    return Exit.BUG
+
+
+def unreachable() -> str:
+    """Return why wandb's server does not answer; "" if it does. Checked first, as wandb itself would wait for it
+    without limit.
+    """
+    import wandb
+
+    address = wandb.setup().settings.base_url
+    try:
+        urllib.request.urlopen(address, timeout=LIMIT).close()
+    except urllib.error.HTTPError:  # the server has answered
+        return ""
+    except (OSError, ValueError) as error:
+        return f"{address}: {getattr(error, 'reason', None) or error}"
+    return ""
+
+
+def unsent(directory: Path) -> list[Path]:
+    """Return wandb's folders of a run that are not marked as sent, the oldest first."""
+    return [folder for folder in sorted(layout.WANDB.of(directory).glob("offline-run-*")) if not any(folder.glob("*.synced"))]

@@ -1,5 +1,5 @@
-"""`titan tune`: plan, run the best layouts for a few steps, calibrate, and plan again, until prediction and measurement
-agree.
+"""`titan plan --tune K`: plan, run the K best layouts for a few steps, calibrate, and plan again, until prediction and
+measurement agree.
 
 The runs are an ordinary sweep, started through the same code as launch.py, so that the same command goes on where it
 stopped.
@@ -14,22 +14,20 @@ from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault, Job
-from titan_hydra.config.compose import compose_unchecked, own_composer
-from titan_hydra.config.describe import option_files
+from titan_hydra.config.compose import own_composer
 from titan_hydra.config.load import read
 from titan_hydra.config.operation import Hardware
 from titan_hydra.job.freeze import freeze
 from titan_hydra.launch.dispatch import dispatch
 from titan_hydra.plan.calibrate import Fit, on
 from titan_hydra.plan.search import DEGREES, search
-from titan_hydra.plan.shape import NotPredictable
 from titan_hydra.runs import find, layout, rundir
 from titan_hydra.runs.find import RunCell
 
 from . import calibrate
 
-ROUNDS = 4  # of planning and running, at most
-LAYOUT = {  # the keys that a layout sets
+ROUNDS = 4  # rounds of planning and running, at most
+LAYOUT = {  # keys that the search sets, so those on the command line are left out
     "parallelism",
     *(f"parallelism.{name}" for name in DEGREES),
     "gpus",
@@ -43,48 +41,14 @@ LAYOUT = {  # the keys that a layout sets
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan tune`."""
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py, with hardware=NAME and data.global_batch"
-    )
-    parser.add_argument("--gpus", type=int, metavar="N", help="how many devices, or ranks on this machine's CPU (or gpus=N)")
-    parser.add_argument("--top", type=int, default=4, metavar="K", help="how many of the best layouts run (default: 4)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each run (default: 20)")
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
-    parser.add_argument("--into", metavar="NAME", help="write the calibrated rates to conf/hardware/NAME.yaml at the end")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Run rounds of planning, running and calibrating. Returns the exit status of the first run that did not end well,
-    or 0.
-    """
-    for name, least, reason in (("top", 2, "nothing is compared"), ("steps", 3, "the first ones are not measured")):
-        if getattr(args, name) < least:
-            raise ConfigError(str(Fault(f"--{name}", getattr(args, name), reason, legal=(least,))))
-    if args.into:
-        calibrate.target_file(args.into)
-    job = compose_unchecked(*args.overrides, config_dir=args.config_dir)
-    if job.hardware.name == "unknown":
-        names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
-        raise ConfigError(str(Fault("hardware", "unknown", "a plan needs the device's memory and rates", legal=names)))
-    args.gpus = job.gpus if args.gpus is None else args.gpus
-    if args.gpus is None or args.gpus < 1:
-        raise ConfigError(str(Fault("gpus", args.gpus, "a plan needs the number of GPUs", legal=(job.hardware.gpus_per_node or 8,))))
-    try:
-        return tune(job, args)
-    except NotPredictable as error:
-        raise ConfigError(str(error)) from error
-
-
-def tune(job: Job, args: argparse.Namespace) -> int:
+def tuned(job: Job, gpus: int, args: argparse.Namespace, into: Path | None) -> int:
     """Plan, run and calibrate until the layout that is predicted to be the fastest is the fastest measured, or nothing
-    new is planned.
+    new is planned. Returns the exit status of the first run that did not end well, or 0.
     """
-    hardware, layouts = job.hardware, list[str]()
-    planned = _best(on(job, hardware), args)
+    layouts = list[str]()
+    planned = _best(on(job, job.hardware), gpus, args.tune)
     if len(planned) < 2:
-        raise ConfigError(str(Fault("--gpus", args.gpus, f"only one layout fits, so nothing is compared: {planned[0]}")))
+        raise ConfigError(str(Fault("--gpus", gpus, f"only one layout fits, so nothing is compared: {planned[0]}")))
     for turn in range(1, ROUNDS + 1):
         layouts += [one for one in planned if one not in layouts]
         print(f"\nround {turn}: {len(layouts)} layouts; predicted to be the fastest: {planned[0]}", flush=True)
@@ -98,22 +62,22 @@ def tune(job: Job, args: argparse.Namespace) -> int:
             print("not all runs have ended; the same command goes on")
             return status
         fit = calibrate.fit_cells(cells, job.hardware)
-        hardware, planned = fit.hardware, _best(on(job, fit.hardware), args)
+        planned = _best(on(job, fit.hardware), gpus, args.tune)
         fastest = min(fit.runs, key=lambda run: run.step_seconds).name
         if planned[0] == fastest or set(planned) <= set(layouts):
             break
     _show(fit, job.hardware, planned[0], fastest)
-    _keep(fit, composed, args.into)
+    _keep(fit, composed, into)
     return status
 
 
-def _best(job: Job, args: argparse.Namespace) -> list[str]:
-    """Return the layouts that are predicted to be the fastest, as overrides."""
-    rows, _ = search(job, args.gpus)
+def _best(job: Job, gpus: int, number: int) -> list[str]:
+    """Return the `number` layouts with the highest predicted rate, as overrides."""
+    rows, _ = search(job, gpus)
     fitting = [row.overrides for row in rows if row.prediction.fits != "no"]
     if not fitting:
-        raise ConfigError(str(Fault("--gpus", args.gpus, "no layout obeys the rules and fits; titan plan shows the nearest")))
-    return fitting[: args.top]
+        raise ConfigError(str(Fault("--gpus", gpus, "no layout obeys the rules and fits; titan plan shows the nearest")))
+    return fitting[:number]
 
 
 def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]]:
@@ -136,7 +100,7 @@ def _show(fit: Fit, start: Hardware, winner: str, fastest: str) -> None:
     print("the calibrated plan agrees" if winner == fastest else f"the calibrated plan prefers {winner}")
 
 
-def _keep(fit: Fit, composed: list[tuple], into: str | None) -> None:
+def _keep(fit: Fit, composed: list[tuple[Any, list[str]]], into: Path | None) -> None:
     """Write the rates beside the sweep's manifest, where `titan report --predicted` finds them, and to a hardware file
     if one is named.
     """
@@ -145,4 +109,4 @@ def _keep(fit: Fit, composed: list[tuple], into: str | None) -> None:
     layout.RATES.write(newest, vars(fit.hardware))
     print(f"titan report --predicted{find.runs_option(runs)} {newest.name}   what was predicted, and what was measured")
     if into:
-        calibrate.write_file(fit, calibrate.target_file(into))
+        calibrate.write_file(fit, into)

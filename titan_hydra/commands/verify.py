@@ -15,7 +15,7 @@ from titan_hydra.config.fault import suggest
 from titan_hydra.config.files import CONF
 from titan_hydra.verify.matrix import MATRIX, Case
 
-STEPS_OF_RANDOM = 4
+STEPS_OF_RANDOM = 4  # optimizer steps of each job of --random
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
     parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
-    parser.add_argument("--random", type=int, metavar="N", help="instead, N random legal jobs, against arithmetic of its own in float64")
-    parser.add_argument("--seed", type=int, metavar="S", default=0, help="of the random jobs (default: 0)")
-    docs = CONF.parent / "docs"  # of a checkout
+    parser.add_argument("--random", type=int, metavar="N", help="instead: N random legal jobs, against the float64 reference")
+    parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (default: 0)")
+    docs = CONF.parent / "docs"  # exists in a checkout alone
     parser.add_argument(
         "--write",
         type=Path,
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks share few cores
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks, more than a machine has GPUs
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more ranks than cores
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks compute on CPUs: they are more than a machine has GPUs
     from titan_hydra.verify.coverage import Coverage, covered
     from titan_hydra.verify.sampler import draw_jobs
     from titan_hydra.verify.verify import STEPS, verify
@@ -98,7 +98,6 @@ def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:
 
 
 def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
-    """Write the table as a page of the docs."""
     from titan_hydra.verify.judge import DRAWS, MULTIPLE, TIGHT
 
     lines = [

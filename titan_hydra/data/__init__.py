@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .streams import Documents
     from .tokenizer import Tokenizer
 
-VALIDATION_SEED = 0  # held-out samples are the same for every seed, so that their losses compare
+VALIDATION_SEED = 0  # of the order of held-out samples: the same for every seed, so that held-out losses can be compared
 
 
 def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loader:
@@ -92,13 +92,13 @@ class Wanted:
         return seed if self.job.data.shuffle else None
 
     def drawn(self, seed: int) -> int:
-        """Return the seed of a source that draws its samples: those for validation are others."""
+        """Return the seed of a source that draws its samples; the one for validation draws others."""
         return seed if self.split == "train" else ~seed
 
 
 def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
-    """Return the samples of the source under `key`. Documents become samples as each slot's endless stream of
-    tokens.
+    """Return the samples of the source under `key`. A source of documents becomes an endless stream of tokens for each
+    slot, cut into samples.
     """
     data, record = wanted.job.data, DATA_SOURCES[source.name]
     built = resolve(record.build)(key, source, wanted, seed)
@@ -112,14 +112,12 @@ def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samp
 
 
 def open_embedded(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Documents:
-    """Open the embedded corpus."""
     from .embedded import Embedded
 
     return Embedded(wanted.split)
 
 
 def open_text_files(key: str, source: TextSource, wanted: Wanted, seed: int) -> Documents:
-    """Open files of text."""
     from .files import path_of
     from .text import TextFiles
 
@@ -127,14 +125,12 @@ def open_text_files(key: str, source: TextSource, wanted: Wanted, seed: int) -> 
 
 
 def open_hub(key: str, source: HubSource, wanted: Wanted, seed: int) -> Documents:
-    """Open a dataset of the Hugging Face hub, or of a local folder."""
     from .text import Hub
 
     return Hub(key, source, source.split if wanted.split == "train" else source.validation_split, wanted.global_batch)
 
 
 def open_tokens(key: str, source: FileSource, wanted: Wanted, seed: int) -> Samples:
-    """Open files of token ids."""
     from .files import path_of
     from .items import TokenFiles
 
@@ -143,14 +139,13 @@ def open_tokens(key: str, source: FileSource, wanted: Wanted, seed: int) -> Samp
 
 
 def draw_tokens(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
-    """Draw random tokens; those for validation are others."""
     from .items import Synthetic
 
     return Synthetic(wanted.job.model.vocab_size, wanted.job.data.seq_len, wanted.drawn(seed))
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Return a seed for each source; otherwise sources of equal size would be read in the same order, and synthetic
-    ones be identical.
+    """Return the seed of a source in a mixture. With one seed for all, sources of equal size would have the same order,
+    and synthetic ones the same tokens.
     """
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")

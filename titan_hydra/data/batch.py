@@ -12,22 +12,18 @@ import torch
 
 @dataclass(frozen=True)
 class Dims:
-    """The dimensions of a tensor along which a batch is cut: microbatches cut samples, context parallelism cuts the
-    sequence.
+    """The dimensions of a tensor along which a batch is cut."""
 
-    `sequence` is None if the tensor has no such dimension, or if every context-parallel rank needs all of it.
-    """
-
-    samples: int = 0
-    sequence: int | None = None
+    samples: int = 0  # microbatches cut it
+    sequence: int | None = None  # context parallelism cuts it; None: there is none, or every rank needs all of it
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Named tensors. `dims` has an entry for each of them, and may have others."""
+    """The tensors of some samples."""
 
     tensors: dict[str, torch.Tensor]
-    dims: Mapping[str, Dims]
+    dims: Mapping[str, Dims]  # of each tensor, and perhaps of others
 
     def __post_init__(self) -> None:
         if missing := self.tensors.keys() - self.dims.keys():
@@ -41,7 +37,6 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        """The number of samples."""
         name, tensor = next(iter(self.tensors.items()))
         return tensor.shape[self.dims[name].samples]
 
@@ -51,22 +46,25 @@ class Batch:
         return [Batch(dict(zip(self.tensors, row, strict=True)), self.dims) for row in zip(*pieces, strict=True)]
 
     def of_sequences(self, index: Callable[[int], torch.Tensor]) -> Batch:
-        """Return a part of every sequence: the elements at `index(length)`, in that order."""
-        return self.each(
-            lambda tensor, dims: tensor if dims.sequence is None else tensor.index_select(dims.sequence, index(tensor.shape[dims.sequence]))
-        )
+        """Return the batch with the elements at `index(length)` of every sequence, in that order."""
+
+        def part(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
+            if dims.sequence is None:
+                return tensor
+            return tensor.index_select(dims.sequence, index(tensor.shape[dims.sequence]))
+
+        return self.each(part)
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device."""
         return self.each(lambda tensor, dims: onto(device, tensor))
 
     def each(self, change: Callable[[torch.Tensor, Dims], torch.Tensor]) -> Batch:
-        """Return the batch with every tensor changed."""
+        """Return the batch with `change(tensor, dims)` in place of every tensor."""
         return Batch({name: change(tensor, self.dims[name]) for name, tensor in self.tensors.items()}, self.dims)
 
 
 def onto(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a host tensor to a device through pinned memory: from pageable memory the host would wait for all work
-    queued there.
+    """Copy a host tensor to a device through pinned memory; from pageable memory the host would wait for all work that
+    is queued on the device.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -12,14 +12,13 @@ from collections.abc import Iterator
 
 from titan_hydra.config.files import ASSETS
 
-# characters: longer texts are cut at the next blank line, so that a slot of a batch does not read one text for a whole
-# run
+# Characters after which a text is cut at the next blank line, so that a slot does not read one text for a whole run.
 PIECE = 4096
-HELD_OUT = 20  # one text in so many is kept for validation
+HELD_OUT = 20  # one of 20 texts is kept for validation
 
 
 class Embedded:
-    """The corpus as a source of documents: one unit is one piece of a text."""
+    """The corpus as a source of documents: a unit is a piece of a text."""
 
     def __init__(self, split: str = "train") -> None:
         texts = (ASSETS / "corpus.txt").read_text(encoding="utf-8").split("\f")
@@ -27,7 +26,7 @@ class Embedded:
         self.units = len(self.pieces)
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the one text of a unit, numbered 0."""
+        """Yield the unit's single row: 0, and its text."""
         if start == 0:
             yield 0, self.pieces[unit]
 

@@ -26,11 +26,9 @@ Rows = Iterator[tuple[int, str]]
 
 
 def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files of `path` that end in one of the suffixes (all files if none is given); at least one is not
-    empty.
-
-    Missing files of a numbered set are included: reading them fails. Raises ConfigError with the key, its value, and
-    files with similar names.
+    """Return the files of `path` with one of the suffixes, or all files if none is given. Missing files of a numbered set
+    are among them, and fail when they are read. Raises ConfigError, with similar names, if there is no file, or no
+    file that is not empty.
     """
     if not path:
         raise ConfigError(f"{key}=null: give it files, globs allowed")
@@ -51,16 +49,17 @@ def path_of(key: str, source: Any, split: str) -> tuple[str, str | None]:
 
 
 def place_in(ends: list[int], number: int) -> tuple[int, int]:
-    """Return which file a row or sample is in, and its number there. `ends` are the rows up to each file's end."""
+    """Return the index of the file that holds a row (or sample), and the row's number in it. `ends` has the number of
+    rows up to the end of each file.
+    """
     file = bisect_right(ends, number)
     return file, number - (ends[file - 1] if file else 0)
 
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
-    """Yield number and text of rows start, start + every, ...: a row is the whole file in .txt, a line in .jsonl, a
-    record in .csv and .parquet.
-
-    Raises BadShard with file and line if a row cannot be read, ConfigError if it has no column `text_key`.
+    """Yield number and text of rows start, start + every, ... A row is a whole .txt file, a line of .jsonl, a record of
+    .csv and .parquet. Raises BadShard with file and line if a row cannot be read, ConfigError if it has no column
+    `text_key`.
     """
     try:
         yield from READERS[kind(file)](file, text_key, start, every)
@@ -69,18 +68,16 @@ def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> 
 
 
 def texts(file: Path, text_key: str) -> Rows:
-    """Yield number, counted from 1, and text of each row of one file; a row of .txt is a line. Empty lines are left
-    out.
-
-    Raises ConfigError if there is no such file, or it cannot be read to the end.
+    """Yield number, from 1, and text of each row of a file; here a row of .txt is a line that is not empty. Raises
+    ConfigError if there is no such file, or it cannot be read to the end.
     """
     if not file.is_file():
         raise ConfigError(f"{file}: no such file{did_you_mean(similar(str(file)))}")
     if kind(file) not in TEXT_SUFFIXES:
         raise ConfigError(f"{file}: {unread(file, TEXT_SUFFIXES)}")
     if kind(file) == ".txt":
-        lines = (text for _, text in rows(file))
-        yield from ((number, line) for text in lines for number, line in enumerate(text.splitlines(), 1) if line.strip())
+        for _, text in rows(file):
+            yield from ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
     else:
         yield from ((number + 1, text) for number, text in rows(file, text_key))
 
@@ -98,13 +95,13 @@ def _lines(file: Path, text_key: str, start: int, every: int) -> Rows:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # also a line that is not UTF-8
+            except ValueError as error:  # no JSON, or not UTF-8
                 raise BadShard(file, f"{file}:{number + 1}: not a JSON line: {error}") from error
             yield number, column(record, text_key, f"{file}:{number + 1}")
 
 
 def _csv(file: Path, text_key: str, start: int, every: int) -> Rows:
-    csv.field_size_limit(2**31 - 1)  # bytes of a text; the default is 128 KiB
+    csv.field_size_limit(2**31 - 1)  # most bytes of a text, for which the default is 128 KiB
     with opened(file) as stream:
         reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
         try:
@@ -136,14 +133,16 @@ def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
 
 
 def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[str]:
-    """Yield the first texts of a file, or of a .txt the first characters; a large file is not read as a whole."""
+    """Yield the first `number` texts of a file, or the first `length` bytes of a .txt, without reading a large file as a
+    whole.
+    """
     if kind(file) in (".txt", ".md"):
         with opened(file) as stream:
             yield stream.read(length).decode(errors="ignore")
     elif kind(file) == ".parquet":
         import pyarrow.parquet
 
-        # else a whole row group is read
+        # Without these arguments a whole row group is read.
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)
         for batch in islice(table.iter_batches(number, columns=[text_key]), 1):
             yield from batch[text_key].to_pylist()
@@ -162,11 +161,11 @@ READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
 TEXT_SUFFIXES = DATA_SOURCES["text_files"].suffixes
 
 
-UNREADABLE = (OSError, EOFError, zlib.error)  # of files that `opened` opens; EOFError: a truncated .gz
+UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a file raises; EOFError: a truncated .gz
 
 
 def opened(file: Path) -> IO[bytes]:
-    """Open a file for reading, unpacked."""
+    """Open a file for reading; .gz and .zst are unpacked."""
     if file.suffix == ".zst":
         import pyarrow
 
@@ -175,7 +174,7 @@ def opened(file: Path) -> IO[bytes]:
 
 
 def column(record: object, text_key: str, where: str) -> str:
-    """Return the text of a record. Raises ConfigError with the place and the existing columns."""
+    """Return the text of a record. Raises ConfigError, with the columns that it has, if it has no text."""
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: not a record but {type(record).__name__}")
     if text_key not in record:

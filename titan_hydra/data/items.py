@@ -18,37 +18,35 @@ from . import files
 from .permutation import permute
 from .shards import BadShard, BadShards
 
-OPEN_FILES = 64  # files open at a time, so that thousands of small shards do not exhaust a process's descriptors
-TRIES = 1000  # replacements tried for a sample that cannot be read
+OPEN_FILES = 64  # most files that are open at a time, as a process has a limited number of descriptors
+TRIES = 1000  # samples that are tried in place of one that cannot be read
 
 
 @dataclass(frozen=True)
 class Shard:
     file: Path
     header: dict
-    usable: bool  # the file matches its header
+    usable: bool  # whether the file matches its header
 
 
 class Numbered:
-    """Samples that seed and number determine alone, so that a slot has no state. Those that are no text have no
-    tokenizer.
-    """
+    """A base of sources whose samples follow from seed and number alone, so that a slot has no state."""
 
     separators: tuple[int | None, int | None] = (None, None)
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # as samples may be no text
 
     def state(self, slot: int) -> dict[str, int]:
         return {}
 
     def load(self, slot: int, state: dict[str, int]) -> None:
-        """Do nothing."""
+        """Do nothing, as there is no state."""
 
 
 class TokenFiles(Numbered):
-    """Files written by `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S].
+    """Files of `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S], S = data.seq_len.
 
-    Samples are numbered through the endless sequence of epochs, so there is no state. A sample in a bad file keeps its
-    number and is replaced by another one drawn at random, so a lost file does not change the other numbers.
+    Samples are numbered through the endless sequence of epochs. A sample in a bad file is replaced by one drawn at
+    random, so that the others keep their numbers.
     """
 
     def __init__(self, key: str, path: str | None, vocab_size: int, seq_len: int, seed: int | None, bad: BadShards | None = None):
@@ -63,7 +61,7 @@ class TokenFiles(Numbered):
         if not any(shard.usable for shard in self.shards):
             raise ConfigError(f"{key}={path}: no file that can be read")
         self.separators, self.tokenizer = (headers[0]["bos_id"], headers[0]["eos_id"]), headers[0]["tokenizer_sha256"]
-        # cumulative samples, including each file
+        # Number of samples up to the end of each file.
         self.ends = list(accumulate((header["tokens"] - 1) // seq_len for header in headers))
         if not self.ends[-1]:
             tokens = sum(header["tokens"] for header in headers)
@@ -109,14 +107,16 @@ class TokenFiles(Numbered):
         return None
 
     def _files(self, path: str | None) -> list[Path]:
-        """Return the files of a path, and those of which only the header exists."""
+        """Return the files of a path, and those of which nothing but the header is left."""
         found = files.require(self.key, path, (".bin",))
         headers = expand(path if Path(path).expanduser().is_dir() else f"{path}.json")
         named = {header.with_suffix("") for header in headers if header.name.endswith(".bin.json")}
         return sorted({*found, *named})
 
     def _shard(self, file: Path) -> Shard | None:
-        """Return a file with its header; None for one without header, which may be left out."""
+        """Return a file with its header; None if the header cannot be read. Raises ConfigError if the model has too few
+        ids, or if there are too many bad shards.
+        """
         try:
             header = self._header(file)
         except BadShard as error:
@@ -148,14 +148,12 @@ class TokenFiles(Numbered):
 
 
 def dice_of(seed: int, number: int) -> np.random.Generator:
-    """Return what draws the sample of a number; it follows from seed and number alone."""
+    """Return the random generator of a sample, which follows from seed and number alone."""
     return np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), number], dtype=np.uint64)))
 
 
 class Synthetic(Numbered):
-    """Random tokens, uniform over the vocabulary, a function of seed and sample number: for measuring speed, not for
-    learning.
-    """
+    """Random tokens, uniform over the vocabulary: to measure speed, not to learn from."""
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int):
         self.vocab_size, self.seq_len, self.seed = vocab_size, seq_len, seed

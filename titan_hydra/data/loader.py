@@ -15,13 +15,15 @@ from titan_hydra.base.threads import thread
 from .batch import Batch
 from .shards import BadShards
 
-Sample = dict[str, np.ndarray]  # what a source gives of it, by name: of text, the seq_len + 1 `tokens`
+Sample = dict[str, np.ndarray]  # arrays by name; of text: `tokens` [seq_len + 1]
 
 
 class Samples(Protocol):
-    signature: dict[str, Any]  # values that must not change between saving and loading a state
+    """A source of numbered samples. The state of a slot says where its next sample begins."""
+
+    signature: dict[str, Any]  # values that must be the same when a state is saved and loaded
     separators: tuple[int | None, int | None]  # the begin- and end-of-text ids
-    tokenizer: str | None  # sha256 of the tokenizer's file, which defines the ids; None if they mean nothing
+    tokenizer: str | None  # SHA-256 of the tokenizer's file; None if ids stand for no text
 
     def sample(self, number: int, slot: int) -> Sample:
         """Return sample `number` for a slot. The numbers of a slot increase, and none is requested twice."""
@@ -32,7 +34,7 @@ class Samples(Protocol):
 
 
 class Loader:
-    """Endless batches of the slots that this rank owns: next(), state(), load(), rewind(), close()."""
+    """Gives the batches of the slots that this rank owns, without end."""
 
     def __init__(
         self,
@@ -44,22 +46,23 @@ class Loader:
         prefetch: int,
         bad: BadShards,
     ):
-        """Create the loader. `collate` is the objective's: it makes a batch of samples, in the loader's thread."""
+        """Create the loader. `collate`, the objective's, makes a batch of samples, in the loader's thread."""
         self.samples, self.slots, self.global_batch, self.collate, self.prefetch = samples, slots, global_batch, collate, prefetch
         self.signature = signature | samples.signature
-        self.bad, self.told = bad, set[str]()  # shards that could not be read; shards that all ranks know of
-        self.step = 0  # batches produced
+        self.bad = bad  # shards that this rank could not read
+        self.known = set[str]()  # names of bad shards that all ranks know
+        self.step = 0  # number of batches that were made
         self.thread: threading.Thread | None = None
         self.returned = self.start = self._snapshot()
 
     def next(self) -> Batch:
-        """Return the next step's batch. Raises here what went wrong while it was prepared."""
+        """Return the next step's batch. Raises what the thread has raised while it made the batch."""
         if not self.prefetch:
             batch, self.returned = self._produce()
             return batch
         if not self.thread:
             self.ready, self.stop = queue.Queue(self.prefetch), threading.Event()
-            self.thread = thread(self._fill, "data")  # a hung download must not keep a rank alive
+            self.thread = thread(self._fill, "data")  # a daemon: a download that hangs must not keep a rank alive
             self.thread.start()
         item = self.ready.get()
         if isinstance(item, BaseException):
@@ -69,29 +72,23 @@ class Loader:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return the state after the last batch that next() returned: step, signature, slot -> state, and the bad
-        shards so far. It can be written as JSON.
+        """Return the state after the last batch that `next` has returned: step, signature, states of slots, bad shards. It
+        can be written as JSON.
         """
         return self.returned
 
     def news(self) -> dict[str, str]:
-        """Return the bad shards, with reasons, that were left out up to the last batch and that not all ranks know
-        of.
-        """
-        return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.told}
+        """Return the bad shards up to the last batch, with reasons, that not all ranks know yet."""
+        return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.known}
 
     def hear(self, news: dict[str, str]) -> None:
-        """Count bad shards that other ranks have found. Raises ConfigError if there are too many, on all ranks
-        alike.
-        """
-        self.told |= set(news)
-        BadShards(self.bad.limit, dict.fromkeys(sorted(self.told), "") | news).check()
+        """Take the bad shards that any rank has found, the same on all ranks. Raises ConfigError if there are too many."""
+        self.known |= set(news)
+        BadShards(self.bad.limit, dict.fromkeys(sorted(self.known), "") | news).check()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state that holds this rank's slots, whatever ranks wrote it (see merge); keys may be JSON's
-        strings.
-
-        Raises ConfigError if the state belongs to other data or another global batch.
+        """Continue from a state that has this rank's slots, merged from those of any number of ranks (`merge`). Raises
+        ConfigError if it belongs to other data or to another global batch.
         """
         for key, value in self.signature.items():
             if state["signature"].get(key) != value:
@@ -102,7 +99,7 @@ class Loader:
         if missing := [slot for slot in self.slots if slot not in saved]:
             raise ConfigError(f"the saved state of the data lacks slots {missing} of {self.signature['data.global_batch']}")
         self._halt()
-        self.step, self.told = state["step"], set(state.get("bad", {}))
+        self.step, self.known = state["step"], set(state.get("bad", {}))
         self.bad.found = state.get("bad", {}) | self.bad.found
         for slot in self.slots:
             self.samples.load(slot, saved[slot])
@@ -110,12 +107,12 @@ class Loader:
 
     def rewind(self) -> None:
         """Return to the first batch, so that every validation sees the same samples."""
-        told = self.told
+        known = self.known
         self.load(self.start)
-        self.told = told
+        self.known = known
 
     def close(self) -> None:
-        """End the thread; one that hangs in a download is abandoned after ten seconds."""
+        """End the thread, or abandon it after ten seconds if it hangs in a download."""
         self._halt(timeout=10)
 
     def _snapshot(self) -> dict[str, Any]:
@@ -136,7 +133,7 @@ class Loader:
         try:
             while not self.stop.is_set():
                 self.ready.put(self._produce())
-        except BaseException as error:  # a Rust panic in a tokenizer is no Exception
+        except BaseException as error:  # the panic of a tokenizer in Rust is no Exception
             self.ready.put(error)
 
     def _halt(self, timeout: float | None = None) -> None:
@@ -153,5 +150,9 @@ class Loader:
 
 
 def merge(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge all ranks' states of the same step into one."""
-    return states[0] | {key: {name: value for part in states for name, value in part.get(key, {}).items()} for key in ("slots", "bad")}
+    """Merge the states of all ranks after the same step."""
+    merged: dict[str, Any] = states[0] | {"slots": {}, "bad": {}}
+    for state in states:
+        merged["slots"] |= state["slots"]
+        merged["bad"] |= state.get("bad", {})
+    return merged

@@ -1,8 +1,8 @@
 """Mix sources in fixed proportions. The source of a sample follows from its number, so it is the same on every layout.
 
-The sources alternate in a pattern of PERIOD samples in which each is, at every point, as near to its share as whole
-samples allow. Within a step the turns are assigned to the slots at random: if the pattern always hit the same slots, a
-part of a source would never be read.
+The sources alternate in a pattern of PERIOD samples, in which each has at every point as nearly its share as whole
+samples allow. Within a step the turns of the pattern are distributed over the slots at random: with a fixed
+distribution, some slots would never read a source.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from .permutation import permute
 
 
 class Mixture:
-    """Samples of several sources by name. The state of a slot is its state in each of them."""
+    """The samples of several sources. The state of a slot is its state in each source, by name."""
 
     def __init__(self, parts: dict[str, Any], weights: dict[str, float], global_batch: int, seed: int):
         """Combine the sources. Raises ConfigError if their tokens come from different tokenizers."""
-        self.names = sorted(parts)  # the order in which a user writes them changes nothing
+        self.names = sorted(parts)  # so that the order in which a user writes them changes nothing
         self.parts, self.global_batch, self.seed = parts, global_batch, seed
         self.turns, self.before = pattern(shares([weights[name] for name in self.names]))
-        speaking = {name: parts[name] for name in self.names if parts[name].tokenizer is not None}
-        if len({(part.tokenizer, part.separators) for part in speaking.values()}) > 1:
-            told = ", ".join(f"{name} {part.tokenizer[:8]}" for name, part in speaking.items())
-            raise ConfigError(f"data.mixture: sources with different tokenizers ({told}); their ids mean different text")
-        first = next(iter(speaking.values()), None)
-        self.separators: tuple[int | None, int | None] = first.separators if first else (None, None)
-        self.tokenizer: str | None = first.tokenizer if first else None
+        texts = {name: parts[name] for name in self.names if parts[name].tokenizer is not None}
+        if len({(part.tokenizer, part.separators) for part in texts.values()}) > 1:
+            hashes = ", ".join(f"{name} {part.tokenizer[:8]}" for name, part in texts.items())
+            raise ConfigError(f"data.mixture: sources with different tokenizers ({hashes}); their ids mean different text")
+        self.separators: tuple[int | None, int | None] = (None, None)
+        self.tokenizer: str | None = None
+        for part in texts.values():
+            self.separators, self.tokenizer = part.separators, part.tokenizer
         self.signature: dict[str, Any] = {f"data.mixture.{name}.weight": weights[name] for name in self.names}
         self.signature |= {f"data.mixture.{name}.{key}": value for name in self.names for key, value in parts[name].signature.items()}
         self.signature["data.mixture"] = self.names
 
     def choose(self, number: int) -> tuple[str, int]:
-        """Return the source of a sample, and how many samples before it came from that source."""
+        """Return the source of a sample, and the number of earlier samples from that source."""
         step, slot = divmod(number, self.global_batch)
         turn = step * self.global_batch + permute(slot, self.global_batch, self.seed, step)
         period, place = divmod(turn, PERIOD)
@@ -57,8 +58,8 @@ class Mixture:
 
 
 def pattern(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return which source takes each of PERIOD turns (always the one furthest behind), and the turns of each source
-    before every turn.
+    """Return the source of each of PERIOD turns, always the one furthest behind its share, and the number of turns that
+    each source has had before every turn.
     """
     due, had = np.array(counts), np.zeros(len(counts), dtype=np.int64)
     turns, before = np.empty(PERIOD, dtype=np.int64), np.empty((PERIOD + 1, len(counts)), dtype=np.int64)

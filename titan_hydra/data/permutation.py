@@ -1,18 +1,18 @@
-"""A seeded permutation of range(n) without memory: a sample's position in the order is computed, not looked up."""
+"""A random permutation of range(n) that needs no memory: the position of a sample is computed, not looked up."""
 
 from __future__ import annotations
 
 import hashlib
 
-ROUNDS = 6
+ROUNDS = 6  # of the Feistel network
 MASK = (1 << 64) - 1
 
 
 def permute(index: int, size: int, *seed: int) -> int:
-    """Return the image of `index` under the permutation of range(size) drawn from `seed`.
+    """Return the image of `index` under the permutation of range(size) that `seed` chooses.
 
-    A Feistel network permutes the next power of four; following its cycle until it is below size permutes range(size)
-    itself. Fewer than four iterations are expected, so the cost does not depend on size.
+    A Feistel network permutes range(n), n the next power of four. Applied again until the result is below `size`, it
+    permutes range(size); fewer than four times on average, whatever the size.
     """
     if size < 2:
         return 0
@@ -38,7 +38,7 @@ def _feistel(index: int, half: int, keys: list[int]) -> int:
 
 
 def _mix(value: int) -> int:
-    """Apply MurmurHash3's finalizer: every input bit affects every output bit."""
+    """Apply MurmurHash3's finalizer, by which every bit of the input affects every bit of the result."""
     value = (value ^ value >> 33) * 0xFF51AFD7ED558CCD & MASK
     value = (value ^ value >> 33) * 0xC4CEB9FE1A85EC53 & MASK
     return value ^ value >> 33

@@ -1,7 +1,7 @@
-"""Files and shards that cannot be read: left out if data.max_bad_shards allows it, always with a warning.
+"""Files and shards that cannot be read: they are left out, with a warning, if data.max_bad_shards allows it.
 
-What is left out depends only on the files, never on the reader: a shard of text from its damaged row on, a file of
-tokens that does not match its header as a whole. All layouts therefore see the same samples, and so does a resumed run.
+What is left out follows from the files alone: a shard of text from its damaged row on, and the whole of a file of
+tokens that does not match its header. So all layouts see the same samples, and a resumed run too.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from titan_hydra.base.errors import ConfigError
 
 
 class BadShard(ConfigError):
-    """A shard is missing or damaged; `shard` names it, the message gives place and reason."""
+    """The shard `shard` is missing or damaged. The message has place and reason."""
 
     def __init__(self, shard: object, message: str) -> None:
         super().__init__(message)
         self.shard = str(shard)
 
 
-UNLIMITED = "left out: "  # begins the names of entries that no limit holds for: nothing is wrong with their files
+UNLIMITED = "left out: "  # begins the names of entries that do not count as bad, as their files are intact
 
 
 @dataclass
 class BadShards:
-    """The bad shards found so far, each with the reason."""
+    """The bad shards that were found so far."""
 
     limit: int = 0  # data.max_bad_shards
-    found: dict[str, str] = field(default_factory=dict)
+    found: dict[str, str] = field(default_factory=dict)  # reason for each shard
 
     def add(self, error: BadShard) -> None:
-        """Record a bad shard, once. Raises ConfigError if it exceeds the limit."""
+        """Record a bad shard. Raises ConfigError if there are more than the limit."""
         self.found.setdefault(error.shard, str(error))
         self.check()
 
     def check(self) -> None:
-        """Raise ConfigError if there are more than data.max_bad_shards."""
+        """Raise ConfigError if there are more bad shards than the limit."""
         bad = [reason for shard, reason in self.found.items() if not shard.startswith(UNLIMITED)]
         if len(bad) > self.limit:
             so_far = f"the last of {len(bad)} bad shards; " if self.limit else ""

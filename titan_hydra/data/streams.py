@@ -1,10 +1,10 @@
 """Endless streams of packed documents: one for every slot of the global batch, each with its own position in the text.
 
 A source is cut into numbered units (a file, a shard, every n-th row of a shard). Slot k of G takes the units at
-positions k, k + G, k + 2G, ... of the endless sequence of epochs, each epoch in its own order. With a shuffle buffer
-its documents are taken in blocks, each in a random order that follows from where the block begins: so the buffer's
-state is that position, and an index in the block. Nothing here depends on ranks, so a slot reads the same whichever
-rank owns it.
+positions k, k + G, k + 2G, ... of the endless sequence of epochs, each of which has its own order. With a shuffle
+buffer, documents are taken in blocks, each in a random order that follows from the position at which the block begins;
+so the state of the buffer is that position and an index in the block. Nothing depends on ranks: a slot reads the same
+on any of them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from .tokenizer import Tokenizer
 
 
 class Documents(Protocol):
-    """Texts in numbered units, such as files; every slot reads its own units, in an order of its own."""
+    """Texts in numbered units, such as files. Each slot reads its own units, in its own order."""
 
     units: int
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield row numbers, increasing, and texts of a unit, from row `start` on. The result is the same every
-        time.
-        """
+        """Yield row numbers, ascending, and texts of a unit from row `start` on; the same each time."""
 
 
 START = {"turn": 0, "row": 0, "place": 0, "token": 0}
@@ -39,15 +37,15 @@ START = {"turn": 0, "row": 0, "place": 0, "token": 0}
 
 @dataclass
 class Document:
-    turn: int  # units that the stream had begun before the one in which this document's block begins
-    row: int  # where in that unit the block begins
-    place: int  # in the block, once it is shuffled
+    turn: int  # number of units that the stream has read before the unit in which the document's block begins
+    row: int  # row of that unit with which the block begins
+    place: int  # index of the document in the shuffled block
     tokens: np.ndarray
 
 
 class Streams:
-    """The streams of some slots; a slot's state is where its next sample begins: turn, row, place, and token in the
-    document.
+    """The streams of some slots. The state of a slot is the position of its next sample: the turn, row and place of a
+    document, and a token in it.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class Streams:
         buffer: int,
         bad: BadShards,
     ):
-        """Create the streams. `seed` None keeps units in order."""
+        """Create the streams. Without a `seed` units stay in order."""
         self.signature = {"units": source.units, "tokenizer": tokenizer.sha256}
         self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
         self.streams = {slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots}
@@ -77,10 +75,8 @@ class Streams:
 
 
 class Stream:
-    """Consecutive documents cut into samples of seq_len + 1 tokens; a sample's last token is the next one's first.
-
-    Every token is therefore predicted exactly once, and the state needs no leftover tokens: they are encoded again when
-    it is loaded.
+    """Consecutive documents cut into samples of seq_len + 1 tokens. The last token of a sample is the first of the next,
+    so that every token is predicted exactly once. The state holds no tokens: they are encoded again.
     """
 
     def __init__(
@@ -100,11 +96,11 @@ class Stream:
 
     def load(self, state: dict[str, int]) -> None:
         self.state = START | state
-        self.begun: list[Document] = []  # the documents from which the next sample is taken
+        self.begun: list[Document] = []  # documents of which the next sample has tokens
         self.coming = self._documents(**{key: value for key, value in self.state.items() if key != "token"})
 
     def sample(self) -> np.ndarray:
-        """Return the next seq_len + 1 tokens. Raises ConfigError if the source holds no text at all."""
+        """Return the next seq_len + 1 tokens. Raises ConfigError if the source has no text at all."""
         if not self.begun:
             self._begin()
         parts, missing, start = [], self.seq_len + 1, self.state["token"]
@@ -119,8 +115,8 @@ class Stream:
         return np.concatenate(parts)
 
     def _begin(self) -> None:
-        """Take the first document. With fewer units than slots, slots that share a unit begin at different positions of
-        it.
+        """Take the first document. If there are fewer units than slots, the slots that share a unit begin at different
+        positions in it.
         """
         self.begun.append(next(self.coming))
         if self.state == START and self.source.units < self.slots:
@@ -135,7 +131,7 @@ class Stream:
         self.state = {"turn": document.turn, "row": document.row, "place": document.place, "token": token}
 
     def _documents(self, turn: int, row: int, place: int) -> Iterator[Document]:
-        """Yield documents of all blocks from the one at turn and row on; of that one, those from `place` on."""
+        """Yield the documents of all blocks from a position on, without end."""
         texts = self._texts(turn, row)
         while True:
             block = list(islice(texts, self.block))
@@ -147,7 +143,7 @@ class Stream:
 
     def _texts(self, first: int, row: int) -> Iterator[tuple[int, int, str]]:
         """Yield turn, row and text of the documents from a position on, without end."""
-        empty = 0  # units without text in a row
+        empty = 0  # number of units in a row that have no text
         for turn in count(first):
             try:
                 for number, text in self.source.rows(self._unit(turn), row):
@@ -161,8 +157,8 @@ class Stream:
                 raise ConfigError("data.path: no document with text in it")
 
     def _unit(self, turn: int) -> int:
-        """Return the unit of a turn. Unshuffled epochs also begin at different units, or a slot could read the same few
-        in each.
+        """Return the unit of a turn. Epochs begin at different units also without a seed; else a slot might read the same
+        few units in each.
         """
         epoch, place = divmod(self.slot + turn * self.slots, self.source.units)
         if self.seed is None:

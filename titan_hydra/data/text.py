@@ -1,6 +1,4 @@
-"""Sources of documents other than the embedded corpus: text files, and streamed datasets of the Hugging Face hub (or a
-local folder).
-"""
+"""Sources of documents: text files, and datasets of the Hugging Face hub or of a local folder, which are streamed."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ C4 = {"path": "allenai/c4", "subset": "en"}
 
 
 class TextFiles:
-    """Files as units; with fewer files than slots, every n-th row of a file is a unit, so that each slot has its own
-    rows.
+    """Text files as units. If there are fewer files than slots, every n-th row of a file is a unit, so that each slot has
+    rows of its own.
     """
 
     def __init__(self, key: str, path: str | None, text_key: str, slots: int):
         self.files = files.require(key, path, files.TEXT_SUFFIXES)
         self.text_key = text_key
-        # a .txt file is a single row, which cannot be shared
+        # Slots share .txt files as a whole, as each is a single row.
         whole = all(files.kind(file) in (".txt", ".md") for file in self.files)
         self.every = 1 if whole else -(-slots // len(self.files))
         self.units = len(self.files) * self.every
@@ -35,10 +33,10 @@ class TextFiles:
 
 
 class Hub:
-    """Shards of a streaming dataset as units; with fewer shards than slots, every n-th row of a shard."""
+    """The shards of a dataset as units. If there are fewer shards than slots, every n-th row of a shard is a unit."""
 
     def __init__(self, key: str, data: HubSource, split: str, slots: int):
-        """Open the dataset. Raises ConfigError with the library's message if the dataset, its subset or split is not
+        """Open the dataset. Raises ConfigError, with the library's message, if dataset, subset or split are not
         available.
         """
         import datasets
@@ -62,7 +60,7 @@ class Hub:
             yield number, files.column(row, self.text_key, f"{where}, row {number}")
 
     def _read(self, where: str, shard: int, start: int) -> Iterator[tuple[int, dict]]:
-        """Yield every n-th row of a shard. Any error of the library while reading is raised as BadShard."""
+        """Yield every n-th row of a shard with its number. Raises BadShard for any error of the library."""
         try:
             rows = iter(self.dataset.shard(self.dataset.num_shards, shard).skip(start))
             yield from zip(range(start, 1 << 62, self.every), islice(rows, 0, None, self.every), strict=False)

@@ -1,5 +1,5 @@
-"""Convert text to token ids and back, by tokenizer.name: the embedded tokenizer, any Llama-3 style tokenizer.model, any
-tokenizer.json.
+"""Convert text to token ids and back, with the tokenizer that tokenizer.name chooses: the embedded one, a tokenizer.model
+of Llama 3's kind, or a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# tiktoken's regular expression gives up (a Rust panic) on about a million blanks in a row; longer runs are cut here
-# first.
+# Blanks in a row after which a text is cut: tiktoken's regular expression fails, with a panic of Rust, on about a
+# million.
 MANY_BLANKS = 400_000
 LONG_RUN = re.compile(rf"(\s{{{MANY_BLANKS}}})")
 
@@ -39,7 +39,7 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 
 @dataclass(frozen=True)
 class Located:
-    """Tokens, and the range of characters that each of them covers; bytes of one character cover all of it."""
+    """Tokens, and the range of characters that each covers. A token of some bytes of a character covers all of it."""
 
     ids: list[int]
     begins: np.ndarray
@@ -48,20 +48,17 @@ class Located:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """encode treats names of special tokens in the text as plain text and adds none; bos_id is None if documents have
-    only an end token.
-    """
+    """A tokenizer, whatever library it is from."""
 
-    encode: Callable[[str], list[int]]
+    encode: Callable[[str], list[int]]  # adds no special tokens, and takes their names in the text for plain text
     decode: Callable[[list[int]], str]
     vocab_size: int
-    bos_id: int | None
-    eos_id: int
-    sha256: str
-    # encodes text in which the names of special tokens are the tokens
-    locate: Callable[[str], Located]
-    special: dict[str, int] = field(default_factory=dict)  # the ids of the special tokens by name
-    unknown: int | None = None  # the id of what has no other; None: every text has tokens of its own
+    bos_id: int | None  # begin-of-text; None if documents have none
+    eos_id: int  # end-of-text
+    sha256: str  # of its file
+    locate: Callable[[str], Located]  # encodes a text in which names of special tokens are the tokens
+    special: dict[str, int] = field(default_factory=dict)  # ids of the special tokens by name
+    unknown: int | None = None  # id of text that has no token; None if all text has tokens
 
     def document(self, text: str) -> list[int]:
         """Return a document as the model sees it: begin-of-text, the text, end-of-text."""
@@ -69,9 +66,7 @@ class Tokenizer:
 
 
 def load(config: schema.Tokenizer) -> Tokenizer:
-    """Load the tokenizer of a job. Raises ConfigError if its file is missing or is not of the kind in
-    tokenizer.name.
-    """
+    """Load the tokenizer of a job. Raises ConfigError if its file is missing, or not what tokenizer.name says."""
     path, content = read_content(config)
     return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
 
@@ -100,14 +95,15 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
             return encoding.encode_ordinary(text)
         return [token for part in LONG_RUN.split(text) for token in encoding.encode_ordinary(part)]
 
-    sizes = np.array([*map(len, sorted(ranks, key=ranks.__getitem__)), *map(len, specials)])  # bytes of each id
+    sizes = np.array([*map(len, sorted(ranks, key=ranks.__getitem__)), *map(len, specials)])  # number of bytes of each id
 
     def locate(text: str) -> Located:
         if LONG_RUN.search(text):
             raise ValueError(f"{MANY_BLANKS:,} blanks in a row")
         ids = encoding.encode(text, allowed_special="all")
         ends = np.cumsum(sizes[ids])
-        characters = np.cumsum(np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80)  # begun up to each byte
+        first = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80  # whether a byte is the first of a character
+        characters = np.cumsum(first)
         return Located(ids, characters[np.concatenate([[0], ends[:-1]])] - 1, characters[ends - 1])
 
     return Tokenizer(
@@ -123,7 +119,9 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
 
 
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Return the rank of every token's bytes. Ranks must be 0, 1, 2, ... so that the special tokens' ids follow."""
+    """Return the rank of each token (bytes). Raises ConfigError if ranks are not 0, 1, 2, ..., after which the ids of
+    special tokens follow.
+    """
     try:
         lines = [line.split() for line in content.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -144,9 +142,9 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
     spec = _json(path, content)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower class
         raise ConfigError(f"tokenizer.path={path}: not a tokenizer.json: {error}") from error
-    tokenizer.encode_special_tokens = True  # `</s>` in a text is text, not the end of a document
+    tokenizer.encode_special_tokens = True  # so that `</s>` in a text is text, not the end of a document
     tokenizer.no_truncation()
     tokenizer.no_padding()
     special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -155,7 +153,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
     def with_specials() -> tokenizers.Tokenizer:
         other = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         other.encode_special_tokens = False
-        other.post_processor = None  # it may cut blanks from the ranges of tokens
+        other.post_processor = None  # which may leave blanks out of the ranges of tokens
         return other
 
     def locate(text: str) -> Located:
@@ -175,7 +173,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         size_of_hf(spec),
-        bos_id=None if bos == eos else bos,  # GPT-2's: one token between documents is enough
+        bos_id=None if bos == eos else bos,  # GPT-2 has one token for both; one between documents is enough
         eos_id=eos,
         sha256=hashlib.sha256(content).hexdigest(),
         locate=locate,
@@ -185,7 +183,9 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
 
 
 def _special(tokenizer, names: tuple[str, ...], path: Path, key: str) -> int | None:
-    """Return the id of the first of the usual names in the vocabulary, else of the name in tokenizer_config.json."""
+    """Return the id of the first of `names` in the vocabulary, else of the name in tokenizer_config.json; None without
+    either.
+    """
     for name in names:
         if tokenizer.token_to_id(name) is not None:
             return tokenizer.token_to_id(name)

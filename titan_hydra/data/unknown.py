@@ -1,4 +1,4 @@
-"""Text that a tokenizer does not know: the launcher counts it in the first documents of a source. Imports no torch."""
+"""Count the text that a tokenizer does not know in the first documents of a source. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,35 +19,31 @@ from . import files
 from .embedded import Embedded
 from .tokenizer import Tokenizer, load
 
-FILES, ROWS, LENGTH = 8, 32, 10_000  # files that are looked at, rows of each, characters of a row
-SHARE = 0.01  # of tokens or characters: more unknown ones are a warning
-# the rows of a local data set; a .md beside them is a note, not data
+FILES, ROWS, LENGTH = 8, 32, 10_000  # number of files that are read, of rows in each, of characters of a row
+SHARE = 0.01  # share of unknown tokens, or characters, above which there is a warning
+# suffixes of the files of a local data set; a .md beside them is a note, not data
 ROWS_OF_TEXT = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
 class Count:
-    """How many tokens and characters texts have, how many of them are unknown, and how often each unknown text
-    occurs.
-    """
+    """The numbers of tokens in some texts."""
 
     tokens: int
     characters: int
-    unknown: int
-    texts: Counter[str]
+    unknown: int  # number of unknown tokens
+    texts: Counter[str]  # how often each unknown text occurs
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The shares of tokens and characters that are unknown. A tokenizer may make one unknown token of many
-        characters.
-        """
+        """The shares of tokens and of characters that are unknown, as one unknown token may be many characters."""
         lost = sum(len(text) * times for text, times in self.texts.items())
         return self.unknown / max(1, self.tokens), lost / max(1, self.characters)
 
 
 @functools.lru_cache(8)  # the cells of a sweep have the same data
 def count(path: str, texts: tuple[str, ...]) -> Count:
-    """Count what the tokenizer.json at `path` does not know. Raises ConfigError if it cannot be read."""
+    """Count the tokens of texts, by the tokenizer.json at `path`. Raises ConfigError if it cannot be read."""
     known = tokenizer_at(path)
     tokens = unknown = 0
     lost = Counter[str]()
@@ -61,16 +57,15 @@ def count(path: str, texts: tuple[str, ...]) -> Count:
 
 @functools.lru_cache(2)
 def tokenizer_at(path: str) -> Tokenizer:
-    """Load a tokenizer.json once."""
     return load(schema.Tokenizer(name="hf", path=path))
 
 
 def warning(key: str, value: str | None, tokenizer: schema.Tokenizer, read: Callable[[], Iterable[str]]) -> Iterator[Fault]:
-    """Yield a warning if more than SHARE of what `read` returns is unknown to a tokenizer. What cannot be read gives
-    none: another rule names it.
+    """Yield a warning if more than SHARE of the texts that `read` returns is unknown to a tokenizer; none if they cannot
+    be read, which another rule reports.
     """
     if tokenizer.name != "hf" or not tokenizer.path:
-        return  # tokens of bytes, which know everything
+        return  # its tokens are bytes, so it knows every text
     try:
         found = count(tokenizer.path, tuple(text[:LENGTH].encode(errors="ignore").decode() for text in islice(read(), FILES * ROWS)))
     except Exception:  # files can be damaged in any way
@@ -87,20 +82,17 @@ def warning(key: str, value: str | None, tokenizer: schema.Tokenizer, read: Call
 
 
 def of_some(path: str | None, suffixes: tuple[str, ...], texts: Callable[[Path], Iterable[str]]) -> Iterable[str]:
-    """Return the texts of some files of a source, from its first to its last. `texts` reads the first ones of a
-    file.
-    """
+    """Return the texts that `texts(file)` reads of at most FILES files of a source, evenly spaced."""
     found = [file for file in expand(path or "") if kind(file) in suffixes and file.stat().st_size]
     return chain.from_iterable(map(texts, found[:: -(-len(found) // FILES) or 1]))
 
 
 def in_files(key: str, source: TextSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about files of text."""
     yield from in_rows(key, source, job.tokenizer, files.TEXT_SUFFIXES, source.text_key)
 
 
 def in_folder(key: str, source: HubSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about a data set in a local folder. What lies on the hub is not looked at."""
+    """Yield a warning about a data set in a local folder; none about one of the hub, which is not read here."""
     if source.path and home(source.path).is_dir():
         yield from in_rows(key, source, job.tokenizer, ROWS_OF_TEXT, source.text_key)
 
@@ -108,7 +100,7 @@ def in_folder(key: str, source: HubSource, job: schema.Job) -> Iterator[Fault]:
 def in_rows(
     key: str, source: FileSource | HubSource, tokenizer: schema.Tokenizer, suffixes: tuple[str, ...], column: str
 ) -> Iterator[Fault]:
-    """Yield a warning about the column of the rows of a source's files."""
+    """Yield a warning about the text in a column of a source's files."""
     return warning(
         f"{key}.path",
         source.path,
@@ -118,10 +110,9 @@ def in_rows(
 
 
 def in_embedded(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about the embedded corpus."""
     yield from warning(f"{key}.name", source.name, job.tokenizer, lambda: Embedded().pieces)
 
 
 def share_of_unknown(unknown: int, tokens: int) -> str:
-    """Return the share of unknown tokens for a message, behind a comma, or nothing if there is none."""
+    """Return `, N % unknown to the tokenizer` for a message; "" if every token is known."""
     return f", {unknown / tokens:.1%} unknown to the tokenizer" if unknown else ""

@@ -1,5 +1,5 @@
 """The flight recorder of a rank: its last collectives, from torch's own recorders, and its position, in a file that
-`titan flight` reads.
+`titan logs --hang` reads.
 
 torch has one recorder for gloo and one for NCCL. gloo's omits sends and receives between pipeline stages, so they are
 recorded here. NCCL's are not: that would keep their tensors in the device's memory.
@@ -26,25 +26,20 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-RECORDED = 2000  # collectives that torch keeps
-WRITTEN = 400  # of these go into a dump
+RECORDED = 2000  # collectives that torch's recorder keeps
+WRITTEN = 400  # newest collectives, and newest messages, that a dump holds
 RECORDERS = flight_recorders()
-FRAMES = 3  # of a stack, innermost first, and as many that are not torch's
-# sends and receives over gloo, the newest last
-MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)
-_counts: collections.Counter[tuple[str, int]] = collections.Counter()  # of sends to and receives from each rank
+FRAMES = 3  # innermost frames of a collective's stack in a dump, and as many further ones outside torch
+MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)  # sends and receives over gloo, the newest last
+_counts: collections.Counter[tuple[str, int]] = collections.Counter()  # number of sends to, and receives from, each rank
 _lock = threading.Lock()
 
 
 def configure(run: Run) -> None:
     """Enable torch's recorder. Call before creating a process group, since torch reads these variables only once."""
-    settings = {
-        "TORCH_FR_BUFFER_SIZE": str(RECORDED),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        # and the rank: NCCL's own dump, which torchfrtrace reads
-        "TORCH_FR_DUMP_TEMP_FILE": str(run.attempt / "nccl_trace_"),
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(run.attempt / "nccl_trace_"),  # the same to older releases
-    }
+    settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # NCCL's own dump, in new and older releases
+        settings[name] = str(run.attempt / "nccl_trace_")  # torch appends the rank; torchfrtrace reads it
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
@@ -91,8 +86,7 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
     """Write flight_<rank>.json: position of this rank, stacks of all threads, its groups and the last operations in
     each of them.
 
-    `where` holds step and phase, and when recent steps began. With an `error`, the main thread's stack is the one that
-    raised it.
+    `where` holds step and phase, and when recent steps began.
     """
     with _lock:
         content = {
@@ -103,8 +97,10 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
             **where,
             "groups": groups_of_rank(mesh),
             "collectives": collectives(),
-            "messages": messages(),
-            "stacks": stacks() | raised(error),
+            "messages": [
+                {**message, "work": None, "done": message["work"] is None or message["work"].is_completed()} for message in list(MESSAGES)
+            ],
+            "stacks": stacks(error),
         }
         write_text(layout.FLIGHT.of(run.attempt, run.rank), json.dumps(content), durable=False)
 
@@ -141,7 +137,8 @@ def collectives() -> list[dict]:
             "seq": entry["collective_seq_id"],
             "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
             "sizes": entry["input_sizes"],
-            "done": done(entry),
+            # NCCL's are over when they completed, gloo's when their results were waited for
+            "done": entry["state"] == "completed" or bool(entry["retired"]),
             "time": entry["time_created_ns"] / 1e9,
             "stack": callers(entry.get("frames", [])),
         }
@@ -155,25 +152,15 @@ def callers(frames: list[dict]) -> list[str]:
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 
 
-def done(entry: dict) -> bool:
-    """Whether a collective is over: NCCL's when it completed, gloo's when its result was waited for."""
-    return entry["state"] == "completed" or bool(entry["retired"])
-
-
-def messages() -> list[dict]:
-    """Return the last sends and receives, oldest first."""
-    return [{**message, "work": None, "done": message["work"] is None or message["work"].is_completed()} for message in list(MESSAGES)]
-
-
-def stacks() -> dict[str, list[str]]:
-    """Return the stack of every Python thread of this process, the innermost call last."""
+def stacks(error: BaseException | None) -> dict[str, list[str]]:
+    """Return the stack of every Python thread of this process, the innermost call last; with an error, the main
+    thread's is the one that raised it.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {names.get(ident, str(ident)): _formatted(traceback.walk_stack(top))[::-1] for ident, top in sys._current_frames().items()}
-
-
-def raised(error: BaseException | None) -> dict[str, list[str]]:
-    """Return the main thread's stack at the point where an error was raised."""
-    return {} if error is None else {"MainThread": _formatted(traceback.walk_tb(error.__traceback__))}
+    found = {names.get(ident, str(ident)): _formatted(traceback.walk_stack(top))[::-1] for ident, top in sys._current_frames().items()}
+    if error is not None:
+        found["MainThread"] = _formatted(traceback.walk_tb(error.__traceback__))
+    return found
 
 
 def _formatted(frames: Iterable[tuple[FrameType, int]]) -> list[str]:

@@ -23,15 +23,13 @@ from titan_hydra.job.ranks import devices_here
 from titan_hydra.runs.run import Run
 
 TAKEN = 0.1  # share of a device's memory that other processes may hold: a desktop holds less, another job more
-PATIENCE = 20  # seconds for an earlier process to release its memory
+PATIENCE = 20  # seconds that an earlier process has to release its memory
 
 
 def check_device(run: Run, comm: Comm) -> torch.device:
-    """Return this rank's device, once it and those of all other ranks have passed the check. Call before a process
-    group exists.
-
-    Raises Unhealthy: for this rank's own device, or for a rank that is unfit or did not start; ConfigError if a rank
-    was given too few devices, which is no fault of its host.
+    """Return this rank's device, once the devices of all ranks have passed the check. Call before a process group
+    exists. Raises Unhealthy for this rank's device or another's, or for a rank that did not start; ConfigError if a
+    rank was given too few devices, which is no fault of its host.
     """
     fault: Unhealthy | ConfigError | None = None
     try:
@@ -42,7 +40,8 @@ def check_device(run: Run, comm: Comm) -> torch.device:
             run_within(comm.health_check_seconds, f"the matmul of device {device}", lambda: matmul(device))
     except (Unhealthy, ConfigError) as error:
         fault, device = error, torch.device("cpu")
-    report = {"device": device.type, "fault": str(fault or ""), "config": isinstance(fault, ConfigError) if fault else not devices_here()}
+    misconfigured = isinstance(fault, ConfigError) if fault else not devices_here()
+    report = {"device": device.type, "fault": str(fault or ""), "config": misconfigured}
     verdict = await_verdict(run, report, comm.init_timeout_seconds)
     if fault:
         raise fault
@@ -52,9 +51,7 @@ def check_device(run: Run, comm: Comm) -> torch.device:
 
 
 def check_links(run: Run, comm: Comm, device: torch.device) -> None:
-    """Run a first collective over all ranks on their devices. Raises Unhealthy if it does not complete or gives a wrong
-    sum.
-    """
+    """Add up a tensor over all ranks. Raises Unhealthy if that does not complete or gives a wrong sum."""
     if not comm.health_check_seconds:
         return
 
@@ -68,13 +65,13 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
 
 
 def device_of(run: Run) -> torch.device:
-    """Return the device with this rank's index on the host, or the only one that it can see, as where SLURM binds a GPU
-    to each task; the CPU if there is no GPU.
+    """Return the GPU with this rank's index on the host; the only GPU that the rank can see, if SLURM binds one to each
+    task; the CPU if there is no GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    whole = count == devices_here()  # else a device has failed
+    whole = count == devices_here()  # False: a device has failed
     index = 0 if count == 1 and whole else run.local_rank
     if index >= count and whole:
         raise ConfigError(
@@ -88,7 +85,7 @@ def device_of(run: Run) -> torch.device:
         torch.cuda.set_device(device)
         try:
             torch.empty(2**20, device=device)
-        except RuntimeError:  # a driver that cannot map memory into one range, as of some virtual machines
+        except RuntimeError:  # the driver of some virtual machines cannot map memory into one range
             set_allocator("expandable_segments:False")
             torch.empty(2**20, device=device)
         torch.cuda.synchronize()
@@ -113,7 +110,7 @@ def wait_until_free(device: torch.device, patience: float) -> None:
 
 
 def matmul(device: torch.device) -> None:
-    """Multiply powers of two, which are exact in every format. Raises Unhealthy for a wrong result."""
+    """Multiply two matrices of powers of two, whose product is exact. Raises Unhealthy for a wrong result."""
     size = 256 if device.type == "cpu" else 2048
     where = f"{socket.gethostname()}: a matmul of device {device.index or 0} ({device.type})"
     try:
@@ -127,10 +124,8 @@ def matmul(device: torch.device) -> None:
 
 
 def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
-    """Report this rank's health to the others and wait for all of them. Returns rank 0's verdict: the fault ("" if all
-    are fit) and its host.
-
-    It uses the store and no collective, so that ranks that did not start can be named.
+    """Report this rank's health and wait for rank 0's verdict on all: the fault ("" if all are fit) and its host. Reports
+    go through the store, not a collective, so that ranks that did not start can be named.
     """
     if run.world_size == 1:
         return {"fault": "", "host": None}
@@ -139,15 +134,13 @@ def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
         run.store.set("health", json.dumps(judge(run, seconds)))
     try:
         run.store.wait(["health"], timedelta(seconds=seconds + 30))
-    except RuntimeError:  # also torch's own DistStoreError
+    except RuntimeError:  # DistStoreError is one
         return {"fault": f"rank 0 did not report within {seconds + 30:.0f} s that all had started", "host": host_of(run, 0)}
     return json.loads(run.store.get("health"))
 
 
 def judge(run: Run, seconds: float) -> dict:
-    """Check all ranks on rank 0: which did not start, which is unfit, which has another kind of device than the
-    rest.
-    """
+    """Return the verdict from all ranks' reports: which did not start, is unfit, or has another kind of device."""
     keys = [f"health/{rank}" for rank in range(run.world_size)]
     deadline = time.monotonic() + seconds
     reports: dict[int, dict] = {}
@@ -173,7 +166,7 @@ def judge(run: Run, seconds: float) -> dict:
 
 
 def host_of(run: Run, rank: int) -> str | None:
-    """Return the host of a rank; None if it was not started. The worker records the host first of all."""
+    """Return the host of a rank, which the worker records first of all; None if the rank was not started."""
     try:
         return json.loads(run.record_of(rank).read_text())["host"]
     except (OSError, ValueError, KeyError):
@@ -181,10 +174,8 @@ def host_of(run: Run, rank: int) -> str | None:
 
 
 def error_of_another(verdict: dict, run: Run) -> Unhealthy | ConfigError:
-    """Return the error to raise on a healthy rank, marked secondary so that the launcher attributes the failure to the
-    unhealthy rank's record.
-
-    For a rank that never started, rank 0's error is the primary one.
+    """Return the error to raise on a healthy rank. It is marked secondary, so that the launcher names the unhealthy rank
+    as the one that failed; rank 0's is not, where that rank never started and has no record.
     """
     error = (ConfigError if verdict.get("config") else Unhealthy)(verdict["fault"])
     error.facts = {"host": verdict["host"], "secondary": verdict.get("reported", False) or run.rank > 0}

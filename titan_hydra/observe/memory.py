@@ -8,11 +8,11 @@ from titan_hydra.base.private import memory_snapshot, record_memory_history
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-SHOWN = 20  # allocations, largest first
+SHOWN = 20  # code lines in memory_<rank>.txt, those that hold most first
 
 
 def facts() -> dict[str, float]:
-    """Return peak and capacity of this rank's device in GiB; {} on a CPU, whose memory is the host's."""
+    """Return the peak of reserved memory and the capacity of this rank's device, in GiB; {} on a CPU."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     peak = torch.cuda.memory_stats().get("reserved_bytes.all.peak", 0)
@@ -20,17 +20,15 @@ def facts() -> dict[str, float]:
 
 
 def record(on: bool) -> None:
-    """Record where live allocations were made. It costs time, and is on until the end of the first step, where most
-    misfits fail.
+    """Let torch record the stack of each allocation, or stop. It costs time, so it is on in the first step alone, in
+    which most jobs fail that do not fit.
     """
     if torch.cuda.is_available():
         record_memory_history(enabled="state" if on else None, stacks="python")
 
 
 def explain_out_of_memory(run: Run, error: BaseException) -> None:
-    """Write memory_<rank>.txt after running out of device memory: what is allocated, by the lines of code, and torch's
-    summary.
-    """
+    """Write memory_<rank>.txt if device memory ran out: the bytes allocated by each line of code, and torch's summary."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     if error is None or not torch.cuda.is_available():

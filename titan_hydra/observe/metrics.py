@@ -29,7 +29,8 @@ from titan_hydra.runs.run import Run
 
 from .trackers import Tracker, open_trackers, trackable
 
-# Dense bf16 peak of a device, FLOP/s, by a part of its name; the first that matches. Vendors' data sheets.
+# Part of a device's name: its dense bf16 peak, FLOP/s, of the vendor's data sheet. The first part that matches counts.
+# conf/hardware has sustained rates, of fewer devices.
 PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -51,29 +52,29 @@ PEAK_FLOPS = {
 
 
 class Clock:
-    """Times steps: how long each took, and how much of that was waiting for data. Work between steps is not counted."""
+    """Measures how long each step took, and how long of that it waited for data. Time between steps is not counted."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []  # seconds of every step of this process but the first
-        self.window: list[tuple[float, float]] = []  # (step, data) seconds since the last row
-        self.profiled = False  # a profiler slows the steps down now
-        self.disturbed = 0  # profiled steps since the last row
+        self.window: list[tuple[float, float]] = []  # seconds of (step, waiting for data) of each step since the last row
+        self.profiled = False  # whether a profiler slows the steps down now
+        self.disturbed = 0  # number of profiled steps since the last row
         self._first = True
 
     def start(self) -> None:
-        """Mark the beginning of a step, before its batch is fetched."""
+        """Begin a step. Call before its batch is fetched."""
         self._began = time.perf_counter()
 
     def has_data(self) -> None:
-        """Mark that the batch has arrived."""
+        """Call when the step's batch has arrived."""
         self._data = time.perf_counter() - self._began
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude `seconds` of this step: a delay that does not belong to it."""
+        """Leave `seconds` of this step out, such as a wait for replica groups."""
         self._began += seconds
 
     def stop(self) -> None:
-        """Mark the end of the step, with its loss on the host."""
+        """End the step. Call when its loss is on the host."""
         seconds = time.perf_counter() - self._began
         self.window.append((seconds, self._data))
         self.disturbed += self.profiled
@@ -83,16 +84,14 @@ class Clock:
 
 
 class Rows:
-    """A .jsonl file that a run appends to. On a full disk rows are kept in memory until there is room, and the run
-    continues.
-    """
+    """A .jsonl file to which rows are appended. While the disk is full they wait in memory, and the run continues."""
 
     def __init__(self, path: Path, resumed_at: int) -> None:
         truncate(path, resumed_at)
         self.file, self.waiting = path.open("ab", buffering=0), b""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write a row, after those that are waiting."""
+        """Write the rows that wait, then this one."""
         failed = bool(self.waiting)
         self.waiting += json.dumps(row).encode() + b"\n"
         try:
@@ -111,15 +110,14 @@ class Metrics:
         self.ranks = all_ranks(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
         self.parameters, formula = parameters, family_of(job.model).flops
-        # of a token, forward and backward
-        self.flops = formula(job.model, job.data.seq_len, parameters) if formula else None
+        self.flops = formula(job.model, job.data.seq_len, parameters) if formula else None  # of a token, forward and backward
         self.peak = job.metrics.peak_flops or peak_flops(device)
         self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
         self.rows: Rows | None = None  # on rank 0
         self.events: Rows | None = None
         self.trackers: list[Tracker] = []
-        self.losses: list[float] = []  # of the steps since the last row
-        self.mean_loss: float | None = None  # of the last row
+        self.losses: list[float] = []  # one of each step since the last row
+        self.mean_loss: float | None = None  # `loss_mean` of the last row
         if run.rank == 0:
             self.rows, self.events = (Rows(entry.of(run.directory), resumed_at) for entry in (layout.METRICS, layout.EVENTS))
             self.trackers = open_trackers(job, run, resumed_at)
@@ -129,8 +127,8 @@ class Metrics:
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None = None) -> None:
-        """Collect a step's measurements, and write a row if one is due. All ranks call it: memory is the largest over
-        all of them.
+        """Collect a step's measurements and write a row if one is due. A collective then: memory is the largest of all
+        ranks.
         """
         self.losses.append(loss)
         if self.due(step):
@@ -161,7 +159,7 @@ class Metrics:
         } | (balance.read() if balance else {})
         if self.job.debug.balance_experts:
             row["balanced_experts"] = True
-        if self.clock.disturbed:  # times of this row are not comparable
+        if self.clock.disturbed:  # then the times of this row cannot be compared with others
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
         if self.rows:
             self.rows.add(row)
@@ -169,9 +167,7 @@ class Metrics:
             self._track(row)
 
     def event(self, name: str, step: int, **values: Any) -> None:
-        """Write a row to events.jsonl for what happens between steps (validation, checkpoint), with its own
-        duration.
-        """
+        """Write a row to events.jsonl for what happens between steps: a validation, a checkpoint, bad files, ..."""
         if name == "validation":
             self.validation_loss = values["validation_loss"]
         if self.events:
@@ -181,12 +177,12 @@ class Metrics:
             self._track(trackable(row))
 
     def result(self, step: int) -> dict[str, Any]:
-        """Return the numbers of result.json: rates over this process's steady steps, without the first step."""
+        """Return the numbers of result.json. Rates are medians over this process's steps without the first."""
         rates = sorted(self.tokens_per_step / seconds / self.ranks for seconds in self.clock.steps)
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
         seconds = time.time() - self.began
-        lowest, lowest_step = lowest_held_out(self.run.directory)  # of earlier processes too
+        lowest, lowest_step = lowest_held_out(self.run.directory)  # read from files, as earlier processes validated too
         return {
             "steps": step,
             "final_loss": self.mean_loss,
@@ -208,7 +204,6 @@ class Metrics:
         } | ({"balanced_experts": True} if self.job.debug.balance_experts else {})
 
     def close(self) -> None:
-        """Close the files and the trackers."""
         for rows in filter(None, (self.rows, self.events)):
             rows.file.close()
         for tracker in self.trackers:
@@ -228,8 +223,8 @@ class Metrics:
         return self.flops * rate / self.peak
 
     def _memory(self) -> tuple[float | None, float | None]:
-        """Return peak GiB allocated and reserved by torch since the last row, the largest over all ranks; None on a
-        CPU.
+        """Return the peaks in GiB of memory allocated and reserved by torch since the last row, the largest over all
+        ranks; (None, None) on a CPU.
         """
         if self.device.type != "cuda":
             return None, None
@@ -243,11 +238,13 @@ class Metrics:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's dense bf16 peak; None if its name is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    """Return the device's dense bf16 peak in FLOP/s; None if its name is not known."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for part, peak in PEAK_FLOPS.items():
+            if part in name:
+                return peak
+    return None
 
 
 def device_name(device: torch.device) -> str:
@@ -262,7 +259,6 @@ def device_name(device: torch.device) -> str:
 
 
 def console_line(row: dict[str, Any], steps: int) -> str:
-    """Format one row for the console."""
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f} (mean {row['loss_mean']:.4f})",
@@ -284,9 +280,8 @@ def console_line(row: dict[str, Any], steps: int) -> str:
 
 
 def truncate(path: Path, last_step: int) -> None:
-    """Remove the rows after `last_step`, which a resumed run writes again, and lines that are not rows.
-
-    A kill truncates the last line, and a file system that crashes leaves arbitrary bytes anywhere.
+    """Remove the rows after `last_step`, which a resumed run writes again, and lines that are not rows: a kill truncates
+    the last line, and a file system that crashes leaves arbitrary bytes anywhere.
     """
     if not path.exists():
         return

@@ -28,9 +28,9 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # in the order of time
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed 64-bit number
-LAST = 1 << 30
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype of as many bytes
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor of the checksum, as a signed 64-bit number
+LAST = 1 << 30  # place of a module that is not among the family's
 
 
 class Observation(NamedTuple):
@@ -45,7 +45,7 @@ class Observation(NamedTuple):
 
 
 class Probes:
-    """What a rank observes in a step. Does nothing, and hooks nothing, unless the configuration asks for it."""
+    """Observes the tensors of a step on this rank. Hooks nothing unless debug.nan_hunt or debug.trace_activations."""
 
     def __init__(self, job: Job, run: Run, model: nn.Module, weights: nn.Module) -> None:
         """Hook the modules of `model`; `weights` holds the parameters of the optimizers."""
@@ -66,7 +66,9 @@ class Probes:
         self.seen[Observation(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
 
     def after_backward(self, step: int) -> None:
-        """Examine the gradients too; then write what was observed, or keep it for `culprit`."""
+        """Examine the gradients; then write the step's rows to activations_<rank>.jsonl, and keep what is not finite for
+        `culprit`.
+        """
         if not (self.config.nan_hunt or self.config.trace_activations):
             return
         for name, parameter in self.weights.named_parameters():
@@ -87,7 +89,7 @@ class Probes:
                 }
                 self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        # clipping by NaN would make all NaN
+        # Before clipping, as a norm of NaN would make every gradient NaN.
         gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}
         self.bad = {
             seen: not_finite_part(gradients.get(seen.name))
@@ -104,21 +106,19 @@ class Probes:
         if not self.config.nan_hunt:
             return ""
         bad = {Observation("parameter", "", name, 0): not_finite_part(value) for name, value in self.weights.named_parameters()} | self.bad
-        first = min(
-            ((place_in_time(seen, index, self.modules), seen, note) for index, (seen, note) in enumerate(bad.items()) if note is not None),
-            key=lambda one: one[0],
-            default=None,
-        )
+        timed = []
+        for index, (seen, note) in enumerate(bad.items()):
+            if note is not None:
+                timed.append((place_in_time(seen, index, self.modules), seen, note))
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, first)
+        dist.all_gather_object(everyone, min(timed, key=lambda one: one[0], default=None))
         found = {rank: one for rank, one in enumerate(everyone) if one is not None}
         if not found:
             return "; nan_hunt: every module, gradient and parameter is finite, so the loss itself is not"
         when, what, name, _ = min(found.values(), key=lambda one: one[0])[1]
-        ranks = [rank for rank, (_, seen, _) in found.items() if (seen.when, seen.what, seen.name) == (when, what, name)]
-        return f"; nan_hunt: first not finite is {described(when, what, name)}, on rank{'s' * (len(ranks) > 1)} " + ", ".join(
-            f"{rank}{found[rank][2]}" for rank in ranks
-        )
+        ranks = [f"{rank}{note}" for rank, (_, seen, note) in found.items() if seen[:3] == (when, what, name)]
+        where = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
+        return f"; nan_hunt: first not finite is {described(when, what, name)}, on {where}"
 
 
 def not_finite_part(value: Tensor | None) -> str | None:
@@ -149,7 +149,7 @@ def _entering(name: str, observe: Callable[..., Any], module: nn.Module, args: t
         if _floating(value):
             observe("forward", "in", name, value)
             if value.requires_grad:
-                value = value.view_as(value)  # a name of its own, whose gradient is this module's share alone
+                value = value.view_as(value)  # a tensor of its own: its gradient is what this module gives, not its other consumers
                 value.register_hook(partial(observe, "backward", "in", name))
         passed.append(value)
     return tuple(passed)
@@ -163,7 +163,7 @@ def _leaving(name: str, observe: Callable[..., Any], module: nn.Module, args: tu
 
 
 def _counts(module: nn.Module) -> bool:
-    """Whether a call counts: not in a validation, and not in the recomputation of a forward."""
+    """Whether a call is a forward of training: no validation, and no recomputation inside a backward."""
     return module.training and current_graph_task() == -1
 
 
@@ -177,18 +177,18 @@ def finite(local: Tensor) -> Tensor:
 
 
 def marks(local: Tensor) -> Tensor:
-    """Return the norm, and a 64-bit checksum as two numbers: any single element that changes a bit changes it."""
+    """Return [norm, upper half, lower half] of a 64-bit checksum that any single changed bit changes."""
     norm = torch.linalg.vector_norm(local, dtype=torch.float64) if local.numel() else torch.zeros((), dtype=torch.float64)
     bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten().to(torch.int64)
     places = torch.arange(bits.numel(), device=bits.device) * 2 + 1
-    sums = (bits * (places * ODD)).sum()  # wraps around, in any order alike
+    sums = (bits * (places * ODD)).sum()  # sums wrap around, so their order makes no difference
     halves = torch.stack([sums >> 32 & 0xFFFFFFFF, sums & 0xFFFFFFFF]).double()
     return torch.cat([norm.reshape(1).to(halves), halves])
 
 
 def place_in_time(seen: Observation, index: int, modules: list[str]) -> tuple:
-    """Return a key that sorts observations of different ranks by time: pass, microbatch, position in the model,
-    position on the rank.
+    """Return a key by which observations of all ranks sort in the order of time: (pass, microbatch, position of the
+    module in the model, position among this rank's observations).
     """
     place = place_in_order(seen.name, modules)
     place = LAST if place is None else place
@@ -197,10 +197,9 @@ def place_in_time(seen: Observation, index: int, modules: list[str]) -> tuple:
 
 
 def described(when: str, what: str, name: str) -> str:
-    """Describe what was examined."""
     if when in ("parameter", "gradient"):
         module, _, leaf = name.rpartition(".")
-        return f"{'the gradient of ' * (when == 'gradient')}parameter {leaf} of module {module} ({name})"
+        return f"{'the gradient of ' if when == 'gradient' else ''}parameter {leaf} of module {module} ({name})"
     way = {
         ("forward", "in"): "what enters",
         ("forward", "out"): "what comes out of",

@@ -23,16 +23,16 @@ from titan_hydra.runs.run import Run
 from .metrics import Metrics
 from .watchdog import Watchdog
 
-SHOWN = 40  # rows of the table
+SHOWN = 40  # rows of torch's table in summary_<rank>.txt
 
 
 class Profiler:
-    """Records what the configuration asks for; nothing with profiling=off."""
+    """Records the steps that `profiling.*` names; nothing with profiling=off."""
 
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
         self.on, self.count = config.name == "on", 0
-        self.memory = config.memory and device.type == "cuda"  # whether the history of allocations is recorded too
+        self.memory = config.memory and device.type == "cuda"  # whether allocations are recorded too
         self.profiler: profile | None = None
         self.folder = layout.PROFILE.of(run.attempt)
         if self.on:
@@ -40,8 +40,8 @@ class Profiler:
             watch.on_phase = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
-        """Mark the beginning of a step and the end of the one before. Recording starts at step profiling.first_step of
-        this process.
+        """Mark the beginning of a step and the end of the one before. Recording starts at the profiling.first_step-th
+        step of this process.
         """
         if not self.on:
             return
@@ -63,7 +63,9 @@ class Profiler:
         """Start recording. All ranks mark their steps as disturbed, whether or not they record."""
         self.clock.profiled = True
         if self.run.rank == 0 or self.config.all_ranks:
-            activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device.type == "cuda")]
+            activities = [ProfilerActivity.CPU]
+            if self.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
             turns = schedule(wait=0, warmup=warm_up, active=self.config.steps, repeat=1)
             self.profiler = profile(activities=activities, schedule=turns, on_trace_ready=self.write)
             if self.memory:
@@ -71,19 +73,17 @@ class Profiler:
             self.profiler.start()
 
     def stop(self) -> None:
-        """Stop recording; if the run ends early, keep what there is."""
+        """Stop recording. torch then calls `write`, also if the run ends before the last recorded step."""
         if self.profiler is not None:
             self.profiler.stop()
         self.profiler, self.clock.profiled = None, False
 
     def close(self) -> None:
-        """Stop at the end of the run."""
         if self.on:
             self.ends()
             self.stop()
 
     def write(self, profiler: profile) -> None:
-        """Write the files of this rank."""
         began, rank = time.perf_counter(), self.run.rank
         trace = self.folder / f"trace_{rank}.json.gz"
         profiler.export_chrome_trace(str(trace))
@@ -108,7 +108,7 @@ class Phases:
         self.put({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
 
     def at(self, phase: str, step: int, now: float) -> None:
-        """Record that a phase begins and the last one ends."""
+        """Record that a phase begins at the time `now`, and that the one before ends."""
         if self.last is not None:
             name, of, began = self.last
             self.put({"name": name, "ph": "X", "ts": began * 1e6, "dur": (now - began) * 1e6, "args": {"step": of}})

@@ -14,10 +14,10 @@ from titan_hydra.runs.run import Run
 
 
 class Tracker(Protocol):
-    """Receives rows: `step` and numbers; None values are left out."""
+    """Receives rows of `step` and numbers, of which it leaves out those that are None."""
 
     name: str
-    has: int  # the step up to which it holds the rows that were recorded before
+    has: int  # last step whose rows it holds when it is opened
 
     def log(self, row: dict[str, Any]) -> None: ...
 
@@ -80,7 +80,7 @@ class WandB:
         )
 
     def log(self, row: dict[str, Any]) -> None:
-        if row["step"] < self.run.step:  # online: the server has it, from before
+        if row["step"] < self.run.step:  # online the server has the rows of earlier processes
             return
         self.run.log({key: value for key, value in row.items() if key != "step" and value is not None}, step=row["step"])
 

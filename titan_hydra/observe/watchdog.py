@@ -33,16 +33,16 @@ from titan_hydra.runs.run import Run
 
 from . import flight, memory
 
-TICK = 0.5  # seconds between two checks
-BEATS = 50  # files a second that all ranks together may write
+TICK = 0.5  # seconds between two checks of this rank's progress
+BEATS = 50  # heartbeat files that all ranks together may write in a second
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
-# Phases in which a rank may be silent: reading or writing takes as long as the disk does, a meeting as long as the
-# slowest replica group.
+# Phases without a limit: reading and writing take as long as the disk does, a meeting as long as the slowest replica
+# group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
-HELD = ("meeting", "checkpoint")  # those of them in which a rank may wait for another of its world
+HELD = ("meeting", "checkpoint")  # phases without a limit in which a rank may wait for another rank of its world
 AFTER = ("validation", "checkpoint", "end")  # phases after the step itself, in which the ranks have agreed on a stop
-BLOCKED = 30  # seconds more until a main thread that keeps even this thread from running is ended
-MARGIN = 5  # seconds at least from a collective's time-out until a rank without progress is ended
+BLOCKED = 30  # seconds beyond the limit until a process is ended whose main thread keeps this thread from running
+MARGIN = 5  # fewest seconds from a collective's time-out until a rank without progress is ended
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Position:
     step: int
     phase: str
     since: float  # time at which the phase began
-    count: int  # how often the main thread has moved until here
+    count: int  # phases begun, and calls of `moves`, until here
 
 
 class Watchdog:
@@ -69,13 +69,12 @@ class Watchdog:
         self.grace = job.cluster.stop_seconds - min(30.0, job.cluster.stop_seconds / 4)
         self.interval = max(1.0, run.world_size / BEATS)
         self.where = Position(0, "start", time.time(), 0)
-        # called at every phase: the trace of profiling=on
-        self.on_phase: Callable[[str, int, float], None] | None = None
-        self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # when the last steps began
-        self.asked = self.beaten = 0.0  # when it was first asked to stop; last beat
-        # the rank that this one listens to, its seconds of silence
-        self.neighbour, self.unheard = (run.rank + 1) % run.world_size, 0.0
-        self.heard: float | None = None  # the time in its last heartbeat, by its own clock
+        self.on_phase: Callable[[str, int, float], None] | None = None  # called when a phase begins (profiling=on)
+        self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, time at which it began) of the last steps
+        self.asked = self.beaten = 0.0  # times (monotonic) of the first request to stop, and of the last heartbeat; 0: none
+        self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this one checks
+        self.heard: float | None = None  # time in the neighbour's last heartbeat, by the neighbour's clock
+        self.unheard = 0.0  # seconds for which that heartbeat has been its last
         self.seen: tuple | None = None
         self.moved, self.dumped = time.monotonic(), False
         self.thread = thread(self.watch, "watchdog")
@@ -90,19 +89,17 @@ class Watchdog:
             self.on_phase(phase, self.where.step, now)
 
     def moves(self) -> None:
-        """Record that the main thread makes progress within its phase: not every layout has collectives in all
-        phases.
-        """
+        """Record progress of the main thread within its phase, for layouts without collectives in that phase."""
         self.where = replace(self.where, count=self.where.count + 1)
 
     def set_mesh(self, mesh: Mesh) -> None:
-        """Set the mesh of the model, whose dimensions name the groups in the flight recorder."""
+        """Set the mesh of the model: the flight recorder names process groups by its dimensions."""
         self.mesh = mesh
         if mesh.pipeline is not None and dist.get_backend(mesh.pipeline) == "gloo":
             flight.record_messages()
 
     def settle(self, timeout: float) -> None:
-        """Set the collectives' time-out after the first step."""
+        """Set the collectives' time-out in seconds for the steps after the first."""
         self.timeout, self.first = timeout, False
         memory.record(False)
 
@@ -112,8 +109,9 @@ class Watchdog:
             os.set_blocking(end, False)
         self.before = signal.set_wakeup_fd(self.wakeup_writer, warn_on_full_buffer=False)
         os.register_at_fork(before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child)
-        self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]  # whether the worker had asked for them
-        # required by the wakeup descriptor
+        # True if the worker had registered it, which __exit__ then does again
+        self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]
+        # A signal reaches the wakeup descriptor only if it has a handler in Python.
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}
         with contextlib.suppress(OSError, ValueError):
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
@@ -147,26 +145,23 @@ class Watchdog:
             os.close(end)
 
     def block_signals(self) -> None:
-        """Block stop and dump signals across fork(): the child must not receive one before it has detached the wakeup
-        pipe.
-        """
+        """Block stop and dump signals during fork(), so that the child gets none before `detach_child`."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
 
     def unblock_signals(self) -> None:
-        """Unblock the signals after fork()."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP + DUMP)
 
     def detach_child(self) -> None:
-        """Detach a forked child from the wakeup pipe and the thread: signals to it do not concern the rank."""
+        """Detach a forked child from the wakeup pipe and the thread, as signals to it do not concern the rank."""
         if self.thread is not None:
             signal.set_wakeup_fd(-1)
             self.unblock_signals()
             self.thread = None
 
     def watch(self) -> None:
-        """Run the thread: handle signals, write beats, and check for progress."""
+        """Handle signals, write heartbeats and check progress until the `with` block ends: the body of the thread."""
         while self.thread is not None:
             ready, _, _ = select.select([self.wakeup_reader], [], [], TICK)
             with contextlib.suppress(OSError):  # a full or slow disk is no reason to stop watching
@@ -175,7 +170,7 @@ class Watchdog:
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
                     self.check_neighbour()
-                    # the ranks stop as on any such signal, and then save nothing
+                    # A newer attempt has begun: the ranks stop as on any SIGTERM, and save nothing.
                     if self.run.rank == 0 and self.run.newer_attempt:
                         os.kill(os.getpid(), signal.SIGTERM)
             self.check_progress()
@@ -184,7 +179,7 @@ class Watchdog:
         """Handle a signal: a request to stop (several count as one), or a request to dump the flight recorder."""
         if number in STOP:
             self.asked = self.asked or time.monotonic()
-            self.beat()  # at once: the launcher searches the beats for the rank that was not asked to end
+            self.beat()  # at once, as the launcher searches the heartbeats for the rank that was not asked to stop
         elif number in DUMP:
             self.dump(f"asked by {signal.Signals(number).name}")
 
@@ -195,25 +190,21 @@ class Watchdog:
         write_text(layout.BEAT.of(self.run.attempt, self.run.rank), json.dumps(content), durable=False)
         if self.run.rank == 0:
             done = where.step if where.phase in AFTER else max(where.step - 1, 0)
-            # when it last moved: a hang is seen from outside
-            status = {"step": done, "phase": where.phase, "time": where.since}
+            status = {"step": done, "phase": where.phase, "time": where.since}  # `time` is when the main thread last moved
             write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
     @property
     def limit(self) -> float:
-        """The seconds without progress after which a rank is ended: a quarter more than a collective has.
-
-        The first step may compile, on all ranks at once and with no collective.
+        """The seconds without progress after which a rank is ended: a quarter more than a collective's time-out; three
+        times that in the first step, which may compile without a collective.
         """
         return 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
 
     def check_neighbour(self) -> None:
-        """End this rank if the next rank writes no heartbeats while this one is in a phase without a limit: it, or its
-        host, is frozen.
-
-        Called after each heartbeat of this rank, whose interval is added up: a file system that blocks both ranks is no
-        fault of the other.
+        """End this rank if the next rank, frozen or on a frozen host, writes no heartbeats while this rank is in a phase
+        without a limit. Called after each heartbeat of this rank: time in which the file system blocks both is not
+        counted.
         """
         phase = self.where.phase
         beat = layout.BEAT.read(self.run.attempt, self.neighbour) if phase in HELD and self.run.world_size > 1 else {}
@@ -226,9 +217,7 @@ class Watchdog:
             self.end(Exit.HANG, f"step {self.where.step}, {phase}: {silent}; it or its host is frozen")
 
     def check_progress(self) -> None:
-        """Check whether the rank makes progress, in its phases or its collectives. A rank without progress for too long
-        is ended.
-        """
+        """End the rank if it has made no progress, in its phases or its collectives, for longer than its limit."""
         now, where = time.monotonic(), self.where
         seen = where.count, flight.progress()
         if seen != self.seen:
@@ -245,28 +234,23 @@ class Watchdog:
         if self.run.world_size > 1 and phase not in UNLIMITED:
             if still > limit:
                 self.end(Exit.HANG, f"step {step}, {phase}: no progress for {still:.0f} s")
-            # For a main thread that blocks in C and keeps this thread from running: ends the process without Python's
-            # help.
+            # faulthandler ends the process without Python's help if a main thread in C keeps this thread from running.
             faulthandler.dump_traceback_later(limit + BLOCKED, exit=True, file=2)
         else:
             faulthandler.cancel_dump_traceback_later()
 
     def dump(self, why: str, error: BaseException | None = None) -> None:
-        """Write the flight recorder's file. Errors are suppressed, as the rank may be dying already."""
+        """Write flight_<rank>.json. Errors are suppressed, as the rank may be ending already."""
         where = {**vars(self.where), "steps": list(self.steps), "timeout": self.timeout}
         with contextlib.suppress(Exception):
             flight.dump(self.run, where, self.mesh, why, error)
 
     def mark_stopped(self) -> None:
-        """Mark for the batch script that this attempt ends because it was asked to, whatever its ranks' exit
-        statuses.
-        """
+        """Tell the batch script, by the file `stopped`, that the attempt was asked to end, whatever its exit status."""
         layout.STOPPED.of(self.run.attempt).touch()
 
     def end(self, status: Exit, message: str) -> None:
-        """End this process from the thread, as its main thread is stuck: stacks go to the log, the reason to
-        rank_<rank>.json.
-        """
+        """End this process, whose main thread is stuck. Stacks go to the log, the reason to rank_<rank>.json."""
         self.dump(message)
         file = self.run.record_of(self.run.rank)
         record = read_json(file) or {}

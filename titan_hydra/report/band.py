@@ -14,31 +14,29 @@ from titan_hydra.config.registry import FORMATS, Format
 
 from .cells import ReportCell, mean
 
-WINDOW = 10  # rows that a mean difference covers: a single outlier is not a trend
-NEIGHBOURS = 25  # rows on either side from which the noise of the baseline's loss is taken
-SHARE = 0.1  # of that noise that a mean difference may reach, once rounding has been amplified by training
-# share of the loss that a mean may be off by rounding alone; FORMATS has the rest
+WINDOW = 10  # rows over which differences are averaged, as a single outlier is no trend
+NEIGHBOURS = 25  # rows on either side of a row from which the noise of the baseline's loss is computed
+SHARE = 0.1  # share of that noise that a mean difference may reach: training amplifies rounding
+# Share of the loss by which rounding alone may change a mean, by compute dtype; FORMATS has that of number formats.
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3}
 
 
 @dataclass(frozen=True)
 class Band:
-    """The result of comparing a cell's losses with the baseline's: the step at which they left the band, None if they
-    never did. Differences are fractions of the baseline's loss.
-    """
+    """The result of comparing a cell's losses with the baseline's. Differences are fractions of the baseline's loss."""
 
-    step: int | None = None
-    difference: float = 0.0
-    tolerance: float = 0.0
-    compared: int = 0  # rows that both have
+    step: int | None = None  # the first step outside the band
+    difference: float = 0.0  # mean difference at that step
+    tolerance: float = 0.0  # half the width of the band at that step
+    compared: int = 0  # number of steps that both have logged
 
     @property
     def inside(self) -> bool:
         return self.step is None
 
     @property
-    def told(self) -> str:
-        """Format the step and the size of the departure."""
+    def departure(self) -> str:
+        """The first step outside the band, and the difference there."""
         size = "not a number" if math.isnan(self.difference) else f"{self.difference:+.2%} (more than {self.tolerance:.2%})"
         return f"step {self.step}, {size.replace('-', chr(0x2212)).replace('%', ' %')}"
 
@@ -53,25 +51,22 @@ def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
         return None
     reference, own = [baseline.losses[step] for step in steps], [cell.losses[step] for step in steps]
     for step, off, allowed in zip(steps, off_by(reference, own), tolerances(reference, coarser(baseline, cell)), strict=True):
-        if not abs(off) <= allowed:  # also NaN
+        if not abs(off) <= allowed:  # true of NaN too
             return Band(step, off, allowed, len(steps))
     return Band(compared=len(steps))
 
 
 def off_by(reference: list[float], own: list[float]) -> list[float]:
-    """Return for each row the relative difference of the losses, averaged over the row and up to WINDOW - 1 rows before
-    it.
-    """
+    """Return for each row the mean relative difference of the losses of the last WINDOW rows up to it."""
     relative = [(b - a) / (a or 1.0) for a, b in zip(reference, own, strict=True)]
     return [mean(relative[max(0, row - WINDOW + 1) : row + 1]) for row in range(len(relative))]
 
 
 def tolerances(reference: list[float], precision: str) -> list[float]:
-    """Return for each row how far the mean difference may deviate, as a fraction of the loss.
+    """Return for each row the largest mean difference inside the band, as a fraction of the loss.
 
-    The tolerance is what rounding does to a forward pass, plus, from the second row on, a share of the baseline's own
-    noise from batch to batch: amplified differences end up there. The first row is logged before any update and gets no
-    such share.
+    It is what rounding does to a forward pass plus, from the second row on, a share of the baseline's own noise from
+    batch to batch, to which training amplifies rounding. The first row is logged before any update.
     """
     noise = noise_of(tuple(reference))
     return [rounding(precision) + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)]
@@ -84,8 +79,8 @@ def noise_of(reference: tuple[float, ...]) -> list[float]:
 
 
 def local_noise(losses: Sequence[float], row: int) -> float:
-    """Return the standard deviation of the loss from row to row, without its trend: that of neighbours' differences, by
-    root two.
+    """Return the standard deviation of the loss around its trend: that of the differences of neighbouring rows, divided
+    by the root of two.
     """
     near = losses[max(0, row - NEIGHBOURS) : row + NEIGHBOURS + 1]
     steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]
@@ -95,11 +90,10 @@ def local_noise(losses: Sequence[float], row: int) -> float:
 
 def coarser(*cells: ReportCell) -> str:
     """Return the number format with the largest rounding among those that the cells compute in."""
-    return max(
-        (cell.config.get("precision.converter") or cell.config.get("precision.compute_dtype") or "bfloat16" for cell in cells), key=rounding
-    )
+    formats = [cell.config.get("precision.converter") or cell.config.get("precision.compute_dtype") for cell in cells]
+    return max((name or "bfloat16" for name in formats), key=rounding)
 
 
 def rounding(precision: str) -> float:
-    """Return the share of the loss that a mean may be off by in a number format; an unknown one counts as coarse."""
+    """Return the share of the loss by which rounding may change a mean in a number format, or in one unknown here."""
     return ROUNDING[precision] if precision in ROUNDING else FORMATS.get(precision, Format).rounding

@@ -26,36 +26,33 @@ from titan_hydra.runs.view import short_names
 
 from .columns import Column, columns_of
 
-SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # other classes of failure are printed by their own name
-FEW = 10  # a rate from fewer measured steps is not reliable
-LAST, ROWS = 0.1, 5  # a mean loss is of the rows of this last share of the steps, and of so many rows at least
-BUSY = 1.25  # load per core above which other programs shared the machine
+SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # shorter names of classes of failure
+FEW = 10  # measured steps below which a rate is not reliable
+LAST, ROWS = 0.1, 5  # the mean loss is that of the rows in the last tenth of the steps, and of at least 5 rows
+BUSY = 1.25  # load per core above which the machine is taken to be shared with other programs
 
 
 @dataclass(frozen=True)
 class ReportCell:
-    """One run directory. `config` is flat (dotted key to value); files that are missing or unreadable count as
-    empty.
-    """
+    """What is read of one run directory. Files that are missing or unreadable count as empty."""
 
     name: str
     directory: Path
     overrides: list[str]
     state: State
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # dotted key: value
     env: dict[str, Any] = field(default_factory=dict)
-    result: dict[str, Any] = field(default_factory=dict)  # only of a run that is done
-    columns: dict[str, Column] = field(default_factory=dict)  # of metrics.jsonl, and "step" with every step
-    events: list[dict[str, Any]] = field(default_factory=list)  # events.jsonl
-    load: dict[str, float] = field(default_factory=dict)  # of the machine: cores, and load averages at start and end
-    unreadable: tuple[str, ...] = ()  # what was left out: env.json, rows of metrics.jsonl
-    repeat: bool = False  # the baseline once more, at the end of a packed sweep
-    # of a `Mean`: its cells, by the value of the key in which they differ
-    members: dict[str, ReportCell] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)  # result.json of a run that is done
+    columns: dict[str, Column] = field(default_factory=dict)  # columns of metrics.jsonl; "step" has every step
+    events: list[dict[str, Any]] = field(default_factory=list)  # rows of events.jsonl
+    load: dict[str, float] = field(default_factory=dict)  # cores of the machine, its load averages at start and end
+    unreadable: tuple[str, ...] = ()  # files and rows that were left out, as they are damaged
+    repeat: bool = False  # whether it is the baseline run once more, at the end of a packed sweep
+    members: dict[str, ReportCell] = field(default_factory=dict)  # cells of a `Mean`, by the value of the key in which they differ
 
     @property
     def single(self) -> list[ReportCell]:
-        """The runs that it stands for: one, or the members of a mean."""
+        """The run itself, or the members of a mean."""
         return [*self.members.values()] or [self]
 
     @property
@@ -64,7 +61,7 @@ class ReportCell:
 
     @property
     def word(self) -> str:
-        """The state in a word or two: done, running, queued, OOM, hang, damaged, ..."""
+        """The state, or the class of failure: done, running, queued, OOM, hang, damaged, ..."""
         if self.state.failure:
             kind = self.state.failure.kind
             return "failed" if kind is Kind.UNKNOWN else SHORT.get(kind, str(kind))
@@ -72,8 +69,8 @@ class ReportCell:
 
     @cached_property
     def steady(self) -> list[float]:
-        """Tokens per second of the logged rows, without the first (warm-up), rows off the logging interval, and
-        profiled ones.
+        """Tokens per second of the logged rows, but for the first (warm-up), rows off the logging interval, and profiled
+        rows.
         """
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
         profiled = self.column("profiled_steps")
@@ -109,28 +106,27 @@ class ReportCell:
             "mfu": median(known["mfu"]) if known["mfu"] else None,
         }
 
-    rate = property(lambda self: self.numbers.get("tokens_per_second"))  # per device: the median of the steady steps
-    iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # distance of the same steps' quartiles
-    noise = iqr  # two rates that differ by less than this cannot be told apart
-    measured = property(lambda self: self.numbers.get("measured_steps"))  # steps, or rows, behind the rate
-    memory = property(lambda self: self.numbers.get("memory_gib"))  # peak reserved, the largest over all ranks
+    rate = property(lambda self: self.numbers.get("tokens_per_second"))  # median over the steady steps, per device
+    iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # interquartile range over the same steps
+    noise = iqr  # rates that differ by less cannot be told apart
+    measured = property(lambda self: self.numbers.get("measured_steps"))  # number of steps (or rows) that the rate is from
+    memory = property(lambda self: self.numbers.get("memory_gib"))  # peak GiB reserved, the largest over all ranks
     mfu = property(lambda self: self.numbers.get("mfu"))
     parameters = property(lambda self: self.result.get("parameters"))
     flops = property(lambda self: self.result.get("flops_per_token"))
 
     @property
     def tokens(self) -> int | None:
-        """The tokens that the run has seen."""
         seen = self.result.get("tokens") or self.column("tokens_seen").get(self.step)
         return None if seen is None else int(seen)
 
     @property
     def busy(self) -> bool:
-        """Whether the load of the run's machine exceeded its cores, so that other programs took part of it."""
+        """Whether other programs shared the run's machine, as its load exceeded its cores."""
         return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get("cores", 1)
 
     def column(self, name: str, first: int = 0) -> Mapping[int, float]:
-        """Return a column of metrics.jsonl by step, without the first row if `first`."""
+        """Return a column of metrics.jsonl by step; with `first`, without the first row."""
         column = self.columns.get(name, Column())
         return column.after(self.columns["step"].steps[0]) if first and column else column
 
@@ -141,15 +137,13 @@ class ReportCell:
 
     @cached_property
     def means(self) -> Mapping[int, float]:
-        """The mean loss of the steps since the row before, at each logged step; of rows of version 0.1 the loss of one
-        step.
-        """
+        """The mean loss of the steps since the row before, at each logged step; of rows that lack it the step's loss."""
         means = self.column("loss_mean")
         return means if len(means) == len(self.losses) else dict(self.losses) | dict(means)
 
     @cached_property
     def loss(self) -> float | None:
-        """The mean loss of the last rows, as the loss of a single step is noisy; None for a failed run."""
+        """The mean loss of the last rows (LAST, ROWS), as that of one step is noisy; None for a failed run."""
         if self.state.failure:
             return None
         last = [loss for step, loss in self.means.items() if step > (1 - LAST) * self.step]
@@ -169,12 +163,13 @@ class ReportCell:
         """The last held-out loss; None for a failed run."""
         if self.state.failure:
             return None
-        return self.result.get("validation_loss") or next(reversed(self.validation.values()), None)
+        return self.result.get("validation_loss") or ([*self.validation.values()] or [None])[-1]
 
     @property
     def lowest(self) -> tuple[float, int] | None:
         """The lowest held-out loss and its step; None for a failed run."""
-        return None if self.state.failure else min(((loss, step) for step, loss in self.validation.items() if isfinite(loss)), default=None)
+        losses = [(loss, step) for step, loss in self.validation.items() if isfinite(loss)]
+        return min(losses) if losses and not self.state.failure else None
 
     @property
     def step(self) -> int:
@@ -182,8 +177,8 @@ class ReportCell:
         return self.columns["step"].steps[-1] if self.columns.get("step") else 0
 
     def places(self, axis: str) -> dict[float, float]:
-        """Return the coordinate of each logged step on an axis: step, tokens (seen by the whole job) or seconds (of
-        training).
+        """Return the coordinate of each logged step on an axis: `step`, `tokens` seen by the whole job, or `seconds` of
+        training.
         """
         tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
         places: dict[float, float] = {}
@@ -202,12 +197,13 @@ class ReportCell:
         return [places.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
-        """Return the keys of the identity hash, and what the held-out loss is a loss of, with their values, but for
-        those `without`: equal for cells that differ in these alone.
+        """Return a text that is equal for cells which differ only in the keys `without`, and in keys that change neither
+        the experiment (the identity hash) nor the samples of the held-out loss.
         """
-        outside = {
-            key for key, spec in known_keys().items() if not spec.metadata["identity"] and spec.metadata["changes"] != "held-out loss"
-        }.union(without)
+        outside = set(without)
+        for key, spec in known_keys().items():
+            if not spec.metadata["identity"] and spec.metadata["changes"] != "held-out loss":
+                outside.add(key)
         return json.dumps({key: value for key, value in self.config.items() if key not in outside}, sort_keys=True)
 
     @property
@@ -216,7 +212,7 @@ class ReportCell:
 
     @property
     def commit(self) -> str | None:
-        """The commit that ran, with + if the files differed from it."""
+        """The commit that ran, with a + if files differed from it."""
         sha = self.result.get("git_sha") or self.env.get("git_sha")
         return sha and sha[:7] + ("+" if self.dirty else "")
 
@@ -227,12 +223,12 @@ class ReportCell:
 
     @property
     def code(self) -> str | None:
-        """The commit and a hash of the uncommitted diff: equal for equal code."""
+        """The commit and a hash of the uncommitted diff."""
         diff = self.env.get("git_diff")
         return self.commit and self.commit + (hashlib.sha256(diff.encode()).hexdigest()[:6] if diff else "")
 
     def version(self, package: str) -> str | None:
-        """Return a package's version, in the process that ran or else in the one that submitted it."""
+        """Return a package's version in the run's process or, if unknown, in the process that submitted it."""
         return (self.result.get("versions") or self.env.get("versions") or {}).get(package)
 
     @property
@@ -242,12 +238,10 @@ class ReportCell:
 
 @dataclass(frozen=True)
 class Mean(ReportCell):
-    """Cells that differ in one key alone (for example a seed) as one cell: its numbers are means, its noise comes from
-    their spread.
-    """
+    """Cells that differ in one key alone (such as the seed) as one cell: numbers are means, noise is their spread."""
 
     def of(self, name: str) -> list[float]:
-        """List one attribute of the members, without those for which it is None."""
+        """Return an attribute of every member that has it."""
         return [value for cell in self.members.values() if (value := getattr(cell, name)) is not None]
 
     rate = property(lambda self: mean(self.of("rate")))
@@ -275,7 +269,7 @@ class Mean(ReportCell):
 
     @property
     def errors(self) -> dict[int, float]:
-        """Standard error of the mean loss of each step; {} for a single member."""
+        """Standard error of the mean loss at each step; {} for a single member."""
         errors = self._merged(lambda cell: cell.means, error_of)
         return {} if None in errors.values() else errors
 
@@ -299,15 +293,14 @@ def error_of(values: list[float]) -> float | None:
 
 
 def gather(selection: Selection) -> list[ReportCell]:
-    """Read every cell of a selection."""
-    sweep = selection.sweep
-    repeats = [bool(entry.get("repeat")) for entry in sweep["cells"]] if sweep else [False] * len(selection.cells)
+    entries: list[dict[str, Any]] = selection.sweep.get("cells", [{}] * len(selection.cells))
+    repeats = [bool(entry.get("repeat")) for entry in entries]
     now_of = inspect_all([chosen.directory for chosen in selection.cells])
     return [replace(read_cell(chosen, now), repeat=repeat) for chosen, now, repeat in zip(selection.cells, now_of, repeats, strict=False)]
 
 
 def read_cell(chosen: RunCell, now: State) -> ReportCell:
-    """Read one run. A damaged run gets no numbers."""
+    """Read the files of a run; none if it is damaged."""
     cell = ReportCell(chosen.name, chosen.directory, chosen.overrides, now)
     if now.damage:
         return cell
@@ -340,7 +333,7 @@ def averaged(cells: list[ReportCell], over: str) -> list[ReportCell]:
 
 def mean_of(cells: list[ReportCell], over: str) -> Mean:
     """Build the `Mean` of a group of cells, named by the words that all their names share."""
-    first = next((cell for cell in cells if cell.done), cells[0])
+    first = ([cell for cell in cells if cell.done] or cells)[0]
     swept = (over, over.rpartition(".")[2])
     names = [" ".join(word for word in cell.name.split() if key_of(word) not in swept) for cell in cells]
     name = " ".join(common(names)) or (first.name if first.name == first.directory.name else f"over {over}")
@@ -364,8 +357,8 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
 
 
 def labels(cells: list[ReportCell], sweep: bool) -> list[str]:
-    """Return the names without the parts that all share; in a sweep only whole `key=value` words, as users choose the
-    others.
+    """Return the cells' names without the parts that all share; in a sweep those are `key=value` words alone, as users
+    choose the others.
     """
     if not sweep:
         return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])

@@ -18,22 +18,22 @@ from .row import ReportRow
 from .style import DASHES, LINES, line_style, short
 from .table import Report
 
-# Keys that grow with the number of devices; cells equal in all other keys form one scaling curve.
+# Keys that may grow with the number of devices: cells that are equal in all others are one scaling curve.
 GROWS = ("gpus", "data.global_batch", "parallelism.dp_shard", "parallelism.dp_replicate")
 AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
-ROWS = (  # curves that are a column of metrics.jsonl: name, title, unit, key
+ROWS = (  # charts of a column of metrics.jsonl: (name, title, unit, column)
     ("grad_norm", "Gradient norm", "before clipping", "grad_norm"),
     ("lr", "Learning rate", "", "lr"),
     ("rate", "Throughput over time", "tokens/s per device", "tokens_per_second"),
     ("memory_over_time", "Memory over time", "GiB reserved, the largest over all ranks", "memory_reserved_gib"),
     ("step_seconds", "Step times", "seconds", "step_seconds"),
 )
-POINTS, TOGETHER = 2000, 15_000  # values that a line has at most, and all lines of a diagram together
+POINTS, TOGETHER = 2000, 15_000  # most points of a line, and of all lines of a chart together
 
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a row's lines: a colour's name, dashes, and whether they are broad and grey below the others."""
+    """How the lines of a row are drawn: colour (a name of style.py), dashes, and the baseline's broad and grey."""
 
     colour: str
     dash: str
@@ -42,7 +42,9 @@ class Look:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps (or devices) for one row of the table; `low` and `high` bound an area around it."""
+    """One line of a chart: values of a row of the table (-1: of none) over steps or devices. `low` and `high` bound an
+    area around the line.
+    """
 
     row: int
     label: str
@@ -50,38 +52,36 @@ class Curve:
     y: list[float | None]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    faint: bool = False  # beside another curve of the same row: thin, and not in the legend
+    faint: bool = False  # thin and without a label, as another line of the same row has one
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A diagram of lines. `bands` are areas (label, steps, limit) in which the lines should stay."""
+    """A line chart. `bands` are areas from 0 to a limit, (label, steps, limits), in which lines should stay."""
 
     name: str
     title: str
     unit: str
     lines: list[Curve]
-    over: str = "step"  # what the x axis shows; also devices, training FLOPs or parameters
+    over: str = "step"  # the x axis: step, devices, training FLOPs or parameters
     log: bool = False
     bands: list[tuple[str, list[float], list[float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One row's bar: its value, half its spread (of the quartiles, or the standard error), its label `text`, and a
-    remark `said`.
-    """
+    """The bar of a row of the table, with its formatted value and a remark to the right."""
 
     row: int
     value: float | None
     text: str
-    said: str
-    spread: float | None = None
+    remark: str
+    spread: float | None = None  # half the IQR, or the standard error
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A diagram with a bar for each row of the table."""
+    """A bar chart with a bar for each row of the table, and a line at the `limit`."""
 
     name: str
     title: str
@@ -91,12 +91,12 @@ class Bars:
 
 
 def bar_charts(report: Report) -> Iterator[Bars]:
-    """Yield the bar charts of throughput and of peak memory, if any row has a value."""
+    """Yield the bar charts of throughput and of peak memory that have at least one bar."""
     reference = report.baseline.cell.memory
     speeds, memory = [], []
     for number, row in enumerate(report.rows):
         cell = row.cell
-        what = [row.told, "baseline" if row is report.reference else None, "loss left the band" if row.flagged else None]
+        what = [row.speed, "baseline" if row is report.reference else None, "loss left the band" if row.flagged else None]
         spread = error_of(cell.of("rate")) if isinstance(cell, Mean) else cell.iqr and cell.iqr / 2
         speeds.append(Bar(number, cell.rate, row.rate, ", ".join(filter(None, what)), spread))
         change = percent(cell.memory / reference - 1) if cell.memory and reference and not row.baseline else ""
@@ -111,10 +111,8 @@ def bar_charts(report: Report) -> Iterator[Bars]:
 
 
 def curves(report: Report) -> Iterator[Lines]:
-    """Yield every line chart over steps: losses and their distance from the baseline's first. Charts without lines are
-    included.
-
-    Only rows with at least two values and no failure get a line.
+    """Yield all line charts, those without lines too; losses and their distances from the baseline's come first. A row
+    has a line if it has at least two values and has not failed.
     """
     learned = [difference.key for difference in report.found if difference.learning]
     unit = "nats per token" + (f"; not all comparable: {', '.join(learned[:3])}" if learned else "")
@@ -123,7 +121,7 @@ def curves(report: Report) -> Iterator[Lines]:
     yield both_losses(report)
     yield from sizes(report)
     for name, title, unit, key in ROWS:
-        first = 0 if key in ("lr", "grad_norm") else 1  # the first row of a process includes its start-up
+        first = 0 if key in ("lr", "grad_norm") else 1  # times and memory of the first row include the start-up
         yield lines_of(report, name, title, unit, methodcaller("column", key, first))
     yield scaling(report)
 
@@ -134,7 +132,7 @@ def drawn(report: Report) -> list[Lines]:
 
 
 def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], Mapping[int, float]]) -> Lines:
-    """Build a line chart with one line for each row that has at least two finite values and has not failed."""
+    """Chart `values` by step: a line for each row that has at least two finite values and has not failed."""
     lines = []
     for number, row in enumerate(report.rows):
         if row.cell.state.failure:
@@ -143,14 +141,15 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
         if len(found) < 2:
             continue
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
-        low, high = ([loss + sign * errors.get(step, 0) for step, loss in found.items()] if errors else [] for sign in (-1, 1))
-        label = row.label + " (baseline)" * (row is report.reference)
+        low = [loss - errors.get(step, 0) for step, loss in found.items()] if errors else []
+        high = [loss + errors.get(step, 0) for step, loss in found.items()] if errors else []
+        label = f"{row.label} (baseline)" if row is report.reference else row.label
         lines.append(Curve(number, label, list(found), list(found.values()), low, high))
     return Lines(name, title, unit, lines)
 
 
 def both_losses(report: Report) -> Lines:
-    """Chart the held-out loss of each row, and thin below it its training loss."""
+    """Chart the held-out loss of each row and, as a thin line, its training loss."""
     chart = lines_of(
         report,
         "validation",
@@ -164,8 +163,8 @@ def both_losses(report: Report) -> Lines:
 
 
 def sizes(report: Report) -> Iterator[Lines]:
-    """Yield charts of the last held-out losses over training FLOPs and over parameters, a point a row, where rows
-    differ in them.
+    """Yield charts of the last held-out losses over training FLOPs, and over parameters: a point for each row. They are
+    empty if all rows have the same.
     """
     for name, title, over, of in (
         ("compute", "Held-out loss against compute", "training FLOPs", lambda cell: (cell.flops or 0) * (cell.tokens or 0)),
@@ -181,12 +180,13 @@ def sizes(report: Report) -> Iterator[Lines]:
 
 
 def _other_samples(report: Report) -> str:
-    return "; not all over the same samples" * any(difference.key in HELD_OUT for difference in report.found)
+    return "; not all over the same samples" if any(difference.key in HELD_OUT for difference in report.found) else ""
 
 
 def looks(report: Report) -> list[Look]:
-    """Return how the lines of each row look. In a sweep over several keys the one with the most values has colours and
-    the others have dashes, if there are enough. Else neighbours differ in both, and the baseline is broad and grey.
+    """Return how the lines of each row are drawn. In a sweep over several keys, the key with the most values chooses the
+    colour and the others the dashes, if there are enough of both. Else rows differ from their neighbours in both, and
+    the baseline is broad and grey.
     """
     own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
     values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}
@@ -203,10 +203,8 @@ def looks(report: Report) -> list[Look]:
 
 
 def distances(report: Report) -> Lines:
-    """Chart the distance of each loss from the baseline's, with the tolerance bands: the same mean relative difference
-    that decides whether the loss is in the band.
-
-    One band for each number format; Float8 has the widest.
+    """Chart the mean relative difference of each loss from the baseline's, which decides whether it is in the band, and
+    the bands: one for each number format.
     """
     reference, lines, bands = report.baseline.cell.losses, [], {}
     for number, row in enumerate(report.rows):
@@ -216,11 +214,13 @@ def distances(report: Report) -> Lines:
         base = [reference[step] for step in steps]
         off = [abs(share) for share in off_by(base, [row.cell.losses[step] for step in steps])]
         most = max((share for share in off if isfinite(share)), default=0.0)
-        said = f"at most {most:.1e}" if most else "the same bits"
+        words = f"left at {row.band.departure}"
+        if row.band.inside:
+            words = f"at most {most:.1e}" if most else "the same bits"
         lines.append(
             Curve(
                 number,
-                f"{row.label}: {said if row.band.inside else f'left at {row.band.told}'}",
+                f"{row.label}: {words}",
                 thin(steps, report),
                 [share if share and isfinite(share) else None for share in thin(off, report)],
             )
@@ -239,16 +239,16 @@ def distances(report: Report) -> Lines:
 
 
 def thin(values: list[Any], report: Report) -> list[Any]:
-    """Keep so many values of a long line, evenly spaced, that all lines of a diagram have TOGETHER; always the first
-    and the last.
+    """Keep at most POINTS values of a line, evenly spaced, and of all lines of a chart TOGETHER; always the first and the
+    last.
     """
     every = -(-len(values) // max(min(POINTS, TOGETHER // len(report.rows)), 2))
     return values if every < 2 else values[:-1][::every] + values[-1:]
 
 
 def scaling(report: Report) -> Lines:
-    """Chart the tokens per second of all devices over their number; each label gives the share of ideal scaling at the
-    end.
+    """Chart the tokens per second of all devices over their number. A label ends with the share of ideal scaling that
+    the largest number reaches.
     """
     found: dict[str, list[int]] = {}
     for number, row in enumerate(report.rows):
@@ -270,7 +270,8 @@ def scaling(report: Report) -> Lines:
 
 
 def _kind(curve: list[ReportRow]) -> str:
-    """Name the kind of scaling: strong keeps the global batch, weak keeps the batch of each device."""
-    batches = {row.cell.config.get("data.global_batch") for row in curve}
+    """Name the kind of scaling: strong with one global batch, weak with one batch of each device, else mixed."""
+    if len({row.cell.config.get("data.global_batch") for row in curve}) == 1:
+        return "strong"
     shares = {(row.cell.config.get("data.global_batch") or 0) / row.cell.gpus for row in curve}
-    return "strong" if len(batches) == 1 else "weak" if len(shares) == 1 else "mixed"
+    return "weak" if len(shares) == 1 else "mixed"

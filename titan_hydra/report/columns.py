@@ -1,5 +1,5 @@
-"""The columns of metrics.jsonl that a report uses, in eight bytes a value: a thousand runs of a thousand rows have to
-fit into memory.
+"""The columns of metrics.jsonl that a report uses, with eight bytes for each value, so that a thousand runs of a
+thousand rows fit into memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ KEPT = (
 
 
 class Column(Mapping[int, float]):
-    """The values of one column by step, in ascending steps. Rows without a value are left out."""
+    """The values of one column by step, in ascending steps, of the rows that have one."""
 
     def __init__(self, steps: array[int] | None = None, numbers: array[float] | None = None) -> None:
-        """Take the arrays as they are; columns without gaps share their steps."""
+        """Keep the arrays uncopied, so that columns without gaps share their steps."""
         self.steps, self.numbers = steps or array("q"), numbers or array("d")
 
     def __getitem__(self, step: int) -> float:
@@ -43,13 +43,12 @@ class Column(Mapping[int, float]):
         return len(self.steps)
 
     def after(self, step: int) -> Column:
-        """Return the part of the column after a step."""
         first = bisect_right(self.steps, step)
         return Column(self.steps[first:], self.numbers[first:])
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, Column]:
-    """Return the columns KEPT of rows, and "step" with every step; of rows with the same step the last counts."""
+    """Return the columns KEPT of rows, and "step" with every step. Of rows with the same step the last counts."""
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     steps = array("q", ascending)
     found = {"step": Column(steps, array("d", steps))}

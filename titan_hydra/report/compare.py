@@ -1,7 +1,7 @@
 """Which cells may be compared: what must be equal for tokens/s, what for losses, and what a sweep varies on purpose.
 
-The schema says of each key what it changes (config/field.py). Techniques may always differ: how a job is split, its
-schedule, precision, activation checkpointing, compilation, the local batch.
+The schema states for each key what it changes (`changes`, config/field.py). Techniques may always differ: how a job is
+split, its schedule, precision, activation checkpointing, compilation, the local batch.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,48 +17,51 @@ from titan_hydra.config.sweep import differing, key_of
 
 from .cells import ReportCell
 
-# Keys of config.json, or sections that are named as one, with what they change. The schema says it.
+# What each key of config.json changes; a section that states it for all its keys is one entry.
 CHANGES = {name: changes for key in known_keys() if not is_dataclass(kind_of(key)) for name, changes in [changes_of(key)]}
-WORK = [name for name, changes in CHANGES.items() if "work" in changes]  # what a token costs
-LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes]  # what a step learns
+WORK = [name for name, changes in CHANGES.items() if "work" in changes]  # must be equal to compare tokens/s
+LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes]  # must be equal to compare losses
 HELD_OUT = [name for name, changes in CHANGES.items() if changes == "held-out loss"]
 EQUAL = [name for name, changes in CHANGES.items() if changes != "technique"]
 VERSIONS = ("torch", "torchao", "triton")
-UNKNOWN = object()  # a value that is equal to everything: no result yet, or no such file
-PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what is not in config.json
+UNKNOWN = object()  # value of a run without result or file; it counts as equal to every value
+PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what must be equal beside the keys of config.json
     "gpus": lambda cell: cell.gpus,
     "device": lambda cell: cell.device,
     "code": lambda cell: cell.code,
     **{f"versions.{package}": methodcaller("version", package) for package in VERSIONS},
 }
-RECIPES = ("experiment", "debug", "sweeps")  # overrides that may set any key
+RECIPES = ("experiment", "debug", "sweeps")  # groups whose options may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
-# sweeping these varies that on purpose
+# A key, and the overrides by which a sweep varies it on purpose, beside its own.
 MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A key that must be equal but differs between cells with numbers; `values` maps each value to the labels of its
-    cells.
-    """
+    """A key that must be equal but differs between cells with numbers."""
 
     key: str
-    values: dict[str, list[str]]  # as a person reads them
-    work: bool  # it changes what a token costs
-    learning: bool  # it changes what a step learns
-    purpose: bool  # the sweep varies it
+    values: dict[str, list[str]]  # formatted value: labels of the cells that have it
+    work: bool  # whether it changes what a token costs
+    learning: bool  # whether it changes what a step learns
+    purpose: bool  # whether the sweep varies it
 
     def __str__(self) -> str:
-        some = ((value, ", ".join(labels[:3]), len(labels) - 3) for value, labels in self.values.items())
-        return f"{self.key} differs: " + "; ".join(f"{value} ({first}{f' and {more} more' * (more > 0)})" for value, first, more in some)
+        values = []
+        for value, labels in self.values.items():
+            more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+            values.append(f"{value} ({', '.join(labels[:3])}{more})")
+        return f"{self.key} differs: {'; '.join(values)}"
 
 
 def value_of(cell: ReportCell, key: str) -> object:
-    """Return a cell's value of a key; for a group, a tuple of its keys and values. UNKNOWN if there is none."""
+    """Return a cell's value of a key; for a section, a tuple of its keys and values. UNKNOWN if there is none."""
     if key in PLACE:
-        return UNKNOWN if (value := PLACE[key](cell)) is None else value
-    if (value := cell.config.get(key)) == {}:  # a table without entries, which in another cell is a group
+        value = PLACE[key](cell)
+        return UNKNOWN if value is None else value
+    value = cell.config.get(key)
+    if value == {}:  # a table without entries, which another cell has as a section
         return ((key, "{}"),)
     if key in cell.config:
         return as_typed(value) if isinstance(value, list | dict) else value
@@ -67,7 +70,7 @@ def value_of(cell: ReportCell, key: str) -> object:
 
 
 def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> list[Difference]:
-    """Find all keys in which cells differ although they must not, including those that the sweep varies on purpose."""
+    """Find the keys in which cells differ and must not, and those that the sweep varies on purpose."""
     found = []
     for key in (*EQUAL, *PLACE):
         values: dict[object, list[str]] = {}
@@ -82,11 +85,11 @@ def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> 
 
 
 def on_purpose(key: str, swept: set[str]) -> bool:
-    """Whether the sweep varies a key: some override that differs between its cells sets the key, its group, or a recipe
-    that may set any key.
+    """Whether the sweep varies a key: an override that differs between its cells sets the key, its group, or an option
+    that may set any key (RECIPES).
 
-    No override sets code, versions or the device, so two clusters or two checkouts never count as varied on purpose.
-    Nor do experts that are balanced by force: their figures are of a model that nobody trains.
+    No override sets code, versions or the device: two checkouts or two clusters are never varied on purpose. Nor are
+    experts that are balanced by force, as nobody trains such a model.
     """
     if (key in PLACE and key != "gpus") or key == "debug.balance_experts":
         return False
@@ -95,8 +98,8 @@ def on_purpose(key: str, swept: set[str]) -> bool:
 
 
 def even(cells: list[ReportCell], swept: set[str]) -> bool:
-    """Whether different global batches hold the same number of tokens (the paper's long sequences), or the same number
-    per device if the sweep varies the devices (weak scaling).
+    """Whether all global batches have the same number of tokens (long sequences in the paper's tables) or, if the sweep
+    varies the devices, the same number per device (weak scaling).
     """
     tokens = [(cell.config.get("data.global_batch") or 0) * (cell.config.get("data.seq_len") or 0) for cell in cells]
     if len(set(tokens)) == 1:
@@ -110,8 +113,8 @@ def swept_keys(overrides: list[list[str]]) -> set[str]:
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
-    """Raise ConfigError with one line for each difference that is neither on purpose nor in `allowed`, nor of the
-    held-out loss alone.
+    """Raise ConfigError with a line for each difference that is not on purpose, not in `allowed`, and not of the held-out
+    loss alone.
     """
     unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))]
     if unknown:
@@ -140,7 +143,7 @@ def same(cell: ReportCell, baseline: ReportCell, keys: Iterable[str]) -> bool:
 
 @cache
 def _name_of(key: str) -> str:
-    """Return the name under which a key is compared: its own or its section's."""
+    """Return the name under which a key is compared: the key, or a section that states `changes` for it."""
     return changes_of(key)[0]
 
 
@@ -149,7 +152,7 @@ def _within(key: str, group: str) -> bool:
 
 
 def _shown(key: str, value: object, values: Iterable[Any]) -> str:
-    """Format a value for the reader; of a group its name, unless all have the same, and the keys in which those of this
+    """Format a value. Of a section: its `name`, unless all cells have the same, and the keys in which sections of that
     name differ.
     """
     if not (isinstance(value, tuple) and key not in PLACE and value and isinstance(value[0], tuple)):

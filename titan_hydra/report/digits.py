@@ -6,9 +6,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def rate(value: float | None, noise: float | None = None) -> str | None:
-    """Format tokens per second: whole above 100, three digits below, and no digit beyond the second digit of the
-    noise.
-    """
+    """Format tokens per second: whole above 100, three digits below, no digit below the second digit of the noise."""
     if value is None or not math.isfinite(value):
         return None if value is None else str(value)
     if noise and math.isfinite(noise):
@@ -43,7 +41,7 @@ def digits_of(noise: float | None) -> int:
 
 
 def truncated_percent(fraction: float | None, digits: int = 2) -> float | None:
-    """Convert a fraction to a percentage, rounded down to `digits` decimals."""
+    """Convert a fraction to a percentage, truncated to `digits` decimals."""
     if fraction is None or not math.isfinite(fraction * 1e4):
         return None
     return math.floor(round(fraction * 100 * 10**digits, 6)) / 10**digits

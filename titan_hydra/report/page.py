@@ -29,12 +29,12 @@ from .table import Report
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# groups that are not part of the experiment
+# groups whose keys the table of differing keys leaves out, as they do not belong to the experiment
 QUIET = ("name", "notes", "paths", "sweep", "launch", "metrics", "cluster")
 
 
 def page(report: Report, live: float = 0) -> str:
-    """Build the whole page. With `live` it fetches new data every `live` seconds."""
+    """Return the page as HTML. With `live` it fetches new data every `live` seconds."""
     from markupsafe import Markup
 
     light, dark = (Markup(" ".join(f"--{key}: {value};" for key, value in shades.items())) for shades in (LIGHT, DARK))
@@ -57,14 +57,14 @@ def page(report: Report, live: float = 0) -> str:
 
 @cache
 def packed_plotly() -> str:
-    """Return plotly's script as base64 of gzip, a third of its size; the page's own script unpacks it."""
+    """Return plotly's script, gzipped and in base64: a third of its size. The page's own script unpacks it."""
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def news(report: Report) -> dict[str, Any]:
-    """Build the data that a live page fetches: its tables as HTML, and the data of its plots."""
+    """Return what a live page fetches: its tables as HTML, and the data of its charts."""
     parts: Any = template("report_parts.html").module
     over = sum(row.cell.state.kind != "new" and not row.cell.state.active for row in report.rows)
     state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.rows)} cells are over"
@@ -81,7 +81,7 @@ def template(name: str) -> Template:
 
 
 def _table(report: Report) -> dict[str, Any]:
-    """Build the table and its notes for the template."""
+    """Return the table and its notes as the template takes them."""
     rows = []
     for row, texts in zip(report.rows, report.texts, strict=True):
         cells = []
@@ -100,7 +100,7 @@ def _table(report: Report) -> dict[str, Any]:
 
 
 def data(report: Report) -> dict[str, Any]:
-    """Build the data of the plots: the runs with their colours and axes, and the charts."""
+    """Return the data of the charts: the runs, with their colours and coordinates, and the charts themselves."""
     report = report.drawn
     drawn: list[dict[str, Any]] = [{"kind": "bars", **asdict(chart)} for chart in charts.bar_charts(report)]
     drawn += [{"kind": "histogram" if chart.name == "step_seconds" else "lines", **asdict(chart)} for chart in charts.drawn(report)]
@@ -114,12 +114,14 @@ def data(report: Report) -> dict[str, Any]:
 
 
 def digits(value: float | None) -> float | None:
-    """Round to the digits that a diagram can show: a page of a large sweep consists of little else."""
-    return value if not isinstance(value, float) else int(value) if value.is_integer() else float(f"{value:.6g}")
+    """Round to six digits, as charts can show no more and the page of a large sweep consists of such numbers."""
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else float(f"{value:.6g}")
 
 
 def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
-    """Describe one pipeline's timeline for the plots: its boxes, and the kinds of box that occur, with their names."""
+    """Return the data of a pipeline's timeline: its boxes, and the names of the kinds of box that occur."""
     kinds = {box.kind for box in one.boxes}
     return {
         "kind": "timeline",
@@ -133,26 +135,26 @@ def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
 
 
 def _run(look: charts.Look, row: ReportRow, report: Report) -> dict[str, Any]:
-    """Describe one row of the table for the plots: label, line style, coordinates on each axis."""
+    """Return the data of a row of the table: label, look of its lines, coordinates of its steps on each axis."""
     axes = {axis: [digits(place) for place in charts.thin(list(row.cell.places(axis).values()), report)] for axis in charts.AXES}
     return {"label": row.label, **asdict(look), "reference": row.baseline, "partial": row.cell.partial, "flagged": row.flagged, **axes}
 
 
 def more(report: Report) -> dict[str, Any]:
-    """Build the parts below the plots: differing keys, environment, commands."""
+    """Return the parts of the page below the charts: differing keys, environment, commands."""
     return {"differing": _differing(report), **environment(report), "commands": "\n".join(commands(report))}
 
 
 def _differing(report: Report) -> dict[str, list[Any]]:
-    """Build a table of every key of the configuration in which the cells differ."""
+    """Return a table of the keys in which the cells' configurations differ, but for QUIET."""
     rows = [row for row in report.rows if row.cell.config]
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row.cell.config) if key.partition(".")[0] not in QUIET]
-    keys = [key for key in keys if len({_value(row.cell.config.get(key)) for row in rows}) > 1]
+    every = {key: None for row in rows for key in row.cell.config}  # each key once, in the order of config.json
+    keys = [key for key in every if key.partition(".")[0] not in QUIET and len({_value(row.cell.config.get(key)) for row in rows}) > 1]
     return {"head": ["", *keys], "rows": [[row.label, *(_value(row.cell.config.get(key)) for key in keys)] for row in rows if keys]}
 
 
 def environment(report: Report) -> dict[str, Any]:
-    """Collect the software and hardware of the cells: what all share, and a table of what differs."""
+    """Return the software and hardware of the cells: what is alike in all that have it, and a table of the rest."""
     facts: dict[str, list[str]] = {}
     for row in report.rows:
         env, load = row.cell.env, {"cores": 0, "start": 0, "end": 0} | row.cell.load
@@ -171,33 +173,33 @@ def environment(report: Report) -> dict[str, Any]:
         for name, value in known.items():
             facts.setdefault(name, []).append(value or NONE)
     facts = {name: values for name, values in facts.items() if set(values) != {NONE}}
-    alike = {name: next(value for value in values if value != NONE) for name, values in facts.items() if len(set(values) - {NONE}) == 1}
+    alike = {name: max(set(values) - {NONE}) for name, values in facts.items() if len(set(values) - {NONE}) == 1}
     others = [name for name in facts if name not in alike]
     apart = [[row.label, *(facts[name][place] for name in others)] for place, row in enumerate(report.rows)] if others else []
     return {"alike": list(alike.items()), "apart": {"head": ["", *others], "rows": apart}}
 
 
 def commands(report: Report) -> Iterable[str]:
-    """Yield the command line of the sweep, and one for each cell alone."""
+    """Yield the lines that reproduce the report: the checkout, the sweep, and each cell alone."""
     sweep = report.selection.sweep
     commits = {row.cell.commit for row in report.rows} - {None}
     if len(commits) == 1 and not (commit := commits.pop()).endswith("+"):
         yield f"git checkout {commit}"
     if sweep:
-        yield f"python launch.py {quoted(sweep['command'])}"
+        yield report.command
         yield f"titan report {quoted([report.name])} --html"
         yield ""
     typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
         for one in row.cell.single:
-            implied = any(key_of(word) == "sweeps" for word in one.overrides)  # the sweep's file sets the rest
+            implied = any(key_of(word) == "sweeps" for word in one.overrides)  # then the sweep's file sets what was not typed
             words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"
             yield f"python launch.py {quoted(words)}".rstrip()
 
 
 def created(report: Report) -> str:
-    """Return the date of the sweep; "" if it is unknown."""
+    """Return the date at which the sweep was started; "" if it is unknown."""
     moment = report.selection.sweep.get("created")
     return datetime.date.fromtimestamp(moment).isoformat() if moment else ""
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 7.2  # inches
-FOOTER = 140  # characters of a line of it
-# diagrams of lines that become files; the page has more
+FOOTER = 140  # characters of a line of the footer
+# line charts that become files; the page has all of them
 FILES = ("loss", "difference", "validation", "compute", "parameters", "scaling")
 
 
 def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
-    """Draw every diagram that has data, lines over an axis of `Cell.places`, losses on a log scale if `log`. Yields the
-    files.
+    """Draw every chart that has data into files, which it yields. Lines are over the `axis` (AXES), losses logarithmic if
+    `log`.
     """
     import matplotlib
 
@@ -47,7 +47,7 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
 
 
 def figure(height: float) -> tuple[Figure, Axes]:
-    """Create a figure and its axes without pyplot, which would keep the figure and look for a display."""
+    """Create a figure and its axes; without pyplot, which would keep the figure and search a display."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -55,29 +55,27 @@ def figure(height: float) -> tuple[Figure, Axes]:
 
 
 def below(drawn: Figure, origin: str) -> None:
-    """Add the legend and the origin line below the axes. The legend follows the table's order, since lines may
-    overlap.
-    """
+    """Add below the axes the legend, in the order of the table's rows, and the report's origin."""
     handles, names = drawn.axes[0].get_legend_handles_labels()
     columns = 2 if max(map(len, names), default=0) < 56 else 1
     rows, inch = -(-len(names) // columns), 1 / drawn.get_figheight()
-    said = textwrap.wrap(origin, FOOTER)
-    foot = 0.09 + 0.11 * len(said)
+    footer = textwrap.wrap(origin, FOOTER)
+    foot = 0.09 + 0.11 * len(footer)
     room = (foot + 0.04 + 0.185 * rows) * inch
     engine: Any = drawn.get_layout_engine()
     engine.set(rect=(0, room, 1, 1 - room))
     if names:
         drawn.legend(handles, names, loc="lower left", bbox_to_anchor=(0, foot * inch), ncols=columns)
-    for line, text in enumerate(reversed(said)):
+    for line, text in enumerate(reversed(footer)):
         drawn.text(0.01, (0.06 + 0.11 * line) * inch, text, fontsize=6.5, color=LIGHT["soft"])
 
 
 def draw_bars(report: Report, chart: Bars) -> Figure:
-    """Draw one horizontal bar a cell; beside it, in columns, its value and remark. A dashed line marks the baseline's
-    value.
+    """Draw a horizontal bar for each row and, to the right, columns of values and remarks. A dashed line is at the
+    baseline's value.
     """
     drawn, axes = figure(1.7 + 0.36 * len(chart.bars))
-    width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # points of the column of values
+    width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # width in points of the column of values
     for place, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
         flagged, known = row.flagged, _known(bar)
         if known:
@@ -106,9 +104,7 @@ def _known(bar: Bar) -> bool:
 
 
 def _annotate(axes: Axes, place: int, width: float, bar: Bar, row: ReportRow) -> None:
-    """Write a bar's value to the right of the axes, in a column `width` points wide, and its remark to the right of
-    that column.
-    """
+    """Write a bar's value to the right of the axes, in a column of `width` points, and its remark beside that column."""
     beside: dict[str, Any] = {
         "xycoords": ("axes fraction", "data"),
         "textcoords": "offset points",
@@ -119,11 +115,11 @@ def _annotate(axes: Axes, place: int, width: float, bar: Bar, row: ReportRow) ->
     weight = "bold" if _known(bar) else "normal"
     axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight=weight, color=colour, **beside)
     remark = LIGHT["red" if row.flagged else "soft"]
-    axes.annotate(bar.said, (1, place), (width + 10, 0), fontsize=8.5, color=remark, **beside)
+    axes.annotate(bar.remark, (1, place), (width + 10, 0), fontsize=8.5, color=remark, **beside)
 
 
 def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
-    """Draw one line a cell, the baseline's broad and pale below the others."""
+    """Draw a line chart; the baseline's lines broad and pale."""
     drawn, axes = figure(3.4 + 0.1 * (len(chart.lines) + len(chart.bands)))
     styles = charts.looks(report)
     for name, steps, limit in chart.bands:
@@ -166,7 +162,9 @@ STYLES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1, 1.5)), "dashdot": (0
 
 
 def scale(axes: Axes, chart: Lines, log: bool) -> None:
-    """Set logarithmic axes where they help: base two over devices, so that ideal scaling is a straight line."""
+    """Choose the scales of the axes: base two over devices, where ideal scaling is a straight line; logarithmic where
+    sizes span a factor of ten, or if `log`.
+    """
     if chart.over == "devices":
         counts = sorted({count for one in chart.lines for count in one.x})
         axes.set_xscale("log", base=2)

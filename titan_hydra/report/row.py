@@ -13,7 +13,7 @@ from .cells import FEW, Mean, ReportCell, error_of, mean
 from .digits import MINUS, digits_of, percent, rate, truncated_percent, with_error
 
 NONE = "\N{EN DASH}"
-FEW_STEPS, NOISE = "few steps", "noise"  # why a difference is not reliable
+FEW_STEPS, NOISE = "few steps", "noise"  # reasons why a difference is not reliable
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class ReportRow:
     cell: ReportCell
     label: str
     baseline: bool = False
-    difference: float | None = None  # of tokens/s to the baseline's, as a fraction
-    noise: float | None = None  # a smaller difference is not significant
-    doubt: str = ""  # why the difference is not reliable; "" if it is
-    change: tuple[float, float | None] | None = None  # of a mean's loss to the baseline's, and its standard error
+    difference: float | None = None  # of tokens/s from the baseline's, as a fraction of that
+    noise: float | None = None  # difference below which nothing is known, as a fraction
+    doubt: str = ""  # FEW_STEPS or NOISE; "" if the difference is reliable
+    change: tuple[float, float | None] | None = None  # difference of a mean's loss from the baseline's, its standard error
     band: Band | None = None
     prediction: Prediction | None = None
 
@@ -40,7 +40,7 @@ class ReportRow:
 
     @property
     def to_prediction(self) -> float | None:
-        """The difference of tokens/s to the predicted rate, as a fraction of it."""
+        """The difference of tokens/s from the predicted rate, as a fraction of that."""
         return self.cell.rate / self.predicted_rate - 1 if self.cell.rate and self.predicted_rate else None
 
     @property
@@ -52,14 +52,14 @@ class ReportRow:
         return self.cell.word if text is None else f"{text}*" if self.cell.partial else text
 
     @property
-    def told(self) -> str | None:
-        """The difference in tokens/s, with as many digits as the noise justifies and the reason for doubt, if any."""
+    def speed(self) -> str | None:
+        """The difference in tokens/s, with as many digits as the noise justifies, and the doubt if there is one."""
         text = percent(self.difference, digits_of(self.noise))
         return f"{text} ({self.doubt})" if text and self.doubt else text
 
     @property
     def flagged(self) -> bool:
-        """Whether its loss left the baseline's band."""
+        """Whether the cell's loss left the baseline's band."""
         return self.band is not None and not self.band.inside
 
     @property
@@ -69,14 +69,14 @@ class ReportRow:
         return str(self.band) if self.band else None
 
     def loss(self, name: str) -> str | None:
-        """Format a loss of the cell; a mean's with its standard error."""
+        """Format an attribute of the cell that is a loss; that of a mean with its standard error."""
         value = getattr(self.cell, name)
         if isinstance(self.cell, Mean):
             return with_error(value, error_of(self.cell.of(name)), 4)
         return _number(value, ".4f")
 
 
-# Title, machine name (for csv), text of a row, raw value of a row. What is None in every row is left out.
+# Title, name in CSV, a row's text, a row's value. A column whose text is None in every row is left out.
 Column = tuple[str, str, Callable[[ReportRow], str | None], Callable[[ReportRow], Any]]
 COLUMNS: tuple[Column, ...] = (
     ("technique", "technique", lambda row: row.label, lambda row: row.label),
@@ -84,7 +84,7 @@ COLUMNS: tuple[Column, ...] = (
     ("tokens/s per device", "tokens_per_second", lambda row: row.rate, lambda row: row.cell.rate),
     ("IQR", "tokens_per_second_iqr", lambda row: rate(row.cell.iqr, row.cell.iqr), lambda row: row.cell.iqr),
     ("steps", "measured_steps", lambda row: _number(row.cell.measured), lambda row: row.cell.measured),
-    ("difference", "difference_percent", lambda row: row.told, lambda row: truncated_percent(row.difference)),
+    ("difference", "difference_percent", lambda row: row.speed, lambda row: truncated_percent(row.difference)),
     ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
     ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
     ("lowest held out", "lowest_held_out_loss", lambda row: _lowest(row), lambda row: row.cell.lowest and row.cell.lowest[0]),
@@ -100,26 +100,18 @@ COLUMNS: tuple[Column, ...] = (
     ("torch", "torch", lambda row: row.cell.version("torch"), lambda row: row.cell.version("torch")),
     ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
 )
-PREDICTED: tuple[Column, ...] = (  # with --predicted
+PREDICTED: tuple[Column, ...] = (  # further columns of --predicted
     ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(row.predicted_rate, ",.0f"), lambda row: row.predicted_rate),
-    (
-        "to the prediction",
-        "to_prediction_percent",
-        lambda row: percent(row.to_prediction),
-        lambda row: truncated_percent(row.to_prediction),
-    ),
-    (
-        "predicted GiB",
-        "predicted_memory_gib",
-        lambda row: _number(row.predicted_gib, ".1f"),
-        lambda row: row.predicted_gib,
-    ),
+    ("to prediction", "to_prediction_percent", lambda row: percent(row.to_prediction), lambda row: truncated_percent(row.to_prediction)),
+    ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.predicted_gib, ".1f"), lambda row: row.predicted_gib),
 )
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left
 
 
 def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
-    """Build a cell's row: its difference in tokens/s and its loss band, if it can be compared with the baseline."""
+    """Build a cell's row. Its rate and its losses are compared with the baseline's if they were obtained alike; `drift` is
+    the relative change of the baseline's rate when it ran again.
+    """
     if cell is baseline:
         return ReportRow(cell, label, baseline=True)
     work = [key for key in compare.WORK if not compare.is_allowed(key, allowed)]
@@ -128,17 +120,18 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
         difference = cell.rate / baseline.rate - 1
         sizes = [abs(one.noise / baseline.rate) for one in (cell, baseline) if one.noise is not None]
         noise = max(*sizes, drift) if len(sizes) == 2 else None
-    few = any(one.measured is not None and one.measured < FEW for one in (cell, baseline))
-    doubt = "" if difference is None else FEW_STEPS if few else NOISE if noise is not None and abs(difference) < noise else ""
+    doubt = ""
+    if difference is not None and any(one.measured is not None and one.measured < FEW for one in (cell, baseline)):
+        doubt = FEW_STEPS
+    elif difference is not None and noise is not None and abs(difference) < noise:
+        doubt = NOISE
     comparable = not cell.lost and cell.members.keys() == baseline.members.keys() and compare.same(cell, baseline, compare.LEARNING)
-    return ReportRow(
-        cell, label, False, difference, noise, doubt, loss_change(cell, baseline), band(baseline, cell) if comparable else None
-    )
+    own_band = band(baseline, cell) if comparable else None
+    return ReportRow(cell, label, False, difference, noise, doubt, loss_change(cell, baseline), own_band)
 
 
 def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | None] | None:
-    """Return by how much a mean's loss differs from the baseline mean's, and the standard error of that difference;
-    None if either is not a `Mean`.
+    """Return the difference of two means' losses and its standard error; None if either cell is not a `Mean`.
 
     The loss is the held-out one if all members have it, over the same samples. If both are means over the same values
     (the same seeds), the differences are paired.
@@ -159,7 +152,7 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
 
 
 def _lowest(row: ReportRow) -> str | None:
-    """Format the lowest held-out loss, if it is not the last, with its step and whether its checkpoint was kept."""
+    """Format the lowest held-out loss with its step, and whether its checkpoint was kept; None if it is the last one."""
     if row.cell.lowest is None or row.cell.lowest[1] == max(row.cell.validation):
         return None
     kept = ", kept" if row.cell.result.get("best_checkpoint") else ""

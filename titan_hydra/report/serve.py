@@ -13,14 +13,14 @@ from .page import news, page
 from .table import Report
 
 LOOPBACK = "127.0.0.1"
-EVERY = 3  # seconds between two requests of a page
+EVERY = 3  # seconds between two requests of an open page
 
 
 def serve(make: Callable[[], Report], port: int) -> None:
-    """Serve the page until Ctrl-C; `make` reads the runs for each request. The address holds a secret that no other
-    user knows.
+    """Serve the page until Ctrl-C, and read the runs for each request with `make`. The path is secret, as other users of
+    the machine can connect.
     """
-    make()  # report errors in the request before serving anything
+    make()  # raises what is wrong with the arguments before anything is served
     word = secrets.token_urlsafe(9)
     pages = {
         f"/{word}/": ("text/html", lambda: page(make(), live=EVERY)),
@@ -40,23 +40,21 @@ def serve(make: Callable[[], Report], port: int) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handles one request. Only this machine's own host names are accepted, so that no other site's page can send
-    one.
-    """
+    """Handles a request that names this machine as its host: a page of another site cannot send one."""
 
     def __init__(self, pages: dict[str, tuple[str, Callable[[], str]]], *given: Any) -> None:
-        """Answer a request; `pages` gives by path the media type and a function that makes the page."""
+        """Handle the request; `pages` maps a path to its media type and to a function that makes the page."""
         self.pages = pages
         super().__init__(*given)
 
     def do_GET(self) -> None:
-        """Send the page, or say why not."""
+        """Send the page, or the reason why there is none."""
         host, (kind, content) = self.headers.get("Host", "").rpartition(":")[0], self.pages.get(self.path, ("", None))
         if content is None or host not in (LOOPBACK, "localhost"):
             return self.answer(404, "text/plain", "no such page\n")
         try:
             return self.answer(200, kind, content())
-        except RunError as error:  # a cell that may not be compared with the others has been added
+        except RunError as error:  # such as a new cell that may not be compared with the others
             return self.answer(503, "text/plain", f"{error}\n")
 
     def answer(self, status: int, kind: str, text: str) -> None:
@@ -75,4 +73,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Print nothing."""
+        """Do nothing; the base class prints a line for each request."""

@@ -4,7 +4,7 @@ backgrounds.
 
 from typing import Any
 
-LIGHT = {  # after Okabe and Ito, a little darker where they carry text
+LIGHT = {  # the colours of Okabe and Ito, those of text a little darker
     "ink": "#1f2328",
     "soft": "#6b7178",
     "rule": "#d5d9dd",
@@ -44,7 +44,7 @@ DARK = {
     "paleorange": "#7d5312",
     "palegreen": "#1d614c",
 }
-LINES = ("blue", "orange", "green", "purple", "brown", "sky", "violet")  # red is for what is wrong
+LINES = ("blue", "orange", "green", "purple", "brown", "sky", "violet")  # no red, which marks what is wrong
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
@@ -54,7 +54,7 @@ def line_style(number: int) -> tuple[str, str]:
 
 
 def settings(name: str) -> dict[Any, Any]:
-    """Return matplotlib's settings. Text stays text in an SVG, and the same figure gives the same bytes."""
+    """Return matplotlib's settings for the figure `name`: an SVG has text as text, and the same bytes each time."""
     ink, soft, rule = LIGHT["ink"], LIGHT["soft"], LIGHT["rule"]
     return {
         "font.family": "sans-serif",

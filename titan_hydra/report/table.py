@@ -16,9 +16,9 @@ from .compare import Difference
 from .digits import percent
 from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, Column, ReportRow, against
 
-DRAWN = 100  # rows that the diagrams show at most: a reader cannot tell more apart, and a browser cannot draw them
-SLOW = 0.2  # share by which a run may be slower than predicted
-# no column if all cells have the same
+DRAWN = 100  # most rows in a chart: a reader cannot tell more apart, and a browser cannot draw them
+SLOW = 0.2  # share by which a run may be slower than predicted without a note
+# columns that become part of the caption if all cells have the same value
 ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")
 
 
@@ -32,11 +32,12 @@ class Report:
     found: list[Difference]
     allowed: set[str]
     selection: Selection
-    over: str | None = None  # the key over whose values the rows are means
+    over: str | None = None  # the key of --over: rows are means over its values
 
     @property
     def baseline(self) -> ReportRow:
-        return next(row for row in self.rows if row.baseline)
+        (row,) = [row for row in self.rows if row.baseline]
+        return row
 
     @property
     def reference(self) -> ReportRow | None:
@@ -45,54 +46,59 @@ class Report:
 
     @property
     def drawn(self) -> "Report":
-        """The part of the report that diagrams show: the first rows, and the baseline."""
+        """The part of the report that charts show: the first rows and the baseline, DRAWN at most."""
         first = self.rows[:DRAWN]
         return replace(self, rows=first if any(row.baseline for row in first) else [self.baseline, *first[:-1]])
 
     @property
     def left_out(self) -> str:
-        """What diagrams do not show, in a sentence; "" if they show all rows."""
+        """A sentence about the rows that charts do not show; "" if they show all."""
         if len(self.rows) <= DRAWN:
             return ""
         return f"the diagrams show {DRAWN} of {len(self.rows)} rows: --over KEY averages those that differ in one key, as seed"
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The columns that have a value in some row, without those that are the same in all rows."""
+        """The columns of the table: those with a value in some row, but for those in `shared`."""
         return [column for column in self.every if any(column[2](row) is not None for row in self.rows) and column[0] not in self.shared]
 
     @property
     def every(self) -> tuple[Column, ...]:
-        """All columns, empty ones too."""
+        """All columns, those without a value too."""
         return (*COLUMNS, *PREDICTED) if any(row.prediction for row in self.rows) else COLUMNS
 
     @cached_property
     def shared(self) -> dict[str, str]:
-        """Values that all cells with a value share, by the title of their column."""
+        """Columns of ALIKE that have the same value in all rows with one: title and value."""
         found = {title: {text(row) for row in self.rows} - {None} for title, _, text, _ in COLUMNS if title in ALIKE}
         return {title: values.pop() for title, values in found.items() if len(values) == 1}
 
     @property
     def caption(self) -> str:
-        """The values that all cells share, in one line."""
+        """The values that all cells share: model, ranks, device, torch, commit."""
         models = {row.cell.config.get("model.name") for row in self.rows} - {None}
         parts = [*models] if len(models) == 1 else []
-        for title, said in (("GPUs", "{} ranks"), ("device", "{}"), ("torch", "torch {}"), ("commit", "commit {}")):
+        for title, form in (("GPUs", "{} ranks"), ("device", "{}"), ("torch", "torch {}"), ("commit", "commit {}")):
             if title in self.shared:
-                parts.append("1 rank" if (title, self.shared[title]) == ("GPUs", "1") else said.format(self.shared[title]))
+                parts.append("1 rank" if (title, self.shared[title]) == ("GPUs", "1") else form.format(self.shared[title]))
         return ", ".join(parts)
 
     @property
-    def origin(self) -> str:
-        """Where the report is from, in one line, for a figure shown elsewhere."""
+    def command(self) -> str:
+        """The command line that started the sweep, or that reports on runs of no sweep."""
         sweep = self.selection.sweep
-        word = "titan" if sweep and sweep["command"][:1] == ["tune"] else "python launch.py"
-        command = f"{word} {quoted(sweep['command'])}" if sweep else f"titan report {quoted([self.name])}"
-        return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, command)))
+        if not sweep:
+            return f"titan report {quoted([self.name])}"
+        return f"{'titan' if sweep['command'][:1] == ['plan'] else 'python launch.py'} {quoted(sweep['command'])}"
+
+    @property
+    def origin(self) -> str:
+        """A line that names the report's source in a figure which is shown elsewhere."""
+        return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, self.command)))
 
     @cached_property
     def texts(self) -> list[list[str]]:
-        """The table's cells as displayed."""
+        """The texts of the table, row by row."""
         return [[text(row) or NONE for _, _, text, _ in self.columns] for row in self.rows]
 
     @cached_property
@@ -144,7 +150,7 @@ class Report:
 
     def _bands(self) -> list[str]:
         return [
-            f"{row.label}: the loss left the baseline's band at {row.band.told}; whatever its speed, it does not learn the same"
+            f"{row.label}: the loss left the baseline's band at {row.band.departure}; whatever its speed, it does not learn the same"
             for row in self.rows
             if row.flagged
         ]
@@ -166,27 +172,27 @@ class Report:
     def _mixed(self) -> list[str]:
         notes = []
         for difference in self.found:
-            leave = " (on purpose)" if difference.purpose else "" if difference.key in compare.HELD_OUT else " (allowed)"
-            lost = [
-                name
-                for name, without in (
-                    ("no difference in tokens/s", difference.work and not compare.is_allowed(difference.key, self.allowed)),
-                    ("losses are not compared", difference.learning),
-                    ("held-out losses are not compared", difference.key in compare.HELD_OUT),
-                )
-                if without
-            ]
-            values = "; ".join(f"{value} ({', '.join(of)})" for value, of in difference.values.items())
+            lost, held_out = [], difference.key in compare.HELD_OUT
+            if difference.work and not compare.is_allowed(difference.key, self.allowed):
+                lost.append("no difference in tokens/s")
+            if difference.learning:
+                lost.append("losses are not compared")
+            if held_out:
+                lost.append("held-out losses are not compared")
+            why = "" if held_out else " (allowed)"
+            if difference.purpose:
+                why = " (on purpose)"
+            values = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in difference.values.items())
             if lost or not difference.purpose:
-                notes.append(f"{difference.key} differs{leave}: {values}" + (f": {', '.join(lost)}" if lost else ""))
+                notes.append(": ".join(filter(None, (f"{difference.key} differs{why}", values, ", ".join(lost)))))
         return notes
 
 
 def build(
     selection: Selection, cells: list[ReportCell], baseline: str | None = None, allowed: Set[str] = frozenset(), over: str | None = None
 ) -> Report:
-    """Compare the cells of a selection. Raises ConfigError if there are none, or if they differ in what must be
-    equal.
+    """Compare the cells of a selection. Raises ConfigError if there are none, or if they differ in a key that must be
+    equal and is not `allowed`.
     """
     repeats = [cell for cell in cells if cell.repeat]
     cells = [cell for cell in cells if not cell.repeat]
@@ -213,9 +219,7 @@ def build(
 
 
 def choose_baseline(cells: list[ReportCell], shown: list[str], name: str | None) -> ReportCell:
-    """Return the baseline: the cell with that name, label or hash, or the mean that contains it; without a name, the
-    first cell.
-    """
+    """Return the cell with that name, label or hash, or the mean that contains it; without a name the first cell."""
     if name is None:
         return cells[0]
     for cell, label in zip(cells, shown, strict=True):

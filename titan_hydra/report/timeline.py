@@ -26,11 +26,11 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backwar
 
 @dataclass(frozen=True)
 class Timeline:
-    """One simulated schedule: for each rank a list of (start, action) in order."""
+    """A simulated schedule."""
 
     title: str
     stages: int
-    ranks: list[list[tuple[float, Action]]]
+    ranks: list[list[tuple[float, Action]]]  # (start, action) in order, for each rank
 
     @property
     def end(self) -> float:
@@ -38,7 +38,7 @@ class Timeline:
 
     @property
     def boxes(self) -> list[Box]:
-        """All actions with the colours of their kinds, paler for a rank's later stages."""
+        """All actions, in the colours of their kinds; those of a rank's later stages paler."""
         found = []
         for rank, played in enumerate(self.ranks):
             chunks = sorted({stage for _, (stage, _, _) in played})
@@ -47,18 +47,19 @@ class Timeline:
 
     @property
     def note(self) -> str:
-        return f"idle {self.idle:.0%}" + (", a rank's later stages paler" if self.stages > len(self.ranks) else "")
+        paler = ", a rank's later stages paler" if self.stages > len(self.ranks) else ""
+        return f"idle {self.idle:.0%}{paler}"
 
     @property
     def idle(self) -> float:
-        """The bubble: the share of all ranks' time in which they wait."""
+        """The pipeline bubble: the share of all ranks' time in which they wait."""
         busy = sum(TIME[kind] for played in self.ranks for _, (_, kind, _) in played)
         return 1 - busy / (self.end * len(self.ranks))
 
 
 @dataclass(frozen=True)
 class Box:
-    """One action of one rank."""
+    """The drawn box of one action."""
 
     rank: int
     start: float
@@ -72,7 +73,7 @@ class Box:
 
 
 def pipelines(report: Report) -> list[Timeline]:
-    """Simulate the schedules of the cells with pipeline parallelism, each once, named after all cells that run it."""
+    """Simulate the schedule of each cell with a pipeline; cells with the same schedule share one timeline."""
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for row in report.rows:
         if (row.cell.config.get("parallelism.pp") or 1) > 1:
@@ -90,11 +91,9 @@ def pipelines(report: Report) -> list[Timeline]:
 
 
 def draw_timeline(pipeline: Timeline, drawn: Figure, axes: Axes) -> Figure:
-    """Draw one row for each rank and one box for each action, with its microbatch; a rank's later stages are paler,
-    idle time is empty.
-    """
+    """Draw a row for each rank, with a box for each action that holds its microbatch; idle time is empty."""
     count = len(pipeline.ranks)
-    width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # points of one unit of time
+    width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # points for a unit of time
     axes.barh(range(count), pipeline.end, height=0.8, color=LIGHT["wash"], zorder=0)
     for box in pipeline.boxes:
         axes.barh(box.rank, box.length, left=box.start, height=0.8, color=LIGHT[box.colour], edgecolor=LIGHT["paper"], linewidth=0.5)
@@ -108,7 +107,7 @@ def draw_timeline(pipeline: Timeline, drawn: Figure, axes: Axes) -> Figure:
                 fontsize=7,
                 color=LIGHT["ink" if box.colour.startswith("pale") else "paper"],
             )
-    for kind in dict.fromkeys(box.kind for box in pipeline.boxes):
+    for kind in sorted({box.kind for box in pipeline.boxes}, key=list(NAMES).index):
         axes.barh(0, 0, color=LIGHT[COLOURS[kind][0]], label=NAMES[kind])
     axes.text(1, 1.03, pipeline.note, transform=axes.transAxes, ha="right", color=LIGHT["soft"], fontsize=8.5)
     axes.set_yticks(range(count), [f"rank {rank}" for rank in range(count)], color=LIGHT["ink"])

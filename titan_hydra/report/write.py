@@ -30,7 +30,7 @@ LATEX = {
 
 
 def terminal(report: Report) -> None:
-    """Print the table; flagged rows in red, the baseline's in bold."""
+    """Print the table; rows that failed, or left the band, in red, the baseline's in bold."""
     titles = [title for title, *_ in report.columns]
     colours = []
     for row in report.rows:
@@ -42,7 +42,7 @@ def terminal(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """Return the table as a Markdown pipe table, its caption above, its notes as a list below."""
+    """Return the table in Markdown, its caption above, its notes as a list below."""
     titles = [title for title, *_ in report.columns]
     lines = [f"**{_md(report.name)}**" + (f" ({_md(report.caption)})" if report.caption else ""), ""]
     lines += [_pipes(titles), _pipes(["---" if title in WORDS else "---:" for title in titles], pad=False)]
@@ -53,48 +53,35 @@ def markdown(report: Report) -> str:
 
 
 def comma_separated(report: Report) -> str:
-    """Return all columns as CSV with full digits, empty and constant ones included, and beside them the run's state and
-    directory.
-    """
+    """Return all columns as CSV with full digits, those that are empty or alike too, and further facts of each run."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    further = (
-        "baseline",
-        "state",
-        "partial",
-        "reason",
-        "directory",
-        "doubt",
-        "noise_percent",
-        "load",
-        "cores",
-        "lowest_held_out_step",
-        "best_checkpoint",
-    )
-    writer.writerow([machine for _, machine, *_ in report.every] + [*further])
+    rows = []
     for row in report.rows:
         state, load = row.cell.state, row.cell.load
-        values = [value(row) for *_, value in report.every]
-        reason = state.failure.line if state.failure else state.damage
-        values += [
-            row.baseline,
-            row.cell.word,
-            row.cell.partial,
-            reason,
-            row.cell.directory.name,
-            row.doubt,
-            truncated_percent(row.noise),
-            max(load.get("start", 0), load.get("end", 0)) if load else None,
-            load.get("cores"),
-            row.cell.lowest and row.cell.lowest[1],
-            row.cell.result.get("best_checkpoint"),
-        ]
-        writer.writerow(["" if value is None else value for value in values])
+        rows.append(
+            {name: value(row) for _, name, _, value in report.every}
+            | {
+                "baseline": row.baseline,
+                "state": row.cell.word,
+                "partial": row.cell.partial,
+                "reason": state.failure.line if state.failure else state.damage,
+                "directory": row.cell.directory.name,
+                "doubt": row.doubt,
+                "noise_percent": truncated_percent(row.noise),
+                "load": max(load.get("start", 0), load.get("end", 0)) if load else None,
+                "cores": load.get("cores"),
+                "lowest_held_out_step": row.cell.lowest and row.cell.lowest[1],
+                "best_checkpoint": row.cell.result.get("best_checkpoint"),
+            }
+        )
+    writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return out.getvalue()
 
 
 def latex(report: Report) -> str:
-    """A table with booktabs, ready to be \\input."""
+    """Return the table in LaTeX with booktabs, for \\input."""
     titles = [title for title, *_ in report.columns]
     align = "".join("l" if title in WORDS else "r" for title in titles)
     caption = _tex(report.name) + (f" ({_tex(report.caption)})" if report.caption else "")

@@ -24,7 +24,7 @@ from titan_hydra.config.fault import Fault
 from . import layout
 
 WRITING, DAMAGED, DELETING = ".writing", ".damaged", ".deleting"  # suffixes of folders that are no complete step
-CHUNK = 2**24
+CHUNK = 2**24  # bytes of a file that are read at a time
 
 
 def complete(folder: Path) -> list[Path]:
@@ -33,23 +33,21 @@ def complete(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest complete step, or None."""
     return (complete(folder) or [None])[-1]
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return the folder of a step."""
     return folder / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """Return the number in `step-N`."""
+    """Return the number N of a folder `step-N` or `step-N.SUFFIX`."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple[int, int]], held_out: float | None = None) -> None:
-    """Write the manifest of a step. `sums` has size and CRC-32 of every file by name; `held_out` is its held-out loss,
-    if measured.
+    """Write the manifest of a step. `sums` gives (size, CRC-32) of every file by name; `held_out` is the held-out loss of
+    its weights, if it was measured.
     """
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
     text = json.dumps(
@@ -62,7 +60,7 @@ def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Read the manifest of a step; None if there is no readable one."""
+    """Read the manifest of a step; None if it is missing, damaged or closed."""
     with contextlib.suppress(OSError):
         manifest = layout.MANIFEST.read(path)
         return manifest if manifest.get("files") else None
@@ -77,21 +75,22 @@ def held_out_loss(path: Path) -> float:
 
 def best(folder: Path) -> Path | None:
     """Return the complete step with the lowest held-out loss, the first of equals; None if none has one."""
-    return min(((loss, path) for path in complete(folder) if (loss := held_out_loss(path)) < inf), default=(inf, None))[1]
+    losses = [(held_out_loss(path), path) for path in complete(folder)]
+    return min([(loss, path) for loss, path in losses if loss < inf], default=(inf, None))[1]
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return what is wrong with this rank's share of a step's files, a line each. Reads every byte; together the ranks
-    read all.
+    """Return what is wrong with a step's files, a line each. Every byte is read; with several ranks, each reads a share
+    of the files.
     """
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{layout.MANIFEST.name} is missing or cannot be read"] if rank == 0 else []
-    # a wrong mv, or a restore from elsewhere
+    # The folder was renamed, or restored under another name.
     if re.fullmatch(r"step-\d+", path.name) and manifest.get("step") != step_of(path):
         return [f"{layout.MANIFEST.name} is that of step {manifest.get('step')}"] if rank == 0 else []
     names = sorted(manifest["files"], key=lambda name: (manifest["files"][name]["bytes"], name))
-    return [wrong for name in names[rank::ranks] if (wrong := _wrong(path / name, manifest["files"][name]))]
+    return list(filter(None, (_wrong(path / name, manifest["files"][name]) for name in names[rank::ranks])))
 
 
 def _wrong(file: Path, expected: dict[str, Any]) -> str | None:
@@ -109,7 +108,7 @@ def _wrong(file: Path, expected: dict[str, Any]) -> str | None:
 
 
 def checksum(file: Path) -> str:
-    """Return the CRC-32 of a file, in hex: against accidents, not against attacks (docs/security.md)."""
+    """Return the CRC-32 of a file in hex. It finds accidents, not attacks (docs/security.md)."""
     crc = 0
     with file.open("rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK):
@@ -118,8 +117,8 @@ def checksum(file: Path) -> str:
 
 
 def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = False) -> list[Path]:
-    """Return the complete steps that need not be kept: all but the newest keep_latest (0: all are kept), the multiples
-    of keep_every, and with keep_best the one of the lowest held-out loss.
+    """Return the complete steps that may be deleted: all but the newest `keep_latest` (0 keeps all), multiples of
+    `keep_every` and, with `keep_best`, the one with the lowest held-out loss.
     """
     old = complete(folder)[:-keep_latest] if keep_latest else []
     kept = best(folder) if keep_best and old else None
@@ -127,10 +126,9 @@ def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = F
 
 
 def asked_for(run: Path, step: str | None) -> Path:
-    """Return the checkpoint of a run whose step is a number or `best`, that of the lowest held-out loss; the run itself
-    for None.
+    """Return the checkpoint of a run at a step, or at `best`, the step with the lowest held-out loss; for None the run.
 
-    Raises ConfigError if there is none: a best one also if some other step had a lower loss, and was not kept.
+    Raises ConfigError if it was not kept; `best` is the step with the lowest loss of all, kept or not.
     """
     if step is None:
         return run
@@ -140,7 +138,8 @@ def asked_for(run: Path, step: str | None) -> Path:
         return there[step]
     found = best(folder)
     if step != "best":
-        raise ConfigError(str(Fault("--step", step, f"{run.name} has no such checkpoint", legal=(*there, *["best"] * (found is not None)))))
+        legal = (*there, "best") if found else tuple(there)
+        raise ConfigError(str(Fault("--step", step, f"{run.name} has no such checkpoint", legal=legal)))
     loss, lowest = lowest_held_out(run)
     if found is None or held_out_loss(found) > (inf if loss is None else loss):
         reason = "no held-out loss was measured" if loss is None else f"the lowest held-out loss, {loss:.4f} of step {lowest}, is not kept"
@@ -149,22 +148,20 @@ def asked_for(run: Path, step: str | None) -> Path:
 
 
 def lowest_held_out(run: Path) -> tuple[float | None, int | None]:
-    """Return the lowest held-out loss that a run has recorded and its step, the first of equals; (None, None) if there
-    is none.
-    """
+    """Return the lowest held-out loss in a run's events and its step, the first of equals; (None, None) without one."""
     rows = (row for row in layout.EVENTS.rows(run)[0] if row["event"] == "validation")
     losses = [(loss, row["step"]) for row in rows if isfinite(loss := row.get("validation_loss") or nan)]
     return min(losses, default=(None, None))
 
 
 class Bin:
-    """Deletes folders in a thread. They are renamed first, so that a partly deleted one never looks complete."""
+    """Deletes folders in threads. Each is renamed first, so that a partly deleted one never looks complete."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
 
     def throw(self, paths: list[Path]) -> None:
-        """Rename folders now and delete them in the background. One that cannot be renamed stays."""
+        """Rename folders now and delete them in a thread. One that cannot be renamed stays, with a warning."""
         deleting = []
         for path in paths:
             try:
@@ -177,7 +174,6 @@ class Bin:
             self.threads[-1].start()
 
     def wait(self) -> None:
-        """Wait until all deletions are done."""
         for thread in self.threads:
             thread.join()
 
@@ -188,7 +184,7 @@ def _delete(paths: list[Path]) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return the folders left by a process that died while writing or deleting."""
+    """Return the folders that a killed process has left unfinished or partly deleted."""
     return [*folder.glob(f"step-*{WRITING}"), *folder.glob(f"*{DELETING}")]
 
 

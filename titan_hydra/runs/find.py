@@ -23,7 +23,7 @@ from . import layout
 
 @dataclass(frozen=True)
 class RunCell:
-    """One run as a cell of a selection: its name in it, its directory (which need not exist yet), its overrides."""
+    """One run of a selection. Its directory need not exist yet."""
 
     name: str
     directory: Path
@@ -32,14 +32,12 @@ class RunCell:
 
 @dataclass(frozen=True)
 class Selection:
-    """Runs that a command treats together. `manifest` is the sweep's folder, None for runs of no sweep or of
-    several.
-    """
+    """Runs that a command treats together."""
 
     name: str
     cells: list[RunCell]
     baseline: str | None = None
-    manifest: Path | None = None
+    manifest: Path | None = None  # folder of the sweep; None for runs of no sweep, or of several
 
     @cached_property
     def sweep(self) -> dict[str, Any]:
@@ -48,9 +46,13 @@ class Selection:
 
 
 def select_runs(target: str, runs: Path) -> Selection:
-    """Return the runs that `target` selects. Raises ConfigError with the nearest names."""
+    """Return the runs that `target` selects. Raises ConfigError, with the nearest names, if it selects none or is
+    ambiguous.
+    """
     path = Path(target)
-    for folder in (*[path.parent] * (path.name == layout.SWEEP.name), path, layout.SWEEPS.of(runs) / target):
+    if path.name == layout.SWEEP.name:
+        path = path.parent
+    for folder in (path, layout.SWEEPS.of(runs) / target):
         if layout.SWEEP.of(folder).is_file():
             return sweep(folder.absolute())
     if is_run(path):
@@ -72,12 +74,12 @@ def select_runs(target: str, runs: Path) -> Selection:
         raise ConfigError(f"{target}: could be any of {len(matches)}: {names}{', ...' if len(matches) > 6 else ''}")
     known = [known for run, (name, digest) in every.items() for known in (name, digest, run.name)]
     known += [known for folder in named for known in (folder.name, *(cell.name for cell in sweep(folder).cells))]
-    close = suggest(target, list(dict.fromkeys(known)))
+    close = suggest(target, sorted(set(known)))
     raise ConfigError(f"{target}: no such run or sweep in {runs}" + did_you_mean(close))
 
 
 def sweep(folder: Path) -> Selection:
-    """Read the cells of the sweep in a folder."""
+    """Read a sweep from its folder. Raises ConfigError if its manifest cannot be read."""
     content = layout.SWEEP.read(folder)
     if not content:
         raise ConfigError(f"{layout.SWEEP.of(folder)} cannot be read: it is not the manifest of a sweep")
@@ -87,35 +89,34 @@ def sweep(folder: Path) -> Selection:
 
 
 def folder_of_runs(runs: Path) -> Selection:
-    """Return all runs of a folder, by name."""
     return Selection(runs.name, [run_cell(run) for run in all_runs(runs)])
 
 
 def run_cell(directory: Path) -> RunCell:
-    """Return a single run as a cell."""
+    """Return a run of no sweep as a cell, with the overrides that were typed."""
     typed = ""
-    with contextlib.suppress(OSError):  # not there, or a colleague's
+    with contextlib.suppress(OSError):  # missing, or another user's
         typed = layout.OVERRIDES.of(directory).read_text(errors="replace")
     return RunCell(directory.name, directory, typed.splitlines())
 
 
 def all_runs(runs: Path) -> list[Path]:
-    """Return every run directory of a folder."""
+    """Return all run directories in a folder, by name."""
     return sorted(path for path in runs.iterdir() if is_run(path)) if runs.is_dir() else []
 
 
 def sweeps(runs: Path) -> list[Path]:
-    """Return the folders of all sweeps in a folder of runs, the last written first."""
+    """Return the folders of all sweeps in a folder of runs, that with the newest manifest first."""
     return sorted((file.parent for file in layout.SWEEPS.of(runs).glob(f"*/{layout.SWEEP.name}")), key=written, reverse=True)
 
 
 def written(folder: Path) -> float:
-    """Return when the manifest of a sweep was written."""
+    """Return the time at which the manifest in a sweep's folder was written."""
     return layout.SWEEP.of(folder).stat().st_mtime
 
 
 def readable(runs: Path) -> list[Path]:
-    """Return the sweeps whose manifests can be read."""
+    """Return the folders of the sweeps whose manifests can be read, the newest first."""
     return [folder for folder in sweeps(runs) if manifest_of(folder)]
 
 
@@ -128,7 +129,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def runs_option(folder: Path) -> str:
-    """Return titan's option --runs for a folder other than ./runs, with a blank before it; "" for ./runs."""
+    """Return ` --runs FOLDER` for the commands that are suggested; "" for ./runs, the default."""
     return "" if folder.absolute() == Path("runs").absolute() else f" --runs {quoted([str(folder)])}"
 
 
@@ -141,4 +142,4 @@ def is_run(path: Path) -> bool:
     try:
         return layout.CONFIG.of(path).is_file() or layout.ATTEMPT.of(path).parent.is_dir()
     except PermissionError:
-        return path.is_dir()  # a colleague's: its state names the owner
+        return path.is_dir()  # another user's: its state names the owner

@@ -8,8 +8,8 @@ executed in the step before. (Completion is ignored: torch's recorder also marks
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from . import layout
 
 # torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
 OTHER = "undefined"
-Operation = dict[str, Any]  # group, seq, op, size, done, time, stack; for a message between two ranks also peer
+Operation = dict[str, Any]  # group, mesh, ranks, seq, op, sizes, done, time, stack; for a message between two ranks also peer
+Series = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -27,38 +28,27 @@ class Wait:
     rank: int
     other: int
     operation: Operation
-    mesh: str
-    members: tuple[int, ...]
 
     def __str__(self) -> str:
-        peers = names(set(self.members)) if len(self.members) < 9 else f"{len(self.members)} ranks"
-        return f"{what(self.operation)} of {self.mesh} ({peers})"
+        members = self.operation["ranks"]
+        peers = names(members) if len(members) < 9 else f"{len(members)} ranks"
+        return f"{what(self.operation)} of {self.operation['mesh']} ({peers})"
 
 
-@dataclass
 class Dump:
-    """The contents of one rank's recorder."""
+    """The contents of one rank's recorder. Operations that it began after `until`, the first rank's time-out, do not
+    count.
+    """
 
-    content: dict[str, Any]
-    until: float = math.inf  # when the first rank timed out; operations begun later do not count
+    def __init__(self, content: dict[str, Any], until: float) -> None:
+        self.content, self.rank, groups = content, content["rank"], content["groups"]
+        both = [*content["collectives"], *({**message, "sizes": [message["size"]]} for message in content["messages"])]
+        recorded = [{**one, **groups[one["group"]]} for one in both if one["group"] in groups]
+        recorded.sort(key=lambda one: one["time"])
+        self.operations = [one for one in recorded if one["time"] <= until]
+        self.later = recorded[len(self.operations) :]
 
-    @property
-    def rank(self) -> int:
-        return self.content["rank"]
-
-    @property
-    def operations(self) -> list[Operation]:
-        """The operations that this rank had begun when the first rank timed out, oldest first."""
-        return [one for one in self.recorded if one["time"] <= self.until]
-
-    @cached_property
-    def recorded(self) -> list[Operation]:
-        """Collectives and messages, oldest first; each with the mesh dimension and ranks of its group."""
-        both = [*self.content["collectives"], *({**message, "sizes": [message["size"]]} for message in self.content["messages"])]
-        groups = self.content["groups"]
-        return sorted(({**one, **groups[one["group"]]} for one in both if one["group"] in groups), key=lambda one: one["time"])
-
-    def last(self, key: tuple[Any, ...]) -> int:
+    def last(self, key: Series) -> int:
         """Return the number of the last operation of a series that this rank has begun; 0 if none."""
         return max((one["seq"] for one in self.operations if series(self.rank, one) == key), default=0)
 
@@ -74,7 +64,7 @@ class Dump:
         began = dict(map(tuple[Any, ...], self.content["steps"]))
         if step not in began or not self.operations or self.operations[0]["time"] > began[step]:
             return []
-        return [one for one in self.operations if began[step] <= one["time"] < began.get(step + 1, float("inf"))]
+        return [one for one in self.operations if began[step] <= one["time"] < began.get(step + 1, math.inf)]
 
     def left_out(self) -> Operation | None:
         """Return the first operation of the previous step that this step replaced by a different one; None if there is
@@ -88,7 +78,7 @@ class Dump:
         return None
 
 
-def series(rank: int, one: Operation) -> tuple[Any, ...]:
+def series(rank: int, one: Operation) -> Series:
     """Return what an operation is numbered within: its group and back end (a group on GPUs has NCCL and gloo), or
     sender and receiver.
     """
@@ -120,18 +110,19 @@ def verdict(attempt: Path) -> Verdict | None:
     newest = max(found, key=lambda content: content["time"])
     # An older dump describes another moment: it was requested then, or its replica group was restarted since.
     since = newest["time"] - 2 * newest["timeout"]
-    dumps = {content["rank"]: Dump(content, given_up(attempt)) for content in found if content["time"] > since}
+    until = given_up(attempt)
+    dumps = {content["rank"]: Dump(content, until) for content in found if content["time"] > since}
     waits = waits_of(dumps)
-    others = {wait.other for wait in waits}
     skipped = {rank: usual for rank, dump in dumps.items() if (usual := dump.left_out())}
     if len(skipped) == 1 and waits:
         ((rank, usual),) = skipped.items()
-        return told(attempt, dumps, waits, Wait(rank, rank, usual, usual["mesh"], tuple(usual["ranks"])), "left out")
+        return _described(attempt, dumps, waits, Wait(rank, rank, usual), left_out=True)
+    others = {wait.other for wait in waits}
     late = others - {wait.rank for wait in waits} or {rank for rank in others if rank in dumps and not dumps[rank].blocked}
     if late:
         mine = [wait for wait in waits if wait.other in late]
         first = min(mine, key=lambda wait: wait.operation["time"] if wait.other in dumps else -wait.operation["time"])
-        return told(attempt, dumps, waits, first, "has not begun")
+        return _described(attempt, dumps, waits, first, left_out=False)
     return undecided(dumps, waits)
 
 
@@ -144,80 +135,71 @@ def given_up(attempt: Path) -> float:
 
 
 def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
-    """Return every wait of a rank for another: the first operation that the other has not begun or, if the other left
-    no dump, the last.
+    """Return every wait of a rank for another, one for each series: the first operation that the other has not begun
+    or, if the other left no dump, the last.
     """
-    found = []
+    found: dict[tuple[int, int, Series], Wait] = {}
     for dump in dumps.values():
-        # a send can end before it is received
-        for one in (one for one in dump.operations if one["op"] != "send" or not one["done"]):
+        for one in dump.operations:
+            if one["op"] == "send" and one["done"]:  # a send can end before it is received
+                continue
             key = series(dump.rank, one)
             for other in [one["peer"]] if "peer" in one else one["ranks"]:
-                if other != dump.rank and (other not in dumps or reached(dumps[other], key, one) < one["seq"]):
-                    found.append(Wait(dump.rank, other, one, one["mesh"], tuple(one["ranks"])))
-    first: dict[tuple[Any, ...], Wait] = {}
-    for wait in sorted(found, key=lambda wait: wait.operation["seq"] if wait.other in dumps else -wait.operation["seq"]):
-        first.setdefault((wait.rank, wait.other, series(wait.rank, wait.operation)), wait)
-    return list(first.values())
+                if other == dump.rank or (other in dumps and dumps[other].last(key) >= one["seq"]):
+                    continue
+                known = found.get((dump.rank, other, key))
+                if known is None or (one["seq"] < known.operation["seq"]) == (other in dumps):
+                    found[dump.rank, other, key] = Wait(dump.rank, other, one)
+    return list(found.values())
 
 
-def reached(dump: Dump, key: tuple[Any, ...], one: Operation) -> int:
-    """Return how far a rank has got in the series of another rank's operation. The two sides of a message are numbered
-    separately.
-    """
-    if "peer" not in one:
-        return dump.last(key)
-    mirror = "recv" if one["op"] == "send" else "send"
-    mine = [other["seq"] for other in dump.operations if other.get("op") == mirror and series(dump.rank, other) == key]
-    return max(mine, default=0)
-
-
-def told(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, verb: str) -> Verdict:
+def _described(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, left_out: bool) -> Verdict:
     """Describe the rank that the others wait for."""
-    rank = wait.other
-    gone = rank not in dumps
-    content = max((dump.content for dump in dumps.values()), key=lambda content: content["step"]) if gone else dumps[rank].content
-    host = layout.RANK.read(attempt, rank).get("host") if gone else content["host"]
-    name, step, phase = f"Rank {rank}" + (f" on {host}" if host else ""), content["step"], content["phase"]
-    line = f"rank {rank} was late at step {step}, {phase}: it {verb} {wait}"
-    if came := None if gone else next((one for one in dumps[rank].recorded if one["time"] > dumps[rank].until), None):
-        after = f"{came['time'] - wait.operation['time']:.0f} s after rank {wait.rank}"
-        line = f"rank {rank} was late at step {step}, {phase}: it went on {after}, which waited in {wait}"
-        text = [
-            f"{name} came late: at step {step}, {phase}, it went on at {clock(came['time'])}, {after}, which waited in {wait} and had "
-            "given up. The rank, or its host, was paused until then."
-        ]
-    elif verb == "left out":
-        text = [f"{name} left out {wait} in step {step}, and went on; the number is that of the step before."]
-    elif not gone:
-        text = [f"{name} is late: at step {step}, {phase}, since {clock(content['since'])}, it has not begun {wait}."]
+    rank, dump = wait.other, dumps.get(wait.other)
+    content = dump.content if dump else max((other.content for other in dumps.values()), key=lambda content: content["step"])
+    host = content["host"] if dump else layout.RANK.read(attempt, rank).get("host")
+    name, when = f"Rank {rank} on {host}" if host else f"Rank {rank}", f"at step {content['step']}, {content['phase']}"
+    line = f"it {'left out' if left_out else 'has not begun'} {wait}"
+    if dump and dump.later:
+        went_on = dump.later[0]["time"]
+        after = f"{went_on - wait.operation['time']:.0f} s after rank {wait.rank}, which waited in {wait}"
+        line = f"it went on {after}"
+        text = (
+            f"{name} came late: {when}, it went on at {clock(went_on)}, {after} and had given up. "
+            "The rank, or its host, was paused until then."
+        )
+    elif left_out:
+        text = f"{name} left out {wait} in step {content['step']}, and went on; the number is that of the step before."
+    elif dump:
+        text = f"{name} is late: {when}, since {clock(content['since'])}, it has not begun {wait}."
     else:
-        text = [f"{name} is gone: it left no dump. At step {step}, {phase}, the others wait for it in {wait}."]
-    text += [f"It is called in {site(wait.operation)}."]
+        text = f"{name} is gone: it left no dump. A{when[1:]}, the others wait for it in {wait}."
+    text += f" It is called in {site(wait.operation)}."
     held = {other.rank for other in waits if other.other == rank}
-    rest = set(dumps) - held - {rank}
-    text += [f"It holds up {names(held)}" + (f", and these {names(rest)}." if rest else ".")] if held else []
-    stack = [] if gone else content["stacks"].get("MainThread", [])
-    if stack:
-        text += ["\nIts main thread, the innermost call last:", *(f"\n  {frame}" for frame in stack[-14:])]
-    return Verdict(rank, host, line, " ".join(text).replace(" \n", "\n"))
+    rest = dumps.keys() - held - {rank}
+    if held:
+        text += f" It holds up {names(held)}{f', and these {names(rest)}' if rest else ''}."
+    if dump and (stack := content["stacks"].get("MainThread")):
+        text += "\nIts main thread, the innermost call last:" + "".join(f"\n  {frame}" for frame in stack[-14:])
+    return Verdict(rank, host, f"rank {rank} was late {when}: {line}", text)
 
 
-def names(ranks: set[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+def names(ranks: Iterable[int]) -> str:
+    """List ranks: rank 3, or ranks 0, 1, 3"""
+    numbers = sorted(ranks)
+    return f"{'ranks' if len(numbers) > 1 else 'rank'} {', '.join(map(str, numbers))}"
 
 
 def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
     """Describe the state of every rank: none is behind, or the waits form a circle and the step before is not
     recorded.
     """
-    places = [
-        f"\n  rank {rank}: step {dump.content['step']}, {dump.content['phase']}, since {clock(dump.content['since'])}"
-        + "".join(f"; waits for rank {wait.other} in {wait}" for wait in waits if wait.rank == rank)
-        for rank, dump in sorted(dumps.items())
-    ]
-    words = "the ranks wait for one another: one has left out an operation, or they do different things" if waits else "no rank is behind"
-    return Verdict(None, None, words, words[0].upper() + words[1:] + "." + "".join(places))
+    line = "the ranks wait for one another: one has left out an operation, or they do different things" if waits else "no rank is behind"
+    text = f"{line[0].upper()}{line[1:]}."
+    for rank, dump in sorted(dumps.items()):
+        text += f"\n  rank {rank}: step {dump.content['step']}, {dump.content['phase']}, since {clock(dump.content['since'])}"
+        text += "".join(f"; waits for rank {wait.other} in {wait}" for wait in waits if wait.rank == rank)
+    return Verdict(None, None, line, text)
 
 
 def what(one: Operation) -> str:

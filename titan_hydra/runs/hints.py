@@ -37,7 +37,7 @@ def hint(failure: Failure) -> str:
         case Kind.OUT_OF_MEMORY:
             return next(less_memory(job), "more ranks that share the parameters (parallelism.dp_shard) or the layers (parallelism.tp)")
         case Kind.HANG:
-            return f"titan flight {quoted([str(directory)])}"
+            return f"titan logs {quoted([str(directory)])} --hang"
         case Kind.NOT_FINITE:
             return f"a lower optimizer.lr than {job.optimizer.lr:g}, or debug=anomaly to see which operation it was"
         case Kind.NODE if failure.host and job.cluster.executor == "slurm":

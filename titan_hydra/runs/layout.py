@@ -24,23 +24,20 @@ from .shapes import Each, Fields, Moment, Place, Test, test_of
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A kind of file or folder. In `name`, which is relative to the folder that `of` is given, <n> and <r> stand for a
-    number.
+    """A kind of file or folder. `name` is relative to the folder that its methods are given; <n>, <r> and <g> in it stand
+    for a number.
     """
 
     name: str
     writer: str
     holds: str
-    shape: Any = dict  # of a JSON file, or of a row of it
+    shape: Any = dict  # shape of a JSON file, or of each row of a .jsonl file
 
     def of(self, folder: Path, number: int | str = 0) -> Path:
-        """Return the path in a folder."""
         return folder / re.sub("<.+>", str(number), self.name)
 
     def all(self, folder: Path) -> dict[int, Path]:
-        """Return those in a folder by number, ascending. Others with such a name, as a copy called 1.bak, are left
-        out.
-        """
+        """Return the paths of this kind in a folder by number, ascending. A copy such as 1.bak is left out."""
         pattern = re.compile(re.sub("<.+>", "(0|[1-9][0-9]*)", self.name.rstrip("/")))
         found = {path.relative_to(folder).as_posix(): path for path in folder.glob(re.sub("<.+>", "*", self.name.rstrip("/")))}
         return dict(sorted((int(match[1]), path) for name, path in found.items() if (match := pattern.fullmatch(name))))
@@ -56,7 +53,7 @@ class Entry:
         return content if content is not None and self.intact(content) else {}
 
     def read_all(self, folder: Path) -> dict[int, dict[str, Any]]:
-        """Read the JSON objects in a folder by number, as `read` does."""
+        """Read all JSON objects of this kind in a folder, by number."""
         return {number: self.read(folder, number) for number in self.all(folder)}
 
     def write(self, folder: Path, content: dict[str, Any], number: int | str = 0) -> None:
@@ -64,8 +61,8 @@ class Entry:
         write_json(self.of(folder, number), content)
 
     def rows(self, folder: Path, number: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Read the intact rows of a .jsonl file, and count the damaged. A last one without a line end is still being
-        written.
+        """Return the intact rows of a .jsonl file, and the number of damaged ones. A last row without a line end is still
+        being written, and not damaged.
         """
         path = self.of(folder, number)
         try:
@@ -77,11 +74,13 @@ class Entry:
         return rows, ended.count(None)
 
     def last(self, folder: Path) -> dict[str, Any]:
-        """Return the last intact row; {} if there is none. Only the last two lines are tried: the last may be being
-        written.
+        """Return the last intact row of a .jsonl file, of its last two lines, as the last may be being written; {} if
+        neither is intact.
         """
-        lines = last_lines(self.of(folder), 2, 8192).splitlines()
-        return next((row for line in reversed(lines) if (row := self._row(line.encode())) is not None), {})
+        for line in reversed(last_lines(self.of(folder), 2, 8192).splitlines()):
+            if (row := self._row(line.encode())) is not None:
+                return row
+        return {}
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
         with contextlib.suppress(ValueError, RecursionError):
@@ -91,7 +90,7 @@ class Entry:
 
 
 def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
-    """Return the last lines of a log as text; "" if there is no log."""
+    """Return the last `count` lines of a log, within its last `limit` bytes; "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - limit, 0))
@@ -116,7 +115,7 @@ LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks
 KEYS = typing.get_type_hints(Job)
 CONFIG = Entry("config.json", LAUNCHER, "the resolved job; its hash is in the folder's name", Fields(
     {"model": KEYS["model"]}, KEYS))  # one that was written with converted weights holds only the model
-OVERRIDES = Entry("overrides.txt", LAUNCHER, "what was typed, a line each")
+OVERRIDES = Entry("overrides.txt", LAUNCHER, "the overrides that were typed, a line each")
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; in the attempt too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "versions": dict[str, str], "host": str, "platform": str}))
 SBATCH = Entry("sbatch.sh", LAUNCHER, "the batch script that was submitted")
@@ -180,13 +179,13 @@ SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")
 SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", Fields(
     {"name": str, "command": list[str], "baseline": str | None, "cells": Each(Fields(
         {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool}))}, {"created": Moment}))
-RATES = Entry("hardware.json", "`titan tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
+RATES = Entry("hardware.json", "`titan plan --tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that SLURM jobs run")
 # fmt: on
 
 
 def table_of_files() -> str:
-    """Return the rows of docs/architecture.md."""
+    """Return the table of files in docs/architecture.md."""
     entries = [*(("", entry) for entry in OF_RUN), *(("· ", entry) for entry in OF_ATTEMPT)]
     return "\n".join(f"| `{mark}{entry.name}` | {entry.writer} | {entry.holds} |" for mark, entry in entries)
 

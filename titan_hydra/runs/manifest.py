@@ -18,8 +18,8 @@ from . import layout
 
 
 def folder_of(cells: list[Any]) -> Path | None:
-    """Return the sweep's folder: the existing one if the same cells were started before, else a new one; None for a
-    single cell.
+    """Write the manifest of a sweep and return its folder: that of an earlier start of the same cells, else a new one.
+    None for a single cell, which is no sweep.
     """
     if len(cells) == 1:
         return None
@@ -39,7 +39,7 @@ def folder_of(cells: list[Any]) -> Path | None:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Create a folder: `name`, or `name-2` if two sweeps start in the same second."""
+    """Create the folder `name`, or `name-2` if another sweep has begun in the same second."""
     folder, number = parent / name, 1
     while True:
         try:
@@ -51,13 +51,12 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def entry_of(cell: Any) -> dict[str, Any]:
-    """Return a cell's entry in a manifest."""
     place = os.path.relpath(cell.directory, cell.runs)
     return {"name": cell.name, "overrides": cell.overrides, "hash": identity(cell.job), "directory": place}
 
 
 def add_cell(folder: Path, cell: dict[str, Any]) -> None:
-    """Add a cell that the command line does not have: the repeated baseline."""
+    """Add a cell to a sweep that its command line does not have: the baseline that is repeated at the end."""
     content = layout.SWEEP.read(folder)
     if cell not in content["cells"]:
         layout.SWEEP.write(folder, {**content, "cells": [*content["cells"], cell]})

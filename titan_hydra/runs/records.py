@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts to dotted keys; an empty dict is a value."""
+    """Return the values of nested dicts by dotted key; an empty dict counts as a value."""
     leaves = {}
     for name, value in tree.items():
         leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
@@ -15,27 +15,25 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def this_process() -> dict[str, Any]:
-    """Return a record that identifies this process to `alive` in any other process of this host."""
+    """Return the record of this process."""
     return process(os.getpid())
 
 
 def process(pid: int) -> dict[str, Any]:
-    """Return a record that identifies process `pid` of this host to `alive`."""
+    """Return the record of a process of this host by which `alive` recognizes it."""
     return {"pid": pid, "born": _born(pid), "host": socket.gethostname()}
 
 
 def alive(record: dict[str, Any] | None) -> bool:
-    """Whether a process recorded by `process` still runs on this host. Another process that has reused its id does not
-    count.
-    """
+    """Whether the process of a record runs on this host still; a later process with the same id is another one."""
     if not record or record.get("host") != socket.gethostname():
         return False
     return record.get("born") is not None and _born(record["pid"]) == record["born"]
 
 
 def _born(pid: int) -> str | None:
-    """Return the boot id and clock tick at which a process started, unique to it; None once it has ended (or is a
-    zombie).
+    """Return the boot and the clock tick at which a process started, which no other process shares; None if it has ended
+    or is a zombie.
     """
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

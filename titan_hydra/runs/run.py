@@ -1,4 +1,4 @@
-"""The place of one rank in a run: what the worker passes to the trainer beside the job."""
+"""What the worker passes to the trainer beside the job: the rank, and its folders in the run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,43 +9,37 @@ from . import layout
 
 @dataclass(frozen=True)
 class Run:
-    """One rank of one attempt. `directory` is the run's, `attempt` the folder attempts/<n> in it, both absolute.
-
-    A replica group (`fault_tolerance`) is a world of its own: its ranks are counted within it, and its files are in its
-    own folders (`folders_of`).
+    """One rank of one attempt. A replica group (fault_tolerance) is a world of its own: its ranks are counted within it,
+    and its files lie in its own folders (`folders_of`).
     """
 
-    directory: Path
-    attempt: Path
+    directory: Path  # run folder of the rank's replica group, absolute
+    attempt: Path  # attempts/<n> in it, absolute
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    store: Any = None  # torch.distributed.Store that all ranks of the world share; for init_process_group
-    replica: int = 0
-    # token of the SLURM submission: then each replica group is a job, whose attempts are in its own folder
-    submission: str = ""
+    store: Any = None  # torch.distributed.Store of all ranks of the world
+    replica: int = 0  # index of the replica group
+    submission: str = ""  # token of the SLURM submission where each replica group is a job with attempts of its own
 
     @property
     def home(self) -> Path:
-        """The directory of the whole run, the same for every replica group."""
+        """The directory of the run, the same for every replica group."""
         return self.directory.parents[1] if self.replica else self.directory
 
     @property
     def meetings(self) -> Path:
-        """The folder that the replica groups of this attempt, or of this submission, use for rendezvous."""
+        """The folder of the rendezvous of replica groups, of this attempt or of this submission."""
         return layout.MEETINGS.of(self.home) / self.submission if self.submission else layout.MEETINGS.of(self._attempt)
 
     def record_of(self, rank: int) -> Path:
-        """Return the path of a rank's record. The file name counts ranks as the launcher does: over all groups that it
-        has started.
-        """
+        """Return the file rank_<r>.json of a rank. The launcher counts r over all replica groups that it has started."""
         return layout.RANK.of(self._attempt, rank + (0 if self.submission else self.replica * self.world_size))
 
     @property
     def newer_attempt(self) -> int | None:
-        """The number of a later attempt at this run; None if this attempt is the newest.
-
-        A later attempt owns the run: this one must no longer write to it.
+        """The number of a later attempt, which then owns the run, so that this one must no longer write to it; None if
+        this attempt is the newest.
         """
         mine, newest = self._attempt.name, newest_attempt(self.directory if self.submission else self.home)
         return newest if mine.isdecimal() and newest > int(mine) else None
@@ -56,23 +50,23 @@ class Run:
 
 
 def newest_attempt(directory: Path) -> int:
-    """Return the number of the newest attempt; 0 if there is none."""
+    """Return the number of a run's newest attempt; 0 if there is none."""
     return max(layout.ATTEMPT.all(directory), default=0)
 
 
 def homes_of(directory: Path, replicas: int) -> list[Path]:
-    """Return the run folders of the replica groups: the run's own for the first, folders below it for the others."""
+    """Return the run folder of each replica group."""
     return [folders_of(replica, directory, directory)[0] for replica in range(replicas)]
 
 
 def group_at(home: Path) -> tuple[Path, int]:
-    """Return the directory of the whole run, and the replica group whose run folder this is."""
+    """Return the directory of the run, and the index of the replica group, of a replica group's run folder."""
     replicas = layout.REPLICA.of(home.parents[1], int(home.name)) if home.name.isdecimal() else None
     return (home.parents[1], int(home.name)) if home == replicas else (home, 0)
 
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
-    """Return the run folder and attempt folder of a replica group: the run's own for group 0, folders below them for
-    the others.
+    """Return the run folder and the attempt folder of a replica group: the run's own for group 0, replicas/<g> in them
+    for the others.
     """
     return (layout.REPLICA.of(directory, replica), layout.REPLICA.of(attempt, replica)) if replica else (directory, attempt)

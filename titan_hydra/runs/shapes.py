@@ -1,6 +1,4 @@
-"""The shapes of JSON values: a description of types, and the test that it stands for. layout.py gives each file its
-shape.
-"""
+"""The shapes of JSON values, and the test that a value has one. layout.py gives each file its shape."""
 
 import dataclasses
 import re
@@ -15,7 +13,7 @@ Test = Callable[[Any], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The shape of a JSON object: required fields, and the types of optional ones. Other fields may hold anything."""
+    """The shape of a JSON object: the types of required and of optional fields. Other fields may hold anything."""
 
     needed: dict[str, Any]
     others: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -23,17 +21,16 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """The shape of a list, or with `named` of an object, whose every element has one shape."""
+    """The shape of a list whose elements all have one shape; with `named`, of an object whose values do."""
 
     shape: Any
     named: bool = False
 
 
 def test_of(kind: Any) -> Test:
-    """Return a test whether a JSON value is of a type: plain, a union, list[...], dict[str, ...], `Fields`, or a
-    dataclass.
+    """Return the test for a shape: a plain type, a tuple or union of shapes, list[...], dict[str, ...], `Fields`, `Each`,
+    or a dataclass, whose fields are all optional as a file of another version may lack some.
     """
-    # a file of another version may lack keys or have others
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         kind = Fields({}, typing.get_type_hints(kind))
     if isinstance(kind, Fields):
@@ -56,14 +53,14 @@ def test_of(kind: Any) -> Test:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string that can be printed and used as a path: JSON can encode a zero byte and half of a
-    surrogate pair.
+    """Whether a value is a string that can be printed and be a path. JSON can encode a zero byte and half of a surrogate
+    pair, which cannot.
     """
     return isinstance(value, str) and (value.isprintable() or not re.search("[\0\ud800-\udfff]", value))
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number of at most 63 bits, small enough to be multiplied by a float."""
+    """Whether a value is a whole number below 2**63, which can be multiplied by a float."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 

@@ -23,31 +23,30 @@ from .run import homes_of
 from .rundir import State
 from .slurm import Queue
 
-# seconds without a step after which a running cell is called silent; for slow steps, STEPS_SILENT of them
-SILENT = 60.0
-STEPS_SILENT = 10
-LASTING = ("start", "validation", "checkpoint", "end")  # phases outside of the steps
-FIRST_STEP = 300.0  # seconds that the first step may take, with its compilation
+# A running cell is called silent after so many seconds, and after so many step times, without progress.
+SILENT, STEPS_SILENT = 60.0, 10
+FIRST_STEP = 300.0  # seconds without progress that the first step may take, as it compiles
+LASTING = ("start", "validation", "checkpoint", "end")  # phases that may take any time
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """What is known of a run at one moment; None is unknown, or not yet."""
+    """What is known of a run at one moment; None is unknown."""
 
     cell: str
     directory: Path
     state: State
-    steps: int | None = None  # how many it is to do
-    step: int | None = None
+    steps: int | None = None  # number of steps of the whole run
+    step: int | None = None  # the last step that is done
     tokens_per_second: float | None = None
     loss: float | None = None
-    where: str | None = None
-    seconds: float | None = None  # how long it has waited, has run, or took: its newest attempt
+    where: str | None = None  # host, or SLURM's list of nodes
+    seconds: float | None = None  # how long the newest attempt has waited (queued), has run, or took
     to_go: float | None = None  # seconds until the last step, at the present rate
-    silent: float | None = None  # seconds since its last step, when that is longer than can be expected
-    phase: str | None = None  # what a running one does: start, checkpoint, ..., or a part of a step
-    cancelled: str | None = None  # by whom
-    best: str | None = None  # of checkpoint.keep_best: the step that is kept, and its held-out loss
+    silent: float | None = None  # seconds without progress, if they are more than expected
+    phase: str | None = None  # phase of a running cell: start, checkpoint, ..., or a part of a step
+    cancelled: str | None = None  # user who cancelled it
+    best: str | None = None  # with checkpoint.keep_best: the step that is kept, and its held-out loss
 
     @property
     def hash(self) -> str:
@@ -55,7 +54,7 @@ class RunRow:
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Add the option --runs, which all these commands have."""
+    """Add the option --runs."""
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of run directories (default: runs)")
 
 
@@ -71,8 +70,8 @@ def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep
 
 
 def choose(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects: as find.select_runs, or a cell, unless a sweep has its name; None: the
-    newest sweep.
+    """Return the runs that `target` selects: what find.select_runs finds, or a cell of a sweep by the name that tables
+    show; the newest sweep for None.
     """
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
@@ -90,14 +89,14 @@ def choose(target: str | None, runs: Path) -> Selection:
                 return Selection(target, named)
     selection = find.select_runs(target, runs)
     if len(selection.cells) == 1 and (directory := selection.cells[0].directory).is_dir():
-        next(directory.iterdir(), None)  # raises PermissionError for another user's
+        next(directory.iterdir(), None)  # raises PermissionError if it is closed to this user
     if selection.manifest or len(selection.cells) < 2:
         return selection
     return replace(selection, cells=sorted(selection.cells, key=lambda cell: begun(cell.directory), reverse=True))
 
 
 def begun(directory: Path) -> float:
-    """Return when the newest attempt was claimed; 0 if there is none, or none that may be read."""
+    """Return the time at which a run's newest attempt was claimed; 0 if there is none, or it may not be read."""
     try:
         return layout.ATTEMPT.of(directory).parent.stat().st_mtime
     except OSError:
@@ -105,7 +104,7 @@ def begun(directory: Path) -> float:
 
 
 def choose_one(target: str, runs: Path) -> RunCell:
-    """Return the run that `target` selects. Raises ConfigError if these are several."""
+    """Return the run that `target` selects. Raises ConfigError if it selects several."""
     selection = choose(target, runs)
     if len(selection.cells) != 1:
         names = ", ".join(cell.name for cell in selection.cells[:6])
@@ -114,19 +113,21 @@ def choose_one(target: str, runs: Path) -> RunCell:
 
 
 def place_of(target: str, runs: Path) -> Path:
-    """Return `target` if it is a folder or a path, else the directory of the run that it selects."""
+    """Return `target` if it is a path, else the directory of the run that it selects."""
     return Path(target) if Path(target).is_dir() or "/" in target else choose_one(target, runs).directory
 
 
 def look(cells: list[RunCell]) -> tuple[list[RunRow], Queue]:
-    """Collect all that is known of these runs now."""
+    """Return a row for each run, and SLURM's queue, which is asked once for all of them."""
     queue = rundir.queue_of([cell.directory for cell in cells])
     names, now = short_names(cells), rundir.file_time(cells[0].directory.parent) if cells else 0.0
     return [_row(name, cell.directory, rundir.inspect(cell.directory, queue), now) for name, cell in zip(names, cells, strict=True)], queue
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
-    """Return the cells' names without hashes, or their own overrides if they have no names or the same ones."""
+    """Return the names that tables show: without hashes; of cells without names, or with equal ones, the overrides in
+    which they differ.
+    """
     overrides = [list(filter(tells, cell.overrides)) for cell in cells]
     if all(cell.name == " ".join(cell.overrides) for cell in cells):
         return [" ".join(changes) or cell.name for cell, changes in zip(cells, differing(overrides), strict=True)]
@@ -142,7 +143,7 @@ def short_names(cells: list[RunCell]) -> list[str]:
 
 
 def tells(override: str) -> bool:
-    """Whether an override can distinguish experiments; one about where a run runs or what it logs cannot."""
+    """Whether an override belongs to the experiment; one of where a run runs, or of what it logs, does not."""
     return identities().get(key_of(override), True)
 
 
@@ -151,7 +152,7 @@ def identities() -> dict[str, bool]:
     """Return for each key and group whether it, or any key in it, is part of a run's identity."""
     known, found = known_keys(), {}
     groups = {name.rpartition(".")[0] for name in known}
-    for name in reversed(known):  # keys before their groups
+    for name in reversed(known):  # keys come before their groups
         found[name] = found.get(name, False) if name in groups else known[name].metadata["identity"]
         group = name.rpartition(".")[0]
         found[group] = found.get(group, False) or found[name]
@@ -159,29 +160,27 @@ def identities() -> dict[str, bool]:
 
 
 def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
-    """Read the few files that show the progress of a run. `file_now` is the present time by the clock of its file
-    system.
-    """
+    """Read the files that show a run's progress. `file_now` is the present time by the clock of its file system."""
     if state.kind in ("new", "damaged"):
         return RunRow(cell, directory, state)
     home, number, _ = shown_group(directory, state)
     attempt = layout.ATTEMPT.of(home, number)
     result = layout.RESULT.read(directory) if state.kind == "done" else {}
     last = layout.METRICS.last(home)
-    told = layout.STATUS.read(attempt)
+    status = layout.STATUS.read(attempt)
     rank = layout.RANK.read(attempt)
     config = layout.CONFIG.read(directory)
-    steps, step = config.get("steps"), result.get("steps", told.get("step") or last.get("step"))
+    steps, step = config.get("steps"), result.get("steps", status.get("step") or last.get("step"))
     now, phase, silent, to_go = time.time(), None, None, None
     if state.kind == "running":
         beat = layout.BEAT.read(attempt)
-        if beat:  # now by the clock of rank 0's host: its last heartbeat, and how long ago that was written
+        if beat:  # the present time by the clock of rank 0's host: its last heartbeat, plus the age of that file
             now = beat["time"] + file_now - modified(layout.BEAT.of(attempt))
-        # a step is done
+        # Whether the newest attempt has logged a step: its rate is known.
         steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(layout.RANK.of(attempt))
         silent = silence(beat, now, last["step_seconds"] if steady else None)
         phase = beat.get("phase", "start")
-        if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through them
+        if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through these phases
             phase = "step"
         to_go = (steps - step) * last["step_seconds"] if steady and steps and step is not None else None
     return RunRow(
@@ -193,7 +192,7 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
         result.get("tokens_per_second", last.get("tokens_per_second")),
         result.get("final_loss") or last.get("loss"),
         _where(state, rank, config),
-        duration(state, attempt, rank, told, now),
+        duration(state, attempt, rank, status, now),
         to_go,
         silent,
         phase,
@@ -203,7 +202,7 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
 
 
 def modified(file: Path) -> float:
-    """Return when a file was written; 0 if there is none."""
+    """Return the time at which a file was written; 0 if there is none."""
     try:
         return file.stat().st_mtime
     except FileNotFoundError:
@@ -216,22 +215,21 @@ def _best(home: Path) -> str | None:
 
 
 def jobs_of(directory: Path, state: State) -> list[tuple[Path, int, State]]:
-    """Return run folder, newest attempt and state of each job of a run: one, or one for each replica group."""
+    """Return (run folder, newest attempt, state) of each job of a run: one, or on SLURM one for each replica group."""
     homes = homes_of(directory, max(len(state.groups), 1))
     return [(home, job.attempt, job) for home, job in zip(homes, state.groups or (state,), strict=True)]
 
 
 def shown_group(directory: Path, state: State) -> tuple[Path, int, State]:
-    """Return the job that is shown for a run: its first replica group, or, while only others run, the first of
-    these.
-    """
+    """Return the job whose progress is shown for a run: the first that runs, else the first."""
     jobs = jobs_of(directory, state)
-    return next((job for job in jobs if job[2].kind == state.kind == "running"), jobs[0])
+    running = [job for job in jobs if job[2].kind == state.kind == "running"]
+    return (running or jobs)[0]
 
 
 def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> float | None:
-    """Return the seconds since rank 0 last made progress, if that is longer than expected from its beats (one a second)
-    and its step times. None if it makes progress, or is in a phase without a limit.
+    """Return the seconds since rank 0's last progress, if its heartbeats (one a second) or its step times let expect
+    fewer; None if not, or in a phase that may take any time.
     """
     if not beat:
         return None
@@ -243,9 +241,7 @@ def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> flo
 
 
 def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """Return where a run runs: SLURM's list of nodes, or rank 0's host and the number of further nodes. None while it
-    waits.
-    """
+    """Return SLURM's list of a run's nodes, or rank 0's host and the number of further nodes; None while it waits."""
     if state.kind == "queued":
         return None
     if named := state.host or (state.job.nodes if state.job else None):
@@ -256,10 +252,10 @@ def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | 
 
 
 def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, Any], now: float) -> float | None:
-    """Return how long the newest attempt has waited (queued), has been running, or took."""
+    """Return the seconds for which the newest attempt has waited (queued), has run, or ran."""
     claimed = layout.CLAIM.read(attempt).get("started")
     if state.kind == "queued":
-        began = rank.get("ended", claimed)  # requeued
+        began = rank.get("ended", claimed)  # a requeued job waits since its last end
     else:
         began = rank.get("started") or (moment(state.job.start) if state.job else None) or claimed
     ended = now if state.active else rank.get("ended") or beat.get("time")
@@ -267,7 +263,7 @@ def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, 
 
 
 def moment(written: str) -> float | None:
-    """Parse a time as SLURM writes it; None for N/A and the like."""
+    """Parse a time that SLURM printed; None for words such as N/A."""
     try:
         return datetime.fromisoformat(written).timestamp()
     except ValueError:

@@ -204,7 +204,7 @@ def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
     parts: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, loader.news())
     news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))
-    for count, (shard, reason) in enumerate(news.items(), start=len(loader.told) + 1):
+    for count, (shard, reason) in enumerate(news.items(), start=len(loader.known) + 1):
         metrics.event("bad_shard", step, bad_shards=count, shard=shard, reason=reason)
         if metrics.events:
             print(f"warning: a shard is left out: {reason}", flush=True)

@@ -18,31 +18,29 @@ from titan_hydra.train.trainer import Trainer
 from .fake import fake_step, fake_world
 from .tracker import MemoryTracker, tracking
 
-DEPTHS = (2, 4)  # blocks of a stage
+DEPTHS = (2, 4)  # numbers of blocks of a stage that are counted
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a rank holds at its fullest moment, and what it sends in a step."""
+    """What a rank holds at most, and what it sends in a step."""
 
     live: float  # bytes
-    messages: dict[str, float]  # bytes by dimension of the mesh
+    messages: dict[str, float]  # bytes along each dimension of the mesh
 
 
 def eager(job: Job) -> Job:
-    """Return a job as the fake world runs it: not compiled, and without a number format, which would be emulated with
-    copies.
-    """
+    """Return a job as the fake world counts it: not compiled, and without a number format, whose emulation makes copies."""
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp, job.precision.converter = "off", False, None
     return job
 
 
 def count_rank(job: Job, rank: int) -> Counted:
-    """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks a stage: every further one
-    adds as much.
+    """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks for each stage, as every
+    further block adds the same.
     """
-    if (rounds := local_batches(job)) > 2:  # each local batch after the second sends as much again
+    if (rounds := local_batches(job)) > 2:  # each local batch after the second sends as much as the second
         job = copy.deepcopy(job)
         job.data.global_batch = 2 * samples_at_once(job)
         found = count_rank(job, rank)
@@ -62,14 +60,14 @@ def count_rank(job: Job, rank: int) -> Counted:
 
 
 def _cut(job: Job, depth: int, stages: int) -> Job:
-    """Return a job with so many blocks in every stage."""
+    """Return the job with `depth` blocks in every stage."""
     job = copy.deepcopy(job)
     job.model.n_layers, job.pp_schedule.layers_per_stage, job.pp_schedule.split = depth * stages, depth, []
     return job
 
 
 def _blocks(job: Job, rank: int) -> float:
-    """Return the blocks of a rank's average stage."""
+    """Return the mean number of blocks in a rank's stages."""
     if job.parallelism.pp == 1:
         return job.model.n_layers
     stages = stages_of_ranks(job)[rank // (world_size(job) // job.parallelism.pp)]
@@ -78,8 +76,8 @@ def _blocks(job: Job, rank: int) -> float:
 
 
 def _count(job: Job, rank: int) -> Counted:
-    """Step a rank once. The optimizer's state, which the first step makes at its end, counts from the start, as in all
-    later steps.
+    """Step a rank once. The optimizer's state, which the first step creates at its end, counts from the beginning of the
+    step, as it does in later ones.
     """
     job = copy.deepcopy(job)
     job.comm.rank = rank
@@ -88,7 +86,7 @@ def _count(job: Job, rank: int) -> Counted:
     @contextmanager
     def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
         tracker = MemoryTracker(trainer.mesh)
-        # whose optimizer has its state from the start
+        # The optimizer of split masters has its state from the start.
         kept = [
             part
             for parameter in trainer.model.parameters()

@@ -15,26 +15,24 @@ from .judge import REFUSED, Outcome
 from .matrix import Case
 from .verify import job_of, reference_of
 
-LONGEST = 512  # tokens that sequences are lengthened by at most
+LONGEST = 512  # most tokens by which sequences are lengthened
 
 
 @dataclass
 class Coverage:
-    """The cases to run, and the others by the reason that the job was refused for."""
+    """The cases that a user's model can run."""
 
     cases: list[Case] = field(default_factory=list)
-    windows: dict[str, int] = field(default_factory=dict)  # the model's, by key
-    left_out: Counter[str] = field(default_factory=Counter)
+    windows: dict[str, int] = field(default_factory=dict)  # widths of the model's attention windows in tokens, by key
+    left_out: Counter[str] = field(default_factory=Counter)  # number of other cases, by the reason for which a job was refused
 
     def without_refused(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Return the outcomes of the cases that ran, and count those that ranks have refused among the others."""
+        """Return the outcomes of the cases that ran; count in `left_out` those that ranks have refused."""
         self.left_out.update(_reason(outcome.error) for outcome in outcomes if outcome.error.startswith(REFUSED))
         return [outcome for outcome in outcomes if not outcome.error.startswith(REFUSED)]
 
     def lines(self, ran: int, whole: int) -> list[str]:
-        """Return a line with how many of the `whole` cases ran and how many were left out, and a line for each
-        reason.
-        """
+        """Return a line that counts the cases that ran and those left out, of `whole` cases, and a line for each reason."""
         out = self.left_out.total()
         keys = sum(number for reason, number in self.left_out.items() if reason.endswith("no such key"))
         chosen = f"the {whole} cases" if ran + out == whole else f"the {ran + out} chosen of {whole} cases"
@@ -44,8 +42,8 @@ class Coverage:
 
 
 def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path | None, steps: int) -> Coverage:
-    """Return the cases with a user's overrides, for them and their references. Raises ConfigError if none can run, or
-    if the model has a window that no case would show.
+    """Return the cases with the user's overrides added to them and to their references. Raises ConfigError if none can
+    run, or if the model's attention window is longer than any case's sequences.
     """
     found = Coverage()
     for case in cases:
@@ -66,30 +64,20 @@ def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path 
 
 
 def windows_of(model: Model) -> dict[str, int]:
-    """Return how many tokens attention sees, by key: the numbers of a family's own keys with `window` in their
-    names.
-    """
+    """Return the widths of a model's attention windows in tokens: the values of its keys with `window` in their names."""
     values = {f"model.{own.name}": getattr(model, own.name) for own in fields(model) if "window" in own.name}
     return {key: value for key, value in values.items() if type(value) is int and value}
 
 
 def _lengthened(seq_len: int, windows: dict[str, int]) -> list[str]:
-    """Return the override of sequences in which windows hide something. Raises ConfigError for one that is too wide to
-    be tried.
+    """Return an override of data.seq_len with which a window hides tokens. Raises ConfigError if that needs more than
+    LONGEST further ones.
     """
     key, width = max(windows.items(), key=lambda item: item[1], default=("", 0))
     more = -(-2 * width // 16) * 16
     if more > LONGEST:
-        raise ConfigError(
-            str(
-                Fault(
-                    key,
-                    width,
-                    f"hides nothing from sequences of {LONGEST} tokens; a narrower one proves the same code",
-                    legal=(LONGEST // 2,),
-                )
-            )
-        )
+        reason = f"hides nothing from sequences of {LONGEST} tokens; a narrower one proves the same code"
+        raise ConfigError(str(Fault(key, width, reason, legal=(LONGEST // 2,))))
     return [f"data.seq_len={seq_len + more}"] if seq_len < 2 * width else []
 
 

@@ -1,5 +1,5 @@
-"""The two changes that a draw makes to the reference run: other last bits of its weights, and another order of sums in
-its linears.
+"""The two changes that each draw (judge.DRAWS) makes to a reference run, to measure its rounding: other last bits of the
+initial weights, and another order of the sums in linears.
 """
 
 import math
@@ -17,7 +17,7 @@ from titan_hydra.train.trainer import Trainer
 
 
 def disturb(trainer: Trainer, seed: int) -> None:
-    """Move every weight of a trainer in one process to the next float32 above or below, drawn by `seed`."""
+    """Move every weight of a trainer in one process to the next float32 above or below it, chosen at random by `seed`."""
     dice = torch.Generator().manual_seed(seed)
     for parameter in trainer.masters.weights.parameters():
         value = master_of(parameter)
@@ -30,11 +30,10 @@ def disturb(trainer: Trainer, seed: int) -> None:
 
 
 class CutLinears(TorchFunctionMode):
-    """Compute every linear in parts, as tensor-parallel ranks do: the parts of an output, and of an input's gradient,
+    """Computes every linear in parts, as tensor-parallel ranks do: the parts of an output, and of an input's gradient,
     are rounded to the compute dtype before they are summed.
 
-    Where each linear is cut is drawn by `seed`: in bfloat16 the last bits of float32 weights are lost, and all draws
-    would be the same.
+    The cuts are random, by `seed`, as bfloat16 has not the bits that `disturb` changes, and all draws would be alike.
     """
 
     def __init__(self, parts: int, seed: int) -> None:
@@ -51,6 +50,6 @@ class CutLinears(TorchFunctionMode):
         return y + bias[0] if bias and bias[0] is not None else y
 
     def cut(self, size: int) -> list[int]:
-        """Return the sizes of the parts of `size`, each between a half of an even part and one and a half."""
+        """Return random sizes of the parts of `size`, each from half to one and a half of an even part."""
         even, off = size // self.parts, size // self.parts // 4
         return [end - start for start, end in pairwise((0, *(even * i + self.dice.randint(-off, off) for i in range(1, self.parts)), size))]

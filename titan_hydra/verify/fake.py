@@ -34,7 +34,7 @@ def train_fake(job: Job, run: Run) -> None:
     began = time.perf_counter()
     with fake_world(job):
         trainer = fake_step(job)
-        # whole ones, of this rank's stages
+        # Counted before sharding, of this rank's pipeline stages.
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         seconds = time.perf_counter() - began
         print(
@@ -64,7 +64,7 @@ def train_fake(job: Job, run: Run) -> None:
 
 @contextmanager
 def fake_world(job: Job) -> Iterator[None]:
-    """Let this process be rank `comm.rank` of the job's world while the block runs."""
+    """Make this process rank `comm.rank` of the job's world while the block runs."""
     set_determinism(job)
     dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
     try:
@@ -74,8 +74,8 @@ def fake_world(job: Job) -> Iterator[None]:
 
 
 def fake_step(job: Job, watch: Watch | None = None, device: torch.device = CPU) -> Trainer:
-    """Return a trainer on this rank of the fake world, after one step, inside the context that `watch` makes of it and
-    the step's batch. Call it inside `fake_world`.
+    """Return a trainer of this rank after one step, which runs in the context `watch(trainer, batch)`. Call it inside
+    `fake_world`.
 
     Settings that only choose kernels are switched off, as there are none: compilation, async TP and, on a CPU, hardware
     for number formats. Experts are balanced there, as no router has scores. A CUDA `device` has to be a pretended one

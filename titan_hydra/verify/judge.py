@@ -93,13 +93,13 @@ class Outcome:
 
 
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
-    """Return how far a run is from its reference, judged by fixed numbers alone."""
+    """Return the differences of a run from its reference, to be judged by the case's fixed bounds."""
     changed = sum(not torch.equal(run.start[name], weight) for name, weight in reference.start.items())
     return Outcome(case, differ(run, reference), changed, misrouted(run, reference), run.drift, run.rounded)
 
 
 def differ(run: Trace, reference: Trace) -> Differences:
-    """Return the relative differences of a run from its reference."""
+    """Return the relative differences of a run from its reference, by column and entry."""
     steps, start = len(run.losses), reference.start
     return {
         "loss": {"loss": _largest(run.losses, reference.losses)},
@@ -110,20 +110,20 @@ def differ(run: Trace, reference: Trace) -> Differences:
 
 
 def lost(case: Case, error: str) -> Outcome:
-    """Return the outcome of a case that did not end, infinitely far from its reference."""
+    """Return the outcome of a case that has failed: infinitely far from its reference."""
     return Outcome(case, {column: {"": math.inf} for column in ("loss", "norm", "gradients", "weights")}, 0, 0, 0, 0, error=error)
 
 
 def rounds_alike(job: Job, reference: Job) -> bool:
-    """Whether a layout rounds as its reference does, but for the order of sums: then a band can be measured on the
-    reference.
+    """Whether a layout differs from its reference in nothing but the order of sums, as far as rounding goes: then its
+    band can be measured on the reference.
     """
     precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]  # which rounds nothing
     return precisions[0] == precisions[1] and job.optimizer.masters == reference.optimizer.masters
 
 
 def widen(spread: Differences, draw: Differences) -> Differences:
-    """Return the larger of two differences, for each entry."""
+    """Return for each entry the larger of its values in `spread` and `draw`."""
     return {
         column: {name: max(value, spread.get(column, {}).get(name, 0.0)) for name, value in values.items()}
         for column, values in draw.items()
@@ -131,12 +131,11 @@ def widen(spread: Differences, draw: Differences) -> Differences:
 
 
 def flips(reference: Trace, optimizer: str) -> dict[str, float]:
-    """Return for each parameter the difference that one element makes which moved the other way in one step; of SGD,
-    nothing.
+    """Return for each parameter the relative difference if one element moves the opposite way in one step; {} for SGD.
 
-    AdamW moves an element by the learning rate, however small its gradient is: where rounding decides the sign of a
-    gradient, it decides the whole move. In a matrix the draws show how often; in a vector of 64 one element is 0.08
-    after three steps, and most draws show none.
+    AdamW moves an element by the learning rate, however small its gradient is, so that rounding which decides the sign
+    of a gradient decides the whole move. In a matrix the draws measure how often that is; in a vector of 64 elements
+    one such move makes 0.08 after three steps, and most draws have none.
     """
     if optimizer == "sgd":
         return {}
@@ -145,8 +144,8 @@ def flips(reference: Trace, optimizer: str) -> dict[str, float]:
 
 
 def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> float:
-    """Return the largest difference relative to what is allowed: the column's tight tolerance or, if that is more,
-    MULTIPLE spreads and, of a weight, its entry in `once` (`flips`).
+    """Return the largest ratio of a difference to what is allowed: the column's TIGHT tolerance or, if that is more,
+    MULTIPLE times the spread plus, for a weight, its entry in `once` (`flips`).
     """
     room = {"weights": once}
     return max(
@@ -157,8 +156,8 @@ def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> f
 
 
 def misrouted(run: Trace, reference: Trace) -> int:
-    """Count the experts that had another number of tokens in a step than in the reference, and the biases that differ
-    at the end.
+    """Count the experts, over all steps, that had another number of tokens than in the reference, and the biases of
+    routers that differ at the end.
     """
     steps = zip(run.loads, reference.loads, strict=False)
     tokens = sum(one != other for ours, theirs in steps for layer in theirs for one, other in zip(ours[layer], theirs[layer], strict=True))
@@ -166,9 +165,9 @@ def misrouted(run: Trace, reference: Trace) -> int:
 
 
 def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
-    """Return how far a weight is from the reference's, relative to how far that one has moved.
+    """Return the distance of a weight from the reference's, relative to the distance that that one has moved.
 
-    Every update rounds a float32 weight by up to 2**-24 of it. That is not counted: SGD moves a norm's weight of 1 by
+    Each update rounds a float32 weight by up to 2**-24 of it. That is subtracted, as SGD moves a norm's weight of 1 by
     little more.
     """
     rounding = steps * 2.0**-24 * reference.double().norm()
@@ -185,5 +184,5 @@ def _largest(values: list[float], references: list[float]) -> float:
 
 
 def _finite(value: float) -> float:
-    """Return the value, or infinity if it is not finite: max() would drop a NaN."""
+    """Return the value, or infinity in place of NaN, which max() would drop."""
     return value if math.isfinite(value) else math.inf

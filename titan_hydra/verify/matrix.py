@@ -8,8 +8,8 @@ from typing import Any, Literal
 from titan_hydra.config.files import CONF
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 
-# A model that trains in seconds with every feature that is split: grouped queries, several blocks, an uneven
-# feed-forward width.
+# A model that trains in seconds and has all that layouts split: grouped queries, several blocks, an uneven feed-forward
+# width.
 BASE = (
     "precision=fp32",
     "model.dim=64",
@@ -29,38 +29,35 @@ BASE = (
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to be verified on `ranks` gloo ranks. `overrides` define it; `base` applies to its reference too.
+    """A layout to be verified. Its reference is the same job in one process, or reference.py in float64.
 
-    The reference is the same job in one process, or reference.py in float64. `uneven_mask`: labels are ignored, more in
-    some samples and steps than in others; `documents`: samples are cut into documents that are masked from each other
-    (`verify.vary`). The bounds of the differences are relative: `gradients` for the worst parameter at the first step,
-    `weights` at the end, relative to the distance moved. A band of rounding that is measured beside them (judge.py) is
-    narrower wherever steps amplify rounding.
+    Bounds of differences are relative. A band that is measured beside them (judge.py) is narrower where steps amplify
+    rounding.
     """
 
     name: str
-    ranks: int
-    overrides: tuple[str, ...]
-    base: tuple[str, ...] = ()
-    uneven_mask: bool = False
-    documents: bool = False
+    ranks: int  # number of gloo ranks
+    overrides: tuple[str, ...]  # the layout
+    base: tuple[str, ...] = ()  # overrides of the layout and of its reference
+    uneven_mask: bool = False  # whether labels are ignored, unevenly over samples and steps (verify.vary)
+    documents: bool = False  # whether samples are cut into documents that are masked from each other (verify.vary)
     reference: Literal["process", "float64"] = "process"
-    loss: float = 1e-5
-    norm: float = 1e-5
-    gradients: float = 1e-5
-    weights: float = 1e-3
-    routing: bool = True  # every token must use the same experts; rounding in bf16 sends some to others
-    slow: bool = False  # many seconds: left out by `pytest -m "not slow"`
-    config_dir: Path | None = None  # with options of the user's own
+    loss: float = 1e-5  # bound of each step's loss
+    norm: float = 1e-5  # bound of each step's gradient norm
+    gradients: float = 1e-5  # bound of the worst parameter's gradient at the first step
+    weights: float = 1e-3  # bound of the worst parameter at the end, relative to the distance that it has moved
+    routing: bool = True  # whether every token must use the same experts: rounding to bf16 sends some to others
+    slow: bool = False  # whether it takes many seconds, so that `pytest -m "not slow"` leaves it out
+    config_dir: Path | None = None  # folder with options of the user's own
 
 
 def later_wins(*overrides: str) -> list[str]:
-    """Keep the last override of each key: Hydra refuses a group that is chosen twice."""
+    """Return the last override of each key, as Hydra refuses a group that is chosen twice."""
     return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
 def case(name: str, ranks: int, *overrides: str, **options) -> Case:
-    """Build a case on as many ranks as the layout needs."""
+    """Build a case with gpus=`ranks`."""
     return Case(name, ranks, (f"gpus={ranks}", *overrides), **options)
 
 
@@ -69,8 +66,8 @@ SCHEDULES = tuple(kind.name for kind in PIPELINE_SCHEDULES.values() if not kind.
 DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
-# A difference in the last bit of float32 rounds some value to the other of two neighbours in 8 bits, an eighth apart at
-# most; it grows. One such value is 1.5e-5 of a gradient under context parallelism.
+# A difference in the last bit of float32 may round a value to the other one of two neighbours in 8 bits, which are up to
+# an eighth apart, and steps amplify that. One such value makes 1.5e-5 of a gradient under context parallelism.
 EIGHT_BITS = {"loss": 5e-5, "norm": 2e-4, "gradients": 1e-4, "weights": 0.2}
 ROWWISE: dict[str, Any] = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32"), **EIGHT_BITS}
 FUSED: dict[str, Any] = ROWWISE | {"base": (*ROWWISE["base"], "precision.kernels=fused")}
@@ -78,8 +75,8 @@ TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", 
 MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.compute_dtype=float32")}
 COMPILED = ("compile=block", "compile.backend=aot_eager")
 SIMPLE = "parallelism.backend=simple_fsdp"
-LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
-# orthogonalized in bf16, and so are its weights rounded
+LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # the chunk divides no number of tokens
+# Muon orthogonalizes in bf16, whose rounding reaches the weights.
 MUON = {"base": ("optimizer=muon",), "loss": 5e-6, "weights": 0.5}
 SAME = EVEN | {"norm": 1e-5}
 QWEN = ("model=qwen3_debug", "model.head_dim=16")  # heads wider than dim / n_heads
@@ -99,10 +96,10 @@ LATENT = (
     "model.sequence_balance=0.01",
 )
 SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
-# Products and gradients round to 8 bits, differently where other ranks hold other tokens; sums do not round.
+# Products and gradients are rounded to 8 bits, sums are not; a layout rounds other parts of a sum.
 BF16 = {"loss": 3e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
-# Over ten steps a tied model in bf16 parts from itself in float64 by 1.3e-3 of the loss and 8e-3 of the norm, on one
-# process as on two.
+# After ten steps, a tied model in bf16 differs from the same model in float64 by 1.3e-3 of the loss and 8e-3 of the
+# norm, in one process as on two ranks.
 TIED = {"loss": 5e-4, "norm": 6e-3}
 HALVED = ("precision=bf16", "optimizer.masters=split")
 SPLIT = BF16 | {"base": HALVED}
@@ -110,11 +107,11 @@ LAYOUTS_IN_BF16 = (("tp 2", 2, "tp"), ("pp 2", 2, "pp"), ("fsdp 4, tp 2", 4, "fs
 
 
 def in_bf16(what: str, *base: str, layouts: Iterable[tuple[str, int, str]] = LAYOUTS_IN_BF16, slow: bool = False, **options) -> list[Case]:
-    """Return a case in bf16 for each layout (its name, ranks and option) of what `base` trains; those of four ranks are
-    slow.
+    """Return a case in bf16 for each layout (name, ranks, option of `parallelism`) of what `base` trains; those of four
+    ranks are slow.
 
-    The model is small, and learns by SGD: AdamW moves an element by the whole rate where rounding alone decides the
-    gradient's sign.
+    The model is small, and the optimizer SGD: AdamW moves an element by the whole learning rate where rounding alone
+    decides the sign of the gradient.
     """
     small = (*base, "precision=bf16", "optimizer=sgd", "optimizer.lr=0.1", "data.global_batch=8", "model.n_layers=2")
     batches = {"tp": 8, "pp": 8, "cp": 8, "fsdp": 4, "fsdp_tp": 4, "hsdp": 2}

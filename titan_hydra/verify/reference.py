@@ -23,23 +23,21 @@ Sparse = Any  # the section of a model with experts, whose keys are its family's
 
 @dataclass
 class Trace:
-    """The record of a run: losses, gradient norms, whole gradients of the first step, whole weights before it and at
-    the end.
-    """
+    """What is compared of a run. Tensors are whole, not sharded."""
 
-    losses: list[float]
-    norms: list[float]
-    gradients: Weights
-    start: Weights
-    weights: Weights
-    loads: list[dict[str, list[float]]]  # of each step: the tokens of a layer's experts
-    biases: Weights  # of the routers, and other buffers of the model, at the end
-    drift: int = 0  # as `Outcome.drift`
-    rounded: int = 0  # as `Outcome.rounded`
+    losses: list[float]  # of each step
+    norms: list[float]  # gradient norm of each step
+    gradients: Weights  # of the first step
+    start: Weights  # initial weights
+    weights: Weights  # weights at the end
+    loads: list[dict[str, list[float]]]  # of each step: number of tokens of each expert, by layer
+    biases: Weights  # buffers at the end: the biases of routers, and others
+    drift: int = 0  # see Outcome.drift
+    rounded: int = 0  # see Outcome.rounded
 
 
 def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) -> Trace:
-    """Train all steps of a job from the weights `start` and each step's batch."""
+    """Train all steps of a job from the weights `start`, with the batches `batches(step)`."""
     weights = {name: value.double().requires_grad_() for name, value in start.items()}
     state: dict[str, dict] = {name: {} for name in weights}
     model: Sparse = job.model
@@ -65,9 +63,7 @@ def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) 
 
 
 def first_biases(start: Weights, model: Sparse) -> Weights:
-    """Return the biases of the routers (arXiv 2408.15664), all zero. They are float32 in every run, and are compared
-    bit by bit.
-    """
+    """Return the initial biases of the routers (arXiv 2408.15664): zero, and float32 as in every run."""
     routers = [name.removesuffix("weight") for name in start if name.endswith(".router.weight")]
     return {f"{router}bias": torch.zeros(model.n_experts) for router in routers if model.router_bias_update_rate}
 
@@ -76,8 +72,8 @@ def first_biases(start: Weights, model: Sparse) -> Weights:
 
 
 def mean_loss(weights: Weights, batch: Batch, model: Model) -> tuple[Tensor, Tensor, Weights]:
-    """Return the mean cross-entropy of the labels that count; the mean over the sequences of the balance loss of all
-    layers; and how many tokens each layer's experts had.
+    """Return (mean cross-entropy of the labels that count, mean balance loss of a sequence over all layers, number of
+    tokens of each expert by layer).
     """
     routed: dict[str, tuple[Tensor, Tensor]] = {}
     logits = forward(weights, batch, model, routed).log_softmax(-1)
@@ -90,7 +86,7 @@ def mean_loss(weights: Weights, batch: Batch, model: Model) -> tuple[Tensor, Ten
 
 
 def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """Return logits [batch, seq, vocab]. What each layer's router chose, and its shares, are put into `routed`."""
+    """Return logits [batch, seq, vocab]. `routed` gets, by layer, which experts the router chose and their shares."""
     size, length = batch["tokens"].shape
     places = torch.arange(length)
     positions = batch.tensors.get("positions", places.expand(size, length))
@@ -114,13 +110,11 @@ def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tupl
 
 
 def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    """Compute a feed-forward with a gate."""
     gate = x @ w1.T
     return (gate * torch.sigmoid(gate) * (x @ w3.T)) @ w2.T
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide x by its root mean square and multiply by the weight."""
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
@@ -145,8 +139,8 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
 
 
 def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute every expert for every token, and add up those that its router chose. Returns that, what was chosen
-    [batch, seq, experts], and the share of each expert in a token's scores.
+    """Compute every expert for every token. Returns (sum over the experts that the router chose, whether it chose each
+    [batch, seq, experts], share of each in the token's scores).
     """
     logits = x @ block["feed_forward.router.weight"].T
     scores = logits.softmax(-1) if model.router == "softmax" else 1 / (1 + torch.exp(-logits))
@@ -164,7 +158,9 @@ def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, 
 
 
 def _choice(scores: Tensor, model: Sparse) -> Tensor:
-    """Return which experts a token uses: the best of those in the groups whose two best experts are best together."""
+    """Return whether a token uses each expert: the best experts in the groups with the largest sums of their two best
+    scores.
+    """
     width = model.n_experts // model.n_group
     groups = scores.unflatten(-1, (model.n_group, width))
     strength = groups.sort(-1, descending=True).values[..., :2].sum(-1)
@@ -173,21 +169,21 @@ def _choice(scores: Tensor, model: Sparse) -> Tensor:
 
 
 def _place(x: Tensor) -> Tensor:
-    """Return the place of each element when its row is sorted, the largest first."""
+    """Return the rank of each element in its row; the largest has 0."""
     return x.argsort(-1, descending=True).argsort(-1)
 
 
 def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
-    """Return the balance loss of each sequence (2412.19437, equations 17 to 20): the sum over experts of f P. Of the
-    sequence's T tokens, f is the part that chose the expert, relative to an even one, and P is the mean share.
+    """Return the balance loss of each sequence (2412.19437, equations 17 to 20), the sum of f P over experts: f is the
+    number of its tokens that chose the expert, relative to an even distribution, P the expert's mean share.
     """
     f = chosen.double().mean(1) * model.n_experts / model.experts_per_token
     return model.sequence_balance * (f * shares.mean(1)).sum(-1)
 
 
 def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Sparse) -> Tensor:
-    """Compute attention from latents head by head; all heads share the rotated part of the key. Latents are normalized
-    with an epsilon of 1e-6 in every DeepSeek-V3.
+    """Compute multi-head latent attention head by head; all heads share the rotated part of the key. Every DeepSeek-V3
+    normalizes latents with an epsilon of 1e-6.
     """
     plain, value, width = model.qk_nope_head_dim, model.v_head_dim, model.qk_nope_head_dim + model.qk_rope_head_dim
     down = x @ block["attention.wkv_a.weight"].T
@@ -208,7 +204,7 @@ def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor,
 
 
 def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
-    """Apply rotary positions to one head [batch, seq, width], whose neighbours are pairs: complex numbers that are
+    """Apply rotary positions to one head [batch, seq, width]: neighbouring dimensions are a complex number, which is
     turned.
     """
     half = x.shape[-1] // 2
@@ -218,16 +214,16 @@ def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
 
 
 def yarn_frequency(i: int, half: int, model: Sparse) -> float:
-    """Return the radians per position of the i-th pair, with YaRN's stretch (arXiv 2309.00071, section 3.2): none for
-    pairs that turn more often than `beta_fast` over the original length, full for those that turn less often than
-    `beta_slow`, and a ramp between them.
+    """Return the radians per position of the i-th pair with YaRN (arXiv 2309.00071, section 3.2): not stretched if it
+    turns more than `beta_fast` times over the original length, stretched if fewer than `beta_slow` times, and by a ramp
+    between.
     """
     value, yarn = model.rope_theta ** (-i / half), model.yarn
     if yarn.factor == 1:
         return value
     fast, slow = (
         half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta) for turns in (yarn.beta_fast, yarn.beta_slow)
-    )  # the pairs that turn so often
+    )  # indices of the pairs that turn beta_fast and beta_slow times
     fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
     stretched = min(max((i - fast) / max(slow - fast, 1e-3), 0), 1)
     return value * (1 - stretched + stretched / yarn.factor)
@@ -237,8 +233,8 @@ def yarn_frequency(i: int, half: int, model: Sparse) -> float:
 
 
 def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
-    """Apply rotary positions (arXiv 2104.09864) to one head [batch, seq, width]; dimension i is paired with i + width /
-    2.
+    """Apply rotary positions (arXiv 2104.09864) to one head [batch, seq, width]; dimensions i and i + width / 2 are a
+    pair.
     """
     half = x.shape[-1] // 2
     angles = positions.double().unsqueeze(-1) * torch.tensor([frequency(i, half, model) for i in range(half)], dtype=torch.float64)
@@ -285,7 +281,7 @@ def update(name: str, weight: Tensor, gradient: Tensor, state: dict, step: int, 
         state["momentum"] = state["momentum"] * config.sgd_momentum + gradient if state else gradient
         weight -= config.lr * factor * state["momentum"]
     elif config.name == "muon" and name.startswith("layers.") and weight.dim() > 1:
-        for matrix in range(len(weight)) if weight.dim() > 2 else (...,):  # of a stack, or the only one
+        for matrix in range(len(weight)) if weight.dim() > 2 else (...,):  # each matrix of a stack of experts, or the only one
             _muon(weight[matrix], gradient[matrix], state.setdefault(matrix, {}), factor * config.muon_lr, config)
     else:
         _adamw(weight, gradient, state, step, factor * config.lr, config.weight_decay * decays, config)
@@ -300,7 +296,7 @@ def _adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: floa
 
 
 def _muon(weight: Tensor, gradient: Tensor, state: Weights, lr: float, config: MuonAndAdamW) -> None:
-    """Apply one step of Muon (kellerjordan.github.io/posts/muon), in place; its five Newton-Schulz iterations in
+    """Apply one step of Muon (kellerjordan.github.io/posts/muon), in place, with five Newton-Schulz iterations in
     bfloat16 as published.
     """
     state["momentum"] = config.muon_momentum * state.get("momentum", 0) + (1 - config.muon_momentum) * gradient

@@ -15,7 +15,7 @@ from .matrix import BASE, LATENT, MOE, SCHEDULES, Case, later_wins
 # A float64 reference differs from float32 by rounding alone. Muon orthogonalizes in bfloat16, whose
 # rounding grows over the steps: one process alone was 8e-5 from the reference in its loss, and 0.3 in a weight.
 EXACT = {"loss": 2e-6, "norm": 5e-5, "gradients": 1e-5, "weights": 2e-3, "reference": "float64"}
-# a router's gradient is a small sum of large terms: 9.8e-6 was seen in one process
+# The gradient of a router is a small sum of large terms: one process alone was 9.8e-6 from the reference.
 SPARSE = EXACT | {"gradients": 2e-5}
 MUON = EXACT | {"loss": 3e-4, "norm": 3e-3, "weights": 0.5}
 # bfloat16 against one process in bfloat16, or, coarsely, against float64, which shows what is biased in both.
@@ -24,8 +24,8 @@ BF16_COARSE = {"loss": 3e-3, "norm": 1e-2, "gradients": 5e-2, "weights": 0.5, "r
 
 
 def draw_jobs(number: int, seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> Iterator[Case]:
-    """Yield `number` random cases. A job that breaks a rule is drawn again. A seed gives the same cases again, in the
-    same version.
+    """Yield `number` random cases. A job that breaks a rule is drawn again. In one version of the package a seed gives
+    the same cases.
     """
     dice = random.Random(seed)
     for index in range(number):
@@ -44,15 +44,15 @@ def legal(case: Case) -> bool:
 
 
 def one(dice: random.Random, index: int, ranks: int) -> Case:
-    """Draw a case that may break a rule."""
+    """Draw a case, whose job may break a rule."""
     degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp"), 1)
     while (left := ranks // math.prod(degrees.values())) > 1:
-        degrees[dice.choice(list(degrees))] *= next(factor for factor in (2, 3) if left % factor == 0)
+        degrees[dice.choice(list(degrees))] *= 3 if left % 2 else 2
     local_batch = dice.choice((1, 2, 4, 6, 8))
     global_batch = min(local_batch * degrees["dp_replicate"] * degrees["dp_shard"] * dice.choice((1, 1, 2, 3)), 48)
     optimizer, precision = dice.choice(("adamw", "adamw", "sgd", "muon")), dice.choice(("fp32", "fp32", "fp32", "bf16"))
-    if sparse := dice.random() < 0.4:  # rules refuse more of these
-        # rounding to bfloat16 sends tokens to other experts
+    if sparse := dice.random() < 0.4:  # rules refuse more of the jobs with experts, so fewer are run
+        # In float32, as rounding to bfloat16 would send tokens to other experts.
         optimizer, precision = dice.choice(("adamw", "sgd")), "fp32"
         degrees["ep"] = dice.choice(divisors(degrees["dp_shard"] * degrees["cp"] * degrees["tp"])[1:] or (1,))
     layout = (
@@ -72,7 +72,7 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
 
 
 def _shape(dice: random.Random) -> tuple[str, ...]:
-    """Draw a model and a sequence length, most of them odd."""
+    """Draw the shapes of a model, and a sequence length; most are unusual."""
     heads, shared = dice.choice(((6, 2), (8, 4), (12, 4), (4, 1), (4, 4)))
     return (
         f"model.n_heads={heads}",
@@ -90,7 +90,7 @@ def _shape(dice: random.Random) -> tuple[str, ...]:
 
 
 def _experts(dice: random.Random) -> tuple[str, ...]:
-    """Draw a model with experts and a sequence length."""
+    """Draw the shapes of a model with experts, and a sequence length."""
     groups, family = dice.choice((1, 2, 4)), dice.choice((MOE, LATENT))
     yarn = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", f"model.yarn.temperature={dice.choice((0.7, 1.0))}")
     return (
@@ -116,12 +116,12 @@ def _experts(dice: random.Random) -> tuple[str, ...]:
 
 
 def learning(dice: random.Random, optimizer: str) -> tuple[str, ...]:
-    """Draw an optimizer and its schedule."""
+    """Draw the keys of an optimizer, and a learning rate schedule."""
     return (
         f"optimizer={optimizer}",
         f"optimizer.max_norm={dice.choice((0.1, 1.0, 0.0))}",
         f"optimizer.lr={'0.05' if optimizer == 'sgd' else '0.002'}",
-        *["optimizer.sgd_momentum=0.9"] * (optimizer == "sgd"),
+        *(["optimizer.sgd_momentum=0.9"] if optimizer == "sgd" else []),
         f"optimizer.weight_decay={dice.choice((0.0, 0.1, 0.5))}",
         f"optimizer.decay_matrices_only={dice.choice((True, False))}",
         f"lr_scheduler={dice.choice(('wsd', 'cosine', 'constant'))}",
@@ -131,7 +131,7 @@ def learning(dice: random.Random, optimizer: str) -> tuple[str, ...]:
 
 
 def technique(dice: random.Random, degrees: dict[str, int]) -> Iterator[str]:
-    """Draw the techniques that carry out the degrees."""
+    """Draw techniques: backend, activation checkpointing, loss, and what the degrees above 1 leave open."""
     yield f"parallelism.backend={dice.choice(('fsdp2', 'fsdp2', 'simple_fsdp'))}"
     yield f"parallelism.reshard_after_forward={dice.choice(('default', 'default', 'always', 'never'))}"
     yield f"ac={dice.choice(('none', 'none', 'full', 'layer', 'op', 'lean'))}"

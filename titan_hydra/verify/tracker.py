@@ -23,17 +23,17 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts live bytes, their peak, and the messages of all operators while `tracking`.
+    """Counts live bytes, their peak, and the bytes of messages while `tracking`.
 
-    It sees operators on local tensors, below DTensor. A message counts as the larger of what goes in and what comes
-    out.
+    It sees the operators on local tensors, below DTensor. A message has the size of a collective's input or result, the
+    larger of both.
     """
 
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.live = self.peak = 0
-        self.messages: Counter[str] = Counter()  # bytes by dimension of the mesh
-        self.sizes: dict[int, int] = {}  # of storages by id: a storage keeps its Python object while it lives
+        self.messages: Counter[str] = Counter()  # bytes along each dimension of the mesh
+        self.sizes: dict[int, int] = {}  # bytes of live storages by id, which is that of a Python object while it lives
         self.groups = _names_of_groups(mesh)
         self.paused = False
 
@@ -48,14 +48,14 @@ class MemoryTracker(TorchDispatchMode):
             self.resize(id(storage), storage.nbytes())
 
     def resize(self, key: int, size: int) -> None:
-        """Count a storage with a new size; 0 if it is freed."""
+        """Count a storage with a new size in bytes; 0 if it is freed."""
         self.live += size - self.sizes.pop(key, 0)
         self.peak = max(self.peak, self.live)
         if size:
             self.sizes[key] = size
 
     def restart(self) -> int:
-        """Return the peak, and look for another from now on."""
+        """Return the peak so far, and start another at the bytes that are live now."""
         peak, self.peak = self.peak, self.live
         return peak
 
@@ -72,13 +72,13 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def count(self, leaves: list) -> None:
-        """Count a collective by its arguments and results; waiting for one names no group, and is none."""
+        """Count a collective by its arguments and results. An operator without a process group (a wait) is none."""
         for dimension in {self.groups[name] for leaf in leaves if (name := _name_of_group(leaf)) in self.groups}:
             self.messages[dimension] += max(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _names_of_groups(mesh: Mesh) -> dict[str, str]:
-    """Return the dimension of each process group of a mesh, by the group's name; that of the shards is `fsdp`."""
+    """Return the mesh dimension of each process group, by the group's name; `fsdp` is that of dp_shard x cp."""
     names = {}
     if mesh.fsdp is not None:
         shards, *replicas = reversed([str(mesh.fsdp.get_group(place).group_name) for place in range(mesh.fsdp.ndim)])
@@ -102,9 +102,9 @@ def _name_of_group(leaf: Any) -> str | None:
 
 @contextmanager
 def tracking(tracker: MemoryTracker) -> Iterator[None]:
-    """Let a tracker count for a while.
+    """Let a tracker count while the block runs.
 
-    Not counted are the operators that DTensor runs at their global shape to learn the shape of a result. FSDP frees
+    Operators that DTensor runs at their global shape, to learn the shape of a result, do not count. FSDP frees
     gathered weights with `resize_`, which is no operator. Norms are computed as CUDA does, in one kernel: a CPU's keep
     float32 copies of their input.
     """
@@ -135,9 +135,7 @@ def tracking(tracker: MemoryTracker) -> Iterator[None]:
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    """Return something of the shape of F.rms_norm's result, with its gradients' shapes, saving what CUDA's kernel
-    saves.
-    """
+    """Return a tensor of the shape of F.rms_norm's result, which saves for the backward what CUDA's kernel saves."""
     return _Norm.apply(x, weight)
 
 

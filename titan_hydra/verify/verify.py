@@ -45,7 +45,7 @@ from .judge import DRAWS, REFUSED, Differences, Outcome, beyond, compare, differ
 from .matrix import BASE, Case, later_wins
 from .reference import Trace, train_in_float64
 
-STEPS = 10
+STEPS = 10  # optimizer steps of a case
 # Imported once in the fork server instead of once for each rank.
 PRELOADED = [
     "titan_hydra.verify.verify",
@@ -55,16 +55,16 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 ]
-NOTE = "in the case"
+NOTE = "in the case"  # begins the note of an exception that names the case
 
 
 def job_of(case: Case, steps: int = STEPS) -> Job:
-    """Return the layout's job."""
+    """Return the job of a case's layout."""
     return compose_job(*later_wins(*BASE, f"steps={steps}", *case.base, *case.overrides), config_dir=case.config_dir)
 
 
 def reference_of(case: Case, steps: int = STEPS) -> Job:
-    """Return the same job in one process, with its global batch in one piece."""
+    """Return the job of a case's reference: in one process, with the global batch as one local batch."""
     alone = later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single", "data.local_batch=1")
     job = compose_job(*alone, config_dir=case.config_dir)
     job.data.local_batch = job.data.global_batch
@@ -72,10 +72,9 @@ def reference_of(case: Case, steps: int = STEPS) -> Job:
 
 
 def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | None = None, mesh: Mesh | None = None) -> Trace:
-    """Train a job for its steps, as `train` does, and keep what is compared. This is a collective; every rank gets
-    whole tensors.
+    """Train a job as `train` does, and return what is compared: whole tensors, on every rank. A collective.
 
-    With a `seed` the last bits of the initial weights are others. `mesh` is that of an earlier job with the same
+    A `seed` changes the last bits of the initial weights (`disturb`). `mesh` is that of an earlier job with the same
     degrees.
     """
     trainer = build(job, device, mesh)
@@ -109,15 +108,15 @@ def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | 
 
 
 def loads(trainer: Trainer) -> dict[str, list[float]]:
-    """Return the tokens of each layer's experts in the last step, summed over all ranks. This is a collective."""
+    """Return the number of tokens of each expert in the last step, over all ranks, by layer. A collective."""
     names = [name for name, part in trainer.model.named_modules() if hasattr(part, "router")]
     return _join(trainer, dict(zip(names, trainer.balance.loads.tolist(), strict=True)) if trainer.balance else {})
 
 
 @contextlib.contextmanager
 def reductions() -> Iterator[list[torch.dtype]]:
-    """Collect the dtypes of the tensors that FSDP2 reduces and scatters. A sum of bfloat16 sums has bits that bfloat16
-    lacks.
+    """Collect the dtypes in which FSDP2 reduces gradients. `rounded` cannot tell: a sum of bfloat16 sums has bits that
+    bfloat16 lacks.
     """
     found = []
 
@@ -129,29 +128,29 @@ def reductions() -> Iterator[list[torch.dtype]]:
         return noted
 
     with contextlib.ExitStack() as patched:
-        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # of torch 2.11, and of torch 2.13
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # names in torch 2.11, and in torch 2.13
             if hasattr(dist, name):
                 patched.enter_context(mock.patch.object(dist, name, noting(getattr(dist, name))))
         yield found
 
 
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
-    """Count the parameters with gradients summed in bfloat16 although float32 is asked for: such a sum lacks the lower
+    """Count the parameters whose gradients were summed in bfloat16 although reduce_dtype=float32: they lack the lower
     bits.
     """
     job = trainer.job
     parts = trainer.mesh.data_ranks * job.parallelism.cp * microbatches(job) * local_batches(job)
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
-    # the gradient of a single rank
+    # Experts of which each rank has its own have the gradient of one rank, which is not summed.
     alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None
-    # those of an adapter's A are 0 at first
+    # Gradients that are zero, as of an adapter's A in the first step, tell nothing.
     moving = {name: gradient for name, gradient in gradients.items() if gradient.any()}
     return sum(torch.equal(gradient, gradient.bfloat16().float()) for name, gradient in moving.items() if not alone or alone not in name)
 
 
 def drift(trainer: Trainer) -> int:
-    """Count the shards of weights that differ between the ranks that hold copies of them. This is a collective."""
+    """Count the shards of weights that differ between the ranks that hold the same shard. A collective."""
     own = {}
     for name, parameter in trainer.masters.weights.named_parameters():
         local = local_part(master_of(parameter))
@@ -167,12 +166,12 @@ def drift(trainer: Trainer) -> int:
 
 
 def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a whole tensor for each parameter of the whole model, by name. This is a collective."""
+    """Return `value` of each parameter of the model, as whole tensors by name. A collective."""
     return _join(trainer, {name: _whole(value(parameter)).clone() for name, parameter in trainer.masters.weights.named_parameters()})
 
 
 def _join(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of all stages together. This is a collective over the pipeline."""
+    """Return the entries of all pipeline stages. A collective over the pipeline."""
     if trainer.mesh.pipeline is None:
         return own
     parts: list[dict[str, Any]] = [{}] * dist.get_world_size(trainer.mesh.pipeline)
@@ -181,9 +180,7 @@ def _join(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def exact(job: Job, case: Case) -> Trace:
-    """Return the trace of a job in float64 by reference.py, from the same initial weights and batches. Runs in one
-    process.
-    """
+    """Return the trace of a job by reference.py, in float64, from the same initial weights and batches."""
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     model.to_empty(device="cpu")
@@ -196,11 +193,11 @@ def exact(job: Job, case: Case) -> Trace:
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
-    """Apply the case's mask and documents to a batch of text. Both depend only on slot and step; the first sample is in
-    slot `first` of `slots`.
+    """Apply a case's mask and documents to a batch of text whose first sample is in slot `first` of `slots`. Both depend
+    on slot and step alone.
 
-    Up to 80 % of a sample's labels are ignored, so that no two microbatches count the same number. In the first quarter
-    of the slots at step 1, and the first half at step 2, no label counts, so that whole ranks have none.
+    Up to 80 % of a sample's labels are ignored, so that microbatches count different numbers of them. In the first
+    quarter of the slots at step 1, and the first half at step 2, no label counts: some ranks have none.
     """
     if not case.uneven_mask and not case.documents:
         return batch
@@ -218,8 +215,8 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
 
 
 def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
-    """Run cases and their references, one set of processes for each number of ranks. Outcomes are in the order of the
-    cases.
+    """Run cases and their references, with one set of processes for each number of ranks. Returns an outcome for each
+    case, in their order.
     """
     cases = list(cases)
     jobs = [job_of(case, steps) for case in cases]
@@ -235,7 +232,7 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
         for ranks, own in sorted(by_ranks.items()):
             _run_all(ranks, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
-        # by reference and tensor-parallel ranks: cases that are not within the tight tolerances
+        # Numbers of the cases beyond the tight tolerances, by reference and tensor-parallel degree, which share a band.
         judged = defaultdict(list)
         for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
             case, alone = references[_key(outcome.case)]
@@ -243,18 +240,14 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
             if not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
                 judged[_key(case), job.parallelism.tp].append(number)
         if judged:
-            _spawn(
-                1,
-                _run_draws,
-                folder,
-                [(numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()],
-            )
+            draws = [(numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()]
+            _spawn(1, _run_draws, folder, draws)
         return [_read(folder, number, case) for number, case in enumerate(cases)]
 
 
 def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    """Run cases of one number of ranks. One that raises, or crashes a rank twice, counts as failed, infinitely far from
-    its reference.
+    """Run cases of one number of ranks. A case that raises, or twice crashes a rank, has failed, and the others run
+    again in new processes.
     """
     crashed = None
     while jobs:
@@ -262,15 +255,15 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
             _spawn(ranks, _run_cases, folder, jobs)
             return
         except (Raised, Crashed) as error:
-            said = [line for line in str(error).splitlines() if line.strip()]
-            lines = [line for line in said if not line.startswith(NOTE)]
-            # with the case's name
-            _tell(", ".join(said[said.index(lines[-1]) :]) if lines[-1].startswith(REFUSED) else str(error))
+            text = [line for line in str(error).splitlines() if line.strip()]
+            lines = [line for line in text if not line.startswith(NOTE)]
+            # Of a refusal the last line is enough, with the note that names the case.
+            _tell(", ".join(text[text.index(lines[-1]) :]) if lines[-1].startswith(REFUSED) else str(error))
             jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
             if not jobs:
                 raise
             number, case, _ = jobs[0]
-            if isinstance(error, Crashed) and number != crashed:  # rare: torch 2.13's gloo corrupts the heap
+            if isinstance(error, Crashed) and number != crashed:  # torch 2.13's gloo sometimes corrupts the heap
                 crashed = number
                 continue
             jobs = jobs[1:]
@@ -300,8 +293,8 @@ def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Cas
 
 
 def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    # A thread of each of gloo's groups wakes a hundred times a second: hundreds of meshes would keep the cores from the
-    # cases.
+    # Meshes are kept: each gloo group has a thread that wakes a hundred times a second, so hundreds of groups slow down
+    # the cases.
     meshes: dict[tuple, Mesh] = {}
     for number, case, config in jobs:
         job = from_dict(Job, config)
@@ -314,7 +307,7 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         except Exception as error:
             error.add_note(f"{NOTE} {case.name}")
             raise
-        # blocks of another case are other blocks, and torch compiles the same code only so often
+        # torch compiles the same code a limited number of times, and the next case has other blocks.
         torch.compiler.reset()
         if dist.get_rank() == 0:
             outcome = compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt")))
@@ -324,8 +317,8 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
 
 
 def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], int, Case, dict]]) -> None:
-    """Measure the bands of cases that share a reference and `tp`, and judge them. More draws only widen a band: none is
-    made in vain.
+    """Measure the bands of cases that share a reference and `tp`, and judge them. Draws only widen a band, so they end
+    when all cases are in it.
     """
     for numbers, tp, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{_key(case)}.pt"))
@@ -346,22 +339,21 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
 
 
 def _tell(line: str) -> None:
-    """Print progress to the standard error: the matrix takes an hour, and its table comes at the end."""
+    """Print progress to the standard error, as the table comes at the end, after an hour for the whole matrix."""
     print(line, file=sys.stderr, flush=True)
 
 
 class Raised(RuntimeError):
-    """A rank has raised an exception; the message is its traceback."""
+    """A rank has raised an exception, whose traceback is the message."""
 
 
 class Crashed(RuntimeError):
-    """A rank was ended by a signal: from outside, for lack of memory, or by a fault in native code."""
+    """A rank was ended by a signal: sent to it, for lack of memory, or after a fault in native code."""
 
 
 def _spawn(ranks: int, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
-    """Run `function(device, folder, jobs)` on `ranks` gloo ranks.
-
-    Raises Crashed if one was killed by a signal, else Raised with the traceback of the first rank that failed.
+    """Run `function(device, folder, jobs)` on `ranks` gloo ranks. Raises Crashed if a signal ended one, else Raised with
+    the traceback of the first that failed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -370,7 +362,7 @@ def _spawn(ranks: int, function: Callable[..., Any], folder: str, jobs: list[Any
     for process in processes:
         process.start()
     failed = False
-    for process in processes:  # a rank that fails takes the others with it, through the collectives' closed connections
+    for process in processes:  # all are waited for, until one has failed
         while process.is_alive() and not failed:
             process.join(0.2)
             failed = any(peer.exitcode not in (None, 0) for peer in processes)
