@@ -31,12 +31,14 @@ HERE = Path(__file__).parent
 COMMON = ("data.seq_len=8192", "data.local_batch=1", "parallelism=single", "gpus=1", "comm=fake", "compile=block", "tokenizer=embedded")
 # The parts that are compiled, in the order in which a forward meets them, and the words of a job with one block of each
 # kind.
+SPARSE = ("attention", "router", "order of rows", "experts", "sum of experts")
+FORWARD_ONLY = ("order of rows",)
 MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("block",), ("model=llama3_8b", "data=synthetic", "model.n_layers=1")),
     "qwen3": (("block",), ("model=qwen3_8b", "data=synthetic", "model.n_layers=1")),
-    "qwen3_moe": (("attention",), ("model=qwen3_30b_a3b", "data=synthetic", "model.n_layers=1")),
+    "qwen3_moe": (SPARSE, ("model=qwen3_30b_a3b", "data=synthetic", "model.n_layers=1")),
     "deepseek_v3": (
-        ("dense block", "attention", "shared experts"),
+        ("dense block", *SPARSE, "shared experts"),
         ("model=deepseek_v3", "data=synthetic", "model.n_layers=2", "model.first_k_dense_replace=1"),
     ),
     "image_text": (("block",), ("data=synthetic_image_text", "model=llama3_8b_vision", "model.n_layers=1")),
@@ -239,11 +241,14 @@ def graphs_of(model: str, precision: str) -> list[tuple[str, Graph, Graph]]:
         raise RuntimeError(f"{model}, {precision}: exit status {done.returncode}\n{done.stderr[-4000:]}")
     graphs = [Graph(**graph | {"kernels": [Kernel(**kernel) for kernel in graph["kernels"]]}) for graph in json.loads(done.stdout)]
     forward = [graph for graph in graphs if not graph.backward]
-    backward = [graph for graph in graphs if graph.backward][::-1]
+    backward = [graph for graph in graphs if graph.backward]
     parts = MODELS[model][0]
-    if not len(parts) == len(forward) == len(backward):
+    if (len(parts), len(parts) - len(set(FORWARD_ONLY) & set(parts))) != (len(forward), len(backward)):
         raise RuntimeError(f"{model}, {precision}: compiled {len(forward)} forwards, {len(backward)} backwards, not {parts}")
-    return list(zip(parts, forward, backward, strict=True))
+    return [
+        (part, graph, Graph(True, [], 0, {}) if part in FORWARD_ONLY else backward.pop())
+        for part, graph in zip(parts, forward, strict=True)
+    ]
 
 
 def cell(forward: Graph, backward: Graph) -> str:
