@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     from titan_hydra.train.generate import generate
 
     pieces = generate(checkpoint_of(args), args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype, args.chat)
-    first = next(pieces)  # report errors before the prompt is printed
+    first = next(pieces)  # raises errors before the prompt is printed
     print("" if args.chat else args.prompt, first, sep="", end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
