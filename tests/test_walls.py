@@ -285,22 +285,22 @@ def test_public_names_are_unique():
 # Lines of a room at most, as `ruff format` writes them. A number may fall; it rises in a commit of its own that says why.
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
-    "base": 664,  # 520
+    "base": 637,  # 520
     "config": 4902,  # 3,200
     "job": 606,  # 720
     "models": 1698,  # 1,800
     "runs": 2287,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2509,  # 2,450
-    "data": 1498,  # 1,450
+    "data": 1490,  # 1,450
     "observe": 1432,  # 1,400
     "checkpoint": 1579,  # 1,400
     "train": 1494,  # 1,550
     "fault_tolerance": 1112,  # 600
-    "verify": 1989,  # 2,000
+    "verify": 1987,  # 2,000
     "launch": 2142,  # 1,950
-    "report": 2269,  # 2,050
-    "commands": 2825,  # 2,300
+    "report": 2271,  # 2,050
+    "commands": 2831,  # 2,300
     "recipes": 3771,  # 3,100
     "plan": 1520,  # 1,800
 }

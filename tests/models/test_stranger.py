@@ -251,7 +251,7 @@ def test_cases_that_a_family_cannot_run_are_counted(folder):
         "covers 2 of the 7 chosen of 365 cases; 5 left out: 2 have keys that the model has not, 3 are refused; sequences are longer than "
         "twice model.sliding_window=64",
         "     2  parallelism.tp=2: family keyed has no tensor-parallel sharding",
-        "     1  model.family=keyed: only the package's own families are there in float64",
+        "     1  model.family=keyed: has no float64 reference; only the package's own families have one",
         "     1  model.q_lora_rank=24: no such key",
         "     1  model.expert_dim=64: no such key",
     ]

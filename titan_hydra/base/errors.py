@@ -1,5 +1,5 @@
-"""The exit statuses of a run, the classes of failure, the errors that carry them, and the line for a file that may not
-be used.
+"""The exit statuses of a run, the classes of failure, the errors that carry them, and the message about a file that may
+not be used.
 """
 
 import grp
@@ -10,7 +10,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
-# printed by a rank before the reason; the launcher stops echoing its log here
+# A rank prints it before the reason for which it ends; here the launcher stops to echo the rank's log.
 LAST_WORDS = "--- this rank ends with exit status"
 
 
@@ -43,7 +43,7 @@ class Kind(StrEnum):
     UNKNOWN = "unknown"
 
 
-KIND_OF: dict[int, Kind] = {  # exit statuses that a rank chose itself; any other is a bug
+KIND_OF: dict[int, Kind] = {  # the class of each exit status that a rank chooses itself; any other is a bug
     Exit.CONFIG: Kind.CONFIG,
     Exit.OUT_OF_MEMORY: Kind.OUT_OF_MEMORY,
     Exit.HANG: Kind.HANG,
@@ -56,7 +56,7 @@ class RunError(Exception):
     """Ends a run for a known reason, printed as one line without a traceback. Subclasses set the exit status."""
 
     status = Exit.BUG
-    facts: dict[str, Any]  # where the rank was, added on the way up
+    facts: dict[str, Any]  # step, phase and other facts that the rank's record gets
 
 
 class ConfigError(RunError):
@@ -90,15 +90,15 @@ class Unhealthy(RunError):
 
 
 def denied(error: PermissionError, key: str = "", folder: Path = Path()) -> str:
-    """Return a line that names the file or folder that is closed, its owner and its mode; also `key` if it is in that
-    key's `folder`.
+    """Return a message with the file or folder that is closed, its owner and its mode; and with `key`, if the file lies
+    in `folder`, the value of that key.
     """
     path = Path(error.filename or ".").absolute()
     where = f"{key}={folder}: " if key and path.is_relative_to(folder.absolute()) else ""
     for place in (path, *path.parents):
         try:
             found = place.stat()
-        except OSError:  # behind what is closed, or not there yet
+        except OSError:  # below the closed folder, or missing
             continue
         owner, group = _name(pwd.getpwuid, found.st_uid), _name(grp.getgrgid, found.st_gid)
         return f"{where}{path}: {error.strerror}: {place} belongs to {owner}:{group}, {stat.filemode(found.st_mode)}"

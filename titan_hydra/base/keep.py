@@ -1,5 +1,5 @@
-"""Values that a recomputation by activation checkpointing must not compute again, as another value would be wrong.
-Imports no torch.
+"""Values that activation checkpointing must not compute again, as a recomputation could give another value. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ _kept: ContextVar[Callable[[Callable[[], Any]], Any]] = ContextVar("kept", defau
 
 
 def keep(compute: Callable[..., Any], *args: Any) -> Any:
-    """Return compute(*args). A recomputation by activation checkpointing gets the value of the forward again, without
-    computing it.
-    """
+    """Return compute(*args); in a recomputation by activation checkpointing, the value that the forward has computed."""
     return _kept.get()(lambda: compute(*args))
 
 
 def kept() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Return the contexts of a forward, which records the values of `keep`, and of its recomputation, which returns
-    them in order.
+    """Return two contexts: that of a forward, which records the values of `keep`, and that of its recomputation, which
+    gives them back in the same order.
     """
     values: list[Any] = []
 

@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SCHEDULES, RING = "torch.distributed.pipelining.schedules", "torch.distributed.tensor.experimental._context_parallel._attention"
-MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of several, the first that this release has
-    # Hydra: its own command line, parsed before it is; and the two steps of composing that do not depend on the chosen
-    # files.
+MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or several, for releases that differ
+    # Hydra: the parser of its command line; and two steps of composing, to do once for all cells.
     "get_args_parser": "hydra._internal.utils:get_args_parser",
     "ConfigLoaderImpl": "hydra._internal.config_loader_impl:ConfigLoaderImpl",
     "apply_overrides": "hydra._internal.config_loader_impl:ConfigLoaderImpl._apply_overrides_to_config",
     # Meshes: several dimensions as one, for FSDP over dp_shard x cp; two meshes side by side, for HSDP over that.
     "flatten": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "concatenate": "torch.distributed.device_mesh:DeviceMesh._concatenate",
-    # Process groups: the list of all of them, and a time-out that changes after the first step, which torch 2.15 has in
-    # public.
+    # Process groups: the list of all, and a change of their time-out after the first step, which torch 2.15 has in public.
     "process_groups": "torch.distributed.distributed_c10d:_world",
     "set_group_timeout": ("torch.distributed:set_timeout", "torch.distributed.distributed_c10d:_set_pg_timeout"),
     # One kernel for a list of tensors, as torch's own optimizers and clipping use.
@@ -45,25 +43,24 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "foreach_norm": "torch:_foreach_norm",
     "foreach_div": "torch:_foreach_div_",
     "foreach_add": "torch:_foreach_add_",
-    # Pipelines: schedules of one's own (csv), their actions, and the order without the backward for a validation.
+    # Pipelines: schedules of the user's own (csv), their actions, and an order without backwards, for a validation.
     "Action": f"{SCHEDULES}:_Action",
     "ComputationType": f"{SCHEDULES}:_ComputationType",
     "PipelineSchedule": f"{SCHEDULES}:_PipelineSchedule",
     "PipelineScheduleRuntime": f"{SCHEDULES}:_PipelineScheduleRuntime",
     "load_csv": f"{SCHEDULES}:_PipelineScheduleRuntime._load_csv",
-    # Ring attention is torch's own, and has no public switch but a context manager that cannot span a step.
+    # Ring attention is torch's. Its public switch is a context manager, which cannot span a step.
     "ring_options": f"{RING}:_cp_options",
     "ring_kernels": f"{RING}:custom_ops",
     "set_rotate_method": f"{RING}:set_rotate_method",
     "enable_ring_dispatcher": f"{RING}:_enable_context_parallel_dispatcher",
     "disable_ring_dispatcher": f"{RING}:_disable_context_parallel_dispatcher",
-    # ... on CPUs: the kernels' operators, how DTensor learns of one, and the ring's two loops.
+    # Ring attention on CPUs: the operators of its kernels, the registration of an operator in DTensor, the ring's loops.
     "ring_forward": f"{RING}:_templated_ring_attention",
     "ring_backward": f"{RING}:_templated_ring_attention_backward",
     "flash_on_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flash_on_cpu_backward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
-    # Documents: the kernels behind scaled_dot_product_attention, which takes no offsets, and cannot be called below
-    # autograd.
+    # Packed documents: the kernels behind scaled_dot_product_attention, which itself takes no offsets of documents.
     "flash_attention": "torch:ops.aten._flash_attention_forward.default",
     "flash_attention_backward": "torch:ops.aten._flash_attention_backward.default",
     "OpOverload": "torch._ops:OpOverload",
@@ -73,44 +70,42 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # our name: module:member; of sev
     "op_dispatcher": "torch.distributed.tensor:DTensor._op_dispatcher",
     "expand_to_full_mesh_op_strategy": "torch.distributed.tensor._ops.utils:expand_to_full_mesh_op_strategy",
     "register_op_strategy": "torch.distributed.tensor._ops.utils:register_op_strategy",
-    # Ulysses: the all-to-all that has a gradient and that a compiler can trace. Experts: the one without, which
-    # activation checkpointing can save as it writes into nothing; autograd's leaks there (TorchTitan #1467).
+    # Ulysses: an all-to-all that has a gradient and that a compiler can trace. Experts: one without gradient, whose result
+    # activation checkpointing can save; the other leaks memory there (TorchTitan #1467).
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
     # SimpleFSDP: a tensor-parallel weight sharded once more on the same dimension has no public placement.
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
-    # Activation checkpointing: the compiler's memory budget, and the names of all operators, for a suggestion.
+    # Activation checkpointing: the compiler's memory budget, and the names of all operators, for did-you-mean.
     "functorch_config": "torch._functorch.config",
     "operator_names": "torch._C:_dispatch_get_all_op_names",
-    # MXFP8: torchao's matmul with both backward matmuls; 0.17 has it elsewhere.
+    # MXFP8: torchao's matmul with its two backward matmuls, which torchao 0.17 moved.
     "mxfp8_matmul": (
         "torchao.prototype.moe_training.mxfp8_linear:_to_mxfp8_then_scaled_mm",
         "torchao.prototype.mx_formats.mx_linear:_to_mxfp8_then_scaled_mm",
     ),
     # Float8: the matmul with a scale for each row of both matrices.
     "scaled_mm": "torch:_scaled_mm",
-    # Muon: the two steps of torch's own, for matrices that are sharded.
+    # Muon: the two steps of torch's own optimizer, to be applied to sharded matrices.
     "muon_adjust_lr": "torch.optim._muon:_adjust_lr",
     "muon_orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
-    # A checkpoint's index is a pickle: these are among the classes that it consists of. set_element puts a value into a
-    # nested dict.
+    # A checkpoint's index is a pickle of these classes, among others. set_element puts a value into a nested dict.
     "MemoryFormat": "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "get_layout": "torch.serialization:_get_layout",
     "set_element": "torch.distributed.checkpoint._nested_dict:set_element",
-    # Debugging: whether a forward is a recomputation inside a backward; CUDA's history of allocations, which has no
-    # public name.
+    # Debugging: whether a forward is a recomputation inside a backward; CUDA's history of allocations.
     "current_graph_task": "torch._C:_current_graph_task_id",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "memory_snapshot": "torch.cuda.memory:_snapshot",
     "dump_memory_snapshot": "torch.cuda.memory:_dump_snapshot",
-    # ... and its allocator's settings, after the process has started.
+    # CUDA's allocator: a change of its settings after the process has started.
     "set_allocator": "torch:_C._accelerator_setAllocatorSettings",
     # The fake world: tensors without data, and a store that answers for all ranks.
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
-    # Its tracker: a mode that sees every operator, and the tensors in nested arguments.
+    # The tracker of the fake world: a mode that sees every operator, and the tensors in nested arguments.
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
 }
@@ -151,9 +146,7 @@ def wrap_stage_messages(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def settle_shapes(schedule: Any) -> None:
-    """Replace the vote of torch 2.13's stages on whether all know their shapes by yes: torch reads it, and fake tensors
-    hold nothing.
-    """
+    """Let the stages of torch 2.13 agree that all know their shapes without the vote, as fake tensors hold no votes."""
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode
 
@@ -165,8 +158,8 @@ def settle_shapes(schedule: Any) -> None:
 
 
 def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
-    """Return what FSDP2 takes as the place of a parameter that is sharded over a mesh of its own; None if this torch
-    has one for all.
+    """Return a function from a Shard to FSDP2's placement of a parameter on `mesh`; None if this torch has one mesh for
+    all parameters of a module.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
 
@@ -177,11 +170,9 @@ def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
 
 
 def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
-    """Make FSDP2 leave a module's gradients in a dtype of their own, not in that of the weights, which it learns at the
-    first forward.
-    """
+    """Make FSDP2 leave a module's gradients in `dtype`, not in the weights' dtype, which it reads at the first forward."""
     state = module._get_fsdp_state()
-    # of torch 2.13, and of torch 2.11
+    # A list in torch 2.13, a single group in torch 2.11.
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
         if group is None:
             continue
@@ -194,8 +185,8 @@ def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
 
 
 def swap_propagation(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Change the function in which DTensor runs an operator at its global shape to learn a result's shape. Returns how
-    to undo it.
+    """Change the function in which DTensor runs an operator at its global shape, to learn the shape of the result. Returns
+    a function that undoes it.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -205,9 +196,7 @@ def swap_propagation(change: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 
 def forget_forward(stage: Any, microbatch: int) -> None:
-    """Drop what torch's pipeline stage keeps of a forward that no backward follows. torch 2.15 keeps it under another
-    name.
-    """
+    """Drop what torch's pipeline stage keeps of a forward that no backward follows; torch 2.15 has another name for it."""
     if hasattr(stage, "fwd_cache"):
         stage.fwd_cache[microbatch] = ((), [])
         return
@@ -217,24 +206,23 @@ def forget_forward(stage: Any, microbatch: int) -> None:
 
 
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the compiler call a function once, while it traces, and take the result for a constant. As
-    torch.compiler.assume_constant_result, which imports the compiler: a second of each start, where nothing is
-    compiled.
+    """Let the compiler call a function once, while it traces, and take the result for a constant. The public function
+    torch.compiler.assume_constant_result would import the compiler: a second of each start.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def set_async_tp(on: bool) -> None:
-    """Let the compiler cut matmuls next to collectives into pieces. The option has no public name."""
+    """Let the compiler split matmuls that stand next to collectives, to overlap both."""
     import torch._inductor.config
 
     torch._inductor.config._micro_pipeline_tp = on
 
 
 def share_memory(group_name: Any) -> None:
-    """Let the GPUs of a process group read each other's memory, as async tensor parallelism does. In a release that
-    calls the function deprecated every group already can.
+    """Let the GPUs of a process group read each other's memory, as async tensor parallelism does. In releases in which
+    the function is deprecated, every group can.
     """
     from torch.distributed import _symmetric_memory as memory
 
@@ -243,9 +231,8 @@ def share_memory(group_name: Any) -> None:
 
 
 def join_collectives(size: int) -> None:
-    """Let the compiler join the gathers and the reductions of a graph into messages of up to `size` MiB, and start each
-    before the compute that needs it, without more memory at the peak. 0: neither. The passes are those that torch's
-    configuration recommends.
+    """Let the compiler join the all-gathers, and the reductions, of a graph into messages of up to `size` MiB, and start
+    each early, without more peak memory; 0: neither. The passes are those that torch's configuration recommends.
     """
     import torch._inductor.config as inductor
 
@@ -259,7 +246,6 @@ def join_collectives(size: int) -> None:
 
 
 def _same(size: int, index: int) -> int:
-    """Return the size of a bucket, whatever its number."""
     return size
 
 
@@ -276,22 +262,20 @@ def without_wrapper(local: Tensor) -> Tensor | None:
 
 
 def keep_staged(stager: DefaultStager) -> None:
-    """Let a checkpoint's stager copy into the same memory at every save: torch 2.11 gives it back after each, and would
-    pin it anew.
-    """
+    """Let a checkpoint's stager copy into the same memory at every save, which torch 2.11 frees and pins anew."""
     stager._state_dict_stager.close = lambda: None
 
 
 def staging_executor(stager: DefaultStager) -> ThreadPoolExecutor:
-    """Return the thread in which a checkpoint's stager copies, which has no public hook at its start."""
+    """Return the executor of the thread in which a checkpoint's stager copies."""
     return stager._staging_executor
 
 
 def process_of(job: LocalJob[Any]) -> subprocess.Popen[bytes]:
-    """Return the process of a job of submitit's local executor, which we wait for and kill ourselves."""
+    """Return the process of a job of submitit's local executor, to wait for it and to kill it."""
     return job._process
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return what a parser accepts, for shell completion."""
+    """Return the arguments of a parser, for shell completion."""
     return parser._actions

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-# parts of a secret's name
+# Parts of a name, between underscores, that make it a secret's.
 SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}
-LAST = {"PASS", "PWD"}  # secret only as the last of several parts
-PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # ambiguous in code
-SHORTEST = 8  # characters; a shorter value would match ordinary text
-SHAPES = re.compile(  # what the issuers make recognizable, passwords in addresses, headers, and private keys
+LAST = {"PASS", "PWD"}  # likewise, if they are the last of several parts
+PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # parts that in code may name something else
+SHORTEST = 8  # characters that a secret's value has at least: a shorter one would match ordinary text
+SHAPES = re.compile(  # tokens with known prefixes, passwords in addresses, authorization headers, private keys
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{16,}"
     r"|\bA[KS]IA[0-9A-Z]{16}\b|\bxox[abprs]-[\w-]{10,}|\bwandb_v1_\w{20,}|\beyJ[\w-]{8,}\.[\w-]{4,}\.[\w-]*"
     r"|(?<=://)[^\s/:@'\"${<]*:(?![${<])[^\s/@'\"]+(?=@)|\b[0-9a-f]{32,}(?=@)|(?i:authorization[\"']?\s*[:=]\s*[\"']?(?:basic|bearer|token)\s+)[^\s\"'{]+"
@@ -23,15 +23,15 @@ SHAPES = re.compile(  # what the issuers make recognizable, passwords in address
 ASSIGNED = re.compile(  # NAME = "value", NAME: value, NAME=value, x["NAME"] = "value"
     r"""(?P<name>\b\w+)(?P<is>["']?\]?\s*[:=]\s*)(?:(?P<quote>["'])(?P<quoted>[^"'\n]{6,})(?P=quote)|(?P<bare>[\w+/=.~-]{6,})(?=\s|$|[,;)}\]]))"""
 )
-# the same in code, and in arguments
+# A name that is assigned to, compared, or passed, in code.
 NAMED = re.compile(r"""(?P<name>\b[A-Za-z_]\w*)(?P<is>["']?\]?\s*[:=!]=?\s*|["']\s*,\s*(?=["']))""")
 LITERAL = re.compile(r"""(?P<quote>["'])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)""")
 
 
-@lru_cache(4096)  # each value of a config is searched for the values of the whole environment
+@lru_cache(4096)  # called with all names of the environment for each value of a configuration
 def sureness(name: str) -> int:
-    """Rate whether a variable of this name holds a secret: 0 no, 1 perhaps, 2 surely. HF_TOKEN does,
-    TOKENIZERS_PARALLELISM does not.
+    """Return whether a variable of this name holds a secret: 0 no (TOKENIZERS_PARALLELISM), 1 perhaps, 2 surely
+    (HF_TOKEN).
     """
     whole = (re.sub("(?<=[a-z])(?=[A-Z])", "_", name) if name[:1].islower() else name).upper()
     parts = whole.split("_")
@@ -40,11 +40,9 @@ def sureness(name: str) -> int:
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = False) -> str:
-    """Remove secrets from a text: values from the environment, known formats, and literals assigned to a name like a
-    secret's.
-
-    In the shell's form, NAME=value, any value counts as a literal. With `code`, as for a diff, lines that assign to
-    such a name lose all literals.
+    """Remove secrets from a text: values of the environment, known formats, and literals that are assigned to a secret's
+    name. In the shell's form, NAME=value, any value counts as a literal. With `code`, as for a diff, lines that assign
+    to such a name lose all literals.
     """
     secrets = {value: name for name, value in environment.items() if sureness(name) and len(value) >= SHORTEST}
     for value in sorted(secrets, key=len, reverse=True):
@@ -56,7 +54,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = 
 def _assigned(match: re.Match[str]) -> str:
     name, value, sure = match["name"], match["quoted"] or match["bare"], sureness(match["name"])
     shell = match["is"] == "=" and name.isupper()
-    a_file = shell and value.startswith(("/", "~", "./"))  # a path to a file with the secret, not the secret
+    a_file = shell and value.startswith(("/", "~", "./"))  # the path of a file that holds the secret
     if not sure or (sure < 2 and len(value) < SHORTEST) or a_file or re.search(r"[$`]", value):
         return match[0]
     literal = (sure == 2 or not re.search(r"\s", value)) if match["quoted"] else shell or _mixed(value)
@@ -69,10 +67,8 @@ def _mixed(value: str) -> bool:
 
 
 def _without_values(lines: list[str]) -> Iterator[str]:
-    """Yield lines of code without the literals in lines that assign to a secret's name, and without those that continue
-    such a line.
-    """
-    sure, block = 0, False  # state of a line that continues on the next: an open expression, or a text of several lines
+    """Yield lines of code without the literals in lines that assign to a secret's name, or that continue such a line."""
+    sure, block = 0, False  # whether the next line continues an expression (and how sure it is a secret), or a text
     for line in lines:
         if block:
             yield f"{line[:1]}[redacted]"
@@ -95,12 +91,12 @@ def _without_values(lines: list[str]) -> Iterator[str]:
 def _without_literal(match: re.Match[str], sure: int) -> str:
     value = match["value"]
     harmless = sure < 2 and (len(value) < SHORTEST or re.search(r"\s", value))
-    a_name = value.isupper() and sureness(value)  # the name of the variable that holds the secret
+    a_name = value.isupper() and sureness(value)  # the name of a variable that holds the secret
     return match[0] if harmless or a_name or "[redacted" in value else f"{match['quote']}[redacted]{match['quote']}"
 
 
 def found(content: Any, environment: Mapping[str, str] = os.environ, key: str = "") -> Iterator[tuple[str, str]]:
-    """Find secrets in a (nested) configuration. Yields the dotted key and the reason, never the value."""
+    """Yield the dotted key of each secret in a configuration and the reason why it is one, never the value."""
     if isinstance(content, Mapping):
         for name, value in content.items():
             inner = f"{key}.{name}" if key else str(name)

@@ -7,14 +7,12 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36", "dim": "2", "bold": "1"}
-GAP = "  "
-NARROWEST = 12  # characters to which a column may be truncated
+GAP = "  "  # between columns
+NARROWEST = 12  # characters that a truncated column keeps
 
 
 def printable(text: str) -> str:
-    """Drop the control characters of a text but for tabs and line ends: an escape sequence could clear the reader's
-    screen.
-    """
+    """Drop control characters except tabs and line ends, as an escape sequence could clear the reader's screen."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
 
 
@@ -25,10 +23,9 @@ def table(
     gives: Sequence[str] = (),
     colours: Sequence[dict[str, str]] = (),
 ) -> list[str]:
-    """Format a line for the titles and one for each row; the columns in `right` are aligned right.
-
-    On a terminal the columns in `gives` are truncated, in this order, until the lines fit; `colours` gives, for each
-    row, the colour of some columns.
+    """Return a line for the titles and one for each row. The columns in `right` are aligned right. On a terminal the
+    columns in `gives` are truncated, in this order, until the lines fit; `colours` has the colours of some columns for
+    each row.
     """
     texts = [[*titles], *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]

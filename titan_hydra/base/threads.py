@@ -1,5 +1,5 @@
-"""Threads of a rank, with the rank's GPU. torch gives a new thread device 0 of the host: what it allocates there, if
-only a context of 0.5 GiB, all ranks of a host would take from rank 0.
+"""Threads that have the GPU of their rank. torch gives a new thread device 0 of the host, where it would take at least a
+context of 0.5 GiB from rank 0's memory.
 """
 
 import sys
@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 
 def device_setter() -> Callable[[], None]:
-    """Return a function that gives the thread that calls it this thread's CUDA device, and does nothing in a process
-    without CUDA.
-    """
+    """Return a function that gives this thread's CUDA device to the thread that calls it; without CUDA it does nothing."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return lambda: None

@@ -10,8 +10,8 @@ from titan_hydra import __version__
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that affect results or speed. The result is cached: do not change
-    it.
+    """Return the versions of the installed packages that affect results or speed. Do not change the result, as it is
+    cached.
     """
     found = {"python": platform.python_version(), "titan_hydra": __version__}
     for package in ("torch", "torchao", "triton", "numpy", "tiktoken", "datasets"):

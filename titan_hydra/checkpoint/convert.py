@@ -71,7 +71,7 @@ def export_hf(
             tensors |= hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name]))
         weight_map |= dict.fromkeys(tensors, file)
         (target / file).touch()
-        mode = (target / file).stat().st_mode  # as the umask has it; safetensors makes a file that only its owner may read
+        mode = (target / file).stat().st_mode  # the umask's mode, as safetensors makes a file that only its owner may read
         save_file(tensors, target / file, metadata={"format": "pt"})
         (target / file).chmod(mode)
     if len(files) > 1:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="for every case and its reference: proves the layouts of a model of your own, such as model=qwen3_debug",
+        help="overrides of every case and its reference: the layouts of another model, such as model=qwen3_debug, or your own",
     )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
     parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")

@@ -13,7 +13,6 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.parts import HubSource, TextSource
 from titan_hydra.config.registry import DATA_SOURCES, OBJECTIVES, resolve
@@ -31,7 +30,7 @@ VALIDATION_SEED = 0  # of the order of held-out samples: the same for every seed
 def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loader:
     """Build the Loader of data-parallel rank `rank` of `ranks`; split is "train" or "validation".
 
-    Raises ConfigError for missing or damaged files, and for tokens without a row in the model's embedding.
+    Raises ConfigError for missing or damaged files, and for token files with ids that the model's embedding lacks.
     """
     from .loader import Loader
     from .shards import BadShards
@@ -73,19 +72,10 @@ class Wanted:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The job's tokenizer, loaded when a source with text needs it. Raises ConfigError if the model has no rows for
-        its ids.
-        """
-        from . import tokenizer as tokenizers
+        """The job's tokenizer, loaded when a source with text needs it. A rule has compared its ids with the model's."""
+        from .tokenizer import load
 
-        job = self.job
-        tokenizer = tokenizers.load(job.tokenizer)
-        if tokenizer.vocab_size > job.model.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size={job.model.vocab_size}: tokenizer={job.tokenizer.name} has {tokenizer.vocab_size} ids; "
-                f"nearest legal: {tokenizer.vocab_size}"
-            )
-        return tokenizer
+        return load(self.job.tokenizer)
 
     def order(self, seed: int) -> int | None:
         """Return the seed of the order of samples or documents; None if they stay in the order of their files."""

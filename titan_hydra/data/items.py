@@ -33,7 +33,7 @@ class Numbered:
     """A base of sources whose samples follow from seed and number alone, so that a slot has no state."""
 
     separators: tuple[int | None, int | None] = (None, None)
-    tokenizer: str | None = None  # as samples may be no text
+    tokenizer: str | None = None  # None: samples need not be text
 
     def state(self, slot: int) -> dict[str, int]:
         return {}

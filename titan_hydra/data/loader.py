@@ -46,7 +46,9 @@ class Loader:
         prefetch: int,
         bad: BadShards,
     ):
-        """Create the loader. `collate`, the objective's, makes a batch of samples, in the loader's thread."""
+        """Create the loader. `collate` is the objective's function that makes a batch of samples; it runs in the loader's
+        thread.
+        """
         self.samples, self.slots, self.global_batch, self.collate, self.prefetch = samples, slots, global_batch, collate, prefetch
         self.signature = signature | samples.signature
         self.bad = bad  # shards that this rank could not read
@@ -81,7 +83,7 @@ class Loader:
         """Return the bad shards up to the last batch, with reasons, that not all ranks know yet."""
         return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.known}
 
-    def hear(self, news: dict[str, str]) -> None:
+    def take_news(self, news: dict[str, str]) -> None:
         """Take the bad shards that any rank has found, the same on all ranks. Raises ConfigError if there are too many."""
         self.known |= set(news)
         BadShards(self.bad.limit, dict.fromkeys(sorted(self.known), "") | news).check()

@@ -1,7 +1,7 @@
 """Mix sources in fixed proportions. The source of a sample follows from its number, so it is the same on every layout.
 
-The sources alternate in a pattern of PERIOD samples, in which each has at every point as nearly its share as whole
-samples allow. Within a step the turns of the pattern are distributed over the slots at random: with a fixed
+The sources alternate in a pattern of PERIOD samples. At every point of it each source has had its share of the samples,
+to the nearest whole sample. Within a step the turns of the pattern are distributed over the slots at random: with a fixed
 distribution, some slots would never read a source.
 """
 

@@ -127,8 +127,8 @@ class Metrics:
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None = None) -> None:
-        """Collect a step's measurements and write a row if one is due. A collective then: memory is the largest of all
-        ranks.
+        """Collect a step's measurements and write a row if one is due. All ranks call it, as a row has the largest memory
+        of all of them.
         """
         self.losses.append(loss)
         if self.due(step):

@@ -14,7 +14,7 @@ from titan_hydra.runs.run import Run
 
 
 class Tracker(Protocol):
-    """Receives rows of `step` and numbers, of which it leaves out those that are None."""
+    """Receives rows: `step` and numbers. Values that are None are left out."""
 
     name: str
     has: int  # last step whose rows it holds when it is opened

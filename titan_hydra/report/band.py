@@ -95,5 +95,7 @@ def coarser(*cells: ReportCell) -> str:
 
 
 def rounding(precision: str) -> float:
-    """Return the share of the loss by which rounding may change a mean in a number format, or in one unknown here."""
+    """Return the share of the loss by which a number format's rounding may change a mean; an unknown one counts as
+    coarse.
+    """
     return ROUNDING[precision] if precision in ROUNDING else FORMATS.get(precision, Format).rounding

@@ -103,7 +103,7 @@ class Verdict:
 
 
 def verdict(attempt: Path) -> Verdict | None:
-    """Determine which rank blocked the others in an attempt. None without any rank's dump."""
+    """Determine which rank blocked the others in an attempt. None if no rank has left a dump."""
     found = list(filter(None, layout.FLIGHT.read_all(attempt).values()))
     if not found:
         return None

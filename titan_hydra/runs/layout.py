@@ -44,7 +44,7 @@ class Entry:
 
     @cached_property
     def intact(self) -> Test:
-        """Whether a JSON value has the shape."""
+        """The test of a JSON value for the shape."""
         return test_of(self.shape)
 
     def read(self, folder: Path, number: int | str = 0) -> dict[str, Any]:

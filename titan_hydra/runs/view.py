@@ -143,7 +143,7 @@ def short_names(cells: list[RunCell]) -> list[str]:
 
 
 def tells(override: str) -> bool:
-    """Whether an override belongs to the experiment; one of where a run runs, or of what it logs, does not."""
+    """Whether an override belongs to the experiment, not to where it runs or to what it logs."""
     return identities().get(key_of(override), True)
 
 

@@ -208,7 +208,7 @@ def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
         metrics.event("bad_shard", step, bad_shards=count, shard=shard, reason=reason)
         if metrics.events:
             print(f"warning: a shard is left out: {reason}", flush=True)
-    loader.hear(news)
+    loader.take_news(news)
 
 
 def listen(trainer: Trainer) -> None:

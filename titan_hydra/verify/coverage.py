@@ -51,7 +51,7 @@ def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path 
         try:
             job = job_of(own, steps)
             if case.reference == "float64" and not str(family_of(job.model).model).startswith("titan_hydra.models."):
-                raise ConfigError(f"model.family={job.model.family}: only the package's own families are there in float64")
+                raise ConfigError(f"model.family={job.model.family}: has no float64 reference; only the package's own families have one")
             reference_of(own, steps)
         except ConfigError as error:
             found.left_out[_reason(str(error))] += 1

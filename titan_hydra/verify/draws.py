@@ -33,7 +33,8 @@ class CutLinears(TorchFunctionMode):
     """Computes every linear in parts, as tensor-parallel ranks do: the parts of an output, and of an input's gradient,
     are rounded to the compute dtype before they are summed.
 
-    The cuts are random, by `seed`, as bfloat16 has not the bits that `disturb` changes, and all draws would be alike.
+    The cuts are random, by `seed`: with fixed ones all draws in bfloat16 would be alike, as bfloat16 lacks the bits that
+    `disturb` changes.
     """
 
     def __init__(self, parts: int, seed: int) -> None:

@@ -1,10 +1,10 @@
 """Judge a layout: how far its run is from its reference, and how far rounding alone takes the reference from itself.
 
-Fixed numbers (`Case`) are upper bounds: how far a rounding goes depends on the processor, and grows over the steps. So
-what is not within a tight tolerance is judged by a band that is measured where it runs. The reference is run again,
-with the last bits of its initial weights disturbed and with its sums in another order (`DRAWS`); each parameter of the
-layout may differ by MULTIPLE times the spread of these runs, and by one element that AdamW moved the other way in one
-step (`flips`).
+The fixed numbers of a `Case` are upper bounds, as the effect of rounding depends on the processor and grows over the
+steps. A difference beyond a tight tolerance is judged by a band that is measured on the same machine: the reference
+runs again with other last bits of its initial weights and with its sums in another order (`DRAWS`). Each parameter of
+the layout may differ by MULTIPLE times the spread of these runs, and by one element that AdamW has moved the opposite
+way in one step (`flips`).
 """
 
 import math
@@ -17,34 +17,32 @@ from titan_hydra.config import Job
 from .matrix import Case
 from .reference import Trace
 
-# by column and by parameter (of loss and norm: one, the largest of all steps)
+# Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry, the largest
+# difference of any step.
 Differences = dict[str, dict[str, float]]
-TIGHT = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-2, "weights": 1e-3}  # what passes without a band
-# If rounding is all, a layout differs from the reference as much as the draws do: by 0.3 to 1.3 of the widest in any
-# parameter. Loss and norm are single numbers, which may by chance be near in all draws.
+TIGHT = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-2, "weights": 1e-3}  # differences that pass without a band
+# Factors of the spread. Layouts that differ by rounding alone were, in each parameter, at 0.3 to 1.3 times the widest draw.
+# Loss and norm are single numbers, in which all draws may be near each other by chance.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
-# begins the error of a case that ranks refuse, as a ring does a kernel of one's own
+# Begins the error of a case that ranks refuse; ring attention, for instance, refuses an attention kernel of the user's.
 REFUSED = "titan_hydra.base.errors.ConfigError: "
-# Of each run that measures the band: the seed that disturbs its weights, if any, and into how many local batches the
-# global one is cut. Most need one; a token that goes to another expert in one run of two needs more.
+# The runs that measure a band: (seed of the changed last bits, or None; number of local batches in the global one). One
+# is enough for most cases; those in which tokens change experts need more.
 DRAWS = ((2, 4), (1, 1), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))
 
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """The differences of a layout from the reference, relative, infinite if anything is not finite; and what must not
-    differ at all.
-    """
+    """How far a layout is from its reference. A difference is infinite if a number is not finite."""
 
     case: Case
     differences: Differences
-    start: int  # initial tensors that differ in any bit
-    routing: int  # loads of experts in a step, and biases of routers at the end, that differ
-    drift: int  # parts of weights that ranks hold in copies, and whose copies differ in any bit after the last step
-    # parameters whose summed gradient has no bit beyond bfloat16, and reductions in another dtype than the job's
-    rounded: int
-    band: float = 0.0  # the largest difference, relative to what the measured band allows; 0: fixed numbers alone judge
-    error: str = ""  # of a case that did not end
+    start: int  # number of initial tensors that differ in any bit
+    routing: int  # number of experts' loads (of all steps), and of routers' biases at the end, that differ
+    drift: int  # number of shards whose copies on several ranks differ in any bit after the last step
+    rounded: int  # number of gradients that were summed in bfloat16 though not asked for, and of reductions in a wrong dtype
+    band: float = 0.0  # largest difference, relative to the measured band; 0: none was measured
+    error: str = ""  # why the case did not end
 
     @property
     def loss(self) -> float:
@@ -58,25 +56,25 @@ class Outcome:
 
     @property
     def gradients(self) -> float:
-        """That of the worst parameter at the first step."""
+        """The largest difference of a parameter's gradient at the first step."""
         return max(self.differences["gradients"].values())
 
     @property
     def weights(self) -> float:
-        """That of the worst parameter after the last step, less what rounding explains, relative to how far it has
-        moved.
+        """The largest difference of a parameter after the last step, less the rounding of updates, relative to the distance
+        that it has moved.
         """
         return max(self.differences["weights"].values())
 
     @property
     def worst(self) -> str:
-        """The parameters that gradients and weights are of, or what the case raised."""
+        """The parameters with the largest differences of gradient and of weight, or the error."""
         gradients, weights = (max(self.differences[column].items(), key=lambda item: item[1])[0] for column in ("gradients", "weights"))
         return self.error or f"gradient of {gradients}, weight {weights}"
 
     @property
     def passed(self) -> bool:
-        """Whether all differences are within the case's fixed numbers and within the band."""
+        """Whether all differences are within the case's bounds and the band, and nothing differs that must not."""
         case = self.case
         close = self.loss <= case.loss and self.norm <= case.norm and self.gradients <= case.gradients and self.weights <= case.weights
         routed = self.routing == 0 or not case.routing
@@ -165,7 +163,7 @@ def misrouted(run: Trace, reference: Trace) -> int:
 
 
 def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
-    """Return the distance of a weight from the reference's, relative to the distance that that one has moved.
+    """Return the distance of a weight from the reference's, relative to the distance that the reference has moved.
 
     Each update rounds a float32 weight by up to 2**-24 of it. That is subtracted, as SGD moves a norm's weight of 1 by
     little more.

@@ -253,11 +253,10 @@ MATRIX = [
     *(case(f"cp 2, {rotate}, compile", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", *COMPILED, "data.local_batch=16", slow=True)
       for rotate in ("allgather", "ulysses")),
 
-    # Number formats; the reference has the same one. Scales are powers of two under rowwise and MXFP8, and so do not
-    # depend on what else shares them: nothing is lost by a split, but where tensor parallelism splits a row (wo, w2),
-    # whose parts then have scales of their own. Tensorwise, a scale comes from the tokens of a rank or a microbatch:
-    # values round differently (by up to 12 % in e5m2), and Adam's division by the moments carries that into the
-    # weights.
+    # Number formats; the reference has the same one. Under rowwise and MXFP8 scales are powers of two, so a split changes
+    # no value, except where tensor parallelism splits a row (wo, w2), whose parts then have scales of their own.
+    # Tensorwise, a scale comes from the tokens of a rank or microbatch: values are rounded differently (by up to 12 % in
+    # e5m2), and Adam's division by the moments carries that into the weights.
     *(case(f"float8 rowwise, {layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}", slow=ranks > 2,
            **ROWWISE)
       for layout, ranks in (("fsdp", 2), ("hsdp", 4))),
@@ -291,8 +290,8 @@ MATRIX = [
            loss=1e-4, norm=5e-4, gradients=0.25, weights=0.5, slow=True, **TENSORWISE)
       for layout, other in (("fsdp", "tp"), ("hsdp", "tp"), ("fsdp", "pp"))),
 
-    # Number formats against float32: rounding of 8 bits (bf16) or 4 (e4m3) in each product, and none of it may bias the
-    # loss
+    # Number formats against float32: each product is rounded to 8 bits (bf16) or 4 (e4m3), and that must not bias the
+    # loss.
     *(case(f"{name} against fp32", 2, "parallelism=fsdp", "data.local_batch=8", f"precision={name}", *more, loss=1e-2, norm=1e-2,
            gradients=gradients, weights=0.5)
       for name, more, gradients in (("bf16", (), 0.03), ("float8_emulate", (), 0.15), ("mxfp8", ("precision.emulate=true",), 0.15),
@@ -320,7 +319,7 @@ MATRIX = [
       for rotate in ("allgather", "alltoall", "ulysses")),
     *(case(f"bf16, tp 2, {what}", 2, "parallelism=tp", *overrides, "data.local_batch=16", **BF16) for what, overrides in (
         ("compile", COMPILED), ("ac op", ("ac=op",)))),
-    # Its slopes of the logits are rounded before they are divided by the tokens, those of the plain loss after.
+    # This loss rounds the gradient of the logits before it is divided by the number of tokens, the plain one after.
     *(case(f"bf16, {layout} 2, linear_cross_entropy, uneven mask, accumulation 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            uneven_mask=True, **BF16 | {"base": ("precision=bf16", *LINEAR)}) for layout, batch in (("tp", 8), ("fsdp", 4))),
     case("bf16, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8",
@@ -331,7 +330,7 @@ MATRIX = [
     *in_bf16("qwen3", *QWEN, gradients=2e-2),
     *(found for family, base in SPARSE for found in in_bf16(family, *base, gradients=0.2, weights=0.3, routing=False, slow=True)),
 
-    # Split masters: layouts against one process with split ones, and against one with whole ones
+    # Split masters: layouts against one process with split masters, and against one with float32 masters.
     case("split masters, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", **SPLIT),
     *(case(f"split masters, {name}", 4 if "4" in name else 2, *overrides, slow="4" in name, **SPLIT) for name, overrides in (
         ("fsdp 2, accumulation 2", ("parallelism=fsdp", "data.local_batch=4")),
@@ -352,7 +351,7 @@ MATRIX = [
     case("split masters, qwen3_moe, fsdp 2, ep 2", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
          **SPLIT | {"base": (*MOE, *HALVED), "gradients": 0.2, "weights": 0.3, "routing": False}),
 
-    # Qwen3: norms of single heads, whose gradients are partial on every tensor-parallel rank
+    # Qwen3 has norms of single heads, whose gradients are partial sums on tensor-parallel ranks.
     case("qwen3, single, against float64", 1, "parallelism=single", "data.local_batch=4", reference="float64", base=QWEN),
     case("qwen3, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, "model.tie_embeddings=true")),
     *(case(f"qwen3, tp 2, sequence parallel {sp}", 2, "parallelism=tp", f"parallelism.sequence_parallel={sp}", "data.local_batch=16",
@@ -365,14 +364,14 @@ MATRIX = [
     case("qwen3, cp 2, tp 2, pp 2", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", slow=True,
          base=QWEN),
     case("qwen3, simple_fsdp 2", 2, "parallelism=fsdp", SIMPLE, "data.local_batch=8", slow=True, base=QWEN),
-    # The gradient of a head's norm is a small sum of large terms, rounded on each rank before they are added: 1.03e-2
-    # on two.
+    # The gradient of a head's norm is a small sum of large terms, which each rank rounds before they are added: it
+    # differs by 1.03e-2 on two ranks.
     *(case(f"qwen3, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            **BF16 | {"base": (*QWEN, "precision=bf16"), "gradients": 2e-2}) for layout, batch in (("fsdp", 8), ("tp", 16))),
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ROWWISE | {"base": (*QWEN, *ROWWISE["base"])}),
     case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **FUSED | {"base": (*QWEN, *FUSED["base"])}),
 
-    # Experts: over ep ranks, which are some of dp_shard x cp x tp, and sharded over the others
+    # Experts are distributed over ep ranks, a part of dp_shard x cp x tp, and sharded over the rest of these.
     *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),
     *(case(f"{family}, {name}, ep {ep}", ranks, f"parallelism={layout}", f"parallelism.ep={ep}", f"data.local_batch={batch}", *more,
            base=base, uneven_mask=mask, slow=ranks > 4 or (ranks > 2) is (family == "qwen3_moe"))
@@ -403,16 +402,16 @@ MATRIX = [
          base=(*LATENT, "model.q_lora_rank=0")),
     *(case(f"{family}, fsdp 2, ep 2, muon", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **MUON | {"base": (*base, "optimizer=muon"), "loss": 1e-4, "norm": 1e-4, "routing": False}) for family, base in SPARSE),
-    # Weights that are 5e-2 of their way apart send tokens to other experts: 6 to 36 loads differ, by processor.
+    # Weights differ by 5e-2 of the distance moved, which sends tokens to other experts: 6 to 36 loads differ.
     *(case(f"{family}, fsdp 2, ep 2, float8 {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **format | {"base": (*base, *format["base"]), "routing": False})
       for family, base in SPARSE for name, format in (("rowwise", ROWWISE), ("fused", FUSED))),
-    # A token that goes to another expert changes a router's gradient of step 1 by 0.13; where none does, it is 6e-3.
+    # One token that goes to another expert changes a router's gradient of step 1 by 0.13; without any it differs by 6e-3.
     *(case(f"{family}, bf16, {name} 2, ep {ep}", 2, f"parallelism={name}", f"parallelism.ep={ep}", f"data.local_batch={batch}",
            **BF16 | {"base": (*base, "precision=bf16"), "gradients": 0.2, "weights": 0.3, "routing": False})
       for name, ep, batch in (("fsdp", 1, 8), ("fsdp", 2, 8), ("tp", 2, 16)) for family, base in SPARSE),
 
-    # Head and loss in one, chunk by chunk
+    # Head and loss in one kernel, chunk by chunk.
     case("linear_cross_entropy, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", *LINEAR, **SAME),
     *(case(f"linear_cross_entropy, fsdp 2, {what}", 2, "parallelism=fsdp", "data.local_batch=8", *LINEAR, *more, **SAME, **base)
       for what, more, base in (("vocabulary 2047", (), ODD), ("tied embeddings", (), {"base": ("model.tie_embeddings=true",)}),

@@ -142,7 +142,7 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     parts = trainer.mesh.data_ranks * job.parallelism.cp * microbatches(job) * local_batches(job)
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
-    # Experts of which each rank has its own have the gradient of one rank, which is not summed.
+    # If expert parallelism takes all these parts, an expert's gradient comes from one rank and is no sum.
     alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None
     # Gradients that are zero, as of an adapter's A in the first step, tell nothing.
     moving = {name: gradient for name, gradient in gradients.items() if gradient.any()}

@@ -152,7 +152,7 @@ def test_what_is_too_long_is_counted_and_no_limit_holds_for_it(talk):
     assert len(news) == len({name for name in news if name.startswith("left out: data, conversations ")}) and 1 <= len(news) <= 2
     assert sum(int(reason.split()[0]) for reason in news.values()) == 2
     assert all("conversations with more than data.seq_len=96 + 1 tokens, as " in reason and ".jsonl:" in reason for reason in news.values())
-    loader.hear(news)
+    loader.take_news(news)
     assert loader.news() == {}
 
 

@@ -150,10 +150,10 @@ def test_news_are_of_what_was_returned_and_told_once(job, shards):
     for _ in range(60):
         loader.next()
         told += list(loader.news())
-        loader.hear(loader.news())
+        loader.take_news(loader.news())
     assert len(told) == len(set(told)) == 3
     with pytest.raises(ConfigError, match=r"from another rank; the last of 4 bad shards; data\.max_bad_shards=3"):
-        loader.hear({"other": "from another rank"})
+        loader.take_news({"other": "from another rank"})
 
 
 def test_a_token_file_that_is_cut_off_while_it_is_read_is_noticed(job, tmp_path):
