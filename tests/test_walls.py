@@ -121,7 +121,7 @@ def test_other_rooms_ask_the_rules_for_checks_alone():
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titan_hydra.config.rules")
         for alias in node.names
     }
-    assert asked == {"checks", "check", "warnings", "sources_find_little_wrong"}
+    assert {"checks", "check", "warnings"} <= asked <= {"checks", "check", "warnings", "sources_find_little_wrong"}
 
 
 def test_the_package_consists_of_these_rooms():
