@@ -51,15 +51,9 @@ def print_continuation(
         raise ConfigError(str(Fault("--temperature", args.temperature, "must be a number, and not negative", legal=(0, 1))))
     from titan_hydra.train.generate import generate
 
-<<<<<<< HEAD
     draw = (args.max_tokens, args.temperature, args.top_k, args.seed)
     pieces = generate(checkpoint_of(args), beginning, ends, *draw, args.dtype)
     print(shown, next(pieces), sep="", end="", flush=True)  # errors are reported before the prompt is printed
-=======
-    pieces = generate(checkpoint_of(args), args.prompt, args.max_tokens, args.temperature, args.top_k, args.seed, args.dtype, args.chat)
-    first = next(pieces)  # raises errors before the prompt is printed
-    print("" if args.chat else args.prompt, first, sep="", end="", flush=True)
->>>>>>> words
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
