@@ -286,14 +286,14 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 637,  # 520
-    "config": 4902,  # 3,200
+    "config": 4929,  # 3,200
     "job": 606,  # 720
     "models": 1698,  # 1,800
     "runs": 2287,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2509,  # 2,450
     "data": 1490,  # 1,450
-    "observe": 1432,  # 1,400
+    "observe": 1442,  # 1,400
     "checkpoint": 1579,  # 1,400
     "train": 1494,  # 1,550
     "fault_tolerance": 1112,  # 600

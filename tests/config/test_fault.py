@@ -46,4 +46,4 @@ def test_hydra_reads_a_written_text_as_it_was(text):
 
 
 def test_a_word_is_suggested_once():
-    assert suggest("metrics.wandb_notes", ["metrics.wandb_tags", "metrics.wandb_tags"]) == ("metrics.wandb_tags",)
+    assert suggest("metrics.wandb_notes", ["metrics.wandb.tags", "metrics.wandb.tags"]) == ("metrics.wandb.tags",)

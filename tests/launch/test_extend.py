@@ -201,10 +201,10 @@ def test_what_cannot_be_is_one_line(a_run, overrides, words, message):
 
 
 def test_only_named_values_change():
-    job = compose_job("debug=tiny", "cluster.setup=['echo \\${HOME}']")
-    other = change(job, ["metrics.wandb_mode=online", "+cluster.environment={A: b}", "metrics.trackers=[wandb]"])
-    assert (other.metrics.wandb_mode, other.cluster.environment, other.metrics.trackers) == ("online", {"A": "b"}, ["wandb"])
-    assert job.metrics.wandb_mode == "offline" and other.cluster.setup == job.cluster.setup and identity(job) == identity(other)
-    for word in ("steps=3", "cluster=slurm", "~name", "seed", "metrics.wandb_mode=sideways", "optimizer.muon_lr=1", "model.yarn.factor=2"):
+    job = compose_job("debug=tiny", "metrics=wandb", "cluster.setup=['echo \\${HOME}']")
+    other = change(job, ["metrics.wandb.mode=online", "+cluster.environment={A: b}", "metrics.log_every=3"])
+    assert (other.metrics.wandb.mode, other.cluster.environment, other.metrics.log_every) == ("online", {"A": "b"}, 3)
+    assert job.metrics.wandb.mode == "offline" and other.cluster.setup == job.cluster.setup and identity(job) == identity(other)
+    for word in ("steps=3", "cluster=slurm", "~name", "seed", "metrics.wandb.mode=sideways", "optimizer.muon_lr=1", "model.yarn.factor=2"):
         with pytest.raises(ConfigError, match=r"^[^\n]+$"):
             change(job, [word])

@@ -51,7 +51,7 @@ def test_tensorboard_has_all_that_was_recorded_once(run, capsys):
 
 
 def test_wandb_has_all_that_was_recorded_and_what_its_keys_say(run, capsys):
-    assert cli.main(["track", str(run), "--to", "wandb", "metrics.wandb_tags=[wsd,small]", "metrics.wandb_entity=team"]) == 0
+    assert cli.main(["track", str(run), "--to", "wandb", "metrics.wandb.tags=[wsd,small]", "metrics.wandb.entity=team"]) == 0
     assert "titan track " in capsys.readouterr().out
     wandb.teardown()  # its service writes the file when it ends, if not before
     (file,) = run.glob("wandb/offline-run-*/*.wandb")

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "values",
         nargs="*",
         metavar="KEY=VALUE",
-        help="with --to: other values for this copy: metrics.wandb_project=mine, metrics.wandb_tags=[a,b], notes='...'",
+        help="with --to: other values for this copy: metrics.wandb.project=mine, metrics.wandb.tags=[a,b], notes='...'",
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
 def copy(directory: Path, values: list[str], name: str, dry: bool) -> RunError | None:
     """Copy one run and print the outcome. Returns the error, None if there was none."""
     try:
-        job, state = change(load_job(directory), values), rundir.state(directory)
+        job, state = change(trackers.with_tracker(load_job(directory), name), values), rundir.state(directory)
         if state.kind == "running":
             raise ConfigError("is running; track it when it is over")
         if not layout.METRICS.of(directory).is_file():

@@ -12,8 +12,9 @@ from typing import Any
 from .family import FAMILIES, family_named, unknown_family
 from .fault import Fault, as_typed, suggest
 from .field import Changes
+from .field import key as described
 from .model import Model
-from .operation import Validation
+from .operation import Metrics, Validation
 from .ranges import Interval, Text, range_of
 from .registry import (
     ACTIVATION_CHECKPOINTS,
@@ -25,6 +26,7 @@ from .registry import (
     OBJECTIVES,
     OPTIMIZERS,
     PIPELINE_SCHEDULES,
+    TRACKERS,
     Names,
     Registry,
 )
@@ -56,6 +58,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Parallelism: ("cp_rotate", CP_ROTATIONS),
     Precision: ("converter", FORMATS),
     Adapter: ("name", ADAPTERS),
+    Metrics: ("trackers", TRACKERS),  # several: each has a section of its own within
 }
 Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # of PICKED: the section, and the dataclasses that type it
 
@@ -96,7 +99,10 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
     if section not in PICKED:
         return section
     pick, parts = PICKED[section]
-    record = parts.get(values.get(pick))
+    picked = values.get(pick)
+    if isinstance(picked, list):
+        return _with_sections(section, tuple(name for name in parts if name in picked and parts[name].config))
+    record = parts.get(picked)
     return section if record is None else _joined(section, record.config)
 
 
@@ -106,6 +112,14 @@ def _joined(section: Any, own: Any) -> Any:
     if own is None or issubclass(own, section):
         return own or section
     return dataclasses.make_dataclass(f"{section.__name__}Of{own.__name__}", [], bases=(section, own))
+
+
+@functools.cache
+def _with_sections(section: Any, names: tuple[str, ...]) -> Any:
+    """Return a section's dataclass with a section within for each of its parts of these names."""
+    parts = PICKED[section][1]
+    fields = [(name, parts[name].config, described(parts[name].config, f"keys of {name}", identity=False)) for name in names]
+    return dataclasses.make_dataclass(f"{section.__name__}Of{''.join(names)}", fields, bases=(section,)) if names else section
 
 
 def read(config: Any) -> tuple[Job | None, list[Fault]]:
@@ -211,10 +225,8 @@ def _identity_part(node: Any) -> dict[str, Any]:
         value = getattr(node, spec.name)
         if isinstance(value, dict):
             value = {key: _identity_part(entry) if dataclasses.is_dataclass(entry) else entry for key, entry in value.items()}
-        if dataclasses.is_dataclass(value):
-            part[spec.name] = _identity_part(value)
-        elif spec.metadata["identity"]:
-            part[spec.name] = value
+        if spec.metadata["identity"]:
+            part[spec.name] = _identity_part(value) if dataclasses.is_dataclass(value) else value
     return part
 
 
@@ -266,10 +278,15 @@ def picking() -> dict[str, Any]:
 
 def _sections() -> Sections:
     """Return the dataclasses that may type each section which picks a part: its own, then those with a part's keys."""
-    return tuple(
-        (section, (section, *dict.fromkeys(_joined(section, record.config) for record in parts.values() if record.config)))
-        for section, (_, parts) in PICKED.items()
-    )
+    return tuple((section, (section, *_typings(section))) for section in PICKED)
+
+
+def _typings(section: Any) -> list[Any]:
+    """Return the dataclasses that type a section with the keys of its parts."""
+    parts = PICKED[section][1]
+    if section is Metrics:
+        return [_with_sections(section, tuple(name for name, record in parts.items() if record.config))]
+    return list(dict.fromkeys(_joined(section, record.config) for record in parts.values() if record.config))
 
 
 def owners(key: str) -> list[str]:
@@ -281,7 +298,10 @@ def owners(key: str) -> list[str]:
 
 def _parts_with(section: Any, name: str) -> list[str]:
     """Return the names of the parts that bring a section this key."""
-    return [part for part, record in PICKED[section][1].items() if record.config and name in _hints(record.config)]
+    parts = PICKED[section][1]
+    if section is Metrics:
+        return [name] if name in parts and parts[name].config else []
+    return [part for part, record in parts.items() if record.config and name in _hints(record.config)]
 
 
 def kind_of(key: str) -> Any:

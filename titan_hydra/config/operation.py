@@ -59,10 +59,6 @@ class Metrics:
     peak_flops: float | None = key(
         None, "dense bf16 FLOP/s of a device, for MFU; null: by its name, and no MFU if that is unknown", POSITIVE, identity=False
     )
-    wandb_project: str = key("titan_hydra", "wandb project", WORD, identity=False)
-    wandb_entity: str | None = key(None, "wandb user or team; null: the default of the account", WORD, identity=False)
-    wandb_tags: list[str] = key(list, "tags of the run in wandb; its notes there are `notes`", identity=False)
-    wandb_mode: str = key("offline", "wandb: offline writes to the run, online sends", identity=False, choices=("offline", "online"))
 
 
 @dataclass

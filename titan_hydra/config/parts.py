@@ -114,6 +114,14 @@ class Float8(Precision):
     )
 
 
+@dataclass
+class WandBTracker:
+    project: str = key("titan_hydra", "project in wandb", WORD, identity=False)
+    entity: str | None = key(None, "user or team in wandb; null: the default of the account", WORD, identity=False)
+    tags: list[str] = key(list, "tags of the run in wandb; its notes there are `notes`", identity=False)
+    mode: str = key("offline", "offline writes to the run, online sends", identity=False, choices=("offline", "online"))
+
+
 def _one_for_each_stage(microbatches: int, stages: int, ranks: int) -> str | None:
     return f"needs at least one for each of the {stages} stages" if microbatches < stages else None
 
@@ -199,7 +207,7 @@ for rate in (
     register(rate)
 
 register(TrackerKind("tensorboard", "titan_hydra.observe.trackers:TensorBoard"))
-register(TrackerKind("wandb", "titan_hydra.observe.trackers:WandB"))
+register(TrackerKind("wandb", "titan_hydra.observe.trackers:WandB", WandBTracker))
 
 FLOAT8 = "titan_hydra.parallel.formats.float8"
 register(

@@ -86,10 +86,13 @@ class LrScheduleKind:
 
 @dataclass(frozen=True)
 class TrackerKind:
-    """A copy of the metrics: `open(Job, Run, resumed_at)` returns a titan_hydra.observe.trackers.Tracker, on rank 0."""
+    """A copy of the metrics: `open(Job, Run, resumed_at)` returns a titan_hydra.observe.trackers.Tracker, on rank 0. Its
+    own keys stand in a section of its name, metrics.NAME.
+    """
 
     name: str
     open: Reference
+    config: Any = None  # a dataclass: the tracker's own keys
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from titan_hydra.config import identity, to_dict
+from titan_hydra.config import from_dict, identity, to_dict
+from titan_hydra.config.operation import Metrics
 from titan_hydra.config.registry import TRACKERS, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.runs import layout
@@ -60,19 +62,20 @@ class WandB:
 
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.pop("WANDB_SERVICE", None)  # the parent process's service may still hold a killed attempt of the run
-        offline = job.metrics.wandb_mode == "offline"
+        keys: Any = job.metrics.wandb  # type: ignore[attr-defined]
+        offline = keys.mode == "offline"
         for folder in layout.WANDB.of(run.directory).glob("offline-run-*") if offline else ():
             if not any(folder.glob("*.synced")):
                 shutil.rmtree(folder, ignore_errors=True)
         self.run = wandb.init(
-            project=job.metrics.wandb_project,
-            entity=job.metrics.wandb_entity,
-            mode=cast(Any, job.metrics.wandb_mode),
+            project=keys.project,
+            entity=keys.entity,
+            mode=keys.mode,
             id=identity(job),
             name=run.directory.name,
             resume="allow",
             group=job.sweep.name,
-            tags=job.metrics.wandb_tags,
+            tags=keys.tags,
             notes=job.notes or None,
             dir=run.directory,
             config=to_dict(job),
@@ -99,6 +102,13 @@ def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
         except Exception as error:
             print(f"warning: {name} could not start and is left out: {error}", flush=True)
     return trackers
+
+
+def with_tracker(job: Job, name: str) -> Job:
+    """Return a copy of a job whose metrics have the keys of this tracker alone."""
+    kept = to_dict(job.metrics)
+    own = {name: kept.get(name, {})} if TRACKERS[name].config else {}
+    return replace(job, metrics=from_dict(Metrics, {**{spec.name: kept[spec.name] for spec in fields(Metrics)}, "trackers": [name], **own}))
 
 
 def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
