@@ -158,9 +158,9 @@ def test_files_stay_short():
 # What a syntax tree cannot tell from our own: members that our subclasses of foreign classes override or use, and
 # public ones of Python.
 INHERITED = {
-    ("launch/local.py", "_forward_signal"): "submitit.local.local:Controller",
-    ("launch/local.py", "_submit_command"): "submitit.local.local:LocalExecutor",
-    ("launch/sbatch.py", "_make_submission_file_text"): "submitit.slurm.slurm:SlurmExecutor",
+    ("launch/executors/ranks.py", "_forward_signal"): "submitit.local.local:Controller",
+    ("launch/executors/ranks.py", "_submit_command"): "submitit.local.local:LocalExecutor",
+    ("launch/executors/slurm/sbatch.py", "_make_submission_file_text"): "submitit.slurm.slurm:SlurmExecutor",
     ("parallel/norm.py", "_apply"): "torch.distributed.tensor.parallel.style:ParallelStyle",
     ("parallel/pipeline.py", "_validate_fwd_outputs"): None,  # of torch 2.11 alone, as the next
     ("parallel/pipeline.py", "_get_init_p2p_neighbors_ops"): None,
@@ -302,9 +302,9 @@ LINES = {
     "train": 1694,  # 1,550
     "fault_tolerance": 1112,  # 600
     "verify": 2036,  # 2,000
-    "launch": 2142,  # 1,950
+    "launch": 2315,  # 1,950
     "report": 2300,  # 2,050
-    "commands": 3335,  # 2,300
+    "commands": 3163,  # 2,300
     "recipes": 1674,  # 3,100
     "plan": 1505,  # 1,800
 }

@@ -26,7 +26,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "diff": ("titan_hydra.commands.diff", "what two runs differ in: configuration, code, results"),
     "track": ("titan_hydra.commands.track", "copy the recorded metrics of runs to wandb or TensorBoard"),
     "sync": ("titan_hydra.commands.sync", "send wandb's offline files to its server"),
-    "cluster": ("titan_hydra.commands.cluster", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
+    "cluster": ("titan_hydra.launch.executors.slurm.init", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
     "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),
     "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify and prune the checkpoints of a run"),
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),

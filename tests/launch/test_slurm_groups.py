@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.config.compose import compose_job
-from titan_hydra.launch import submit
 from titan_hydra.launch.dispatch import Cell
-from titan_hydra.launch.submit import Array, JobShape
+from titan_hydra.launch.executors.slurm import submit
+from titan_hydra.launch.executors.slurm.submit import Array, JobShape
 from titan_hydra.runs import rundir
 from titan_hydra.runs.run import Run, group_at, homes_of
 from titan_hydra.runs.slurm import Queue, SlurmJob

@@ -15,10 +15,11 @@ import pytest
 from titan_hydra.commands.cancel import ranges
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import write_json
-from titan_hydra.launch import limits, snapshot, submit
+from titan_hydra.launch import snapshot
 from titan_hydra.launch.attach import Interrupts
 from titan_hydra.launch.dispatch import Cell, gpu_hours
-from titan_hydra.launch.submit import JobShape
+from titan_hydra.launch.executors.slurm import limits, submit
+from titan_hydra.launch.executors.slurm.submit import JobShape
 from titan_hydra.runs import manifest, rundir, slurm
 from titan_hydra.runs.slurm import Queue, SlurmJob
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.launch import sbatch
+from titan_hydra.launch.executors.slurm import sbatch
 from titan_hydra.runs import layout
 from titan_hydra.runs.layout import Entry
 

@@ -108,7 +108,7 @@ def begin(cells: list[Cell]) -> int:
     if cells[0].job.launch.mode == "dry":
         show.dry_run(cells, states, gpu_hours(start))
         if on_slurm(cells):
-            from . import submit
+            from .executors.slurm import submit
 
             for array, text in submit.scripts(cells):
                 print(f"\n--- {show.shape(array)}\n{text}")
@@ -207,7 +207,7 @@ def faults_of_slurm(start: list[Cell], dry: bool) -> Iterable[Fault]:
     """Yield the faults of submitting these cells: no sbatch, code that cannot be copied, jobs beyond the site's limits.
     A dry run needs no SLURM.
     """
-    from . import limits, submit
+    from .executors.slurm import limits, submit
 
     if not dry and shutil.which("sbatch") is None:
         yield Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",))
@@ -246,7 +246,7 @@ def go(cells: list[Cell], folder: Path | None) -> int:
     status.
     """
     if on_slurm(cells):
-        from . import submit
+        from .executors.slurm import submit
 
         return submit.run(cells, folder)
     return run_all(cells)
@@ -317,9 +317,9 @@ def _start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
             rundir.end_attempt(attempt)
             return tell(cell)
         with interrupts.counted():  # before the import: Python can lose a KeyboardInterrupt raised during one
-            from . import local
+            from .executors import ranks
 
-            parent = local.start(cell.directory, attempt, cell.job)
+            parent = ranks.start(cell.directory, attempt, cell.job)
             return watch(cell, attempt, interrupts, parent)
     finally:
         rundir.end_attempt(attempt)

@@ -17,7 +17,7 @@ from titan_hydra.runs.rundir import State
 
 if TYPE_CHECKING:
     from .dispatch import Cell
-    from .submit import Array
+    from .executors.slurm.submit import Array
 
 PREDICTED = ("predicted GiB", "fits", "tokens/s/device", "GPU-hours")
 

@@ -25,9 +25,8 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.operation import Cluster
+from titan_hydra.launch.worker import LATE
 from titan_hydra.runs import layout
-
-from .worker import LATE
 
 LIST = "cells.tsv"
 LOST_NODES = 3  # requeues of a job after nodes that were lost before SLURM gave them up

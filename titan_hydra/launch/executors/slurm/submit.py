@@ -25,16 +25,16 @@ from titan_hydra.base.errors import Exit
 from titan_hydra.config.fault import counted
 from titan_hydra.config.user_code import sources
 from titan_hydra.job.ranks import processes
+from titan_hydra.launch import show, snapshot
+from titan_hydra.launch.attach import Interrupts
 from titan_hydra.runs import layout, manifest, rundir, slurm
 from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State
 
-from . import show, snapshot
-from .attach import Interrupts
 from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
 
 if TYPE_CHECKING:
-    from .dispatch import Cell
+    from titan_hydra.launch.dispatch import Cell
 
 POLL = 5  # seconds between two squeue calls with launch.wait
 # errors of sbatch after which SLURM may still have the job

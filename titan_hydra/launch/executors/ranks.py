@@ -26,11 +26,10 @@ from titan_hydra.base.private import process_of
 from titan_hydra.config import Job
 from titan_hydra.config.user_code import folders
 from titan_hydra.job.ranks import processes
+from titan_hydra.launch import worker
 from titan_hydra.runs import layout
 from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
-
-from . import worker
 
 GRACE = 1.5  # seconds for the other ranks to end by themselves after one has failed
 GRACE_STOPPED = 60.0  # the same after a rank has stopped as asked to: the others may still be writing their checkpoint

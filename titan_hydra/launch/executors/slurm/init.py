@@ -13,8 +13,9 @@ from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import CONF, write_text
 from titan_hydra.config.operation import Cluster
-from titan_hydra.launch.limits import limits_of
 from titan_hydra.runs import slurm
+
+from .limits import limits_of
 
 FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, nodes, cores and MiB of a node, time limit
 # GiB by the GPU's name

@@ -1,0 +1,1 @@
+"""SLURM: jobs through submitit and sbatch, their states from squeue and sacct."""
