@@ -201,7 +201,7 @@ def test_what_cannot_be_is_one_line(a_run, overrides, words, message):
 
 
 def test_only_named_values_change():
-    job = compose_job("debug=tiny", "cluster.setup=['echo \\${HOME}']")
+    job = compose_job("debug=tiny", "cluster=slurm", "cluster.setup=['echo \\${HOME}']")
     other = change(job, ["metrics.wandb_mode=online", "+cluster.environment={A: b}", "metrics.trackers=[wandb]"])
     assert (other.metrics.wandb_mode, other.cluster.environment, other.metrics.trackers) == ("online", {"A": "b"}, ["wandb"])
     assert job.metrics.wandb_mode == "offline" and other.cluster.setup == job.cluster.setup and identity(job) == identity(other)

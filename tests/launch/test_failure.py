@@ -285,8 +285,7 @@ def test_a_full_disk_is_a_class_of_its_own(tmp_path, error):
 def test_hints_of_other_classes(tmp_path):
     attempt = tmp_path / "attempts" / "1"
     attempt.mkdir(parents=True)
-    job = to_dict(compose_job("cluster.exclude=[node7]", "cluster.time_minutes=30", "debug=tiny"))
-    job["cluster"]["executor"] = "slurm"
+    job = to_dict(compose_job("cluster=slurm", "cluster.exclude=[node7]", "cluster.time_minutes=30", "debug=tiny"))
     (tmp_path / "config.json").write_text(json.dumps(job))
     assert guilty(write_slurm(attempt, NODE)).hint == "cluster.exclude=[node7,node1]"
     assert "cluster.time_minutes=60" in guilty(write_slurm(attempt, TIME)).hint

@@ -13,9 +13,9 @@ from .family import FAMILIES, family_named, unknown_family
 from .fault import Fault, as_typed, suggest
 from .field import Changes
 from .model import Model
-from .operation import Validation
+from .operation import Cluster, Validation
 from .ranges import Interval, Text, range_of
-from .registry import DATA_SOURCES, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, Names, Registry
+from .registry import DATA_SOURCES, EXECUTORS, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, Names, Registry
 from .schema import Job, LrSchedule, Objective, Optimizer, default_of
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
@@ -28,6 +28,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Objective: ("name", OBJECTIVES),
     Optimizer: ("name", OPTIMIZERS),
     LrSchedule: ("name", LR_SCHEDULES),
+    Cluster: ("executor", EXECUTORS),
 }
 Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # of PICKED: the section, and the dataclasses that type it
 

@@ -107,6 +107,22 @@ class PipelineScheduleKind:
 
 
 @dataclass(frozen=True)
+class ExecutorKind:
+    """Where the ranks of cells run, and who starts them: `cluster.executor`. `executor` is a class without arguments
+    that has the methods of titan_hydra.launch.executor.Executor.
+    """
+
+    name: str
+    executor: Reference
+    config: Any = None  # a dataclass that extends schema.Cluster: the executor's own keys, with identity=False
+    # the ranks are processes of the machine that starts them, which shows what it has; False: they are jobs of whole
+    # nodes (cluster.gpus_per_node says of how many devices), and every replica group is a job of its own
+    here: bool = True
+    single: bool = False  # it runs one rank, in the process of launch.py
+    faults: Reference | None = None  # (Job): yields what is wrong with its keys; imports no torch
+
+
+@dataclass(frozen=True)
 class Format:
     """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a
     meta-device model in place and returns lines for the log. The other functions are what
@@ -190,6 +206,7 @@ OPTIMIZERS: Registry[OptimizerKind] = Registry("optimizer.name")
 LR_SCHEDULES: Registry[LrScheduleKind] = Registry("lr_scheduler.name")
 TRACKERS: Registry[TrackerKind] = Registry("metrics.trackers")
 FORMATS: Registry[Format] = Registry("precision.converter")
+EXECUTORS: Registry[ExecutorKind] = Registry("cluster.executor")
 REGISTRIES: dict[type, Registry[Any]] = {
     PipelineScheduleKind: PIPELINE_SCHEDULES,
     DataSourceKind: DATA_SOURCES,
@@ -198,4 +215,5 @@ REGISTRIES: dict[type, Registry[Any]] = {
     TrackerKind: TRACKERS,
     ObjectiveKind: OBJECTIVES,
     Format: FORMATS,
+    ExecutorKind: EXECUTORS,
 }

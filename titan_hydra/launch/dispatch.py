@@ -140,7 +140,7 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
             refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
             (faults if refused else notices).append(fault)
         where = f"   (cell {number} of {len(composed)}: {shown(redact(' '.join(overrides)))})" if len(composed) > 1 else ""
-        lines += [f"{fault}{where}" for fault in faults]
+        lines += [f"{redact(str(fault))}{where}" for fault in faults]
         if not faults:
             cells.append(Cell(number, overrides, job, rundir.directory_of(job), len(composed), prediction))
     for notice in dict.fromkeys(map(str, notices)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.errors import ConfigError, Kind
 from titan_hydra.config import Job, from_dict
@@ -35,6 +35,7 @@ def hint(failure: Failure) -> str:
     job = _job_of(directory)
     if job is None:
         return ""
+    cluster: Any = job.cluster
     saved = any(checkpoints.complete(layout.CHECKPOINTS.of(directory)))
     again = f"launch.retry=failed {'goes on from the newest checkpoint' if saved else 'starts it from step 1'}; or"
     match failure.kind:
@@ -47,13 +48,13 @@ def hint(failure: Failure) -> str:
         case Kind.NOT_FINITE:
             return f"a lower optimizer.lr than {job.optimizer.lr:g}, or debug=anomaly to see which operation it was"
         case Kind.NODE if failure.host and job.cluster.executor == "slurm":
-            return f"cluster.exclude=[{','.join([*job.cluster.exclude, failure.host])}]"
+            return f"cluster.exclude=[{','.join([*cluster.exclude, failure.host])}]"
         case Kind.TIME_LIMIT if job.cluster.time_minutes:
             return f"{again} cluster.time_minutes={2 * job.cluster.time_minutes}"
         case Kind.DISK:
             return f"room on the file system of {quoted([str(directory)])} (df -h, quota -s); then {again.removesuffix('; or')}"
         case Kind.PREEMPTED:
-            return f"{again} cluster.max_requeues={2 * job.cluster.max_requeues}"
+            return f"{again} cluster.max_requeues={2 * cluster.max_requeues}"
     return ""
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import CONF, write_text
-from titan_hydra.config.operation import Cluster
 from titan_hydra.runs import slurm
 
+from .keys import SlurmCluster
 from .limits import limits_of
 
 FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, nodes, cores and MiB of a node, time limit
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
     found = list(partitions(listing))
     chosen = choose_partition(found, args.partition)
-    walls = [limit.minutes for limit in limits_of(Cluster(partition=chosen.name)) if limit.minutes is not None]
+    walls = [limit.minutes for limit in limits_of(SlurmCluster(partition=chosen.name)) if limit.minutes is not None]
     chosen = replace(chosen, minutes=min(walls, default=chosen.minutes))
     cluster = slurm.setting("ClusterName") or "mysite"
     name = args.name or re.sub(r"\W+", "_", cluster)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from titan_hydra.config import Fault
 from titan_hydra.config.fault import counted
-from titan_hydra.config.operation import Cluster
 from titan_hydra.runs import slurm
+
+from .keys import SlurmCluster
 
 if TYPE_CHECKING:
     from .submit import Array
@@ -30,7 +31,7 @@ class Limit:
     gpus: int | None = None
 
 
-def limits_of(cluster: Cluster) -> Iterator[Limit]:
+def limits_of(cluster: SlurmCluster) -> Iterator[Limit]:
     """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. Several partitions
     have none here.
     """
@@ -56,7 +57,7 @@ def faults(arrays: Iterable[Array]) -> Iterator[Fault]:
     """Yield a fault for each array with a longer or larger job than its partition, association or QOS allows."""
     known: dict[str, list[Limit]] = {}
     for array in arrays:
-        shape, cluster = array.shape, array.cells[0].job.cluster
+        shape, cluster = array.shape, array.cluster
         gpus, together = shape.nodes * shape.ranks_per_node, f"{len(array.cells)} cells in one job take " if array.packed else ""
         if repr(cluster) not in known:
             known[repr(cluster)] = [*limits_of(cluster)]

@@ -24,9 +24,10 @@ from typing import Any
 from submitit.slurm.slurm import SlurmExecutor
 
 from titan_hydra.base.errors import Exit
-from titan_hydra.config.operation import Cluster
 from titan_hydra.launch.worker import LATE
 from titan_hydra.runs import layout
+
+from .keys import SlurmCluster
 
 LIST = "cells.tsv"
 LOST_NODES = 3  # requeues of a job after nodes that were lost before SLURM gave them up
@@ -152,7 +153,7 @@ class SlurmBatch(SlurmExecutor):
         name: str,
         shape: JobShape,
         lines: list[JobLine],
-        cluster: Cluster,
+        cluster: SlurmCluster,
         paths: list[Path],
         packed: bool,
         at_once: int = 0,
@@ -189,7 +190,7 @@ class SlurmBatch(SlurmExecutor):
         """Tell submitit that SLURM is available, since launch.mode=dry needs none."""
         return 1
 
-    def flags(self, shape: JobShape, cluster: Cluster) -> dict[str, Any]:
+    def flags(self, shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
         """Return sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
         # SLURM would take %j for the job's number there too

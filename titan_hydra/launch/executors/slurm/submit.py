@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.fault import counted
@@ -31,6 +31,7 @@ from titan_hydra.runs import layout, manifest, rundir, slurm
 from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State
 
+from .keys import SlurmCluster
 from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ class Array:
     cells: list[Cell]
     packed: bool = False
     exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
+
+    @property
+    def cluster(self) -> SlurmCluster:
+        """The settings that its cells have in common."""
+        return cast(SlurmCluster, self.cells[0].job.cluster)
 
 
 class ArrayOrder:
@@ -122,7 +128,7 @@ def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, 
         restarts = 0 if config.name == "off" else config.max_restarts
         ranks = shape.nodes * shape.ranks_per_node
         lines += [JobLine(shape.nodes, ranks, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
-    cluster = array.cells[0].job.cluster
+    cluster = array.cluster
     cluster = replace(cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)])
     if after:
         dependency = ",".join(filter(None, [str(cluster.sbatch.get("dependency") or ""), f"afterany:{after}"]))
