@@ -290,7 +290,7 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 664,  # 520
-    "config": 4821,  # 3,200
+    "config": 4828,  # 3,200
     "job": 551,  # 720
     "models": 1919,  # 1,800
     "runs": 2332,  # 2,100
@@ -302,9 +302,9 @@ LINES = {
     "train": 1694,  # 1,550
     "fault_tolerance": 1112,  # 600
     "verify": 2036,  # 2,000
-    "launch": 2478,  # 1,950
+    "launch": 2890,  # 1,950
     "report": 2300,  # 2,050
-    "commands": 3163,  # 2,300
+    "commands": 3049,  # 2,300
     "recipes": 1674,  # 3,100
     "plan": 1513,  # 1,800
 }

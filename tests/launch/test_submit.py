@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.commands.cancel import ranges
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import write_json
 from titan_hydra.launch import snapshot
 from titan_hydra.launch.attach import Interrupts
-from titan_hydra.launch.dispatch import Cell, gpu_hours
+from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.dispatch import gpu_hours
 from titan_hydra.launch.executors.slurm import limits, submit
+from titan_hydra.launch.executors.slurm.cancel import ranges
 from titan_hydra.launch.executors.slurm.submit import JobShape
 from titan_hydra.runs import manifest, rundir, slurm
-from titan_hydra.runs.slurm import Queue, SlurmJob
+from titan_hydra.runs.queue import Queue
+from titan_hydra.runs.slurm import SlurmJob
 
 SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "cluster.time_minutes=30")
 
@@ -441,7 +443,7 @@ def submitted(tmp_path):
 
     def state(word: str | None, answers: bool = True, **job):
         jobs = {} if word is None else {"77_1": SlurmJob("77_1", word, **job)}
-        return rundir.state(one.directory, Queue(jobs, answers))
+        return rundir.state(one.directory, {"slurm": Queue(jobs, answers)})
 
     state.attempt = attempt
     return state
@@ -485,7 +487,7 @@ def test_a_claim_is_one_submitters(tmp_path):
     one = cell(tmp_path)
     owner = {"executor": "slurm", "token": "a", "job_id": None, "user": "me"}
     assert rundir.claim(one.directory, 1, one.job, [], **owner)
-    assert rundir.state(one.directory, Queue()).kind == "queued", "this process is alive and may be at sbatch"
+    assert rundir.state(one.directory, {"slurm": Queue()}).kind == "queued", "this process is alive and may be at sbatch"
     assert rundir.claim(one.directory, 1, one.job, [], **owner) is None
 
 

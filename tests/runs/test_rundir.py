@@ -13,7 +13,7 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import show
 from titan_hydra.runs import hints, layout, rundir, slurm, view
 from titan_hydra.runs.find import RunCell
-from titan_hydra.runs.slurm import Queue
+from titan_hydra.runs.queue import Queue
 
 
 def test_a_file_that_is_renamed_meanwhile_is_no_error(tmp_path, monkeypatch):
@@ -38,9 +38,9 @@ def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):
     rank = {"pid": 1, "host": "node", "born": None}
     layout.CLAIM.write(attempt, owner)
     layout.RANK.write(attempt, rank)
-    assert rundir.state(tmp_path, Queue()).kind == "running" and "ended" not in layout.CLAIM.read(attempt)
+    assert rundir.state(tmp_path, {"slurm": Queue()}).kind == "running" and "ended" not in layout.CLAIM.read(attempt)
     layout.RANK.write(attempt, rank | {"exit_status": 75, "ended": 1.0})
-    assert rundir.state(tmp_path, Queue()).kind == "interrupted"
+    assert rundir.state(tmp_path, {"slurm": Queue()}).kind == "interrupted"
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])

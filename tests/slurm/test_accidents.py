@@ -119,7 +119,7 @@ def test_controller_dies_during_a_sweep(tmp_path, timeouts):
         submit.cluster.saved()
         submit.cluster.manage("crash", "slurmctld")
         out = submit.run(*line)
-        assert out.returncode == 0 and "SLURM does not answer; nothing was started" in out.stdout, out.stdout + out.stderr
+        assert out.returncode == 0 and "its queue does not answer; nothing was started" in out.stdout, out.stdout + out.stderr
         states = [cell["state"] for cell in submit.status().values()]
         assert sorted(states) in (["running", "running", "unknown"], ["done", "done", "unknown"], ["done", "running", "unknown"]), states
         submit.cluster.up()

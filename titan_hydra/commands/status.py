@@ -12,7 +12,7 @@ from titan_hydra.base.errors import Exit
 from titan_hydra.base.text import table as layout
 from titan_hydra.config.fault import counted, quoted, shown
 from titan_hydra.runs.find import Selection, all_runs, runs_option
-from titan_hydra.runs.slurm import Queue
+from titan_hydra.runs.queue import Queue, silent
 from titan_hydra.runs.view import RunRow, add_target, choose, look, moment
 
 COLOURS = {
@@ -29,11 +29,10 @@ COLOURS = {
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
 # with too few lines
 SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
-REASONS = {"JobArrayTaskLimit": "max_parallel"}  # plainer names of SLURM's reasons
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # of so many the reason is shown
 NAME = 56  # characters of a cell's name; its hash stands beside it
-REFRESH, REFRESH_SLURM = 2, 10  # seconds; SLURM's controller serves others too
+REFRESH, REFRESH_QUEUE = 2, 10  # seconds; a cluster's queue serves others too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +46,11 @@ def main(args: argparse.Namespace) -> int:
     selection = choose(args.target, args.runs)
     if args.follow and not args.json:
         return _follow(args, selection)
-    rows, queue = look(selection.cells)
+    rows, queues = look(selection.cells)
     if args.json:
-        print(json.dumps({"name": selection.name, "slurm_answers": queue.answers, "cells": [_as_json(row) for row in rows]}, indent=2))
+        print(json.dumps({"name": selection.name, "silent": silent(queues), "cells": [_as_json(row) for row in rows]}, indent=2))
         return Exit.DONE
-    print(*_table(rows), "", *_below(args, selection, rows, queue), sep="\n")
+    print(*_table(rows), "", *_below(args, selection, rows, queues), sep="\n")
     return Exit.DONE
 
 
@@ -64,20 +63,20 @@ def _follow(args: argparse.Namespace, selection: Selection) -> int:
 
     with Live(auto_refresh=False) as live:
         while True:
-            rows, queue = look(selection.cells)
-            lines = list(_below(args, selection, rows, queue))
+            rows, queues = look(selection.cells)
+            lines = list(_below(args, selection, rows, queues))
             kept, left_out = fitting(rows, live.console.height - len(lines) - 4)
             live.update(Text.from_ansi("\n".join([*_table(kept), *left_out, "", *lines])), refresh=True)
             if not any(row.state.active for row in rows):
                 return Exit.DONE
-            time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)
+            time.sleep(_pause(queues))
 
 
 def follow_in_lines(selection: Selection) -> int:
     """Print one line for each change of a cell's state, for a log."""
     before: dict[Path, str] = {}
     while True:
-        rows, queue = look(selection.cells)
+        rows, queues = look(selection.cells)
         for row in rows:
             text = f"{row.state.kind} {_note(row)}".rstrip() if row.state.kind != "running" else f"running on {row.where}"
             if before.setdefault(row.directory, "") != row.state.kind:
@@ -86,7 +85,12 @@ def follow_in_lines(selection: Selection) -> int:
         if not any(row.state.active for row in rows):
             print(summary(rows))
             return Exit.DONE
-        time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)
+        time.sleep(_pause(queues))
+
+
+def _pause(queues: dict[str, Queue]) -> int:
+    """Return the seconds until the states are asked for again."""
+    return REFRESH_QUEUE if any(queue.jobs for queue in queues.values()) else REFRESH
 
 
 def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
@@ -130,7 +134,7 @@ def _note(row: RunRow) -> str:
     if row.cancelled:
         parts.append(f"cancelled by {row.cancelled}")
     if state.kind == "queued" and job:
-        parts.append(REASONS.get(job.reason, job.reason) if job.reason not in ("", "None") else job.state.lower())
+        parts.append(job.why or job.state.lower())
         if start := moment(job.start):
             parts.append(f"starts in {_words(start - time.time())}" if start > time.time() else "starts soon")
     if row.silent:
@@ -148,7 +152,7 @@ def _note(row: RunRow) -> str:
     return ", ".join(parts)
 
 
-def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], queue: Queue) -> Iterable[str]:
+def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], queues: dict[str, Queue]) -> Iterable[str]:
     """Yield the lines below the table: failures, summary, and what to type next."""
     failed = [row for row in rows if row.state.failure]
     for row in failed[:FAILURES]:
@@ -159,8 +163,8 @@ def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], q
         yield f"          ... and {len(failed) - FAILURES} more failed"
     if failed:
         yield ""
-    if not queue.answers:
-        yield "SLURM does not answer: its jobs' states are those in their files"
+    for name in silent(queues):
+        yield f"{name} does not answer: its jobs' states are those in their files"
     yield summary(rows)
     runs = runs_option(args.runs)
     target = f" {quoted([args.target])}" if args.target else ""
@@ -192,7 +196,7 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
     if "interrupted" in kinds:
         yield f"titan retry{runs}{target} --only interrupted", "continue from the newest checkpoints"
     if "not submitted" in kinds:
-        yield f"titan retry{runs}{target} --only interrupted", "submit what SLURM does not have"
+        yield f"titan retry{runs}{target} --only interrupted", "submit what was not"
     if "running" in kinds:
         yield f"titan logs{runs} {first['running'].hash} -f", "what rank 0 prints"
     if kinds & {"queued", "running"}:

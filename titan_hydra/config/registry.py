@@ -199,6 +199,13 @@ def register(record: Named) -> None:
     REGISTRIES[type(record)].add(record)
 
 
+def executor_named(name: str) -> Any:
+    """Return the executor of this name. Raises ConfigError if there is none."""
+    if name not in EXECUTORS:
+        raise ConfigError(f"cluster.executor={name}: there is no such executor; a module of train.imports may bring it")
+    return resolve(EXECUTORS[name].executor)()
+
+
 PIPELINE_SCHEDULES: Registry[PipelineScheduleKind] = Registry("pp_schedule.name")
 DATA_SOURCES: Registry[DataSourceKind] = Registry("data.name")
 OBJECTIVES: Registry[ObjectiveKind] = Registry("objective.name")

@@ -106,10 +106,10 @@ PROCESS = {"pid": int, "host": str, "born": str | None}
 ENDED = {"ended": Moment, "exit_status": int | None, "host": str, "killed": bool}
 ERROR = Fields({"type": str, "message": str, "traceback": str, "time": Moment, "secondary": bool},
                {"host": str | None, "step": int, "peak_gib": float, "capacity_gib": float})
-OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": None, "packed": bool, "slurm_state": str | None,
+OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": str, "token": None, "packed": bool, "slurm_state": str | None,
                                                       "refused": str})
 SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {
-    "executor": str, "index": int, "cluster": str})
+    "token": str, "index": int, "cluster": str})
 OPERATION = {"group": str, "seq": int, "op": str, "time": float}
 LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"
 
@@ -167,13 +167,13 @@ ACTIVATIONS = Entry("activations_<r>.jsonl", "rank r", "what `debug.trace_activa
     {"step": int, "pass": str, "what": str, "module": str, "call": int, "order": list[float], "hash": str}, {"norm": float | str}))
 RENDEZVOUS = Entry("rendezvous", FIRST, "the address at which the ranks find each other")
 SUBMITIT = Entry("submitit/", LOCAL, "submitit's files; `parent.log` is the output of the ranks' parent process")
-SLURM_LOG = Entry("slurm.log", SCRIPT, "what the script itself and srun printed")
+JOB_LOG = Entry("job.log", SCRIPT, "what the script itself and srun printed")
 OWN_JOB = Entry("job", SCRIPT, "the SLURM job that owns the attempt")
 EXIT = Entry("exit", SCRIPT, "a mark: the ranks' exit status")
 STOPPED = Entry("stopped", EVERY, "a mark: a stop that saved")
 CANCELLED = Entry("cancelled", "`titan cancel`", "a mark: who cancelled, and when", Fields({}, {"by": str, "time": Moment}))
 SPENT = Entry("requeues_spent", SCRIPT, "a mark: no requeue is left")
-OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, SLURM_LOG, OWN_JOB, EXIT,
+OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, JOB_LOG, OWN_JOB, EXIT,
               STOPPED, CANCELLED, SPENT)
 
 SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")

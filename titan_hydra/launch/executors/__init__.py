@@ -7,5 +7,5 @@ import importlib
 from titan_hydra.config.registry import ExecutorKind, register
 
 register(ExecutorKind("inline", f"{__package__}.local:Inline", single=True))
-register(ExecutorKind("local", f"{__package__}.local:Local"))
+register(ExecutorKind("local", f"{__package__}.local:Processes"))
 importlib.import_module(f"{__package__}.slurm")

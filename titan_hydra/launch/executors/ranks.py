@@ -40,13 +40,13 @@ YEAR = 365 * 24 * 60  # minutes: the limit of a job that has none
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
     """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
-    executor = Executor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
+    executor = RanksExecutor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
     job_of_ranks: Any = executor.submit(worker.run_rank, str(directory), int(attempt.name))
     return process_of(job_of_ranks)
 
 
-class Executor(LocalExecutor):
+class RanksExecutor(LocalExecutor):
     """submitit's local executor, with `Ranks` as the parent of the ranks, in its own session. Ranks import from `paths`
     first.
     """

@@ -66,22 +66,22 @@ own_attempt() {{
 own_failure() {{
     {{
         grep -ls '"secondary": false' "$attempt"/rank_*.json | xargs -rd '\\n' grep -h '^  "exit_status": '
-        grep -qs '"secondary": true' "$attempt"/rank_*.json || grep -oE 'Exited with exit code [0-9]+' "$attempt/slurm.log"
+        grep -qs '"secondary": true' "$attempt"/rank_*.json || grep -oE 'Exited with exit code [0-9]+' "$attempt/job.log"
     }} | grep -oE '[0-9]+' | grep -vxE '0|75' | head -n 1
 }}
 # $1 nodes, $2 ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
-# A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in slurm.log.
+# A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in job.log.
 run_cell() {{
     own_attempt "$3" "$4" || return
     srun --nodes="$1" --ntasks="$2" --ntasks-per-node="$(($2 / $1))" --kill-on-bad-exit=1 --wait=60 --unbuffered {srun} \\
-        {python} -u -m titan_hydra.launch.worker "$3" "${{attempt##*/}}" </dev/null >>"$attempt/slurm.log" 2>&1
+        {python} -u -m titan_hydra.launch.worker "$3" "${{attempt##*/}}" </dev/null >>"$attempt/job.log" 2>&1
     rc=$?
     lost=0
     if [ "$rc" != 0 ] && [ -e "$attempt/stopped" ]; then
         rc=75  # all had agreed to stop and saved, however they ended then
     elif [[ $rc =~ ^(75|140|143)$ ]]; then
         rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training, by a signal that Python may not have handled yet
-    elif grep -q 'Timed out waiting for job step to complete' "$attempt/slurm.log" && [ -z "$(own_failure)" ]; then
+    elif grep -q 'Timed out waiting for job step to complete' "$attempt/job.log" && [ -z "$(own_failure)" ]; then
         rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, and SLURM notices after its SlurmdTimeout
     fi
     echo "$rc" >"$attempt/exit"

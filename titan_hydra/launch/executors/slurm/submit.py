@@ -35,7 +35,7 @@ from .keys import SlurmCluster
 from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
 
 if TYPE_CHECKING:
-    from titan_hydra.launch.dispatch import Cell
+    from titan_hydra.launch.cell import Cell
 
 POLL = 5  # seconds between two squeue calls with launch.wait
 # errors of sbatch after which SLURM may still have the job
@@ -59,6 +59,15 @@ class Array:
     def cluster(self) -> SlurmCluster:
         """The settings that its cells have in common."""
         return cast(SlurmCluster, self.cells[0].job.cluster)
+
+    @property
+    def words(self) -> str:
+        """Its resources, for launch.mode=dry."""
+        many, nodes, groups = len(self.cells), self.shape.nodes, self.cells[0].job.fault_tolerance.replicas
+        kind = "one after another in one job" if self.packed else "one job array" if many * groups > 1 else "one job"
+        per_node = f"{counted(nodes, 'node')} x {counted(self.shape.ranks_per_node, 'GPU')}"
+        of_groups = f" of {groups} replica groups" if groups > 1 else ""
+        return f"{counted(many, 'cell')}{of_groups}, {kind}, {per_node}{' a task' * bool(of_groups)}"
 
 
 class ArrayOrder:
@@ -313,7 +322,7 @@ def after_refusal(attempts: list[Path], number: int, reason: str, refused: Count
     for pause in (0, PATIENCE) if uncertain else (0,):
         time.sleep(pause)
         queue = slurm.ask_queue(owners)
-        if all(jobs := [queue.find(owner) for owner in owners]):
+        if all(jobs := [slurm.find_job(queue, owner) for owner in owners]):
             for attempt, job in zip(attempts, jobs, strict=True):
                 rundir.note(attempt, job_id=job.id)
             print(f"{reason}; SLURM has accepted the {cells} nevertheless", file=sys.stderr)
