@@ -6,7 +6,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.files import CONF
 from titan_hydra.launch.executors.slurm.init import choose_partition, device_memory, file_text, gpus_of, hardware, partitions
-from titan_hydra.runs.slurm import minutes_of
+from titan_hydra.launch.executors.slurm.squeue import minutes_of
 
 SITE = """\
 cpu*|(null)|40|64|256000|1-00:00:00

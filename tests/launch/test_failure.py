@@ -11,8 +11,8 @@ import torch.distributed as dist
 from titan_hydra.base.errors import CheckpointError, ConfigError, Kind, NotFinite, Stopped
 from titan_hydra.config import to_dict
 from titan_hydra.config.compose import compose_job
+from titan_hydra.launch.executors.slurm.accounting import cause_of_end
 from titan_hydra.runs import layout
-from titan_hydra.runs.accounting import cause_of_end
 from titan_hydra.runs.failure import describe, guilty
 
 GLOO_CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")

@@ -12,11 +12,11 @@ import pytest
 from titan_hydra.config.compose import compose_job
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.executors.slurm import submit
+from titan_hydra.launch.executors.slurm.squeue import SlurmJob
 from titan_hydra.launch.executors.slurm.submit import Array, JobShape
 from titan_hydra.runs import rundir
 from titan_hydra.runs.queue import Queue
 from titan_hydra.runs.run import Run, group_at, homes_of
-from titan_hydra.runs.slurm import SlurmJob
 from titan_hydra.runs.view import jobs_of, shown_group
 
 SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "fault_tolerance=diloco", "fault_tolerance.replicas=3")

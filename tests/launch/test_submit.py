@@ -18,12 +18,12 @@ from titan_hydra.launch import snapshot
 from titan_hydra.launch.attach import Interrupts
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.dispatch import gpu_hours
-from titan_hydra.launch.executors.slurm import limits, submit
+from titan_hydra.launch.executors.slurm import limits, squeue, submit
 from titan_hydra.launch.executors.slurm.cancel import ranges
+from titan_hydra.launch.executors.slurm.squeue import SlurmJob
 from titan_hydra.launch.executors.slurm.submit import JobShape
-from titan_hydra.runs import manifest, rundir, slurm
+from titan_hydra.runs import manifest, rundir
 from titan_hydra.runs.queue import Queue
-from titan_hydra.runs.slurm import SlurmJob
 
 SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "cluster.time_minutes=30")
 
@@ -409,8 +409,8 @@ ACCOUNTS = {
 def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, overrides, enforced, words):
     """SLURM would hold them for ever: PartitionTimeLimit, QOSMaxWallDurationPerJobLimit, ..."""
     answers = {"scontrol": PARTITIONS, **ACCOUNTS}
-    monkeypatch.setattr(slurm, "call", lambda *command: answers[command[0] if command[0] == "scontrol" else command[4]])
-    monkeypatch.setattr(slurm, "setting", {"AccountingStorageEnforce": enforced, "MaxArraySize": "3"}.get)
+    monkeypatch.setattr(squeue, "call", lambda *command: answers[command[0] if command[0] == "scontrol" else command[4]])
+    monkeypatch.setattr(squeue, "setting", {"AccountingStorageEnforce": enforced, "MaxArraySize": "3"}.get)
     cells = [cell(tmp_path, "data.global_batch=72", f"seed={seed}", *overrides) for seed in range(3)]
     found = [str(fault) for fault in limits.faults(submit.planned(cells))]
     assert found == words * 2, found  # of two arrays

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from titan_hydra.config.fault import counted
-from titan_hydra.runs import layout, rundir, slurm
+from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.queue import Owner
 from titan_hydra.runs.view import RunRow, jobs_of, owner_of
+
+from . import squeue
 
 
 def cancel_jobs(rows: list[RunRow]) -> Iterable[str]:
@@ -16,7 +18,7 @@ def cancel_jobs(rows: list[RunRow]) -> Iterable[str]:
     jobs: list[str] = []  # packed cells share theirs, and replica groups have one each
     for row in rows:
         owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].active]
-        if cluster := slurm.elsewhere(owner):
+        if cluster := squeue.elsewhere(owner):
             yield f"{row.cell}: is a job of the cluster {cluster}; cancel it there"
         elif any(state.job is None for _, _, state in live):
             yield f"{row.cell}: is being submitted right now; try again"
@@ -33,7 +35,7 @@ def cancel_jobs(rows: list[RunRow]) -> Iterable[str]:
     if not jobs:
         return
     try:
-        done = subprocess.run(["scancel", *dict.fromkeys(jobs)], capture_output=True, text=True, timeout=slurm.LIMIT)
+        done = subprocess.run(["scancel", *dict.fromkeys(jobs)], capture_output=True, text=True, timeout=squeue.LIMIT)
         said = done.stderr.strip() or (f"it ended with status {done.returncode}" if done.returncode else "")
     except (OSError, subprocess.TimeoutExpired) as error:
         said = str(error)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, cast
 from titan_hydra.base.errors import ConfigError, Kind
 from titan_hydra.config import Fault, Job
 from titan_hydra.launch.executor import Executor
-from titan_hydra.runs import rundir, slurm
+from titan_hydra.runs import rundir
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.queue import Owner, Queue
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import RunRow
 
-from . import states
+from . import squeue, states
 from .keys import SlurmCluster
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Slurm(Executor):
         """Ask SLURM about the jobs of these runs, those of replica groups too."""
         owners = [(directory, owner) for directory, owner in runs if "token" in owner]
         groups = [other for directory, owner in owners for _, _, other in states.submitted_groups(directory, owner["token"])]
-        return slurm.ask_queue([*(owner for _, owner in owners), *groups])
+        return squeue.ask_queue([*(owner for _, owner in owners), *groups])
 
     def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
         """Return the state of a run; of one whose record is damaged, from its files alone."""

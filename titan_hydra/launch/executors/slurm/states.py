@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.runs import accounting, layout, rundir, slurm
+from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.queue import Queue
 from titan_hydra.runs.records import alive
 from titan_hydra.runs.run import homes_of, newest_attempt
 from titan_hydra.runs.rundir import SILENCE, State
+
+from . import accounting, squeue
 
 
 def run_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue) -> State:
@@ -56,10 +58,10 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
     folder = layout.ATTEMPT.of(directory, attempt)
     if layout.RESULT.read(directory).get("status") == "done":
         return State("done", attempt)
-    cluster = slurm.elsewhere(owner)
+    cluster = squeue.elsewhere(owner)
     if cluster and "ended" not in owner:
         return State("running" if rundir.heard_of_ranks(folder) else "unknown", attempt, host=f"cluster {cluster}")
-    job = None if cluster else slurm.find_job(queue, owner)
+    job = None if cluster else squeue.find_job(queue, owner)
     if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before recording the id
         with contextlib.suppress(OSError):
             owner = rundir.note(folder, job_id=job.id)

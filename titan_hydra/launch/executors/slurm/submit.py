@@ -27,10 +27,11 @@ from titan_hydra.config.user_code import sources
 from titan_hydra.job.ranks import processes
 from titan_hydra.launch import show, snapshot
 from titan_hydra.launch.attach import Interrupts
-from titan_hydra.runs import layout, manifest, rundir, slurm
+from titan_hydra.runs import layout, manifest, rundir
 from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State
 
+from . import squeue
 from .keys import SlurmCluster
 from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
 
@@ -149,7 +150,7 @@ def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, 
 
 def largest_array() -> int:
     """Return the number of tasks that the cluster allows in an array."""
-    return max(int(slurm.setting("MaxArraySize") or 1001) - 1, 1)
+    return max(int(squeue.setting("MaxArraySize") or 1001) - 1, 1)
 
 
 def planned(cells: list[Cell]) -> list[Array]:
@@ -239,7 +240,7 @@ def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cel
         "job_id": None,
         "user": getpass.getuser(),
         "code": code,
-        "cluster": slurm.setting("ClusterName"),
+        "cluster": squeue.setting("ClusterName"),
     }
     claimed = []
     for cell in array.cells:
@@ -321,8 +322,8 @@ def after_refusal(attempts: list[Path], number: int, reason: str, refused: Count
     uncertain, cells = re.search(NO_ANSWER, reason, re.I), counted(number, "cell")
     for pause in (0, PATIENCE) if uncertain else (0,):
         time.sleep(pause)
-        queue = slurm.ask_queue(owners)
-        if all(jobs := [slurm.find_job(queue, owner) for owner in owners]):
+        queue = squeue.ask_queue(owners)
+        if all(jobs := [squeue.find_job(queue, owner) for owner in owners]):
             for attempt, job in zip(attempts, jobs, strict=True):
                 rundir.note(attempt, job_id=job.id)
             print(f"{reason}; SLURM has accepted the {cells} nevertheless", file=sys.stderr)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .queue import Owner, Queue, QueuedJob
+from titan_hydra.runs.queue import Owner, Queue, QueuedJob
 
 LIMIT = 30  # seconds that a SLURM command may take; without this limit one would block while the controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")

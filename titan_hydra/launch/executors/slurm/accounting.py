@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import Exit, Kind
-
-from . import layout
-from .failure import Failure, Outside, guilty
+from titan_hydra.runs import layout
+from titan_hydra.runs.failure import Failure, Outside, guilty
 
 NODE_LOST, HOST_MEMORY = "SLURM lost a node of the job", "a host ran out of memory, and its kernel killed a rank"
 VERDICTS = {  # SLURM's state of a job that is over: class, our exit status, and the words for it
