@@ -74,7 +74,7 @@ own_failure() {{
 run_cell() {{
     own_attempt "$3" "$4" || return
     srun --nodes="$1" --ntasks="$2" --ntasks-per-node="$(($2 / $1))" --kill-on-bad-exit=1 --wait=60 --unbuffered {srun} \\
-        {python} -u -m titan_hydra.launch.worker "$3" "${{attempt##*/}}" </dev/null >>"$attempt/job.log" 2>&1
+        {python} -u -m titan_hydra.launch.executors.slurm.rank "$3" "${{attempt##*/}}" </dev/null >>"$attempt/job.log" 2>&1
     rc=$?
     lost=0
     if [ "$rc" != 0 ] && [ -e "$attempt/stopped" ]; then
