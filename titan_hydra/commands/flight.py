@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> int:
     directory = choose_one(args.cell, args.runs).directory
     attempt = layout.ATTEMPT.of(directory, args.attempt or newest_attempt(directory))
     groups = {0: attempt, **layout.REPLICA.all(attempt)}
-    # On SLURM a group is a job of its own, with its own attempts.
+    # A group that is a job of its own has its own attempts.
     groups |= {
         group: layout.ATTEMPT.of(home, args.attempt or newest)
         for group, home in layout.REPLICA.all(directory).items()

@@ -133,7 +133,7 @@ class Cluster:
     name: str = key("local", "which option of conf/cluster this is", NAME, identity=False)
     executor: str = key(
         "local",
-        "what starts the ranks. inline: this process, one rank (pdb works); local: a process per rank; slurm: sbatch",
+        "what starts the ranks. inline: this process, one rank (pdb works); local: a process per rank; slurm: jobs of a cluster",
         identity=False,
         choices=Names(EXECUTORS),
     )

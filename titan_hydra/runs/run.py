@@ -22,7 +22,7 @@ class Run:
     world_size: int = 1
     store: Any = None  # torch.distributed.Store that all ranks of the world share; for init_process_group
     replica: int = 0
-    # token of the SLURM submission: then each replica group is a job, whose attempts are in its own folder
+    # token of the submission: then each replica group is a job, whose attempts are in its own folder
     submission: str = ""
 
     @property

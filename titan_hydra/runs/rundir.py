@@ -207,7 +207,7 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
     again.
 
     `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields of
-    attempt.json: for a SLURM job its token, user and code. Raises OSError if nothing can be written.
+    attempt.json: of a submitted job its token, user and code. Raises OSError if nothing can be written.
     """
     owner = {"executor": job.cluster.executor, "overrides": overrides, **owner}
     directory.parent.mkdir(parents=True, exist_ok=True)
