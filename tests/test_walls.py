@@ -298,7 +298,7 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 664,  # 520
-    "config": 4828,  # 3,200
+    "config": 4840,  # 3,200
     "job": 551,  # 720
     "models": 1919,  # 1,800
     "runs": 2089,  # 2,100
@@ -314,7 +314,7 @@ LINES = {
     "report": 2300,  # 2,050
     "commands": 3049,  # 2,300
     "recipes": 1674,  # 3,100
-    "plan": 1513,  # 1,800
+    "plan": 1510,  # 1,800
 }
 
 

@@ -73,6 +73,15 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
     return section if record is None else _joined(section, record.config)
 
 
+def picked_anew(values: Any, picked: str) -> Any:
+    """Return a section that picks a part with another one picked. The keys that both parts have keep their values."""
+    section = next(section for section in PICKED if isinstance(values, section))
+    pick = PICKED[section][0]
+    cls = typed(section, {pick: picked})
+    shared = {spec.name: getattr(values, spec.name) for spec in dataclasses.fields(cls) if hasattr(values, spec.name)}
+    return cls(**{**shared, pick: picked})
+
+
 @functools.cache
 def _joined(section: Any, own: Any) -> Any:
     """Return a section's dataclass with the keys of a part."""

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.load import from_dict
-from titan_hydra.config.operation import Cluster
+from titan_hydra.config.load import picked_anew
 from titan_hydra.config.registry import EXECUTORS
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.schema import ActivationCheckpoint, Job
@@ -173,10 +172,8 @@ def on_nodes(job: Job, gpus: int | None) -> Job:
     """Return a copy of a job on `gpus` devices of a cluster of its hardware's nodes, whatever this machine is."""
     node = job.cluster.gpus_per_node or job.hardware.gpus_per_node
     if runs_here(job):
-        elsewhere = next(name for name, executor in EXECUTORS.items() if not executor.here)
-        shared = {spec.name: getattr(job.cluster, spec.name) for spec in fields(Cluster)}
         job = copy.copy(job)
-        job.cluster = from_dict(Cluster, {**shared, "executor": elsewhere})
+        job.cluster = picked_anew(job.cluster, next(name for name, executor in EXECUTORS.items() if not executor.here))
     return changed(job, gpus=gpus, cluster={"gpus_per_node": node})
 
 
