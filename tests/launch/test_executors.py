@@ -59,3 +59,5 @@ def test_its_runs_are_followed_cancelled_and_resumed(niced):
     (niced.folder / "niced.py").unlink()
     (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
     assert cell["state"] == "damaged" and "there is no module niced" in cell["damage"]
+    (niced.run_directory / "result.json").write_text('{"status": "done"}')
+    assert [cell["state"] for cell in json.loads(titan(niced, "status", "--json").stdout)["cells"]] == ["done"]

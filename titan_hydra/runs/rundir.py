@@ -113,8 +113,9 @@ def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
         damage = "" if now.active or now.kind == "new" else damage_of(directory, now)
     except PermissionError as error:
         now, damage = State("unknown"), denied(error)
-    except ConfigError as error:  # an executor of the user's own that is not here
-        now, damage = State("unknown"), str(error)
+    except ConfigError as error:  # an executor of the user's own that is not here, and is not needed after the end
+        done = layout.RESULT.read(directory).get("status") == "done"
+        now, damage = (State("done", newest_attempt(directory)), "") if done else (State("unknown"), str(error))
     except OSError as error:  # a broken disk
         now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
     return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
