@@ -128,6 +128,14 @@ def test_the_package_consists_of_these_rooms():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ALLOWED)
 
 
+def test_what_slurm_calls_things_is_known_in_its_folder_alone():
+    """But for the name of a file in layout.py; and nobody compares an executor's name."""
+    words = re.compile(r"squeue|sacct|scancel|scontrol|sinfo|srun|sbatch(?!\.sh)|SLURM_|executor [!=]=|[\"']slurm[\"']")
+    for file in PACKAGE.rglob("*.py"):
+        if not file.is_relative_to(PACKAGE / "launch/executors/slurm"):
+            assert not words.search(file.read_text()), file
+
+
 def test_threads_of_a_rank_have_its_device():
     """Made in one place, which gives them the rank's GPU; runs/ and commands/ have threads that touch none."""
     for room in ("data", "observe", "checkpoint", "train", "fault_tolerance", "models", "parallel", "recipes"):
@@ -154,9 +162,9 @@ def test_files_stay_short():
 # What a syntax tree cannot tell from our own: members that our subclasses of foreign classes override or use, and
 # public ones of Python.
 INHERITED = {
-    ("launch/local.py", "_forward_signal"): "submitit.local.local:Controller",
-    ("launch/local.py", "_submit_command"): "submitit.local.local:LocalExecutor",
-    ("launch/sbatch.py", "_make_submission_file_text"): "submitit.slurm.slurm:SlurmExecutor",
+    ("launch/executors/ranks.py", "_forward_signal"): "submitit.local.local:Controller",
+    ("launch/executors/ranks.py", "_submit_command"): "submitit.local.local:LocalExecutor",
+    ("launch/executors/slurm/sbatch.py", "_make_submission_file_text"): "submitit.slurm.slurm:SlurmExecutor",
     ("parallel/norm.py", "_apply"): "torch.distributed.tensor.parallel.style:ParallelStyle",
     ("parallel/pipeline.py", "_validate_fwd_outputs"): None,  # of torch 2.11 alone, as the next
     ("parallel/pipeline.py", "_get_init_p2p_neighbors_ops"): None,
@@ -286,10 +294,10 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 637,  # 520
-    "config": 4929,  # 3,200
-    "job": 606,  # 720
+    "config": 4864,  # 3,200
+    "job": 612,  # 720
     "models": 1698,  # 1,800
-    "runs": 2287,  # 2,100
+    "runs": 2048,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2509,  # 2,450
     "data": 1490,  # 1,450
@@ -298,11 +306,11 @@ LINES = {
     "train": 1494,  # 1,550
     "fault_tolerance": 1112,  # 600
     "verify": 1987,  # 2,000
-    "launch": 2142,  # 1,950
+    "launch": 3155,  # 1,950
     "report": 2271,  # 2,050
-    "commands": 2825,  # 2,300
+    "commands": 2539,  # 2,300
     "recipes": 3771,  # 3,100
-    "plan": 1520,  # 1,800
+    "plan": 1525,  # 1,800
 }
 
 

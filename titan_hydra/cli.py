@@ -30,7 +30,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "titan_hydra.commands.track",
         "copy what runs recorded to wandb or TensorBoard; --send: send wandb's offline files",
     ),
-    "cluster": ("titan_hydra.commands.cluster", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
+    "cluster": ("titan_hydra.launch.executors.slurm.init", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
     "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),
     "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify and prune the checkpoints of a run"),
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import from_dict
 from titan_hydra.config.compose import CONF, compose_job
 from titan_hydra.config.load import PICKED, picking, values_are_what_the_schema_takes
@@ -69,24 +70,24 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"cluster__gpus_per_node": 0}, "cluster.gpus_per_node", "from 1 to 1,024"),
     ({"cluster__stop_seconds": 0}, "cluster.stop_seconds", "at least 1"),
     ({"cluster__time_minutes": -5}, "cluster.time_minutes", "at least 1"),
-    ({"cluster__max_requeues": -1}, "cluster.max_requeues", "nearest legal: 0"),
+    ({**ON_SLURM, "cluster__max_requeues": -1}, "cluster.max_requeues", "nearest legal: 0"),
     ({"cluster__executor": "slurm"}, "cluster.gpus_per_node", "needs it"),
-    ({"cluster__environment": {"NCCL-DEBUG": "INFO"}}, "cluster.environment", "NCCL-DEBUG"),
-    ({"cluster__sbatch": {"--mail-user": "me@site"}}, "cluster.sbatch", "without dashes before it"),
-    ({"cluster__sbatch": {"ntasks_per_node": 4}}, "cluster.sbatch", "follows from the layout"),
-    ({"cluster__srun": ["--label", "container.sqsh"]}, "cluster.srun", "write --flag=value"),
-    ({"cluster__srun": ["--ntasks=4"]}, "cluster.srun", "from the layout"),
-    ({"cluster__partition": "gpu long"}, "cluster.partition", "must be a word without blanks"),
-    ({"cluster__exclude": ["node1 node2"]}, "cluster.exclude", "node1 node2"),
-    ({"cluster__comment": "a\nscancel -u me"}, "cluster.comment", r"a\nscancel -u me: must not hold control characters"),
-    ({"cluster__sbatch": {"mail-user": "me\n"}}, "cluster.sbatch", "control character"),
-    ({"cluster__sbatch": {"mail\nuser": "me"}}, "cluster.sbatch", "control character"),
-    ({"cluster__environment": {"A": "\x1b[31m"}}, "cluster.environment", "control character"),
-    ({"cluster__setup": ["module load cuda", "a\rb"]}, "cluster.setup", "control character"),
-    ({"cluster__srun": ["--label\n"]}, "cluster.srun", "control character"),
-    ({"cluster__python": "python\n"}, "cluster.python", "control character"),
-    ({"cluster__exclude": ["node\x001"]}, "cluster.exclude", "control character"),
-    ({"cluster__comment": "a\\b"}, "cluster.comment", "sbatch drops the backslash"),
+    ({**ON_SLURM, "cluster__environment": {"NCCL-DEBUG": "INFO"}}, "cluster.environment", "NCCL-DEBUG"),
+    ({**ON_SLURM, "cluster__sbatch": {"--mail-user": "me@site"}}, "cluster.sbatch", "without dashes before it"),
+    ({**ON_SLURM, "cluster__sbatch": {"ntasks_per_node": 4}}, "cluster.sbatch", "follows from the layout"),
+    ({**ON_SLURM, "cluster__srun": ["--label", "container.sqsh"]}, "cluster.srun", "write --flag=value"),
+    ({**ON_SLURM, "cluster__srun": ["--ntasks=4"]}, "cluster.srun", "from the layout"),
+    ({**ON_SLURM, "cluster__partition": "gpu long"}, "cluster.partition", "must be a word without blanks"),
+    ({**ON_SLURM, "cluster__exclude": ["node1 node2"]}, "cluster.exclude", "node1 node2"),
+    ({**ON_SLURM, "cluster__comment": "a\nscancel -u me"}, "cluster.comment", r"a\nscancel -u me: must not hold control characters"),
+    ({**ON_SLURM, "cluster__sbatch": {"mail-user": "me\n"}}, "cluster.sbatch", "control character"),
+    ({**ON_SLURM, "cluster__sbatch": {"mail\nuser": "me"}}, "cluster.sbatch", "control character"),
+    ({**ON_SLURM, "cluster__environment": {"A": "\x1b[31m"}}, "cluster.environment", "control character"),
+    ({**ON_SLURM, "cluster__setup": ["module load cuda", "a\rb"]}, "cluster.setup", "control character"),
+    ({**ON_SLURM, "cluster__srun": ["--label\n"]}, "cluster.srun", "control character"),
+    ({**ON_SLURM, "cluster__python": "python\n"}, "cluster.python", "control character"),
+    ({**ON_SLURM, "cluster__exclude": ["node\x001"]}, "cluster.exclude", "control character"),
+    ({**ON_SLURM, "cluster__comment": "a\\b"}, "cluster.comment", "sbatch drops the backslash"),
     ({"paths__runs": "a\tb"}, "paths.runs", r"a\tb: must not hold control characters"),
     ({"paths__runs": "a\udcffb"}, "paths.runs", "must not hold control characters"),
     ({**ON_SLURM, "paths__runs": "a\\b"}, "paths.runs", "sbatch drops the backslash"),
@@ -160,8 +161,8 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"compile__name": "block", "compile__backend": "nosuch"}, "compile.backend", "inductor or eager"),
     ({"sweep__cell": "a"}, "sweep.cell", "belongs to no sweep"),
     ({"tokenizer__path": "t.json"}, "tokenizer.path", "tokenizer=embedded does not read it"),
-    ({"cluster__comment": "a\nb"}, "cluster.comment", "must not hold control characters"),
-    ({"cluster__sbatch": {"mem": "1\n#SBATCH --foo"}}, "cluster.sbatch", "control characters"),
+    ({**ON_SLURM, "cluster__comment": "a\nb"}, "cluster.comment", "must not hold control characters"),
+    ({**ON_SLURM, "cluster__sbatch": {"mem": "1\n#SBATCH --foo"}}, "cluster.sbatch", "control characters"),
     ({"gpus": 100_000}, "gpus", "100,000 processes, but this machine has"),
     ({"data__local_batch": 999_999_999}, "data.local_batch", "block inputs and logits take at least"),
     ({"data__global_batch": 2_000_000_000}, "data.global_batch", "tokens and labels of one step take at least"),
@@ -232,7 +233,7 @@ def test_a_folder_that_a_job_cannot_name_is_refused_before_submission(base, tmp_
     assert [fault.key for fault in check(changed(base, **ON_SLURM))] == ["paths.runs"]
 
 
-def test_settings_of_slurm_do_no_harm_on_this_machine(base):
+def test_settings_of_slurm_are_its_own(base):
     settings = {
         "partition": "gpu",
         "exclude": ["node[1-4]"],
@@ -241,9 +242,10 @@ def test_settings_of_slurm_do_no_harm_on_this_machine(base):
         "environment": {"NCCL_DEBUG": "INFO"},
         "max_requeues": 0,
     }
-    for executor in ("local", "slurm"):
-        values = {f"cluster__{key}": value for key, value in settings.items()}
-        assert check(changed(base, cluster__executor=executor, cluster__gpus_per_node=8, gpus=1, **values)) == []
+    assert check(changed(base, **ON_SLURM, gpus=1, **{f"cluster__{key}": value for key, value in settings.items()})) == []
+    for line in ("cluster=local", "cluster=inline"):
+        with pytest.raises(ConfigError, match=r"^cluster.partition=gpu: cluster.executor=\w+ does not read it; slurm would$"):
+            compose_job(line, "cluster.partition=gpu")
 
 
 def test_a_tokenizer_smaller_than_the_embedding_is_fine(base):

@@ -167,7 +167,7 @@ def test_what_is_no_secret_is_left_alone(line):
 
 def test_a_configuration_with_secrets_is_refused_without_showing_them(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", WANDB)
-    job = compose_job()
+    job = compose_job("cluster=slurm")
     job.cluster.environment = {"HF_TOKEN": "whatever", "NCCL_DEBUG": "INFO"}
     job.cluster.setup = ["module load cuda", f"export WANDB_API_KEY={WANDB}"]
     job.notes = f"with {HF}"

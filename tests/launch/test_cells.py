@@ -256,8 +256,10 @@ def test_files_that_a_node_sees_late_are_waited_for(launcher):
     hidden = [directory / "config.json", launcher.attempt(2) / "attempt.json"]
     for file in hidden:
         file.rename(file.with_suffix(".late"))
-    env = {**launcher.env, "SUBMITIT_EXECUTOR": "slurm", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
-    rank = subprocess.Popen([sys.executable, "-m", "titan_hydra.launch.worker", str(directory), "2"], cwd=launcher.ROOT, env=env)
+    env = {**launcher.env, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+    rank = subprocess.Popen(
+        [sys.executable, "-m", "titan_hydra.launch.executors.slurm.rank", str(directory), "2"], cwd=launcher.ROOT, env=env
+    )
     for file in hidden:
         time.sleep(3)
         assert rank.poll() is None, launcher.rank(0, attempt=2)

@@ -3,10 +3,10 @@
 import pytest
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.commands import cluster
-from titan_hydra.commands.cluster import choose_partition, device_memory, file_text, gpus_of, hardware, partitions
 from titan_hydra.config.compose import compose_unchecked
-from titan_hydra.runs.slurm import minutes_of
+from titan_hydra.config.files import CONF
+from titan_hydra.launch.executors.slurm.init import choose_partition, device_memory, file_text, gpus_of, hardware, partitions
+from titan_hydra.launch.executors.slurm.squeue import minutes_of
 
 SITE = """\
 cpu*|(null)|40|64|256000|1-00:00:00
@@ -82,4 +82,4 @@ def test_without_slurm_it_is_one_line(launcher):
     launcher.env["PATH"] = str(launcher.folder)
     result = launcher.python("-m", "titan_hydra.cli", "cluster", "init", "mysite")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert "sinfo does not answer" in result.stderr and not (cluster.CONF / "cluster" / "mysite.yaml").exists()
+    assert "sinfo does not answer" in result.stderr and not (CONF / "cluster" / "mysite.yaml").exists()

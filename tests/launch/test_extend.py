@@ -4,6 +4,7 @@ line says why.
 
 import json
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from titan_hydra.commands.extend import same_rates
 from titan_hydra.config import identity, to_dict
 from titan_hydra.config.change import change
 from titan_hydra.config.compose import compose_job
+from titan_hydra.config.rules.checks import check
 from titan_hydra.launch import show
 from titan_hydra.launch.worker import load_job
 
@@ -201,10 +203,21 @@ def test_what_cannot_be_is_one_line(a_run, overrides, words, message):
 
 
 def test_only_named_values_change():
-    job = compose_job("debug=tiny", "metrics=wandb", "cluster.setup=['echo \\${HOME}']")
+    job = compose_job("debug=tiny", "metrics=wandb", "cluster=slurm", "cluster.setup=['echo \\${HOME}']")
     other = change(job, ["metrics.wandb.mode=online", "+cluster.environment={A: b}", "metrics.log_every=3"])
     assert (other.metrics.wandb.mode, other.cluster.environment, other.metrics.log_every) == ("online", {"A": "b"}, 3)
     assert job.metrics.wandb.mode == "offline" and other.cluster.setup == job.cluster.setup and identity(job) == identity(other)
     for word in ("steps=3", "cluster=slurm", "~name", "seed", "metrics.wandb.mode=sideways", "optimizer.muon_lr=1", "model.yarn.factor=2"):
         with pytest.raises(ConfigError, match=r"^[^\n]+$"):
             change(job, [word])
+
+
+def test_another_executor_has_its_own_keys():
+    """`titan retry` may move a run to a cluster, and back."""
+    here = compose_job("debug=tiny", "cluster.time_minutes=30")
+    there = change(here, ["cluster.executor=slurm", "cluster.gpus_per_node=4", "cluster.partition=main"])
+    assert (there.cluster.time_minutes, there.cluster.partition, there.cluster.sbatch) == (30, "main", {}) and check(there) == []
+    back = change(there, ["cluster.executor=local"])
+    assert back.cluster == replace(here.cluster, gpus_per_node=4) and identity(here) == identity(there) == identity(back)
+    with pytest.raises(ConfigError, match=r"cluster\.executor=local does not read it; slurm would"):
+        change(there, ["cluster.executor=local", "cluster.partition=main"])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from titan_hydra.base.errors import CheckpointError, ConfigError, Kind, NotFinite, Stopped
 from titan_hydra.config import to_dict
 from titan_hydra.config.compose import compose_job
+from titan_hydra.launch.executors.slurm.accounting import cause_of_end
 from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe, guilty
 
@@ -82,14 +83,14 @@ def attempt(tmp_path):
 
 
 def write_slurm(folder, log, **errors):
-    """What an attempt under SLURM leaves: slurm.log, and files of four ranks that were started; those in `errors` said
+    """What an attempt under SLURM leaves: job.log, and files of four ranks that were started; those in `errors` said
     why they ended.
     """
     for rank in range(4):
         code, record = describe(errors[f"rank{rank}"]) if f"rank{rank}" in errors else (None, None)
         spoken = {"exit_status": int(code), "error": {**record, "time": 5.0}} if record else {}
         (folder / f"rank_{rank}.json").write_text(json.dumps({"host": f"node{rank // 2}", **spoken}))
-    (folder / "slurm.log").write_text(log)
+    (folder / "job.log").write_text(log)
     return folder
 
 
@@ -169,7 +170,7 @@ SCANCEL = "slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-11-21T10:00 *
     ],
 )
 def test_slurms_word_where_no_rank_has_spoken(tmp_path, log, state, kind, status, rank, host):
-    failure = guilty(write_slurm(tmp_path, log), state)
+    failure = cause_of_end(write_slurm(tmp_path, log), state)
     assert (failure.kind, failure.status, failure.rank, failure.host) == (kind, status, rank, host)
     assert kind != Kind.UNKNOWN or "No such file" in failure.detail
 
@@ -177,18 +178,18 @@ def test_slurms_word_where_no_rank_has_spoken(tmp_path, log, state, kind, status
 @pytest.mark.parametrize("state", ["PREEMPTED", "COMPLETED", None])
 def test_a_preempted_job_has_not_failed(tmp_path, state):
     log = "slurmstepd: error: *** JOB 7 ON node0 CANCELLED AT 2026-11-21T10:00 DUE TO PREEMPTION ***\n"
-    assert guilty(write_slurm(tmp_path, log), state) is None
+    assert cause_of_end(write_slurm(tmp_path, log), state) is None
 
 
 def test_a_rank_that_has_spoken_comes_before_slurms_word(tmp_path):
     """srun reports the death of a peer first, and SLURM a time limit: the exception is what it was."""
-    failure = guilty(write_slurm(tmp_path, KILLED, rank1=ValueError("mine"), rank0=GLOO_CLOSED), "TIMEOUT")
+    failure = cause_of_end(write_slurm(tmp_path, KILLED, rank1=ValueError("mine"), rank0=GLOO_CLOSED), "TIMEOUT")
     assert (failure.kind, failure.rank, failure.host) == (Kind.BUG, 1, "node0") and "mine" in failure.line
 
 
 def test_a_death_that_only_srun_saw_comes_before_those_who_noticed(tmp_path):
     log = "srun: error: node1: task 3: Killed\n"
-    failure = guilty(write_slurm(tmp_path, log, rank0=GLOO_CLOSED, rank1=GLOO_LATE, rank2=GLOO_CLOSED), "FAILED")
+    failure = cause_of_end(write_slurm(tmp_path, log, rank0=GLOO_CLOSED, rank1=GLOO_LATE, rank2=GLOO_CLOSED), "FAILED")
     assert (failure.kind, failure.rank) == (Kind.KILLED, 3)
 
 
@@ -211,7 +212,7 @@ def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
     for number in range(4):
         (tmp_path / f"beat_{number}.json").write_text(json.dumps(BEAT | {"asked": 5.0 * (number in asked)}))
     for order in permutations(lines):
-        failure = guilty(write_slurm(tmp_path, "".join(f"srun: error: {line}\n" for line in order), **spoken), "FAILED")
+        failure = cause_of_end(write_slurm(tmp_path, "".join(f"srun: error: {line}\n" for line in order), **spoken), "FAILED")
         assert failure.rank == rank and words in failure.line, (order, failure.line)
 
 
@@ -220,9 +221,9 @@ def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
 def test_a_node_that_slurm_has_not_given_up_yet(tmp_path, words, error):
     """The ranks of node1 have ended no way that anybody saw, and those of node0 have noticed."""
     log = f"srun: error: node0: tasks 0-1: Exited with exit code 1\n{words}"
-    failure = guilty(write_slurm(tmp_path, log, rank0=error, rank1=GLOO_CLOSED), "FAILED")
+    failure = cause_of_end(write_slurm(tmp_path, log, rank0=error, rank1=GLOO_CLOSED), "FAILED")
     assert (failure.kind, failure.status, failure.rank, failure.host) == (Kind.NODE, 79, 2, "node1")
-    assert failure.line == "node1 is lost: rank 2 has not ended, and srun has not heard of it"
+    assert failure.line == "node1 is lost: rank 2 has not ended, and nothing was heard of it"
 
 
 def test_a_frozen_rank_that_srun_kills_is_a_hang(tmp_path):
@@ -230,13 +231,13 @@ def test_a_frozen_rank_that_srun_kills_is_a_hang(tmp_path):
     (tmp_path / "beat_1.json").write_text(json.dumps(BEAT | {"count": 7, "asked": 0.0}))
     (tmp_path / "beat_0.json").write_text(json.dumps(BEAT | {"count": 8, "asked": 0.0}))
     log = "srun: error: node0: task 0: Exited with exit code 77\nsrun: error: node0: task 1: Killed\n"
-    failure = guilty(write_slurm(tmp_path, log, rank0=GLOO_LATE, rank2=GLOO_CLOSED, rank3=GLOO_CLOSED), "FAILED")
+    failure = cause_of_end(write_slurm(tmp_path, log, rank0=GLOO_LATE, rank2=GLOO_CLOSED, rank3=GLOO_CLOSED), "FAILED")
     assert (failure.kind, failure.rank) == (Kind.HANG, 1) and "rank 1 was late: in step 3, optimizer" in failure.line
 
 
 def test_preempted_too_often(tmp_path):
     (tmp_path / "requeues_spent").touch()
-    failure = guilty(write_slurm(tmp_path, "", rank0=Stopped("as asked")), "FAILED")
+    failure = cause_of_end(write_slurm(tmp_path, "", rank0=Stopped("as asked")), "FAILED")
     assert (failure.kind, failure.status) == (Kind.PREEMPTED, 75)
 
 
@@ -256,7 +257,7 @@ def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     (tmp_path / "config.json").write_text(json.dumps(to_dict(compose_job("cluster=slurm", *overrides))))
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     error.facts = {"step": 0, "peak_gib": 93.14, "capacity_gib": 94.5}
-    failure = guilty(write_slurm(attempt, "", rank1=RuntimeError("[Stage 0] failed"), rank2=raised(RuntimeError("stage"), error)))
+    failure = cause_of_end(write_slurm(attempt, "", rank1=RuntimeError("[Stage 0] failed"), rank2=raised(RuntimeError("stage"), error)))
     assert failure.rank == 1  # the earlier one; now alone
     (attempt / "rank_1.json").unlink()
     failure = guilty(attempt)
@@ -277,7 +278,7 @@ def test_a_full_disk_is_a_class_of_its_own(tmp_path, error):
     attempt = tmp_path / "a run" / "attempts" / "1"
     attempt.mkdir(parents=True)
     (attempt.parents[1] / "config.json").write_text(json.dumps(to_dict(compose_job())))
-    failure = guilty(write_slurm(attempt, "", rank1=error), "FAILED")
+    failure = cause_of_end(write_slurm(attempt, "", rank1=error), "FAILED")
     assert (failure.kind, failure.status, failure.rank) == (Kind.DISK, 1, 1)
     assert f"'{tmp_path}/a run'" in failure.hint and "launch.retry=failed" in failure.hint
 
@@ -285,9 +286,8 @@ def test_a_full_disk_is_a_class_of_its_own(tmp_path, error):
 def test_hints_of_other_classes(tmp_path):
     attempt = tmp_path / "attempts" / "1"
     attempt.mkdir(parents=True)
-    job = to_dict(compose_job("cluster.exclude=[node7]", "cluster.time_minutes=30", "debug=tiny"))
-    job["cluster"]["executor"] = "slurm"
+    job = to_dict(compose_job("cluster=slurm", "cluster.exclude=[node7]", "cluster.time_minutes=30", "debug=tiny"))
     (tmp_path / "config.json").write_text(json.dumps(job))
-    assert guilty(write_slurm(attempt, NODE)).hint == "cluster.exclude=[node7,node1]"
-    assert "cluster.time_minutes=60" in guilty(write_slurm(attempt, TIME)).hint
-    assert guilty(write_slurm(attempt, KILLED)).hint == ""
+    assert cause_of_end(write_slurm(attempt, NODE)).hint == "cluster.exclude=[node7,node1]"
+    assert "cluster.time_minutes=60" in cause_of_end(write_slurm(attempt, TIME)).hint
+    assert cause_of_end(write_slurm(attempt, KILLED)).hint == ""

@@ -33,8 +33,10 @@ def test_no_secret_is_in_what_a_run_leaves(launcher):
         return done.stdout + done.stderr
 
     said = launch("steps=4") + launch("steps=4") + launch("steps=4", "optimizer.lr=1e30", "optimizer.max_norm=0", status=78)
-    refused = launch(f"+cluster.environment.HF_TOKEN={SECRETS['HF_TOKEN']}", status=2)
+    token = f"+cluster.environment.HF_TOKEN={SECRETS['HF_TOKEN']}"
+    refused = launch("cluster=slurm", token, status=2)
     assert "cluster.environment.HF_TOKEN" in refused
+    refused += launch(token, status=2)  # a key of slurm's
     runs = launcher.folder / "runs"
     files = [path for path in runs.rglob("*") if path.is_file()]
     assert {"config.json", "env.json", "rank_0.log", "manifest.json", "metrics.jsonl"} <= {path.name for path in files}

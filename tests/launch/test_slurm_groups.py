@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.config.compose import compose_job
-from titan_hydra.launch import submit
-from titan_hydra.launch.dispatch import Cell
-from titan_hydra.launch.submit import Array, JobShape
+from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.executors.slurm import submit
+from titan_hydra.launch.executors.slurm.squeue import SlurmJob
+from titan_hydra.launch.executors.slurm.submit import Array, JobShape
 from titan_hydra.runs import rundir
+from titan_hydra.runs.queue import Queue
 from titan_hydra.runs.run import Run, group_at, homes_of
-from titan_hydra.runs.slurm import Queue, SlurmJob
 from titan_hydra.runs.view import jobs_of, shown_group
 
 SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "fault_tolerance=diloco", "fault_tolerance.replicas=3")
@@ -101,24 +102,24 @@ def test_a_run_is_where_its_groups_are(tmp_path):
     one = cell(tmp_path, "gpus=1")
     attempts = claimed(one, "0a0a0a0a")
     assert [attempt.parents[1] for attempt in attempts] == homes_of(one.directory, 3)
-    now = rundir.state(one.directory, queue("PENDING", "RUNNING", "RUNNING"))
+    now = rundir.state(one.directory, {"slurm": queue("PENDING", "RUNNING", "RUNNING")})
     assert (now.kind, now.attempt, now.host) == ("running", 1, "node1,node2")
     assert [group.kind for group in now.groups] == ["queued", "running", "running"]
     assert shown_group(one.directory, now)[0] == one.directory / "replicas" / "1"
     assert [state.job.id for _, _, state in jobs_of(one.directory, now)] == ["7_0", "7_1", "7_2"]
-    assert rundir.state(one.directory, queue("PENDING", "COMPLETED", "PENDING")).kind == "queued"
+    assert rundir.state(one.directory, {"slurm": queue("PENDING", "COMPLETED", "PENDING")}).kind == "queued"
 
     (attempts[2] / "rank_0.json").write_text(
         json.dumps({"exit_status": 77, "error": {"type": "RunError", "message": "late", "traceback": "", "time": 1.0, "secondary": False}})
     )
-    assert rundir.state(one.directory, queue("RUNNING", "RUNNING", "FAILED")).kind == "running"
-    over = rundir.state(one.directory, queue("CANCELLED", "CANCELLED", "FAILED"))
+    assert rundir.state(one.directory, {"slurm": queue("RUNNING", "RUNNING", "FAILED")}).kind == "running"
+    over = rundir.state(one.directory, {"slurm": queue("CANCELLED", "CANCELLED", "FAILED")})
     assert over.kind == "failed" and over.failure.line == "replica group 2: rank 0: late" and over.failure.status == 77
 
     again = claimed(one, "0b0b0b0b")
     assert [attempt.name for attempt in again] == ["2", "2", "2"]
     (one.directory / "result.json").write_text('{"status": "done"}')
-    done = rundir.state(one.directory, Queue())
+    done = rundir.state(one.directory, {"slurm": Queue()})
     assert done.kind == "done" and [group.attempt for group in done.groups] == [2, 2, 2]
 
 
@@ -128,7 +129,7 @@ def test_groups_of_another_submission_do_not_count(tmp_path):
     claimed(one, "0a0a0a0a")
     owner = {"executor": "slurm", "token": "0b0b0b0b", "packed": False, "job_id": None, "user": "me", "code": "", "pid": 1}
     rundir.note(rundir.claim(one.directory, 2, one.job, [], **owner), ended=1.0)
-    now = rundir.state(one.directory, queue("FAILED", "FAILED", "FAILED"))
+    now = rundir.state(one.directory, {"slurm": queue("FAILED", "FAILED", "FAILED")})
     assert (now.kind, now.attempt, now.groups) == ("not submitted", 2, ())
 
 

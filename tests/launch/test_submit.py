@@ -12,15 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.commands.cancel import ranges
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.files import write_json
-from titan_hydra.launch import limits, snapshot, submit
+from titan_hydra.launch import snapshot
 from titan_hydra.launch.attach import Interrupts
-from titan_hydra.launch.dispatch import Cell, gpu_hours
-from titan_hydra.launch.submit import JobShape
-from titan_hydra.runs import manifest, rundir, slurm
-from titan_hydra.runs.slurm import Queue, SlurmJob
+from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.dispatch import gpu_hours
+from titan_hydra.launch.executors.slurm import limits, squeue, submit
+from titan_hydra.launch.executors.slurm.cancel import ranges
+from titan_hydra.launch.executors.slurm.squeue import SlurmJob
+from titan_hydra.launch.executors.slurm.submit import JobShape
+from titan_hydra.runs import manifest, rundir
+from titan_hydra.runs.queue import Queue
 
 SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "cluster.time_minutes=30")
 
@@ -406,8 +409,8 @@ ACCOUNTS = {
 def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, overrides, enforced, words):
     """SLURM would hold them for ever: PartitionTimeLimit, QOSMaxWallDurationPerJobLimit, ..."""
     answers = {"scontrol": PARTITIONS, **ACCOUNTS}
-    monkeypatch.setattr(slurm, "call", lambda *command: answers[command[0] if command[0] == "scontrol" else command[4]])
-    monkeypatch.setattr(slurm, "setting", {"AccountingStorageEnforce": enforced, "MaxArraySize": "3"}.get)
+    monkeypatch.setattr(squeue, "call", lambda *command: answers[command[0] if command[0] == "scontrol" else command[4]])
+    monkeypatch.setattr(squeue, "setting", {"AccountingStorageEnforce": enforced, "MaxArraySize": "3"}.get)
     cells = [cell(tmp_path, "data.global_batch=72", f"seed={seed}", *overrides) for seed in range(3)]
     found = [str(fault) for fault in limits.faults(submit.planned(cells))]
     assert found == words * 2, found  # of two arrays
@@ -440,7 +443,7 @@ def submitted(tmp_path):
 
     def state(word: str | None, answers: bool = True, **job):
         jobs = {} if word is None else {"77_1": SlurmJob("77_1", word, **job)}
-        return rundir.state(one.directory, Queue(jobs, answers))
+        return rundir.state(one.directory, {"slurm": Queue(jobs, answers)})
 
     state.attempt = attempt
     return state
@@ -484,7 +487,7 @@ def test_a_claim_is_one_submitters(tmp_path):
     one = cell(tmp_path)
     owner = {"executor": "slurm", "token": "a", "job_id": None, "user": "me"}
     assert rundir.claim(one.directory, 1, one.job, [], **owner)
-    assert rundir.state(one.directory, Queue()).kind == "queued", "this process is alive and may be at sbatch"
+    assert rundir.state(one.directory, {"slurm": Queue()}).kind == "queued", "this process is alive and may be at sbatch"
     assert rundir.claim(one.directory, 1, one.job, [], **owner) is None
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.launch import sbatch
-from titan_hydra.runs import layout
+from titan_hydra.launch.executors.slurm import sbatch
+from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.layout import Entry
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_file_names_stand_in_the_layout_alone():
 
 
 def test_the_batch_script_uses_names_of_the_layout():
-    for entry in (layout.CLAIM, layout.OWN_JOB, layout.SLURM_LOG, layout.EXIT, layout.STOPPED, layout.CANCELLED, layout.SPENT):
+    for entry in (layout.CLAIM, layout.OWN_JOB, layout.JOB_LOG, layout.EXIT, layout.STOPPED, layout.CANCELLED, layout.SPENT):
         assert f'/{entry.name}"' in sbatch.BODY or f"/{entry.name} " in sbatch.BODY, entry.name
     assert f'"$1/{layout.ATTEMPT.of(Path()).parent}"' in sbatch.BODY
 
@@ -77,9 +77,12 @@ def test_rows(tmp_path, text, rows, damaged):
     assert layout.EVENTS.last(tmp_path) == (json.loads(json.dumps(found[-1])) if rows else {})
 
 
-def test_an_attempt_of_slurm_needs_what_its_state_is_read_from(tmp_path):
-    owner = {"pid": 1, "host": "a", "born": None, "started": 1.0}
-    submitted = {"executor": "slurm", "job_id": None, "token": "t", "user": "u"}
-    for content, intact in ((owner, True), (owner | submitted, True), (owner | {"executor": "slurm"}, False)):
+def test_a_submitted_attempt_needs_what_its_state_is_read_from(tmp_path):
+    owner = {"pid": 1, "host": "a", "born": None, "started": 1.0, "executor": "slurm"}
+    submitted = {"job_id": None, "token": "t", "user": "u"}
+    for content, intact in ((owner, True), (owner | submitted, True), (owner | {"token": "t"}, False)):
         layout.CLAIM.write(tmp_path, content)
         assert bool(layout.CLAIM.read(tmp_path)) is intact
+    layout.ATTEMPT.of(tmp_path, 1).mkdir(parents=True)
+    layout.CLAIM.write(layout.ATTEMPT.of(tmp_path, 1), owner)
+    assert rundir.state(tmp_path).kind == "interrupted", "as without a record"

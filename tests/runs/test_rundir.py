@@ -11,9 +11,10 @@ from titan_hydra.base.errors import Kind
 from titan_hydra.config import to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import show
-from titan_hydra.runs import hints, layout, rundir, slurm, view
+from titan_hydra.launch.executors.slurm import squeue
+from titan_hydra.runs import hints, layout, rundir, view
 from titan_hydra.runs.find import RunCell
-from titan_hydra.runs.slurm import Queue
+from titan_hydra.runs.queue import Queue
 
 
 def test_a_file_that_is_renamed_meanwhile_is_no_error(tmp_path, monkeypatch):
@@ -38,9 +39,9 @@ def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):
     rank = {"pid": 1, "host": "node", "born": None}
     layout.CLAIM.write(attempt, owner)
     layout.RANK.write(attempt, rank)
-    assert rundir.state(tmp_path, Queue()).kind == "running" and "ended" not in layout.CLAIM.read(attempt)
+    assert rundir.state(tmp_path, {"slurm": Queue()}).kind == "running" and "ended" not in layout.CLAIM.read(attempt)
     layout.RANK.write(attempt, rank | {"exit_status": 75, "ended": 1.0})
-    assert rundir.state(tmp_path, Queue()).kind == "interrupted"
+    assert rundir.state(tmp_path, {"slurm": Queue()}).kind == "interrupted"
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
@@ -69,13 +70,13 @@ def test_a_hosts_clock_may_be_wrong(tmp_path, monkeypatch, ahead):
 def test_a_controller_that_is_down_is_asked_once(monkeypatch):
     """Each question may take half a minute, and a thousand runs ask which cluster this is."""
     calls, answers = [], [None, None, "ClusterName  = here\n"]
-    monkeypatch.setattr(slurm, "call", lambda *command: calls.append(command) or answers[len(calls) - 1])
-    monkeypatch.setattr(slurm, "SETTINGS", [])
+    monkeypatch.setattr(squeue, "call", lambda *command: calls.append(command) or answers[len(calls) - 1])
+    monkeypatch.setattr(squeue, "SETTINGS", [])
     owner = {"cluster": "there"}
-    assert {slurm.elsewhere(owner) for _ in range(9)} == {""} and len(calls) == 1
-    monkeypatch.setattr(slurm, "LIMIT", -1)
-    assert [slurm.elsewhere(owner) for _ in range(9)] == ["", *["there"] * 8] and len(calls) == 3
-    assert slurm.elsewhere({"cluster": "here"}) == slurm.elsewhere({}) == ""
+    assert {squeue.elsewhere(owner) for _ in range(9)} == {""} and len(calls) == 1
+    monkeypatch.setattr(squeue, "LIMIT", -1)
+    assert [squeue.elsewhere(owner) for _ in range(9)] == ["", *["there"] * 8] and len(calls) == 3
+    assert squeue.elsewhere({"cluster": "here"}) == squeue.elsewhere({}) == ""
 
 
 def test_a_hint_names_a_checkpoint_only_where_there_is_one(tmp_path, monkeypatch):

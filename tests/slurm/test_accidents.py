@@ -31,10 +31,10 @@ runpy.run_path({root!r} + "/launch.py", run_name="__main__")
 # where launch.py is killed while it submits two cells: module, whose function, which, at which call, before it or after
 MOMENTS = {
     "first cell claimed": ("runs.rundir", "module", "claim", 1, False),
-    "all cells claimed": ("launch.submit", "module", "hand_over", 1, True),
+    "all cells claimed": ("launch.executors.slurm.submit", "module", "hand_over", 1, True),
     "one cell knows its array": ("runs.rundir", "module", "note", 1, False),
-    "right before sbatch": ("launch.sbatch", "module.SlurmBatch", "submit_all", 1, True),
-    "right after sbatch": ("launch.sbatch", "module.SlurmBatch", "submit_all", 1, False),
+    "right before sbatch": ("launch.executors.slurm.sbatch", "module.SlurmBatch", "submit_all", 1, True),
+    "right after sbatch": ("launch.executors.slurm.sbatch", "module.SlurmBatch", "submit_all", 1, False),
     "one cell knows its job": ("runs.rundir", "module", "note", 3, False),
 }
 
@@ -119,7 +119,7 @@ def test_controller_dies_during_a_sweep(tmp_path, timeouts):
         submit.cluster.saved()
         submit.cluster.manage("crash", "slurmctld")
         out = submit.run(*line)
-        assert out.returncode == 0 and "SLURM does not answer; nothing was started" in out.stdout, out.stdout + out.stderr
+        assert out.returncode == 0 and "its queue does not answer; nothing was started" in out.stdout, out.stdout + out.stderr
         states = [cell["state"] for cell in submit.status().values()]
         assert sorted(states) in (["running", "running", "unknown"], ["done", "done", "unknown"], ["done", "running", "unknown"]), states
         submit.cluster.up()

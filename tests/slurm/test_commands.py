@@ -48,7 +48,7 @@ def test_runs_are_followed_cancelled_and_retried(submit):
 
     submit.cluster.manage("crash", "slurmctld")
     down = submit.titan("status")
-    assert down.returncode == 0 and "SLURM does not answer" in down.stdout and " running " in down.stdout
+    assert down.returncode == 0 and "slurm does not answer" in down.stdout and " running " in down.stdout
     assert submit.titan("cancel", "--yes").returncode == 1
     submit.cluster.up()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from titan_hydra.config import Job, from_dict, identity, to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.job.ranks import all_ranks, world_size
-from titan_hydra.launch import local
+from titan_hydra.launch.executors.ranks import lighthouse
 from titan_hydra.runs.run import Run, folders_of
 from titan_hydra.verify.verify import PRELOADED
 
@@ -52,7 +52,7 @@ def run_job(tmp_path):
         context.set_forkserver_preload(PRELOADED)
         ranks = [context.Process(target=_rank, args=(to_dict(job), directory, attempt, rank)) for rank in range(all_ranks(job))]
         silent = job.fault_tolerance.timeout_seconds
-        helpers = [local.lighthouse(attempt, silent)] if job.fault_tolerance.name == "torchft" else []
+        helpers = [lighthouse(attempt, silent)] if job.fault_tolerance.name == "torchft" else []
         for process in ranks:
             process.start()
         for process in ranks:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from titan_hydra.base.errors import ConfigError, Unhealthy
 from titan_hydra.config.operation import Comm
-from titan_hydra.launch.submit import unfit_hosts
+from titan_hydra.launch.executors.slurm.submit import unfit_hosts
 from titan_hydra.observe import health
 from titan_hydra.runs.failure import Kind, describe, guilty
 from titan_hydra.runs.run import Run

@@ -17,7 +17,7 @@ from titan_hydra.config.fault import as_value
 from titan_hydra.config.operation import Launch, Paths, Sweep
 from titan_hydra.config.rules.checks import check
 from titan_hydra.launch import dispatch
-from titan_hydra.launch.dispatch import Cell
+from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.view import add_runs, choose_one

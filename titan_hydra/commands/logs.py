@@ -15,7 +15,7 @@ from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import add_runs, choose_one, jobs_of
 
 POLL = 0.2  # seconds between two reads of the log
-ASK, ASK_SLURM = 1.0, 15.0  # seconds between two checks of the run's state: local, SLURM
+ASK, ASK_QUEUE = 1.0, 15.0  # seconds between two checks of the run's state: of processes here, of a job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,13 +105,13 @@ def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
     say(f"{directory.name}: {state.kind}, attempt {number}")
     while True:
         log = log_of(directory, number, rank)
-        if log and (tail is None or tail.path != log):  # slurm.log first, then the rank's own
+        if log and (tail is None or tail.path != log):  # the job's first, then the rank's own
             tail = Tail(log, lines)
         if tail:
             tail.more()
         if not state.active:
             break
-        if time.monotonic() - asked > (ASK_SLURM if state.job else ASK):
+        if time.monotonic() - asked > (ASK_QUEUE if state.job else ASK):
             state, asked = rundir.state(directory), time.monotonic()
         if (newest := newest_attempt(directory)) != number:
             if tail:
@@ -144,11 +144,11 @@ class Tail:
 
 
 def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
-    """Return a rank's log; for rank 0, while it has none, srun's. None if nothing was printed yet."""
+    """Return a rank's log; for rank 0, while it has none, its job's. None if nothing was printed yet."""
     folder = layout.ATTEMPT.of(directory, attempt)
-    candidates = [layout.LOG.of(folder, rank), *([layout.SLURM_LOG.of(folder)] if rank == 0 else [])]
+    candidates = [layout.LOG.of(folder, rank), *([layout.JOB_LOG.of(folder)] if rank == 0 else [])]
     for log in candidates:
-        if log.is_file() and (log.stat().st_size or log is candidates[0]):  # an empty slurm.log is no log
+        if log.is_file() and (log.stat().st_size or log is candidates[0]):  # an empty one of the job is no log
             return log
     return None
 

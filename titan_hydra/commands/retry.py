@@ -15,7 +15,7 @@ from titan_hydra.config.fault import quoted
 from titan_hydra.config.operation import Launch, Paths
 from titan_hydra.config.user_code import edited_sources
 from titan_hydra.launch import dispatch
-from titan_hydra.launch.dispatch import Cell
+from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.view import RunRow, add_target, choose, look

@@ -15,8 +15,8 @@ from titan_hydra.base.text import table
 from titan_hydra.config.fault import counted, quoted, shown
 from titan_hydra.runs import find, layout, rundir
 from titan_hydra.runs.find import Selection, all_runs, runs_option
+from titan_hydra.runs.queue import Queue, silent
 from titan_hydra.runs.rundir import State
-from titan_hydra.runs.slurm import Queue
 from titan_hydra.runs.view import RunRow, add_target, choose, look, moment
 
 COLOURS = {
@@ -33,11 +33,10 @@ COLOURS = {
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
 # The order in which rows are kept where the screen has too few lines for all.
 SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
-REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reasons for waiting: the key that causes one
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # failed runs whose reason is printed
 NAME = 56  # characters to which a cell's name is cut
-REFRESH, REFRESH_SLURM = 2, 10  # seconds between two looks at the runs: local ones, SLURM's
+REFRESH, REFRESH_QUEUE = 2, 10  # seconds between two looks at the runs: local ones; a queue that serves others too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,11 +54,11 @@ def main(args: argparse.Namespace) -> int:
     selection = choose(args.target, args.runs)
     if args.follow:
         return _follow(args, selection)
-    rows, queue = look(selection.cells)
+    rows, queues = look(selection.cells)
     if args.json:
-        print(json.dumps({"name": selection.name, "slurm_answers": queue.answers, "cells": [_as_json(row) for row in rows]}, indent=2))
+        print(json.dumps({"name": selection.name, "silent": silent(queues), "cells": [_as_json(row) for row in rows]}, indent=2))
         return Exit.DONE
-    print(*_table(rows), "", *_below(args, selection, rows, queue), sep="\n")
+    print(*_table(rows), "", *_below(args, selection, rows, queues), sep="\n")
     return Exit.DONE
 
 
@@ -118,20 +117,20 @@ def _follow(args: argparse.Namespace, selection: Selection) -> int:
 
     with Live(auto_refresh=False) as live:
         while True:
-            rows, queue = look(selection.cells)
-            lines = list(_below(args, selection, rows, queue))
+            rows, queues = look(selection.cells)
+            lines = list(_below(args, selection, rows, queues))
             kept, left_out = fitting(rows, live.console.height - len(lines) - 4)
             live.update(Text.from_ansi("\n".join([*_table(kept), *left_out, "", *lines])), refresh=True)
             if not any(row.state.active for row in rows):
                 return Exit.DONE
-            time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)
+            time.sleep(_pause(queues))
 
 
 def follow_in_lines(selection: Selection) -> int:
     """Print one line for each change of a cell's state, for a log."""
     before: dict[Path, str] = {}
     while True:
-        rows, queue = look(selection.cells)
+        rows, queues = look(selection.cells)
         for row in rows:
             text = f"{row.state.kind} {_note(row)}".rstrip() if row.state.kind != "running" else f"running on {row.where}"
             if before.setdefault(row.directory, "") != row.state.kind:
@@ -140,7 +139,12 @@ def follow_in_lines(selection: Selection) -> int:
         if not any(row.state.active for row in rows):
             print(summary(rows))
             return Exit.DONE
-        time.sleep(REFRESH_SLURM if queue.jobs else REFRESH)
+        time.sleep(_pause(queues))
+
+
+def _pause(queues: dict[str, Queue]) -> int:
+    """Return the seconds until the states are asked for again."""
+    return REFRESH_QUEUE if any(queue.jobs for queue in queues.values()) else REFRESH
 
 
 def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
@@ -183,7 +187,7 @@ def _note(row: RunRow) -> str:
     if row.cancelled:
         parts.append(f"cancelled by {row.cancelled}")
     if state.kind == "queued" and job:
-        parts.append(REASONS.get(job.reason, job.reason) if job.reason not in ("", "None") else job.state.lower())
+        parts.append(job.why or job.state.lower())
         if start := moment(job.start):
             parts.append(f"starts in {_words(start - time.time())}" if start > time.time() else "starts soon")
     if row.silent:
@@ -201,7 +205,7 @@ def _note(row: RunRow) -> str:
     return ", ".join(parts)
 
 
-def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], queue: Queue) -> Iterable[str]:
+def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], queues: dict[str, Queue]) -> Iterable[str]:
     """Yield the lines below the table: failures, summary, and what to type next."""
     failed = [row for row in rows if row.state.failure]
     for row in failed[:FAILURES]:
@@ -212,8 +216,8 @@ def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], q
         yield f"          ... and {len(failed) - FAILURES} more failed"
     if failed:
         yield ""
-    if not queue.answers:
-        yield "SLURM does not answer: its jobs' states are those in their files"
+    for name in silent(queues):
+        yield f"{name} does not answer: its jobs' states are those in their files"
     yield summary(rows)
     runs = runs_option(args.runs)
     target = f" {quoted([args.target])}" if args.target else ""
@@ -245,7 +249,7 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
     if "interrupted" in kinds:
         yield f"titan retry{runs}{target} --only interrupted", "continue from the newest checkpoints"
     if "not submitted" in kinds:
-        yield f"titan retry{runs}{target} --only interrupted", "submit what SLURM does not have"
+        yield f"titan retry{runs}{target} --only interrupted", "submit what was not"
     if "running" in kinds:
         yield f"titan logs{runs} {first['running'].hash} -f", "what rank 0 prints"
     if kinds & {"queued", "running"}:

@@ -12,7 +12,7 @@ from titan_hydra.base.errors import ConfigError
 
 from .explain import explain
 from .fault import Fault, did_you_mean, suggest
-from .load import known_keys, no_such_key, values_are_what_the_schema_takes
+from .load import known_keys, no_such_key, picked_anew, values_are_what_the_schema_takes
 from .overrides import mistakes
 from .schema import Job
 
@@ -40,7 +40,10 @@ def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> 
                 )
             )
         *path, name = key.split(".")
-        setattr(reduce(getattr, path, job), name, value)
+        if key == "cluster.executor":  # of the keys that pick a part, the one outside the hash
+            job.cluster = picked_anew(job.cluster, value)
+        else:
+            setattr(reduce(getattr, path, job), name, value)
     if faults := list(values_are_what_the_schema_takes(job)):
         raise ConfigError("\n".join(map(str, faults)))
     return job

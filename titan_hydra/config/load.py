@@ -14,13 +14,14 @@ from .fault import Fault, as_typed, suggest
 from .field import Changes
 from .field import key as described
 from .model import Model
-from .operation import Metrics, Validation
+from .operation import Cluster, Metrics, Validation
 from .ranges import Interval, Text, range_of
 from .registry import (
     ACTIVATION_CHECKPOINTS,
     ADAPTERS,
     CP_ROTATIONS,
     DATA_SOURCES,
+    EXECUTORS,
     FORMATS,
     LR_SCHEDULES,
     OBJECTIVES,
@@ -59,6 +60,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Precision: ("converter", FORMATS),
     Adapter: ("name", ADAPTERS),
     Metrics: ("trackers", TRACKERS),  # several: each has a section of its own within
+    Cluster: ("executor", EXECUTORS),
 }
 Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # of PICKED: the section, and the dataclasses that type it
 
@@ -104,6 +106,15 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
         return _with_sections(section, tuple(name for name in parts if name in picked and parts[name].config))
     record = parts.get(picked)
     return section if record is None else _joined(section, record.config)
+
+
+def picked_anew(values: Any, picked: str) -> Any:
+    """Return a section that picks a part with another one picked. The keys that both parts have keep their values."""
+    section = next(section for section in PICKED if isinstance(values, section))
+    pick = PICKED[section][0]
+    cls = typed(section, {pick: picked})
+    shared = {spec.name: getattr(values, spec.name) for spec in dataclasses.fields(cls) if hasattr(values, spec.name)}
+    return cls(**{**shared, pick: picked})
 
 
 @functools.cache

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from .field import key
-from .ranges import ADDRESS, ANY, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, PATH, POSITIVE, WORD, Interval
-from .registry import TRACKERS, Names
+from .ranges import ADDRESS, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, PATH, POSITIVE, Interval
+from .registry import EXECUTORS, TRACKERS, Names
 
 LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint beside the weights
 
@@ -130,37 +129,15 @@ class Cluster:
     name: str = key("local", "which option of conf/cluster this is", NAME, identity=False)
     executor: str = key(
         "local",
-        "inline: this process, one rank (pdb works); local: a process per rank; slurm: sbatch",
+        "what starts the ranks. inline: this process, one rank (pdb works); local: a process per rank; slurm: jobs of a cluster",
         identity=False,
-        choices=("inline", "local", "slurm"),
+        choices=Names(EXECUTORS),
     )
     gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", Interval(1, 1024), identity=False)
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
     max_parallel: int = key(0, "cells of a command line that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False)
     time_minutes: int | None = key(None, "time limit of a job", COUNT, identity=False)
-    partition: str | None = key(None, "SLURM partition", WORD, identity=False)
-    account: str | None = key(None, "SLURM account", WORD, identity=False)
-    qos: str | None = key(None, "SLURM quality of service", WORD, identity=False)
-    constraint: str | None = key(None, "features that nodes must have", WORD, identity=False)
-    exclude: list[str] = key(list, "nodes never to use", WORD, identity=False)
-    reservation: str | None = key(None, "SLURM reservation", WORD, identity=False)
-    comment: str | None = key(None, "sbatch --comment", identity=False)
-    cpus_per_task: int | None = key(
-        None, "CPU cores of a rank: a node's / gpus_per_node; null: SLURM's default, often one", Interval(1, 100_000), identity=False
-    )
-    sbatch: dict[str, Any] = key(
-        dict, "further sbatch flags, as {mail-user: me@site, exclusive: true}; null drops one", ANY, identity=False
-    )
-    srun: list[str] = key(list, "further srun arguments, such as --container-image=IMAGE", identity=False)
-    setup: list[str] = key(list, "shell lines before the ranks start: module load, source", identity=False)
-    environment: dict[str, str] = key(dict, "environment variables of the ranks", ANY, identity=False)
-    python: str | None = key(None, "Python on the nodes; null: the one that runs launch.py", PATH, identity=False)
     stop_seconds: int = key(180, "how long before the time limit ranks finish their step, save and requeue", COUNT, identity=False)
-    max_requeues: int = key(100, "a job that was preempted or timed out more often than this fails", NATURAL, identity=False)
-
-    def warning_seconds(self, minutes: int | None) -> int:
-        """Return how many seconds before the end of a job of `minutes` (None: no limit) its ranks are asked to stop."""
-        return self.stop_seconds if minutes is None else min(self.stop_seconds, 30 * minutes)
 
 
 @dataclass

@@ -160,6 +160,22 @@ class RotationKind:
 
 
 @dataclass(frozen=True)
+class ExecutorKind:
+    """Where the ranks of cells run, and who starts them: `cluster.executor`. `executor` is a class without arguments
+    that has the methods of titan_hydra.launch.executor.Executor.
+    """
+
+    name: str
+    executor: Reference
+    config: Any = None  # a dataclass that extends schema.Cluster: the executor's own keys, with identity=False
+    # the ranks are processes of the machine that starts them, which shows what it has; False: they are jobs of whole
+    # nodes (cluster.gpus_per_node says of how many devices), and every replica group is a job of its own
+    here: bool = True
+    single: bool = False  # it runs one rank, in the process of launch.py
+    faults: Reference | None = None  # (Job): yields what is wrong with its keys; imports no torch
+
+
+@dataclass(frozen=True)
 class Format:
     """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a
     meta-device model in place and returns lines for the log. The other functions are what
@@ -239,6 +255,13 @@ def register(record: Named) -> None:
     REGISTRIES[type(record)].add(record)
 
 
+def executor_named(name: str) -> Any:
+    """Return the executor of this name. Raises ConfigError if there is none."""
+    if name not in EXECUTORS:
+        raise ConfigError(f"cluster.executor={name}: there is no such executor; a module of train.imports may bring it")
+    return resolve(EXECUTORS[name].executor)()
+
+
 PIPELINE_SCHEDULES: Registry[PipelineScheduleKind] = Registry("pp_schedule.name")
 DATA_SOURCES: Registry[DataSourceKind] = Registry("data.name")
 OBJECTIVES: Registry[ObjectiveKind] = Registry("objective.name")
@@ -249,6 +272,7 @@ TRACKERS: Registry[TrackerKind] = Registry("metrics.trackers")
 FORMATS: Registry[Format] = Registry("precision.converter")
 ADAPTERS: Registry[AdapterKind] = Registry("adapter.name")
 CP_ROTATIONS: Registry[RotationKind] = Registry("parallelism.cp_rotate")
+EXECUTORS: Registry[ExecutorKind] = Registry("cluster.executor")
 REGISTRIES: dict[type, Registry[Any]] = {
     PipelineScheduleKind: PIPELINE_SCHEDULES,
     DataSourceKind: DATA_SOURCES,
@@ -260,4 +284,5 @@ REGISTRIES: dict[type, Registry[Any]] = {
     Format: FORMATS,
     AdapterKind: ADAPTERS,
     RotationKind: CP_ROTATIONS,
+    ExecutorKind: EXECUTORS,
 }

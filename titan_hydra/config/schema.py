@@ -2,13 +2,14 @@
 these keys.
 
 `key(default, help, range)` describes a field: a number always has a range, text without one is a line that is not
-empty, and a key with choices or of type bool needs none. A section whose `name` (of a model: `family`) picks a part has
-the keys of that part beside its own here (parts.py, load.PICKED). `only` names the options of another group that read
-the key: with any other it must stay at its default. `identity=False` marks what may change without making it another experiment
-(where it runs, how it is logged): such a field is left out of the hash that names the run directory. `changes` says
-what another value of the key changes, and so which runs may be compared: "learning", "work" (what a step computes or
-how long it takes), both, "held-out loss" (the samples that it is measured on, and nothing of the training), or
-"technique". What a section says holds for all its keys; where neither says anything, it is "learning".
+empty, and a key with choices or of type bool needs none. A section whose `name` (of a model: `family`, of a cluster:
+`executor`) picks a part has the keys of that part beside its own here (parts.py, load.PICKED). `only` names the options
+of another group that read the key: with any other it must stay at its default. `identity=False` marks what may change
+without making it another experiment (where it runs, how it is logged): such a field is left out of the hash that names
+the run directory. `changes` says what another value of the key changes, and so which runs may be compared: "learning",
+"work" (what a step computes or how long it takes), both, "held-out loss" (the samples that it is measured on, and
+nothing of the training), or "technique". What a section says holds for all its keys; where neither says anything, it is
+"learning".
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
 import copy
 import math
 
+from titan_hydra.config.registry import EXECUTORS
 from titan_hydra.config.schema import Job
 from titan_hydra.config.user_code import digest
 
 from .batches import samples_at_once
-from .ranks import DEGREES, data_parallel, devices_here
+from .ranks import DEGREES, data_parallel, devices_here, runs_here
 
 
 def freeze(job: Job) -> Job:
@@ -23,9 +24,9 @@ def freeze(job: Job) -> Job:
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(degrees, name) == -1]
     fixed = math.prod(max(getattr(degrees, name), 1) for name in DEGREES)
     if job.gpus is None:
-        node = 1 if job.cluster.executor == "inline" else job.cluster.gpus_per_node or devices_here() or 1
+        node = 1 if EXECUTORS[job.cluster.executor].single else job.cluster.gpus_per_node or devices_here() or 1
         # on one machine they share its devices
-        groups = 1 if job.cluster.executor == "slurm" else max(job.fault_tolerance.replicas, 1)
+        groups = max(job.fault_tolerance.replicas, 1) if runs_here(job) else 1
         job.gpus = max(node // fixed // groups, 1) * fixed if free else fixed
     if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:
         setattr(degrees, free[0], job.gpus // fixed)

@@ -4,7 +4,7 @@ import glob
 import math
 import os
 
-from titan_hydra.config.registry import CP_ROTATIONS, RotationKind
+from titan_hydra.config.registry import CP_ROTATIONS, EXECUTORS, RotationKind
 from titan_hydra.config.schema import Job
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # in the mesh's order: ranks of tp share a node, and its fast links
@@ -40,6 +40,11 @@ def processes(job: Job) -> int:
 def data_parallel(job: Job) -> int:
     """Return the ranks of a replica group that see different samples: dp_replicate x dp_shard."""
     return job.parallelism.dp_replicate * job.parallelism.dp_shard
+
+
+def runs_here(job: Job) -> bool:
+    """Whether the ranks are processes of this machine, whose devices and memory can be counted."""
+    return EXECUTORS[job.cluster.executor].here
 
 
 def devices_here() -> int:

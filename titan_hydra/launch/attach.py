@@ -94,11 +94,11 @@ def stop(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> str:
     ranks = rundir.running_ranks(attempt)
     if alive(owner):
         os.kill(owner["pid"], signal.SIGTERM)
-    elif parent is not None:  # it has not started any rank yet
-        kill(attempt, parent)
-    else:
+    elif parent is None or ranks:
         for rank in ranks:
             os.kill(rank["pid"], signal.SIGTERM)
+    else:  # it has not started any rank yet
+        kill(attempt, parent)
     count = len(owner.get("ranks", ranks))
     return f"all {count} ranks" if count > 1 else "the rank"
 

@@ -1,80 +1,29 @@
 """Turn composed cells into runs: read and check all of them, then run each that needs it and print how it ended."""
 
 import errno
-import math
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.errors import Exit
 from titan_hydra.base.redact import redact
-from titan_hydra.config import Fault, Job, identity, read
+from titan_hydra.config import Fault, identity, read
 from titan_hydra.config.cells import with_count
-from titan_hydra.config.fault import counted, quoted, shown
+from titan_hydra.config.fault import counted, shown
+from titan_hydra.config.registry import executor_named
 from titan_hydra.config.rules.checks import check, warnings
 from titan_hydra.config.sweep import named
 from titan_hydra.job.freeze import freeze
-from titan_hydra.job.ranks import all_ranks, processes
 from titan_hydra.plan import predict
-from titan_hydra.runs import layout, manifest, rundir
+from titan_hydra.runs import manifest, rundir
 from titan_hydra.runs.rundir import State
 
-from . import show, snapshot, worker
-from .attach import Interrupts, attach
-
-# launch.retry: the failures, by exit status, that it runs again.
-RETRY = {"none": (), "oom": (Exit.OUT_OF_MEMORY,), "node": (Exit.UNHEALTHY, Exit.HANG), "failed": tuple(Exit), "all": tuple(Exit)}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One cell that passed the checks."""
-
-    number: int  # among all cells of the command line, from 1
-    overrides: list[str]
-    job: Job
-    directory: Path
-    of: int  # cells of the command line
-    prediction: predict.Prediction | None = None
-
-    @property
-    def ranks(self) -> int:
-        return all_ranks(self.job)
-
-    @property
-    def nodes(self) -> int:
-        # each has nodes of its own
-        groups = self.job.fault_tolerance.replicas if self.job.cluster.executor == "slurm" else 1
-        return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
-
-    @property
-    def name(self) -> str:
-        """The name of the cell in its sweep."""
-        return self.job.sweep.cell or " ".join(self.overrides) or self.directory.name
-
-    @property
-    def runs(self) -> Path:
-        """The folder of runs."""
-        return Path(self.job.paths.runs).expanduser().absolute()
-
-    def wants(self, state: State) -> bool:
-        """Whether a run in this state is to be started (again)."""
-        if state.active:
-            return False
-        again = state.kind == "failed" and state.failure.status in RETRY[self.job.launch.retry]
-        return self.job.launch.force or again or state.kind in ("new", "not submitted", "interrupted")
-
-    @property
-    def gpu_hours(self) -> float | None:
-        """The GPU-hours that the cell takes at most; None without a time limit."""
-        minutes = self.job.cluster.time_minutes
-        return None if minutes is None else self.ranks * minutes / 60
+from . import show
+from .cell import Cell, to_start
+from .executor import Executor
 
 
 def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
@@ -107,11 +56,8 @@ def begin(cells: list[Cell]) -> int:
         return Exit.CONFIG
     if cells[0].job.launch.mode == "dry":
         show.dry_run(cells, states, gpu_hours(start))
-        if on_slurm(cells):
-            from . import submit
-
-            for array, text in submit.scripts(cells):
-                print(f"\n--- {show.shape(array)}\n{text}")
+        for text in _executor(cells).place(cells):
+            print(text)
         return Exit.DONE
     show.predicted(start)
     try:
@@ -140,7 +86,7 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
             refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
             (faults if refused else notices).append(fault)
         where = f"   (cell {number} of {len(composed)}: {shown(redact(' '.join(overrides)))})" if len(composed) > 1 else ""
-        lines += [f"{fault}{where}" for fault in faults]
+        lines += [f"{redact(str(fault))}{where}" for fault in faults]
         if not faults:
             cells.append(Cell(number, overrides, job, rundir.directory_of(job), len(composed), prediction))
     for notice in dict.fromkeys(map(str, notices)):
@@ -169,8 +115,8 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """Return the faults of starting these cells here and now: a run under way, those of SLURM, a folder that cannot be
-    written, too many GPU-hours. A dry run writes nothing.
+    """Return the faults of starting these cells here and now: a run under way, those of the executor, too many
+    GPU-hours, a folder that cannot be written. A dry run writes nothing.
     """
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
@@ -178,12 +124,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
             faults.append(
                 Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel {cell.directory.name})")
             )
-    slurm, parallel, dry = on_slurm(cells), max(cell.job.cluster.max_parallel for cell in cells), launch.mode == "dry"
-    faults += faults_of_slurm(to_start(cells, states), dry) if slurm else []
-    if launch.packed and not slurm:
-        faults.append(Fault("launch.packed", True, "is for SLURM: here cells share the machine anyway", legal=(False,)))
-    if parallel > 1 and not slurm:
-        faults.append(Fault("cluster.max_parallel", parallel, "cells run one after another on this machine", legal=(0, 1)))
+    faults += _executor(cells).check(cells, states)
     if launch.max_gpu_hours is not None:
         start = to_start(cells, states)
         hours = gpu_hours(start)
@@ -194,36 +135,13 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
             faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, reason))
     for runs in {} if faults else {cell.runs for cell in cells}:
         try:
-            if not dry:
+            if launch.mode != "dry":
                 runs.mkdir(parents=True, exist_ok=True)
             # has no name
             tempfile.TemporaryFile(dir=next(folder for folder in (runs, *runs.parents) if folder.exists())).close()
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
     return faults
-
-
-def faults_of_slurm(start: list[Cell], dry: bool) -> Iterable[Fault]:
-    """Yield the faults of submitting these cells: no sbatch, code that cannot be copied, jobs beyond the site's limits.
-    A dry run needs no SLURM.
-    """
-    from . import limits, submit
-
-    if not dry and shutil.which("sbatch") is None:
-        yield Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",))
-        return
-    try:
-        if not dry:
-            snapshot.files(snapshot.ROOT)
-    except ConfigError as error:
-        yield Fault("cluster.executor", "slurm", str(error))
-    if start:
-        yield from limits.faults(submit.planned(start))
-
-
-def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:
-    """Return the cells that their runs' states leave to be started (again)."""
-    return [cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
 
 
 def gpu_hours(cells: list[Cell]) -> float | None:
@@ -236,110 +154,14 @@ def gpu_hours(cells: list[Cell]) -> float | None:
     return max(hours) * (len(hours) + 1) if cells and cells[0].job.launch.packed else sum(hours)
 
 
-def on_slurm(cells: list[Cell]) -> bool:
-    """Whether these cells are submitted to SLURM; all cells of a command line use the same executor."""
-    return cells[0].job.cluster.executor == "slurm"
-
-
 def go(cells: list[Cell], folder: Path | None) -> int:
     """Run checked cells on their executor. `folder` is their sweep's, if they belong to one. Returns the exit
     status.
     """
-    if on_slurm(cells):
-        from . import submit
-
-        return submit.run(cells, folder)
-    return run_all(cells)
+    return _executor(cells).submit(cells, folder)
 
 
-def run_all(cells: list[Cell]) -> int:
-    """Run one cell after another. A failed cell does not stop the others, Ctrl-C does."""
-    states: list[State] = []
-    status = Exit.DONE
-    interrupts = Interrupts()
-    for number, cell in enumerate(cells, start=1):
-        if len(cells) > 1:
-            print(f"\n[{number}/{len(cells)}] {cell.directory.name}   {quoted(cell.overrides)}", flush=True)
-        states.append(settle(cell, interrupts))
-        status = status or rundir.result_status(states[-1])
-        if interrupts.received:
-            break
-    rest = [rundir.state(cell.directory) for cell in cells[len(states) :]]
-    if len(cells) > 1:
-        show.results(cells, states + rest)
-    elif states[0].kind == "done":
-        show.longer(cells[0])
-    if interrupts.received and any(state.kind != "done" for state in [states[-1], *rest]):
-        return interrupts.status
-    return status
-
-
-def settle(cell: Cell, interrupts: Interrupts) -> State:
-    """Bring one cell to its end, whatever its state: start it, attach to it, or print why not. Returns its final
-    state.
-    """
-    launch, fresh = cell.job.launch, cell.job.launch.force
-    while True:
-        state = rundir.state(cell.directory)
-        if state.kind == "running":
-            if state.job or not state.here:
-                print(
-                    f"{cell.directory.name}: runs on {state.host}; attach to it there, or titan logs{show.where(cell)} -f "
-                    f"{cell.directory.name}",
-                    file=sys.stderr,
-                )
-                return state
-            print(f"{cell.directory.name}: is running, attempt {state.attempt}; attached to it", flush=True)
-            return watch(cell, layout.ATTEMPT.of(cell.directory, state.attempt), interrupts)
-        if state.kind in ("queued", "unknown"):
-            print(f"{cell.directory.name}: {show.waiting(state)}", file=sys.stderr)
-            return state
-        if not fresh and state.kind == "done":
-            print(show.result_line(cell.directory))
-            return state
-        if not fresh and state.kind == "failed" and state.failure.status not in RETRY[launch.retry]:
-            show.failure(cell.directory, state.failure)
-            print("  it failed before and was not started; launch.retry=failed runs it again", file=sys.stderr)
-            return state
-        attempt = rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, fresh)
-        if attempt is not None:
-            return _start(cell, attempt, interrupts)
-
-
-def _start(cell: Cell, attempt: Path, interrupts: Interrupts) -> State:
-    """Run a claimed attempt to its end."""
-    again = f", attempt {attempt.name}" if attempt.name != "1" else ""
-    print(f"{cell.directory}{again}: {counted(processes(cell.job), 'rank')}", flush=True)
-    try:
-        if cell.job.cluster.executor == "inline":
-            if worker.run_rank(str(cell.directory), int(attempt.name), inline=True) == 130:
-                raise KeyboardInterrupt
-            rundir.end_attempt(attempt)
-            return tell(cell)
-        with interrupts.counted():  # before the import: Python can lose a KeyboardInterrupt raised during one
-            from . import local
-
-            parent = local.start(cell.directory, attempt, cell.job)
-            return watch(cell, attempt, interrupts, parent)
-    finally:
-        rundir.end_attempt(attempt)
-
-
-def watch(cell: Cell, attempt: Path, interrupts: Interrupts, parent: subprocess.Popen[Any] | None = None) -> State:
-    """Attach to an attempt until it is over, and print how it ended."""
-    with interrupts.counted():
-        attach(cell.directory, attempt, cell.job.steps, interrupts, parent, f"cell {cell.number} of {cell.of}" if cell.of > 1 else "")
-    rundir.end_attempt(attempt)
-    return tell(cell)
-
-
-def tell(cell: Cell) -> State:
-    """Print how a run has ended, and the command to continue."""
-    state = rundir.state(cell.directory)
-    if state.kind == "done":
-        print(show.result_line(cell.directory))
-    elif state.kind == "failed":
-        show.failure(cell.directory, state.failure)
-    else:
-        print(f"{cell.directory.name}: {show.last_word(cell.directory, state)}; the same command line resumes it", file=sys.stderr)
-    return state
+def _executor(cells: list[Cell]) -> Executor:
+    """Return the executor of these cells; all cells of a command line have the same."""
+    executor: Executor = executor_named(cells[0].job.cluster.executor)
+    return executor

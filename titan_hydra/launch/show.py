@@ -16,8 +16,7 @@ from titan_hydra.runs.find import runs_option
 from titan_hydra.runs.rundir import State
 
 if TYPE_CHECKING:
-    from .dispatch import Cell
-    from .submit import Array
+    from .cell import Cell
 
 PREDICTED = ("predicted GiB", "fits", "tokens/s/device", "GPU-hours")
 
@@ -88,15 +87,6 @@ def predicted(cells: list[Cell]) -> None:
             print(f"{cell.directory.name}: predicted {gib} GiB ({fits}), {rate} tokens/s/device, {hours} GPU-hours", flush=True)
 
 
-def shape(array: Array) -> str:
-    """Describe the resources of an array of cells."""
-    many, nodes, groups = len(array.cells), array.shape.nodes, array.cells[0].job.fault_tolerance.replicas
-    kind = "one after another in one job" if array.packed else "one job array" if many * groups > 1 else "one job"
-    per_node = f"{counted(nodes, 'node')} x {counted(array.shape.ranks_per_node, 'GPU')}"
-    of_groups = f" of {groups} replica groups" if groups > 1 else ""
-    return f"{counted(many, 'cell')}{of_groups}, {kind}, {per_node}{' a task' * bool(of_groups)}"
-
-
 def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> None:
     """Print the submitted and the finished cells, and what to type next."""
     rows = []
@@ -120,12 +110,14 @@ def where(cell: Cell) -> str:
 
 
 def waiting(state: State) -> str:
-    """Explain why a run is not running yet, with SLURM's reason."""
+    """Explain why a run is not running yet, with its queue's reason."""
     if state.kind == "unknown":
-        return f"unknown (on {state.host}); nothing was started" if state.host else "unknown: SLURM does not answer; nothing was started"
-    reason = state.job.reason if state.job else ""
+        return (
+            f"unknown (on {state.host}); nothing was started" if state.host else "unknown: its queue does not answer; nothing was started"
+        )
+    reason = state.job.why if state.job else ""
     start = state.job.start if state.job and state.job.start not in ("", "N/A", "Unknown") else ""
-    return "queued" + (f" ({reason})" if reason not in ("", "None") else "") + (f", expected to start {start}" if start else "")
+    return "queued" + (f" ({reason})" if reason else "") + (f", expected to start {start}" if start else "")
 
 
 def result_line(directory: Path) -> str:

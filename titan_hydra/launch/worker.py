@@ -1,9 +1,8 @@
-"""The entry point of every rank: determine its rank, check that the job is the one that was submitted, and call the
-trainer.
+"""The entry point of every rank: check that the job is the one that was submitted, and call the trainer.
 
-Three callers: submitit calls `run_rank`; `python -m titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads torchrun's
-variables (one rank without them); cluster=inline calls `run_rank(..., inline=True)`. A rank imports only what its job
-needs: no Hydra, no launcher.
+An executor calls `run_rank` in each of its processes, with the rank's place; `python -m titan_hydra.launch.worker
+DIRECTORY [ATTEMPT]` reads torchrun's variables (one rank without them). A rank imports only what its job needs: no
+Hydra, no launcher.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,37 +35,34 @@ if TYPE_CHECKING:
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
 LATE = 60  # seconds until a rank must see what was written before it was started
-# The variables in which a launcher passes a rank its place: rank, ranks, rank on this host, ranks on this host.
-VARIABLES = {
-    "local": ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS"),
-    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-}
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The rank of this process among all ranks, and what started it."""
+    """The rank of this process among all ranks that were started with it, and what started them."""
 
-    rank: int
-    ranks: int
-    local_rank: int
-    local_ranks: int
-    starter: str  # local, slurm, torchrun, or nobody
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    torchrun: bool = False  # its variables say where the ranks meet
+    job: str = ""  # the executor's job, as attempt.json has it, which is all ranks of one replica group
 
     @classmethod
-    def find(cls, inline: bool) -> Place:
-        starter = "nobody" if inline else os.environ.get("SUBMITIT_EXECUTOR") or ("torchrun" if "RANK" in os.environ else "nobody")
-        if starter not in VARIABLES:
-            return cls(0, 1, 0, 1, "nobody")
-        found = [int(os.environ.get(variable, default)) for variable, default in zip(VARIABLES[starter], "0101", strict=True)]
-        return cls(found[0], found[1], found[2], found[3], starter)
+    def of(cls, variables: Sequence[str], torchrun: bool = False, job: str = "") -> Place:
+        """Read a place from environment variables: rank, ranks, rank on this host, ranks on this host."""
+        rank, ranks, local_rank, local_ranks = (int(os.environ.get(name, value)) for name, value in zip(variables, "0101", strict=True))
+        return cls(rank, ranks, local_rank, local_ranks, torchrun, job)
 
 
-def run_rank(directory: str, attempt: int, inline: bool = False) -> int:
+ALONE = Place()
+
+
+def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = False) -> int:
     """Run one rank. Ends the process with the rank's exit status, except inline, where the status is returned."""
     folder = Path(directory).absolute()
-    place, attempt_folder = Place.find(inline), layout.ATTEMPT.of(folder, attempt)
+    attempt_folder = layout.ATTEMPT.of(folder, attempt)
     attempt_folder.mkdir(parents=True, exist_ok=True)
     record = {**this_process(), "started": time.time(), "load": {"cores": os.cpu_count(), "start": os.getloadavg()[0]}}
     record_file = layout.RANK.of(attempt_folder, place.rank)
@@ -132,9 +129,9 @@ def _stop_before_training(number: int, frame: object) -> None:
 
 def _train(folder: Path, attempt: Path, place: Place) -> None:
     directory, _ = group_at(folder)
-    if place.starter in ("slurm", "torchrun"):
+    if place.job or place.torchrun:
         until_seen(layout.CONFIG.of(directory))
-    if place.starter == "slurm":  # under a manual torchrun the attempt is not claimed
+    if place.job:  # under a manual torchrun the attempt is not claimed
         until_seen(layout.CLAIM.of(attempt))
     set_environment(place.local_ranks, layout.CONFIG.read(directory).get("parallelism", {}).get("async_tp", False))
     job = load_job(directory)
@@ -204,17 +201,17 @@ def set_environment(local_ranks: int, async_tp: bool) -> None:
 
 
 def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
-    """Return a rank's replica group, on SLURM a job, and its place in it. Raises ConfigError if the number of ranks is
+    """Return a rank's replica group, which may be a job of its own, and its place in it. Raises ConfigError if the number of ranks is
     not the job's.
     """
     directory, replica = group_at(folder)
     size = processes(job) // job.fault_tolerance.replicas
-    ranks = size if place.starter == "slurm" else processes(job)
+    ranks = size if place.job else processes(job)
     if place.ranks != ranks:
         raise ConfigError(f"{directory.name} needs {ranks} ranks, and {place.ranks} were started")
     if job.fault_tolerance.name != "off" and "MASTER_PORT" in os.environ:
         raise ConfigError("replica groups cannot be started by one torchrun, which ends all ranks when one dies; launch.py starts them")
-    if place.starter == "slurm":
+    if place.job:
         return replica, place
     return place.rank // size, replace(place, rank=place.rank % size, ranks=size)
 
@@ -241,15 +238,15 @@ def load_job(directory: Path) -> Job:
 
 
 def _check_claim(attempt: Path, place: Place) -> str:
-    """Return the token of the SLURM submission, or "". Raises ConfigError if another attempt has taken over, or the
+    """Return the token of the submission, or "". Raises ConfigError if another attempt has taken over, or the
     code differs.
     """
     newest = newest_attempt(attempt.parents[1])
     if newest > int(attempt.name):
         raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
     owner = layout.CLAIM.read(attempt)
-    if place.starter == "slurm" and owner.get("job_id") not in (None, _job_id()):
-        raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {_job_id()}")
+    if place.job and owner.get("job_id") not in (None, place.job):
+        raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {place.job}")
     submitted = owner.get("code")
     if submitted and place.local_rank == 0:
         from .snapshot import ROOT, copied
@@ -258,12 +255,6 @@ def _check_claim(attempt: Path, place: Place) -> str:
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
     return owner.get("token", "")
-
-
-def _job_id() -> str | None:
-    """Return the SLURM job of this rank, as squeue writes it: 123, or 123_4 in an array."""
-    array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID")
-    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job
 
 
 def _rendezvous(file: Path, place: Place, host: str) -> Store:
@@ -279,7 +270,7 @@ def _rendezvous(file: Path, place: Place, host: str) -> Store:
     from titan_hydra.train.world import open_store
 
     limit = timedelta(seconds=START_LIMIT)
-    if place.starter == "torchrun" and "MASTER_PORT" in os.environ:
+    if place.torchrun and "MASTER_PORT" in os.environ:
         return next(distributed.rendezvous("env://", place.rank, place.ranks, timeout=limit))[0]
     if place.rank == 0:
         store = open_store(host, place.ranks, limit)
@@ -328,7 +319,8 @@ def main(arguments: list[str]) -> int:
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG
-    return run_rank(arguments[0], int(arguments[1]) if len(arguments) == 2 else newest_attempt(Path(arguments[0])) or 1)
+    attempt = int(arguments[1]) if len(arguments) == 2 else newest_attempt(Path(arguments[0])) or 1
+    return run_rank(arguments[0], attempt, Place.of(TORCHRUN, torchrun=True) if "RANK" in os.environ else ALONE)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ from typing import Any
 
 from titan_hydra.config import from_dict
 from titan_hydra.config.fault import Fault
+from titan_hydra.config.load import picked_anew
+from titan_hydra.config.registry import EXECUTORS
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.schema import ActivationCheckpoint, Job
 from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.freeze import freeze
-from titan_hydra.job.ranks import all_ranks
+from titan_hydra.job.ranks import all_ranks, runs_here
 from titan_hydra.job.recomputation import modes_that_keep_less
 
 from . import memory, time
@@ -178,7 +180,10 @@ def _section_of(mode: str) -> ActivationCheckpoint:
 def on_nodes(job: Job, gpus: int | None) -> Job:
     """Return a copy of a job on `gpus` devices of a cluster of its hardware's nodes, whatever this machine is."""
     node = job.cluster.gpus_per_node or job.hardware.gpus_per_node
-    return changed(job, gpus=gpus, cluster={"executor": "slurm", "gpus_per_node": node})
+    if runs_here(job):
+        job = copy.copy(job)
+        job.cluster = picked_anew(job.cluster, next(name for name, executor in EXECUTORS.items() if not executor.here))
+    return changed(job, gpus=gpus, cluster={"gpus_per_node": node})
 
 
 def line(prediction: Prediction) -> list[str]:

@@ -1,5 +1,5 @@
-"""Determine what failed: a rank's exception as a record, and from all ranks' records and SLURM's state the rank and the
-cause.
+"""Determine what failed: a rank's exception as a record, and from all ranks' records, and what their executor knows, the
+rank and the cause.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import re
 import signal
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
 from titan_hydra.base.text import printable
 
-from . import accounting, hang, hints, layout
+from . import hang, hints, layout
 
 # asked to end, not failed
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
@@ -34,7 +34,7 @@ DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 @dataclass(frozen=True)
 class Failure:
     """How an attempt failed: the guilty rank, its exit status, one line for lists, the detail (traceback or end of its
-    log), the class of the failure, the guilty rank's host (or SLURM's nodes), and the attempt's folder.
+    log), the class of the failure, the guilty rank's host (or the job's nodes), and the attempt's folder.
     """
 
     rank: int | None
@@ -50,6 +50,17 @@ class Failure:
     def hint(self) -> str:
         """What to try next, as it is typed; "" if there is nothing to suggest."""
         return hints.hint(self) if self.attempt else ""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What an executor knows of the end of an attempt beside the ranks' records: why it ended the job, how ranks ended
+    (as ranks.json has it), and what to report if no rank has left a record.
+    """
+
+    cause: Failure | None = None
+    ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    otherwise: Failure | None = None
 
 
 def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -104,27 +115,26 @@ def _is_secondary(error: BaseException) -> bool:
     return type(error) is RuntimeError and bool(re.search(SECONDARY, str(error)) or re.search(f"(?i:{TIMED_OUT})", str(error)))
 
 
-def guilty(attempt: Path, slurm_state: str | None = None) -> Failure | None:
+def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
     """Return the cause of the end of an attempt that is over; None if all ranks ended well, were asked to stop, or left
     no record (power cut).
 
     The cause is the earliest error of a rank's own, or the earliest rank that died without a record. If no rank has an
-    error of its own, SLURM's state of the job (`slurm_state`, or slurm.log if SLURM has forgotten the job) takes
-    precedence. Errors that only report the loss of another rank count last: a time-out first, with the rank that did
-    not notice it.
+    error of its own, what its executor knows (`outside`) takes precedence. Errors that only report the loss of another
+    rank count last: a time-out first, with the rank that did not notice it.
     """
-    ranks = Ended.all(attempt)
+    outside = outside or Outside()
+    ranks = Ended.all(attempt, outside.ranks)
     own = [rank for rank in ranks if rank.error and not rank.error["secondary"]]
     silent = [rank for rank in ranks if rank.silent]
-    said = None if own else accounting.of(attempt, slurm_state)
-    if said:
-        return Failure(None, said.status, said.line, kind=said.kind, host=said.host, attempt=attempt)
+    if outside.cause and not own:
+        return outside.cause
     if own or silent:
         # An abort sorts last: NCCL's watchdog aborts a rank whose peer has exited.
         return min(own + silent, key=lambda rank: (rank.time, rank.status == -signal.SIGABRT, rank.order)).failure()
     others = [rank for rank in ranks if rank.error]
     if not others:
-        return _without_ranks(attempt, slurm_state)
+        return _without_ranks(attempt) or outside.otherwise
     first = min(others, key=lambda rank: (rank.status != Exit.HANG, rank.time))
     return first.failure() if first.status != Exit.HANG else _hang(attempt, ranks, first)
 
@@ -147,20 +157,17 @@ def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
     return replace(failure, line=f"{failure.line}; rank {missing} was still waiting: see the end of its log") if missing else failure
 
 
-def _without_ranks(attempt: Path, slurm_state: str | None) -> Failure | None:
-    """Return the failure of an attempt in which no rank left a record."""
+def _without_ranks(attempt: Path) -> Failure | None:
+    """Return the failure of the ranks' parent process, if it has left a traceback."""
     log = layout.SUBMITIT.of(attempt) / "parent.log"
     if "Traceback" in (text := layout.last_lines(log)):
         return Failure(None, Exit.BUG, "the ranks' parent process failed", text, log, Kind.BUG, attempt=attempt)
-    if slurm_state == "FAILED":
-        said, log = accounting.without_trace(attempt), layout.SLURM_LOG.of(attempt)
-        return Failure(None, said.status, said.line, said.detail, log if log.exists() else None, said.kind, attempt=attempt)
     return None
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended, from its own record (rank_<r>.json) and from its parent's (ranks.json) or srun's."""
+    """How one rank ended, from its own record (rank_<r>.json) and from its parent's (ranks.json) or its executor's."""
 
     attempt: Path
     rank: int
@@ -168,15 +175,15 @@ class Ended:
     error: dict[str, Any] | None
     time: float
     killed: bool  # after another rank had failed
-    order: int  # of srun's lines
+    order: int  # of the executor's lines
     spoke: bool  # wrote its own exit status
     host: str | None
 
     @classmethod
-    def all(cls, attempt: Path) -> list[Ended]:
+    def all(cls, attempt: Path, known: dict[int, dict[str, Any]]) -> list[Ended]:
         """Return all ranks of an attempt. A rank without any record was still starting."""
         records = layout.RANK.read_all(attempt)
-        seen = dict(enumerate(layout.RANKS.read(attempt).get("ranks", []))) or _seen_by_srun(attempt, records)
+        seen = dict(enumerate(layout.RANKS.read(attempt).get("ranks", []))) or known
         return [cls.of(attempt, rank, records.get(rank, {}), seen.get(rank, {})) for rank in range(1 + max([*seen, *records], default=-1))]
 
     @classmethod
@@ -221,7 +228,7 @@ class Ended:
             who = " (somebody's, or the kernel's when the machine ran out of memory)" if self.status == -signal.SIGKILL else ""
             return Exit.BUG, f"rank {self.rank} was killed by signal {-self.status}{who}", text, self.log
         if self.status == Exit.UNHEALTHY:
-            return Exit.UNHEALTHY, f"{self.host} is lost: rank {self.rank} has not ended, and srun has not heard of it", text, self.log
+            return Exit.UNHEALTHY, f"{self.host} is lost: rank {self.rank} has not ended, and nothing was heard of it", text, self.log
         status = self.status if self.status in KIND_OF else Exit.BUG
         return status, f"rank {self.rank} ended with status {self.status} and without a word", text, self.log
 
@@ -234,30 +241,7 @@ class Ended:
         if log.exists():
             return log
         caught = layout.SUBMITIT.of(self.attempt).glob(f"*_{self.rank}_log.err")
-        return max(caught, key=lambda file: file.stat().st_size, default=layout.SLURM_LOG.of(self.attempt))
-
-
-def _seen_by_srun(attempt: Path, records: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are
-    not in order.
-
-    srun does not report ranks that ended with status 0, nor those of a lost node, of which no rank was heard. It ends
-    ranks itself by SIGTERM, which they record in their beats, and then SIGKILL. A rank without a beat, or frozen in a
-    hang, was killed by srun unless its line is the first. srun sends no other signals.
-    """
-    deaths, hung = accounting.deaths(attempt), any(said.get("exit_status") == Exit.HANG for said in records.values())
-    seen = {}
-    for rank, (status, host, order) in deaths.items():
-        asked = layout.BEAT.read(attempt, rank).get("asked")
-        killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hung or asked is None)))
-        seen[rank] = {"exit_status": status, "host": host, "ended": float("inf"), "killed": killed, "order": order}
-    noticed = any((said.get("error") or {}).get("secondary") for said in records.values())
-    heard = {said.get("host") for rank, said in records.items() if rank in deaths or "exit_status" in said}
-    for rank, said in records.items() if deaths and noticed else ():
-        if rank not in deaths and "exit_status" not in said:
-            lost = said.get("host") not in heard  # SLURM says so after its SlurmdTimeout, when the job has long ended
-            seen[rank] = {"exit_status": Exit.UNHEALTHY if lost else 0, "ended": float("inf")}
-    return seen
+        return max(caught, key=lambda file: file.stat().st_size, default=layout.JOB_LOG.of(self.attempt))
 
 
 def _out_of_memory(rank: int, error: dict[str, Any]) -> str:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError, Kind
 from titan_hydra.config import Job, from_dict
 from titan_hydra.config.fault import quoted
+from titan_hydra.config.registry import executor_named
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.schema import ActivationCheckpoint
 from titan_hydra.job.recomputation import modes_that_keep_less
@@ -24,31 +24,33 @@ if TYPE_CHECKING:
 
 
 def hint(failure: Failure) -> str:
-    """Return the next thing to try after a failure; "" if there is no suggestion."""
+    """Return the next thing to try after a failure; "" if there is no suggestion, or if the run's config.json is missing,
+    was written by another version, or names modules not here.
+    """
     directory, _ = group_at(failure.attempt.parent.parent)
-    job = _job_of(directory)
-    if job is None:
+    try:
+        job = from_dict(Job, layout.CONFIG.read(directory))
+        own = executor_named(job.cluster.executor).hint(job, failure)
+    except (KeyError, TypeError, AttributeError, ConfigError):
         return ""
     saved = any(checkpoints.complete(layout.CHECKPOINTS.of(directory)))
     again = f"launch.retry=failed {'goes on from the newest checkpoint' if saved else 'starts it from step 1'}; or"
     match failure.kind:
         case Kind.OUT_OF_MEMORY if failure.rank is None:
-            return "more memory of the host for the job, as cluster.sbatch={mem: 0}, or a smaller data.prefetch"
+            return f"more memory of the host{f' for the job, as {own},' if own else ''} or a smaller data.prefetch"
         case Kind.OUT_OF_MEMORY:
             return next(less_memory(job), "more ranks that share the parameters (parallelism.dp_shard) or the layers (parallelism.tp)")
         case Kind.HANG:
             return f"titan logs {quoted([str(directory)])} --hang"
         case Kind.NOT_FINITE:
             return f"a lower optimizer.lr than {job.optimizer.lr:g}, or debug=anomaly to see which operation it was"
-        case Kind.NODE if failure.host and job.cluster.executor == "slurm":
-            return f"cluster.exclude=[{','.join([*job.cluster.exclude, failure.host])}]"
         case Kind.TIME_LIMIT if job.cluster.time_minutes:
             return f"{again} cluster.time_minutes={2 * job.cluster.time_minutes}"
         case Kind.DISK:
             return f"room on the file system of {quoted([str(directory)])} (df -h, quota -s); then {again.removesuffix('; or')}"
-        case Kind.PREEMPTED:
-            return f"{again} cluster.max_requeues={2 * job.cluster.max_requeues}"
-    return ""
+        case Kind.PREEMPTED if own:
+            return f"{again} {own}"
+    return own
 
 
 def less_memory(job: Job) -> Iterator[str]:
@@ -65,13 +67,3 @@ def less_memory(job: Job) -> Iterator[str]:
     tried.data.local_batch //= 2
     if tried.data.local_batch and check(tried) == faults:  # the global batch stays: the run learns the same
         yield f"data.local_batch={tried.data.local_batch} data.global_batch={tried.data.global_batch}"
-
-
-def _job_of(directory: Path) -> Job | None:
-    """Return the job of a run directory; None if its config.json is missing, was written by another version, or names
-    modules not here.
-    """
-    try:
-        return from_dict(Job, layout.CONFIG.read(directory))
-    except (KeyError, TypeError, AttributeError, ConfigError):
-        return None

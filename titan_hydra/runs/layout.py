@@ -105,10 +105,10 @@ PROCESS = {"pid": int, "host": str, "born": str | None}
 ENDED = {"ended": Moment, "exit_status": int | None, "host": str, "killed": bool}
 ERROR = Fields({"type": str, "message": str, "traceback": str, "time": Moment, "secondary": bool},
                {"host": str | None, "step": int, "peak_gib": float, "capacity_gib": float})
-OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": None, "packed": bool, "slurm_state": str | None,
+OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": str, "token": None, "packed": bool, "slurm_state": str | None,
                                                       "refused": str})
 SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {
-    "executor": str, "index": int, "cluster": str})
+    "token": str, "index": int, "cluster": str})
 OPERATION = {"group": str, "seq": int, "op": str, "time": float}
 LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"
 
@@ -139,15 +139,17 @@ MANIFEST = Entry("manifest.json", FIRST, "in a step of `checkpoints/`: every oth
 SCHEDULE = Entry("schedule.json", FIRST, "what each pipeline rank computes, in order", Fields(
     {"ranks": Each(Each(Fields({"stage": int, "kind": str, "microbatch": int})))}))
 EXPORT = Entry("export/", EVERY, "the last weights alone (`checkpoint.export_dtype`)")
-REPLICA = Entry("replicas/<g>/", "group g", "the run's files of replica group g (the first has the run's own); on SLURM `attempts/` too")
-MEETINGS = Entry("meetings/", GROUPS, "files by which the groups find each other, and torchft's lighthouse; in the attempt if not on SLURM")
+REPLICA = Entry("replicas/<g>/", "group g", "the run's files of replica group g (the first has the run's own); if it is a job of "
+                "its own, `attempts/` too")
+MEETINGS = Entry("meetings/", GROUPS, "files by which the groups find each other, and torchft's lighthouse; in the attempt if the "
+                 "groups are no jobs of their own")
 TENSORBOARD = Entry("tensorboard/", FIRST, "copies of the rows")
 WANDB = Entry("wandb/", FIRST, "copies of the rows")
 ATTEMPT = Entry("attempts/<n>/", "", "one start of the run:")
 OF_RUN = (CONFIG, OVERRIDES, ENV, SBATCH, METRICS, EVENTS, RESULT, CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA, MEETINGS, TENSORBOARD,
           WANDB, ATTEMPT)
 
-CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, where it runs, its SLURM job", (SUBMITTER, OWNER))
+CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, its executor, where it runs, its job", (SUBMITTER, OWNER))
 RANKS = Entry("ranks.json", LOCAL, "processes, exit statuses, when each ended", Fields(
     {}, PROCESS | {"ended": Moment, "ranks": Each(Fields({}, ENDED))}))
 RANK = Entry("rank_<r>.json", "rank r", "process, exit status, error, load of the machine", Fields({}, PROCESS | ENDED | {
@@ -166,13 +168,13 @@ ACTIVATIONS = Entry("activations_<r>.jsonl", "rank r", "what `debug.trace_activa
     {"step": int, "pass": str, "what": str, "module": str, "call": int, "order": list[float], "hash": str}, {"norm": float | str}))
 RENDEZVOUS = Entry("rendezvous", FIRST, "the address at which the ranks find each other")
 SUBMITIT = Entry("submitit/", LOCAL, "submitit's files; `parent.log` is the output of the ranks' parent process")
-SLURM_LOG = Entry("slurm.log", SCRIPT, "what the script itself and srun printed")
-OWN_JOB = Entry("job", SCRIPT, "the SLURM job that owns the attempt")
+JOB_LOG = Entry("job.log", SCRIPT, "what the job itself printed, before and beside its ranks")
+OWN_JOB = Entry("job", SCRIPT, "the job that owns the attempt")
 EXIT = Entry("exit", SCRIPT, "a mark: the ranks' exit status")
 STOPPED = Entry("stopped", EVERY, "a mark: a stop that saved")
 CANCELLED = Entry("cancelled", "`titan cancel`", "a mark: who cancelled, and when", Fields({}, {"by": str, "time": Moment}))
 SPENT = Entry("requeues_spent", SCRIPT, "a mark: no requeue is left")
-OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, SLURM_LOG, OWN_JOB, EXIT,
+OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, JOB_LOG, OWN_JOB, EXIT,
               STOPPED, CANCELLED, SPENT)
 
 SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")
@@ -180,7 +182,7 @@ SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", 
     {"name": str, "command": list[str], "baseline": str | None, "cells": Each(Fields(
         {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool}))}, {"created": Moment}))
 RATES = Entry("hardware.json", "`titan plan --tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
-CODE = Entry("_code/", LAUNCHER, "the snapshots of code that SLURM jobs run")
+CODE = Entry("_code/", LAUNCHER, "the snapshots of code that submitted jobs run")
 # fmt: on
 
 

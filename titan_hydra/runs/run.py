@@ -20,7 +20,7 @@ class Run:
     world_size: int = 1
     store: Any = None  # torch.distributed.Store of all ranks of the world
     replica: int = 0  # index of the replica group
-    submission: str = ""  # token of the SLURM submission where each replica group is a job with attempts of its own
+    submission: str = ""  # token of the submission where each replica group is a job with attempts of its own
 
     @property
     def home(self) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import getpass
 import os
 import platform
 import shutil
@@ -18,24 +19,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import titan_hydra
-from titan_hydra.base.errors import Exit, denied
+from titan_hydra.base.errors import ConfigError, Exit, denied
 from titan_hydra.base.redact import redact
 from titan_hydra.base.versions import versions
 from titan_hydra.config import Job, identity, to_dict
 from titan_hydra.config.files import write_text
 
-from . import layout, slurm
+from . import layout
 from .failure import Failure, guilty
+from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of
 from .records import alive, this_process
 from .run import homes_of, newest_attempt
-from .slurm import Queue, SlurmJob
 
 REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted
 SILENCE = 120  # seconds without a sign of life after which a run on another host counts as interrupted
@@ -43,18 +43,19 @@ SILENCE = 120  # seconds without a sign of life after which a run on another hos
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands: its kind (new, not submitted, queued, running, done, interrupted, failed, or unknown if SLURM
-    does not answer), its newest attempt (0: none), and its failure. `inspect` can also return the kind damaged.
+    """Where a run stands: its kind (new, not submitted, queued, running, done, interrupted, failed, or unknown if its
+    executor does not answer), its newest attempt (0: none), and its failure. `inspect` can also return the kind
+    damaged.
     """
 
     kind: str
     attempt: int = 0
     failure: Failure | None = None
-    host: str | None = None  # where it runs: a host, or SLURM's list of nodes
-    job: SlurmJob | None = None  # SLURM's entry of its job
+    host: str | None = None  # where it runs: a host, or a list of nodes
+    job: QueuedJob | None = None  # its job in the executor's queue
     damage: str = ""  # of a damaged run: which of its files cannot be read
-    refused: str = ""  # sbatch's words, if it has refused a run that is not submitted
-    groups: tuple[State, ...] = ()  # of replica groups that are SLURM jobs of their own, each with its own attempts
+    refused: str = ""  # why the executor has refused a run that is not submitted
+    groups: tuple[State, ...] = ()  # of replica groups that are jobs of their own, each with its own attempts
 
     @property
     def active(self) -> bool:
@@ -71,15 +72,21 @@ def directory_of(job: Job) -> Path:
     return Path(job.paths.runs).expanduser().absolute() / f"{job.name}-{identity(job)}"
 
 
-def state(directory: Path, queue: Queue | None = None) -> State:
-    """Read the state of a run from its files and, for one that was submitted to SLURM, from SLURM's queue."""
+def state(directory: Path, queues: dict[str, Queue] | None = None) -> State:
+    """Read the state of a run from its files and, if its executor has a queue, from what that has answered (`ask`)."""
     attempt = newest_attempt(directory)
     if not directory.is_dir():
         return State("new")
+    owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, attempt))
+    executor = executor_of(directory, owner)
+    answers = ask([directory]) if queues is None else queues
+    found: State = executor.state(directory, attempt, owner, answers.get(name_of(owner), Queue()))
+    return found
+
+
+def state_here(directory: Path, attempt: int) -> State:
+    """Read the state of a run whose ranks are processes of a machine."""
     folder = layout.ATTEMPT.of(directory, attempt)
-    owner = layout.CLAIM.read(folder)
-    if owner.get("executor") == "slurm":
-        return slurm_state(directory, attempt, owner, queue_of([directory]) if queue is None else queue)
     host = host_of_running(folder)
     if host:
         return State("running", attempt, host=host)
@@ -90,31 +97,34 @@ def state(directory: Path, queue: Queue | None = None) -> State:
 
 
 def states(directories: list[Path]) -> list[State]:
-    """Read the states of many runs, with one squeue call for all SLURM jobs."""
-    queue = queue_of(directories)
-    return [state(directory, queue) for directory in directories]
+    """Read the states of many runs, with one question to each executor."""
+    queues = ask(directories)
+    return [state(directory, queues) for directory in directories]
 
 
-def inspect(directory: Path, queue: Queue | None = None) -> State:
+def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
     """Read the state of a run for display. Its kind is damaged if a file that defines the run or its end cannot be
     read.
 
     The launcher uses `state`, which treats an unreadable file as absent: the run continues and writes it again.
     """
     try:
-        now = state(directory, queue)
+        now = state(directory, queues)
         damage = "" if now.active or now.kind == "new" else damage_of(directory, now)
     except PermissionError as error:
         now, damage = State("unknown"), denied(error)
+    except ConfigError as error:  # an executor of the user's own that is not here, and is not needed after the end
+        done = layout.RESULT.read(directory).get("status") == "done"
+        now, damage = (State("done", newest_attempt(directory)), "") if done else (State("unknown"), str(error))
     except OSError as error:  # a broken disk
         now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
     return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
 
 
 def inspect_all(directories: list[Path]) -> list[State]:
-    """Read the states of many runs for display, as `inspect` does, with one squeue call."""
-    queue = queue_of(directories)
-    return [inspect(directory, queue) for directory in directories]
+    """Read the states of many runs for display, as `inspect` does, with one question to each executor."""
+    queues = ask(directories)
+    return [inspect(directory, queues) for directory in directories]
 
 
 def damage_of(directory: Path, now: State) -> str:
@@ -126,78 +136,6 @@ def damage_of(directory: Path, now: State) -> str:
         if not entry.read(folder) and (entry is layout.CONFIG or os.path.lexists(file)):
             return f"{file.relative_to(directory)} {'cannot be read' if os.path.lexists(file) else 'is missing'}"
     return ""
-
-
-def slurm_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue) -> State:
-    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the
-    submitter.
-
-    Replica groups are jobs of one submission. The run goes on while one of them does, and failed if one has when all
-    are over.
-    """
-    groups = [job_state(directory, attempt, owner, queue)]
-    for home, number, other in submitted_groups(directory, owner["token"]):
-        groups.append(State("done", number) if groups[0].kind == "done" else job_state(home, number, other, queue))
-    if len(groups) == 1:
-        return groups[0]
-    named = [
-        replace(group, failure=group.failure and replace(group.failure, line=f"replica group {number}: {group.failure.line}"))
-        for number, group in enumerate(groups)
-    ]
-    kinds = ("running", "queued", "unknown", "failed", "interrupted", "not submitted", "done")
-    first = min(named, key=lambda group: kinds.index(group.kind))
-    hosts = [group.host for group in groups if group.host]
-    return replace(first, attempt=attempt, host=",".join(hosts) or None, groups=tuple(named))
-
-
-def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """Yield run folder, newest attempt and its attempt.json of the replica groups but the first that a submission to
-    SLURM has claimed.
-    """
-    homes = homes_of(directory, 1 + sum(layout.ATTEMPT.of(home).parent.is_dir() for home in layout.REPLICA.all(directory).values()))[1:]
-    for home in homes:
-        number = newest_attempt(home)
-        owner = layout.CLAIM.read(layout.ATTEMPT.of(home, number))
-        if owner and owner.get("token") == token:
-            yield home, number, owner
-
-
-def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue) -> State:
-    """Read the state of a job from the newest attempt in the folder of its run, or of its replica group."""
-    folder = layout.ATTEMPT.of(directory, attempt)
-    if layout.RESULT.read(directory).get("status") == "done":
-        return State("done", attempt)
-    cluster = slurm.elsewhere(owner)
-    if cluster and "ended" not in owner:
-        return State("running" if heard_of_ranks(folder) else "unknown", attempt, host=f"cluster {cluster}")
-    job = None if cluster else queue.find(owner)
-    if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before recording the id
-        with contextlib.suppress(OSError):
-            owner = note(folder, job_id=job.id)
-    if job and job.waiting:
-        return State("queued", attempt, job=job)
-    # other cells may run
-    over = owner.get("packed") and layout.EXIT.of(folder).exists() and not layout.STOPPED.of(folder).exists()
-    if job and job.active and not over:
-        started = not owner.get("packed") or layout.RANK.all(folder)
-        return State("running" if started else "queued", attempt, host=job.nodes, job=job)
-    if job is None and not over:
-        if "ended" not in owner and owner["job_id"] and heard_of_ranks(folder):
-            return State("running", attempt)  # another cluster of this name may know the job
-        if not queue.answers and "ended" not in owner:
-            alive_lately = owner["job_id"] and heard_lately(folder) and layout.RANK.all(folder)
-            return State("running" if alive_lately else "unknown", attempt)
-        if owner["job_id"] is None and being_submitted(owner):
-            return State("queued", attempt)
-    word = owner.get("slurm_state") if job is None or job.active else job.state
-    if "ended" not in owner:  # recorded, as SLURM forgets jobs
-        with contextlib.suppress(OSError):
-            note(folder, ended=time.time(), slurm_state=word)
-    if job is None and owner["job_id"] is None and not layout.RANK.all(folder):
-        return State("not submitted", attempt, refused=owner.get("refused", ""))
-    ran = (owner["job_id"] or layout.RANK.all(folder)) and not (word or "").startswith("CANCELLED")
-    failure = guilty(folder, word) if ran else None
-    return State("failed", attempt, failure, job=job) if failure else State("interrupted", attempt, job=job)
 
 
 def note(attempt: Path, **known: object) -> dict[str, Any]:
@@ -212,28 +150,6 @@ def note(attempt: Path, **known: object) -> dict[str, Any]:
     return record
 
 
-def being_submitted(owner: dict[str, Any]) -> bool:
-    """Whether the process that claimed an attempt may still submit it. On another host only the elapsed time can
-    tell.
-    """
-    if owner["host"] == socket.gethostname():
-        return alive(owner) and "ended" not in owner
-    return "ended" not in owner and time.time() - owner["started"] < SILENCE
-
-
-def queue_of(directories: list[Path]) -> Queue:
-    """Ask SLURM about the newest attempts of these runs: one squeue call for all, none if no run was submitted to
-    SLURM.
-    """
-    owners = []
-    for directory in directories:
-        with contextlib.suppress(PermissionError):  # `inspect` names it
-            owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
-            if owner.get("executor") == "slurm" and not layout.RESULT.of(directory).exists():
-                owners += [owner, *(other for _, _, other in submitted_groups(directory, owner["token"]))]
-    return slurm.ask_queue(owners)
-
-
 def running_ranks(attempt: Path) -> list[dict[str, Any]]:
     """Return the records of an attempt's ranks that still run on this host."""
     return [rank for rank in layout.RANK.read_all(attempt).values() if "exit_status" not in rank and alive(rank)]
@@ -246,8 +162,8 @@ def host_of_running(attempt: Path) -> str | None:
     outlive both.
     """
     owner = layout.RANKS.read(attempt) or layout.CLAIM.read(attempt)
-    if owner.get("executor") == "slurm":
-        return None  # only SLURM knows: see slurm_state
+    if not is_here(owner):
+        return None  # only its executor knows
     if owner and "ended" not in owner:
         if owner.get("host") == socket.gethostname():
             return owner["host"] if alive(owner) or running_ranks(attempt) else None
@@ -292,9 +208,9 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
     again.
 
     `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields of
-    attempt.json: for a SLURM job its executor, token, user and code. Raises OSError if nothing can be written.
+    attempt.json: of a submitted job its token, user and code. Raises OSError if nothing can be written.
     """
-    owner |= {"overrides": overrides}
+    owner = {"executor": job.cluster.executor, "overrides": overrides, **owner}
     directory.parent.mkdir(parents=True, exist_ok=True)
     if not directory.is_dir():
         return _create(directory, job, owner)
@@ -377,6 +293,11 @@ def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
     write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in overrides))
     for folder in (directory, layout.ATTEMPT.of(directory, newest_attempt(directory))):
         layout.ENV.write(folder, describe_environment())
+
+
+def mark_cancelled(attempt: Path) -> None:
+    """Record in an attempt that it is being cancelled, before it is."""
+    layout.CANCELLED.write(attempt, {"by": getpass.getuser(), "time": time.time()})
 
 
 def end_attempt(attempt: Path) -> None:

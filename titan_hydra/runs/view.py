@@ -1,6 +1,6 @@
 """What the commands that follow runs share: selecting runs, and collecting what one line about a run shows.
 
-Only the ends of files are read, and SLURM is asked once for all runs.
+Only the ends of files are read, and each executor is asked once for all runs.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from titan_hydra.config.sweep import differing, key_of
 
 from . import checkpoints, find, layout, rundir
 from .find import RunCell, Selection
+from .queue import Owner, Queue, ask
 from .run import homes_of
 from .rundir import State
-from .slurm import Queue
 
 # A running cell is called silent after so many seconds, and after so many step times, without progress.
 SILENT, STEPS_SILENT = 60.0, 10
@@ -117,11 +117,18 @@ def place_of(target: str, runs: Path) -> Path:
     return Path(target) if Path(target).is_dir() or "/" in target else choose_one(target, runs).directory
 
 
-def look(cells: list[RunCell]) -> tuple[list[RunRow], Queue]:
-    """Return a row for each run, and SLURM's queue, which is asked once for all of them."""
-    queue = rundir.queue_of([cell.directory for cell in cells])
+def look(cells: list[RunCell]) -> tuple[list[RunRow], dict[str, Queue]]:
+    """Return a row for each run, and what their executors answered, each asked once for all of them."""
+    queues = ask([cell.directory for cell in cells])
     names, now = short_names(cells), rundir.file_time(cells[0].directory.parent) if cells else 0.0
-    return [_row(name, cell.directory, rundir.inspect(cell.directory, queue), now) for name, cell in zip(names, cells, strict=True)], queue
+    return [
+        _row(name, cell.directory, rundir.inspect(cell.directory, queues), now) for name, cell in zip(names, cells, strict=True)
+    ], queues
+
+
+def owner_of(row: RunRow) -> Owner:
+    """Return the record of who claimed a row's attempt."""
+    return layout.CLAIM.read(layout.ATTEMPT.of(row.directory, row.state.attempt))
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
@@ -241,7 +248,9 @@ def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> flo
 
 
 def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """Return SLURM's list of a run's nodes, or rank 0's host and the number of further nodes; None while it waits."""
+    """Return where a run runs: the job's list of nodes, or rank 0's host and the number of further nodes. None while it
+    waits.
+    """
     if state.kind == "queued":
         return None
     if named := state.host or (state.job.nodes if state.job else None):
@@ -263,7 +272,7 @@ def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, 
 
 
 def moment(written: str) -> float | None:
-    """Parse a time that SLURM printed; None for words such as N/A."""
+    """Parse a time as a queue writes it; None for N/A and the like."""
     try:
         return datetime.fromisoformat(written).timestamp()
     except ValueError:

@@ -1,109 +1,25 @@
-"""The rules of cluster settings: what SLURM would refuse an hour later, and what would keep the ranks from starting."""
+"""The rules of where a job runs: what its executor needs, and the rules that the executor brings."""
 
-import itertools
-import os
-import re
 from collections.abc import Iterator
 
-from titan_hydra.config.fault import Fault, suggest
-from titan_hydra.config.load import elements
-from titan_hydra.config.ranges import PATH
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.registry import EXECUTORS, resolve
 from titan_hydra.config.schema import Job
-
-# sbatch flags that follow from the layout, or that the batch script relies on, and the key that sets each. A site may
-# drop one (null).
-OURS = {
-    "nodes": "the layout",
-    "ntasks": "the layout",
-    "ntasks-per-node": "the layout",
-    "array": "the cells of a sweep",
-    "job-name": "name",
-    "output": "paths.runs",
-    "error": "paths.runs",
-    "signal": "cluster.stop_seconds",
-    "requeue": "cluster.max_requeues",
-    "time": "cluster.time_minutes",
-    "partition": "cluster.partition",
-    "account": "cluster.account",
-    "qos": "cluster.qos",
-    "constraint": "cluster.constraint",
-    "exclude": "cluster.exclude",
-    "reservation": "cluster.reservation",
-    "comment": "cluster.comment",
-    "cpus-per-task": "cluster.cpus_per_task",
-}
-# keys that become its lines
-SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
-START, EARLY = 60, 60  # seconds: what ranks may need until their first step; how early SLURM may send the signal
-SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
 
 
 def nodes_can_be_counted(job: Job) -> Iterator[Fault]:
-    """A SLURM job needs the number of devices of a node, which only the cluster's file knows. On this machine they are
-    counted.
+    """A job elsewhere needs the number of devices of a node, which only the cluster's file knows. On this machine they
+    are counted.
     """
-    if job.cluster.executor == "slurm" and job.cluster.gpus_per_node is None:
-        yield Fault("cluster.gpus_per_node", None, "cluster.executor=slurm needs it: the number of nodes follows from it")
+    executor = job.cluster.executor
+    if not EXECUTORS[executor].here and job.cluster.gpus_per_node is None:
+        yield Fault("cluster.gpus_per_node", None, f"cluster.executor={executor} needs it: the number of nodes follows from it")
 
 
-def environment_has_legal_names(job: Job) -> Iterator[Fault]:
-    """Environment variables have names that a shell can export; any other would end the batch script on its first
-    lines.
-    """
-    for name in job.cluster.environment:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            yield Fault("cluster.environment", name, "not the name of an environment variable (letters, digits and _)")
+def executor_takes_its_keys(job: Job) -> Iterator[Fault]:
+    """Values of the executor's own keys fit together."""
+    if faults := resolve(EXECUTORS[job.cluster.executor].faults):
+        yield from faults(job)
 
 
-def flags_are_the_sites(job: Job) -> Iterator[Fault]:
-    """Extra flags of sbatch and srun must not be those that the launcher sets. srun takes an argument without a dash
-    for its program.
-    """
-    for flag, value in job.cluster.sbatch.items():
-        name = flag.replace("_", "-")
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            close = suggest(name.lstrip("-"), OURS)
-            yield Fault("cluster.sbatch", flag, "not a flag's long name, without dashes before it, as in {mail-user: me@site}", close)
-        elif name in OURS and value is not None:
-            yield Fault("cluster.sbatch", flag, f"follows from {OURS[name]}")
-    for argument in job.cluster.srun:
-        name = argument.partition("=")[0]
-        if not name.startswith("-"):
-            yield Fault("cluster.srun", argument, "srun would take it for the program to run; write --flag=value as one word")
-        elif name in SRUN_OURS:
-            yield Fault("cluster.srun", argument, "the launcher sets it, from the layout")
-
-
-def text_reaches_the_script_as_it_is(job: Job) -> Iterator[Fault]:
-    """Text in sbatch lines holds no backslash, which sbatch drops; the path of the runs no control character, which
-    ends a line.
-    """
-    for key in SBATCH:
-        for text in elements(getattr(job.cluster, key)):
-            if isinstance(text, str) and "\\" in text:
-                yield Fault(f"cluster.{key}", text, "sbatch drops the backslash")
-    if job.cluster.executor == "slurm":
-        runs = os.path.abspath(os.path.expanduser(job.paths.runs))
-        if (reason := PATH.objection(runs)) or "\\" in runs:
-            yield Fault("paths.runs", runs, reason or "sbatch drops the backslash")
-
-
-def time_suffices_to_start_and_stop(job: Job) -> Iterator[Fault]:
-    """A job can take a step before it is asked to stop, or it would requeue for ever. SLURM may send the signal a
-    minute early.
-    """
-    minutes = job.cluster.time_minutes
-    if job.cluster.executor == "slurm" and minutes:
-        enough = next(some for some in itertools.count(1) if 60 * some - job.cluster.warning_seconds(some) - EARLY >= START)
-        if minutes < enough:
-            stop = f"{job.cluster.warning_seconds(minutes)} s, and SLURM may signal {EARLY} s early"
-            yield Fault("cluster.time_minutes", minutes, f"too short to start ({START} s) and to stop ({stop})", legal=(enough,))
-
-
-RULES = [
-    nodes_can_be_counted,
-    environment_has_legal_names,
-    flags_are_the_sites,
-    text_reaches_the_script_as_it_is,
-    time_suffices_to_start_and_stop,
-]
+RULES = [nodes_can_be_counted, executor_takes_its_keys]

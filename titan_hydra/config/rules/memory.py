@@ -17,7 +17,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.job.adapter import adapter_parameters
 from titan_hydra.job.batches import local_batches, microbatch_size
 from titan_hydra.job.dtypes import GIB, SIZE, gradient_dtype
-from titan_hydra.job.ranks import devices_here, processes
+from titan_hydra.job.ranks import devices_here, processes, runs_here
 
 PROCESS = 0.25 * GIB  # a rank before it has a model: Python and torch
 PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past every time-out
@@ -64,7 +64,7 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
     if job.cluster.device_memory_gib:
         del needs["data.global_batch"]
         yield from _too_much(job, needs, 1, job.cluster.device_memory_gib * GIB, "a device")
-    elif job.cluster.executor != "slurm" and not devices_here():
+    elif runs_here(job) and not devices_here():
         cores = len(os.sched_getaffinity(0))
         most = max(PROCESSES_PER_CORE * cores, 16)
         if ranks > most and not job.cluster.gpus_per_node:

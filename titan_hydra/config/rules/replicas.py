@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
 from titan_hydra.config.fault import Fault, counted, divisors
+from titan_hydra.config.registry import EXECUTORS
 from titan_hydra.config.schema import Job
 
 
@@ -36,13 +37,13 @@ def torchft_is_there(job: Job) -> Iterator[Fault]:
 
 
 def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
-    """A replica group that dies must leave the others alive: each is a job on SLURM, and processes here."""
+    """A replica group that dies must leave the others alive: each is a job of its own, or processes here."""
     if job.fault_tolerance.name == "off":
         return
     if job.launch.packed:
         yield Fault("launch.packed", True, "replica groups are jobs of their own, which run at the same time", legal=(False,))
-    if job.cluster.executor == "inline" and job.fault_tolerance.replicas > 1:
-        yield Fault("cluster.executor", "inline", "runs one process, and each replica group needs at least one", legal=("local",))
+    if EXECUTORS[executor := job.cluster.executor].single and job.fault_tolerance.replicas > 1:
+        yield Fault("cluster.executor", executor, "runs one process, and each replica group needs at least one", legal=("local",))
     if job.comm.name == "fake":
         yield Fault("comm.name", "fake", "replica groups need real processes, and fake process groups run one rank", legal=("default",))
 

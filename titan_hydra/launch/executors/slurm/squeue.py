@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from titan_hydra.runs.queue import Owner, Queue, QueuedJob
 
 LIMIT = 30  # seconds that a SLURM command may take; without this limit one would block while the controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+REASONS = {"JobArrayTaskLimit": "max_parallel"}  # plainer names of SLURM's reasons
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 # when scontrol was asked for all settings, and its answer: once, or again LIMIT after none
 SETTINGS: list[tuple[float, str]] = []
@@ -18,17 +20,14 @@ FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason, nodes, expected or real start
 
 
 @dataclass(frozen=True)
-class SlurmJob:
-    """One job, or one task of an array. `state` is SLURM's own name of it, `start` when it started or is expected
-    to.
-    """
+class SlurmJob(QueuedJob):
+    """One job, or one task of an array, as squeue lists it."""
 
-    id: str
-    state: str
-    reason: str = ""
-    nodes: str = ""
-    start: str = ""
     name: str = ""
+
+    @property
+    def why(self) -> str:
+        return REASONS.get(self.reason, super().why)
 
     @property
     def waiting(self) -> bool:
@@ -39,26 +38,17 @@ class SlurmJob:
         return self.state in ACTIVE
 
 
-@dataclass
-class Queue:
-    """SLURM's jobs at one moment. `answers` is False if SLURM is down or not installed: then nothing is known about any
-    job.
+def find_job(queue: Queue, owner: Owner) -> SlurmJob | None:
+    """Return an attempt's job: by its id or, if the submitter died before recording it, by the token in the job's
+    name.
     """
-
-    jobs: dict[str, SlurmJob] = field(default_factory=dict)
-    answers: bool = True
-
-    def find(self, owner: dict[str, Any]) -> SlurmJob | None:
-        """Return an attempt's job: by its id or, if the submitter died before recording it, by the token in the job's
-        name.
-        """
-        if owner["job_id"]:
-            return self.jobs.get(owner["job_id"])
-        named = [job for job in self.jobs.values() if job.name.endswith(owner["token"])]
-        return next((job for job in named if "_" not in job.id or job.id.endswith(f"_{owner['index']}")), None)
+    if owner["job_id"]:
+        return queue.jobs.get(owner["job_id"])
+    named = [job for job in queue.jobs.values() if job.name.endswith(owner["token"])]
+    return next((job for job in named if "_" not in job.id or job.id.endswith(f"_{owner['index']}")), None)
 
 
-def ask_queue(owners: list[dict[str, Any]]) -> Queue:
+def ask_queue(owners: list[Owner]) -> Queue:
     """Ask SLURM about some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has
     forgotten.
 
@@ -107,7 +97,7 @@ def setting(name: str) -> str:
     return found[1] if found else ""
 
 
-def elsewhere(owner: dict[str, Any]) -> str:
+def elsewhere(owner: Owner) -> str:
     """Return the cluster of an attempt that was submitted to another one than this machine's, which knows nothing of
     its jobs; else "".
     """

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from titan_hydra.config import Fault
 from titan_hydra.config.fault import counted
-from titan_hydra.config.operation import Cluster
-from titan_hydra.runs import slurm
+
+from . import squeue
+from .keys import SlurmCluster
 
 if TYPE_CHECKING:
     from .submit import Array
@@ -30,7 +31,7 @@ class Limit:
     gpus: int | None = None
 
 
-def limits_of(cluster: Cluster) -> Iterator[Limit]:
+def limits_of(cluster: SlurmCluster) -> Iterator[Limit]:
     """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. Several partitions
     have none here.
     """
@@ -38,25 +39,25 @@ def limits_of(cluster: Cluster) -> Iterator[Limit]:
     qualities = [partition["QoS"]] if partition.get("QoS", "N/A") != "N/A" else []
     if partition:
         nodes = int(partition["MaxNodes"]) if partition["MaxNodes"].isdigit() else None
-        yield Limit(f"partition {partition['PartitionName']}", slurm.minutes_of(partition["MaxTime"]), nodes)
-    if not re.search("limits|safe|all", slurm.setting("AccountingStorageEnforce")):
+        yield Limit(f"partition {partition['PartitionName']}", squeue.minutes_of(partition["MaxTime"]), nodes)
+    if not re.search("limits|safe|all", squeue.setting("AccountingStorageEnforce")):
         return
     account = cluster.account or os.environ.get("SBATCH_ACCOUNT", "")
     rows = _rows("show", "user", getpass.getuser(), "withassoc", "format=DefaultAccount,Account,Partition,DefaultQOS,MaxWall,MaxTRES")
     own = [row for row in rows if row[1] == (account or row[0]) and row[2] in ("", partition.get("PartitionName"))]
     for _, name, _, quality, wall, most in sorted(own, key=lambda row: row[2], reverse=True)[:1]:
         qualities.append(cluster.qos or os.environ.get("SBATCH_QOS", "") or quality)
-        yield Limit(f"your association with account {name}", slurm.minutes_of(wall), *_counts(most))
+        yield Limit(f"your association with account {name}", squeue.minutes_of(wall), *_counts(most))
     for name, wall, most in _rows("show", "qos", "format=Name,MaxWall,MaxTRES"):
         if name in qualities:
-            yield Limit(f"QOS {name}", slurm.minutes_of(wall), *_counts(most))
+            yield Limit(f"QOS {name}", squeue.minutes_of(wall), *_counts(most))
 
 
 def faults(arrays: Iterable[Array]) -> Iterator[Fault]:
     """Yield a fault for each array with a longer or larger job than its partition, association or QOS allows."""
     known: dict[str, list[Limit]] = {}
     for array in arrays:
-        shape, cluster = array.shape, array.cells[0].job.cluster
+        shape, cluster = array.shape, array.cluster
         gpus, together = shape.nodes * shape.ranks_per_node, f"{len(array.cells)} cells in one job take " if array.packed else ""
         if repr(cluster) not in known:
             known[repr(cluster)] = [*limits_of(cluster)]
@@ -74,7 +75,7 @@ def _partition(name: str) -> dict[str, str]:
     """Return what scontrol reports about a partition, or about the default one for ""; {} if there is no such
     partition.
     """
-    for line in (slurm.call("scontrol", "show", "partition", "--oneliner") or "").splitlines():
+    for line in (squeue.call("scontrol", "show", "partition", "--oneliner") or "").splitlines():
         found = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if found.get("PartitionName") == name or (not name and found.get("Default") == "YES"):
             return found
@@ -83,7 +84,7 @@ def _partition(name: str) -> dict[str, str]:
 
 def _rows(*arguments: str) -> list[list[str]]:
     """Return sacctmgr's rows; none where there is no accounting."""
-    return [line.split("|") for line in (slurm.call("sacctmgr", "--noheader", "--parsable2", *arguments) or "").splitlines()]
+    return [line.split("|") for line in (squeue.call("sacctmgr", "--noheader", "--parsable2", *arguments) or "").splitlines()]
 
 
 def _counts(tres: str) -> tuple[int | None, int | None]:

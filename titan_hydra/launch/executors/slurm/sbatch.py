@@ -24,10 +24,10 @@ from typing import Any
 from submitit.slurm.slurm import SlurmExecutor
 
 from titan_hydra.base.errors import Exit
-from titan_hydra.config.operation import Cluster
+from titan_hydra.launch.worker import LATE
 from titan_hydra.runs import layout
 
-from .worker import LATE
+from .keys import SlurmCluster
 
 LIST = "cells.tsv"
 LOST_NODES = 3  # requeues of a job after nodes that were lost before SLURM gave them up
@@ -66,22 +66,22 @@ own_attempt() {{
 own_failure() {{
     {{
         grep -ls '"secondary": false' "$attempt"/rank_*.json | xargs -rd '\\n' grep -h '^  "exit_status": '
-        grep -qs '"secondary": true' "$attempt"/rank_*.json || grep -oE 'Exited with exit code [0-9]+' "$attempt/slurm.log"
+        grep -qs '"secondary": true' "$attempt"/rank_*.json || grep -oE 'Exited with exit code [0-9]+' "$attempt/job.log"
     }} | grep -oE '[0-9]+' | grep -vxE '0|75' | head -n 1
 }}
 # $1 nodes, $2 ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
-# A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in slurm.log.
+# A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in job.log.
 run_cell() {{
     own_attempt "$3" "$4" || return
     srun --nodes="$1" --ntasks="$2" --ntasks-per-node="$(($2 / $1))" --kill-on-bad-exit=1 --wait=60 --unbuffered {srun} \\
-        {python} -u -m titan_hydra.launch.worker "$3" "${{attempt##*/}}" </dev/null >>"$attempt/slurm.log" 2>&1
+        {python} -u -m titan_hydra.launch.executors.slurm.rank "$3" "${{attempt##*/}}" </dev/null >>"$attempt/job.log" 2>&1
     rc=$?
     lost=0
     if [ "$rc" != 0 ] && [ -e "$attempt/stopped" ]; then
         rc=75  # all had agreed to stop and saved, however they ended then
     elif [[ $rc =~ ^(75|140|143)$ ]]; then
         rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training, by a signal that Python may not have handled yet
-    elif grep -q 'Timed out waiting for job step to complete' "$attempt/slurm.log" && [ -z "$(own_failure)" ]; then
+    elif grep -q 'Timed out waiting for job step to complete' "$attempt/job.log" && [ -z "$(own_failure)" ]; then
         rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, and SLURM notices after its SlurmdTimeout
     fi
     echo "$rc" >"$attempt/exit"
@@ -153,7 +153,7 @@ class SlurmBatch(SlurmExecutor):
         name: str,
         shape: JobShape,
         lines: list[JobLine],
-        cluster: Cluster,
+        cluster: SlurmCluster,
         paths: list[Path],
         packed: bool,
         at_once: int = 0,
@@ -190,7 +190,7 @@ class SlurmBatch(SlurmExecutor):
         """Tell submitit that SLURM is available, since launch.mode=dry needs none."""
         return 1
 
-    def flags(self, shape: JobShape, cluster: Cluster) -> dict[str, Any]:
+    def flags(self, shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
         """Return sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
         # SLURM would take %j for the job's number there too

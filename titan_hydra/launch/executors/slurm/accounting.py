@@ -1,15 +1,15 @@
 """SLURM's report on an attempt: its state of a job that is over, and what it and srun wrote into the attempt's
-slurm.log.
+job.log.
 """
 
 import re
 import signal
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.errors import Exit, Kind
-
-from . import layout
+from titan_hydra.runs import layout
+from titan_hydra.runs.failure import Failure, Outside, guilty
 
 NODE_LOST, HOST_MEMORY = "SLURM lost a node of the job", "a host ran out of memory, and its kernel killed a rank"
 VERDICTS = {  # SLURM's state of a job that is over: class, our exit status, and the words for it
@@ -31,35 +31,36 @@ DEATH = re.compile(r"srun: error: (\S+?): tasks? ([\d,-]+): (.+)")
 SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-@dataclass(frozen=True)
-class SlurmVerdict:
-    """The end of a job as SLURM reports it."""
-
-    kind: Kind
-    status: int
-    line: str
-    host: str | None = None
-    detail: str = ""
+def cause_of_end(attempt: Path, state: str | None = None) -> Failure | None:
+    """Return the cause of the end of an attempt (`guilty`), from SLURM's state of its job too; None: it has forgotten
+    the job.
+    """
+    last = _without_trace(attempt) if state == "FAILED" else None
+    return guilty(attempt, Outside(_verdict(attempt, state), _seen_by_srun(attempt), last))
 
 
-def of(attempt: Path, state: str | None) -> SlurmVerdict | None:
-    """Return SLURM's verdict from its state of the job and slurm.log; None if the job ended by itself, or was
+def _verdict(attempt: Path, state: str | None) -> Failure | None:
+    """Return SLURM's verdict from its state of the job and the job's log; None if the job ended by itself, or was
     preempted.
     """
-    log = layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20)
+    log = layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20)
     if layout.SPENT.of(attempt).exists():  # the batch script's mark
-        return SlurmVerdict(Kind.PREEMPTED, Exit.REQUEUED, "asked to stop again, and cluster.max_requeues is reached")
+        line = "asked to stop again, and cluster.max_requeues is reached"
+        return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
     if state in (None, "FAILED", "COMPLETED"):  # the log may give a more exact cause
         state = written
     if state not in VERDICTS or state == "FAILED":
         return None
-    return SlurmVerdict(*VERDICTS[state], _host(state, log))
+    kind, status, line = VERDICTS[state]
+    return Failure(None, status, line, kind=kind, host=_host(state, log), attempt=attempt)
 
 
-def without_trace(attempt: Path) -> SlurmVerdict:
-    """Return the verdict on a job that SLURM calls failed although no rank left a record: the end of its log."""
-    return SlurmVerdict(*VERDICTS["FAILED"], detail=layout.last_lines(layout.SLURM_LOG.of(attempt)))
+def _without_trace(attempt: Path) -> Failure:
+    """Return the failure of a job that SLURM calls failed although no rank left a record: the end of its log."""
+    kind, status, line = VERDICTS["FAILED"]
+    log = layout.JOB_LOG.of(attempt)
+    return Failure(None, status, line, layout.last_lines(log), log if log.exists() else None, kind, attempt=attempt)
 
 
 def _host(state: str, log: str) -> str | None:
@@ -72,12 +73,36 @@ def _host(state: str, log: str) -> str | None:
     return next(filter(None, found.groups())) if found else None
 
 
+def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
+    """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are
+    not in order.
+
+    srun does not report ranks that ended with status 0, nor those of a lost node, of which no rank was heard. It ends
+    ranks itself by SIGTERM, which they record in their beats, and then SIGKILL. A rank without a beat, or frozen in a
+    hang, was killed by srun unless its line is the first. srun sends no other signals.
+    """
+    died, records = deaths(attempt), layout.RANK.read_all(attempt)
+    hung = any(said.get("exit_status") == Exit.HANG for said in records.values())
+    seen = {}
+    for rank, (status, host, order) in died.items():
+        asked = layout.BEAT.read(attempt, rank).get("asked")
+        killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hung or asked is None)))
+        seen[rank] = {"exit_status": status, "host": host, "ended": float("inf"), "killed": killed, "order": order}
+    noticed = any((said.get("error") or {}).get("secondary") for said in records.values())
+    heard = {said.get("host") for rank, said in records.items() if rank in died or "exit_status" in said}
+    for rank, said in records.items() if died and noticed else ():
+        if rank not in died and "exit_status" not in said:
+            lost = said.get("host") not in heard  # SLURM says so after its SlurmdTimeout, when the job has long ended
+            seen[rank] = {"exit_status": Exit.UNHEALTHY if lost else 0, "ended": float("inf")}
+    return seen
+
+
 def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
     """Return how ranks ended, as srun reported it, in the order of its lines: {rank: (exit status, or -signal; host;
     line)}.
     """
     found: dict[int, tuple[int, str, int]] = {}
-    for number, (host, tasks, how) in enumerate(DEATH.findall(layout.last_lines(layout.SLURM_LOG.of(attempt), 2000, 1 << 20))):
+    for number, (host, tasks, how) in enumerate(DEATH.findall(layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20))):
         status = _status(how)
         for rank in _numbers(tasks):
             found.setdefault(rank, (status, host, number))

@@ -12,9 +12,10 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import CONF, write_text
-from titan_hydra.config.operation import Cluster
-from titan_hydra.launch.limits import limits_of
-from titan_hydra.runs import slurm
+
+from . import squeue
+from .keys import SlurmCluster
+from .limits import limits_of
 
 FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, nodes, cores and MiB of a node, time limit
 # GiB by the GPU's name
@@ -65,14 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the file, print it, and suggest a command to try it."""
-    listing = slurm.call("sinfo", "--noheader", f"--format={FIELDS}")
+    listing = squeue.call("sinfo", "--noheader", f"--format={FIELDS}")
     if listing is None:
         raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
     found = list(partitions(listing))
     chosen = choose_partition(found, args.partition)
-    walls = [limit.minutes for limit in limits_of(Cluster(partition=chosen.name)) if limit.minutes is not None]
+    walls = [limit.minutes for limit in limits_of(SlurmCluster(partition=chosen.name)) if limit.minutes is not None]
     chosen = replace(chosen, minutes=min(walls, default=chosen.minutes))
-    cluster = slurm.setting("ClusterName") or "mysite"
+    cluster = squeue.setting("ClusterName") or "mysite"
     name = args.name or re.sub(r"\W+", "_", cluster)
     if not re.fullmatch(r"\w[\w-]*", name):
         raise ConfigError(f"{name}: cannot be typed as cluster=NAME; letters, digits, _ and - can")
@@ -109,7 +110,7 @@ def partitions(listing: str) -> Iterable[Partition]:
                 gpus,
                 int(cores.rstrip("+")),
                 int(memory.rstrip("+")),
-                slurm.minutes_of(limit),
+                squeue.minutes_of(limit),
             )
 
 

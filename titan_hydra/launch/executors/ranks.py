@@ -26,28 +26,33 @@ from titan_hydra.base.private import process_of
 from titan_hydra.config import Job
 from titan_hydra.config.user_code import folders
 from titan_hydra.job.ranks import processes
+from titan_hydra.launch import worker
 from titan_hydra.runs import layout
 from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
-
-from . import worker
 
 GRACE = 1.5  # seconds for the other ranks to end by themselves after one has failed
 GRACE_STOPPED = 60.0  # the same after a rank has stopped as asked to: the others may still be writing their checkpoint
 # seconds before the time limit at which the ranks are asked to save and stop (a tenth of the limit, if that is less)
 LAST_MINUTE = 60
+VARIABLES = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
 YEAR = 365 * 24 * 60  # minutes: the limit of a job that has none
 
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
     """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
-    executor = Executor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
+    executor = RanksExecutor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
-    job_of_ranks: Any = executor.submit(worker.run_rank, str(directory), int(attempt.name))
+    job_of_ranks: Any = executor.submit(run_here, str(directory), int(attempt.name))
     return process_of(job_of_ranks)
 
 
-class Executor(LocalExecutor):
+def run_here(directory: str, attempt: int) -> None:
+    """Run the rank of this process, which submitit has started."""
+    worker.run_rank(directory, attempt, worker.Place.of(VARIABLES))
+
+
+class RanksExecutor(LocalExecutor):
     """submitit's local executor, with `Ranks` as the parent of the ranks, in its own session. Ranks import from `paths`
     first.
     """

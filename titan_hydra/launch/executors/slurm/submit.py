@@ -19,22 +19,24 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.fault import counted
 from titan_hydra.config.user_code import sources
 from titan_hydra.job.ranks import processes
-from titan_hydra.runs import layout, manifest, rundir, slurm
+from titan_hydra.launch import show, snapshot
+from titan_hydra.launch.attach import Interrupts
+from titan_hydra.runs import layout, manifest, rundir
 from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State
 
-from . import show, snapshot
-from .attach import Interrupts
+from . import squeue
+from .keys import SlurmCluster
 from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
 
 if TYPE_CHECKING:
-    from .dispatch import Cell
+    from titan_hydra.launch.cell import Cell
 
 POLL = 5  # seconds between two squeue calls with launch.wait
 # errors of sbatch after which SLURM may still have the job
@@ -53,6 +55,20 @@ class Array:
     cells: list[Cell]
     packed: bool = False
     exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
+
+    @property
+    def cluster(self) -> SlurmCluster:
+        """The settings that its cells have in common."""
+        return cast(SlurmCluster, self.cells[0].job.cluster)
+
+    @property
+    def words(self) -> str:
+        """Its resources, for launch.mode=dry."""
+        many, nodes, groups = len(self.cells), self.shape.nodes, self.cells[0].job.fault_tolerance.replicas
+        kind = "one after another in one job" if self.packed else "one job array" if many * groups > 1 else "one job"
+        per_node = f"{counted(nodes, 'node')} x {counted(self.shape.ranks_per_node, 'GPU')}"
+        of_groups = f" of {groups} replica groups" if groups > 1 else ""
+        return f"{counted(many, 'cell')}{of_groups}, {kind}, {per_node}{' a task' * bool(of_groups)}"
 
 
 class ArrayOrder:
@@ -122,7 +138,7 @@ def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, 
         restarts = 0 if config.name == "off" else config.max_restarts
         ranks = shape.nodes * shape.ranks_per_node
         lines += [JobLine(shape.nodes, ranks, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
-    cluster = array.cells[0].job.cluster
+    cluster = array.cluster
     cluster = replace(cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)])
     if after:
         dependency = ",".join(filter(None, [str(cluster.sbatch.get("dependency") or ""), f"afterany:{after}"]))
@@ -134,7 +150,7 @@ def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, 
 
 def largest_array() -> int:
     """Return the number of tasks that the cluster allows in an array."""
-    return max(int(slurm.setting("MaxArraySize") or 1001) - 1, 1)
+    return max(int(squeue.setting("MaxArraySize") or 1001) - 1, 1)
 
 
 def planned(cells: list[Cell]) -> list[Array]:
@@ -224,7 +240,7 @@ def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cel
         "job_id": None,
         "user": getpass.getuser(),
         "code": code,
-        "cluster": slurm.setting("ClusterName"),
+        "cluster": squeue.setting("ClusterName"),
     }
     claimed = []
     for cell in array.cells:
@@ -306,8 +322,8 @@ def after_refusal(attempts: list[Path], number: int, reason: str, refused: Count
     uncertain, cells = re.search(NO_ANSWER, reason, re.I), counted(number, "cell")
     for pause in (0, PATIENCE) if uncertain else (0,):
         time.sleep(pause)
-        queue = slurm.ask_queue(owners)
-        if all(jobs := [queue.find(owner) for owner in owners]):
+        queue = squeue.ask_queue(owners)
+        if all(jobs := [squeue.find_job(queue, owner) for owner in owners]):
             for attempt, job in zip(attempts, jobs, strict=True):
                 rundir.note(attempt, job_id=job.id)
             print(f"{reason}; SLURM has accepted the {cells} nevertheless", file=sys.stderr)

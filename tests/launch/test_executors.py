@@ -1,0 +1,63 @@
+"""An executor of a stranger's, as docs/extend.md has it: its key is typed, its runs are followed, cancelled and resumed."""
+
+import json
+import os
+import re
+
+import pytest
+
+from .conftest import ROOT
+
+NICED = ("train.imports=[niced]", "cluster.executor=niced", "gpus=2")
+
+
+@pytest.fixture
+def niced(launcher):
+    """launch.py in a folder with nothing in it but the module of docs/extend.md."""
+    ((name, code),) = re.findall(r"```python\n# (niced\.py)\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.S)
+    (launcher.folder / name).write_text(code)
+    return launcher
+
+
+def titan(launcher, *arguments: str):
+    return launcher.python("-m", "titan_hydra.cli", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ((*NICED, "cluster.nice=20"), "cluster.nice=20: must be from 0 to 19"),
+        ((*NICED, "cluster.partition=main"), "cluster.partition=main: cluster.executor=niced does not read it; slurm would"),
+        ((NICED[0], "cluster.nice=5"), "cluster.nice=5: cluster.executor=local does not read it; niced would"),
+        (("cluster.executor=niced",), "one of your own needs train.imports=[ITS_MODULE]"),
+        ((*NICED, "launch.packed=true"), "launch.packed=true: is for jobs"),
+    ],
+)
+def test_its_keys_are_its_own(niced, line, words):
+    refused = niced.run(*niced.TINY, *line)
+    assert refused.returncode == 2 and words in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
+    assert not (niced.folder / "runs").exists()
+
+
+def test_its_runs_are_followed_cancelled_and_resumed(niced):
+    """The second line has another value of its key, and is the same run."""
+    running = niced.start(*niced.ENDLESS, *NICED, "cluster.nice=5")
+    niced.wait_for_step()
+    assert json.loads((niced.attempt() / "attempt.json").read_text())["executor"] == "niced"
+    assert [os.getpriority(os.PRIO_PROCESS, niced.rank(rank)["pid"]) for rank in (0, 1)] == [os.nice(0) + 5] * 2
+    (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
+    assert (cell["state"], cell["failure"]) == ("running", None)
+    done = titan(niced, "cancel", "--yes")
+    assert done.returncode == 0 and "asked all 2 ranks to save and stop" in done.stdout, done.stdout + done.stderr
+    assert running.wait(120) == 75, running.stderr.read()
+    (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
+    assert cell["state"] == "interrupted" and cell["cancelled_by"] and cell["step"] >= 20
+    again = niced.start(*niced.ENDLESS, *NICED, "cluster.nice=6")
+    niced.wait_for_step(cell["step"] + 1, attempt=2)
+    again.terminate()
+    assert again.wait(120) in (75, 143), again.stderr.read()
+    (niced.folder / "niced.py").unlink()
+    (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
+    assert cell["state"] == "damaged" and "there is no module niced" in cell["damage"]
+    (niced.run_directory / "result.json").write_text('{"status": "done"}')
+    assert [cell["state"] for cell in json.loads(titan(niced, "status", "--json").stdout)["cells"]] == ["done"]

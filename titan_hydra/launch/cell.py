@@ -1,0 +1,70 @@
+"""A cell that passed the checks: what is started, and whether it is to be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_hydra.base.errors import Exit
+from titan_hydra.config import Job
+from titan_hydra.job.ranks import all_ranks, runs_here
+from titan_hydra.plan import predict
+from titan_hydra.runs.rundir import State
+
+# launch.retry: the failures, by exit status, that it runs again.
+RETRY = {"none": (), "oom": (Exit.OUT_OF_MEMORY,), "node": (Exit.UNHEALTHY, Exit.HANG), "failed": tuple(Exit), "all": tuple(Exit)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell that passed the checks."""
+
+    number: int  # among all cells of the command line, from 1
+    overrides: list[str]
+    job: Job
+    directory: Path
+    of: int  # cells of the command line
+    prediction: predict.Prediction | None = None
+
+    @property
+    def ranks(self) -> int:
+        return all_ranks(self.job)
+
+    @property
+    def nodes(self) -> int:
+        groups = 1 if runs_here(self.job) else self.job.fault_tolerance.replicas  # as a job of its own, each has nodes of its own
+        return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
+
+    @property
+    def name(self) -> str:
+        """The name of the cell in its sweep."""
+        return self.job.sweep.cell or " ".join(self.overrides) or self.directory.name
+
+    @property
+    def label(self) -> str:
+        """Which cell of its command line it is; "" if it is the only one."""
+        return f"cell {self.number} of {self.of}" if self.of > 1 else ""
+
+    @property
+    def runs(self) -> Path:
+        """The folder of runs."""
+        return Path(self.job.paths.runs).expanduser().absolute()
+
+    def wants(self, state: State) -> bool:
+        """Whether a run in this state is to be started (again)."""
+        if state.active:
+            return False
+        again = state.kind == "failed" and state.failure.status in RETRY[self.job.launch.retry]
+        return self.job.launch.force or again or state.kind in ("new", "not submitted", "interrupted")
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """The GPU-hours that the cell takes at most; None without a time limit."""
+        minutes = self.job.cluster.time_minutes
+        return None if minutes is None else self.ranks * minutes / 60
+
+
+def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:
+    """Return the cells that their runs' states leave to be started (again)."""
+    return [cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]

@@ -1,0 +1,11 @@
+"""Where ranks run: in this process, on this machine, or as jobs of a SLURM cluster. An executor registers itself as one
+of a module of `train.imports` does.
+"""
+
+import importlib
+
+from titan_hydra.config.registry import ExecutorKind, register
+
+register(ExecutorKind("inline", f"{__package__}.local:Inline", single=True))
+register(ExecutorKind("local", f"{__package__}.local:Processes"))
+importlib.import_module(f"{__package__}.slurm")

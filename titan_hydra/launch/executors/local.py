@@ -1,0 +1,102 @@
+"""Ranks as processes of this machine, attached to this terminal: a process for each (`local`), or this very one
+(`inline`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_hydra.config import Fault, Job
+from titan_hydra.launch.attach import Interrupts, attach, stop
+from titan_hydra.launch.executor import Executor
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.queue import Owner, Queue
+from titan_hydra.runs.records import alive
+from titan_hydra.runs.rundir import State
+from titan_hydra.runs.view import RunRow, owner_of
+
+if TYPE_CHECKING:
+    from titan_hydra.launch.cell import Cell
+
+
+class Processes(Executor):
+    """A process for each rank. An executor of one's own on this machine overrides `start`."""
+
+    def start(self, directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
+        """Start all ranks of a claimed attempt. Returns a process in a session of its own that ends when they have, and
+        passes SIGTERM on to them.
+        """
+        from . import ranks
+
+        return ranks.start(directory, attempt, job)
+
+    def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
+        """Run a claimed attempt to its end."""
+        with interrupts.counted():  # before an import: Python can lose a KeyboardInterrupt raised during one
+            parent = self.start(cell.directory, attempt, cell.job)
+            attach(cell.directory, attempt, cell.job.steps, interrupts, parent, cell.label)
+
+    def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
+        """Yield what only jobs can do."""
+        if cells[0].job.launch.packed:
+            yield Fault("launch.packed", True, "is for jobs: here cells share the machine anyway", legal=(False,))
+        if (parallel := max(cell.job.cluster.max_parallel for cell in cells)) > 1:
+            yield Fault("cluster.max_parallel", parallel, "cells run one after another on this machine", legal=(0, 1))
+
+    def submit(self, cells: list[Cell], folder: Path | None) -> int:
+        """Run one cell after another, and print how each ends."""
+        from . import one_by_one
+
+        return one_by_one.run_all(cells, self)
+
+    def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
+        """Return the state of a run from its files and the processes of this machine."""
+        return rundir.state_here(directory, attempt)
+
+    def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
+        """Ask local ranks to stop, as Ctrl-C does. For a whole sweep its launcher is asked, so that it starts no further
+        cell.
+        """
+        told = set()
+        for row in rows:
+            attempt = layout.ATTEMPT.of(row.directory, row.state.attempt)
+            launcher = owner_of(row)
+            if not row.state.here:
+                yield f"{row.cell}: runs on {row.state.host}; cancel it there"
+                continue
+            rundir.mark_cancelled(attempt)
+            if whole and alive(launcher) and "ended" not in launcher:
+                if launcher["pid"] not in told:  # a second signal kills
+                    os.kill(launcher["pid"], signal.SIGTERM)
+                    told.add(launcher["pid"])
+                whom = "its launcher"
+            else:
+                whom = stop(attempt) if started(attempt) else None
+            print(f"{row.cell}: asked {whom} to save and stop at the end of this step" if whom else f"{row.cell}: ended by itself")
+
+
+class Inline(Processes):
+    """One rank in this process, so that pdb and print work."""
+
+    def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
+        """Run the rank of a claimed attempt. Raises KeyboardInterrupt if it was interrupted."""
+        from titan_hydra.launch import worker
+
+        if worker.run_rank(str(cell.directory), int(attempt.name), inline=True) == 130:
+            raise KeyboardInterrupt
+
+
+def started(attempt: Path, seconds: float = 15) -> bool:
+    """Wait until ranks can be signalled. Returns False if the attempt ended before."""
+    deadline = time.monotonic() + seconds
+    while not rundir.running_ranks(attempt) and not alive(layout.RANKS.read(attempt)):
+        if time.monotonic() > deadline or rundir.host_of_running(attempt) is None:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,7 @@
+"""SLURM: job arrays through submitit and sbatch, and their states from squeue and sacct."""
+
+from titan_hydra.config.registry import ExecutorKind, register
+
+from .keys import SlurmCluster
+
+register(ExecutorKind("slurm", f"{__package__}.executor:Slurm", SlurmCluster, here=False, faults=f"{__package__}.rules:faults"))

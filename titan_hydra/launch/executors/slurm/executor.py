@@ -1,0 +1,88 @@
+"""Cells as jobs of a SLURM cluster: job arrays of cells that need the same resources, submitted at once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from titan_hydra.base.errors import ConfigError, Kind
+from titan_hydra.config import Fault, Job
+from titan_hydra.launch.executor import Executor
+from titan_hydra.runs import rundir
+from titan_hydra.runs.failure import Failure
+from titan_hydra.runs.queue import Owner, Queue
+from titan_hydra.runs.rundir import State
+from titan_hydra.runs.view import RunRow
+
+from . import squeue, states
+from .keys import SlurmCluster
+
+if TYPE_CHECKING:
+    from titan_hydra.launch.cell import Cell
+
+
+class Slurm(Executor):
+    """sbatch through submitit; squeue, sacct and the run directories for what has become of a job."""
+
+    def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
+        """Yield the faults of submitting these cells: no sbatch, code that cannot be copied, jobs beyond the site's
+        limits. A dry run needs no SLURM.
+        """
+        from titan_hydra.launch import snapshot
+        from titan_hydra.launch.cell import to_start
+
+        from . import limits, submit
+
+        dry = cells[0].job.launch.mode == "dry"
+        if not dry and shutil.which("sbatch") is None:
+            yield Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",))
+            return
+        try:
+            if not dry:
+                snapshot.files(snapshot.ROOT)
+        except ConfigError as error:
+            yield Fault("cluster.executor", "slurm", str(error))
+        if start := to_start(cells, states):
+            yield from limits.faults(submit.planned(start))
+
+    def place(self, cells: list[Cell]) -> Iterable[str]:
+        """Yield each array with its batch script."""
+        from . import submit
+
+        for array, text in submit.scripts(cells):
+            yield f"\n--- {array.words}\n{text}"
+
+    def submit(self, cells: list[Cell], folder: Path | None) -> int:
+        """Submit every cell that is to be started; with launch.wait, follow them."""
+        from . import submit
+
+        return submit.run(cells, folder)
+
+    def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
+        """Ask SLURM about the jobs of these runs, those of replica groups too."""
+        owners = [(directory, owner) for directory, owner in runs if "token" in owner]
+        groups = [other for directory, owner in owners for _, _, other in states.submitted_groups(directory, owner["token"])]
+        return squeue.ask_queue([*(owner for _, owner in owners), *groups])
+
+    def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
+        """Return the state of a run; of one whose record is damaged, from its files alone."""
+        return states.run_state(directory, attempt, owner, queue) if "token" in owner else rundir.state_here(directory, attempt)
+
+    def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
+        """Cancel the jobs of these runs."""
+        from .cancel import cancel_jobs
+
+        return cancel_jobs(rows)
+
+    def hint(self, job: Job, failure: Failure) -> str:
+        """Return keys of the site that may help."""
+        cluster = cast(SlurmCluster, job.cluster)
+        if failure.kind == Kind.OUT_OF_MEMORY and failure.rank is None:
+            return "cluster.sbatch={mem: 0}"
+        if failure.kind == Kind.NODE and failure.host:
+            return f"cluster.exclude=[{','.join([*cluster.exclude, failure.host])}]"
+        if failure.kind == Kind.PREEMPTED:
+            return f"cluster.max_requeues={2 * cluster.max_requeues}"
+        return ""

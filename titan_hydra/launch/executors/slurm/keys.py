@@ -1,0 +1,36 @@
+"""The keys of `cluster` that the executor slurm adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from titan_hydra.config.field import key
+from titan_hydra.config.operation import Cluster
+from titan_hydra.config.ranges import ANY, NATURAL, PATH, WORD, Interval
+
+
+@dataclass
+class SlurmCluster(Cluster):
+    partition: str | None = key(None, "SLURM partition", WORD, identity=False)
+    account: str | None = key(None, "SLURM account", WORD, identity=False)
+    qos: str | None = key(None, "SLURM quality of service", WORD, identity=False)
+    constraint: str | None = key(None, "features that nodes must have", WORD, identity=False)
+    exclude: list[str] = key(list, "nodes never to use", WORD, identity=False)
+    reservation: str | None = key(None, "SLURM reservation", WORD, identity=False)
+    comment: str | None = key(None, "sbatch --comment", identity=False)
+    cpus_per_task: int | None = key(
+        None, "CPU cores of a rank: a node's / gpus_per_node; null: SLURM's default, often one", Interval(1, 100_000), identity=False
+    )
+    sbatch: dict[str, Any] = key(
+        dict, "further sbatch flags, as {mail-user: me@site, exclusive: true}; null drops one", ANY, identity=False
+    )
+    srun: list[str] = key(list, "further srun arguments, such as --container-image=IMAGE", identity=False)
+    setup: list[str] = key(list, "shell lines before the ranks start: module load, source", identity=False)
+    environment: dict[str, str] = key(dict, "environment variables of the ranks", ANY, identity=False)
+    python: str | None = key(None, "Python on the nodes; null: the one that runs launch.py", PATH, identity=False)
+    max_requeues: int = key(100, "a job that was preempted or timed out more often than this fails", NATURAL, identity=False)
+
+    def warning_seconds(self, minutes: int | None) -> int:
+        """Return how many seconds before the end of a job of `minutes` (None: no limit) its ranks are asked to stop."""
+        return self.stop_seconds if minutes is None else min(self.stop_seconds, 30 * minutes)
