@@ -301,7 +301,7 @@ LINES = {
     "kernels": 1229,  # 900
     "parallel": 2509,  # 2,450
     "data": 1490,  # 1,450
-    "observe": 1442,  # 1,400
+    "observe": 1413,  # 1,400
     "checkpoint": 1579,  # 1,400
     "train": 1494,  # 1,550
     "fault_tolerance": 1112,  # 600

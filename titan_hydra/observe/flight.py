@@ -55,17 +55,8 @@ def record_messages() -> None:
             for operation, work in zip(operations, works, strict=False):
                 kind, peer = operation.op.__name__, operation.peer
                 _counts[kind, peer] += 1
-                MESSAGES.append(
-                    {
-                        "op": kind.removeprefix("i"),
-                        "peer": peer,
-                        "seq": _counts[kind, peer],
-                        "work": work,
-                        "time": time.time(),
-                        "size": list(operation.tensor.shape),
-                        "group": operation.group.group_name,
-                    }
-                )
+                message = {"op": kind.removeprefix("i"), "peer": peer, "seq": _counts[kind, peer], "work": work, "time": time.time()}
+                MESSAGES.append(message | {"size": list(operation.tensor.shape), "group": operation.group.group_name})
             for message in list(MESSAGES)[-64:-16]:  # a message that is over need not keep its tensor
                 if message["work"] is not None and message["work"].is_completed():
                     message["work"] = None

@@ -156,12 +156,9 @@ def judge(run: Run, seconds: float) -> dict:
         names = ", ".join(f"{host_of(run, rank) or 'unknown host'} (rank {rank})" for rank in missing[:8])
         return {"fault": f"{names}: did not come within {seconds:.0f} s", "host": host_of(run, missing[0])}
     if len({rank["device"] for rank in reports.values()}) > 1:
-        without = next(rank for rank in reports.values() if rank["device"] == "cpu")
-        return {
-            "fault": f"{without['host']}: no GPU can be seen there, and other ranks have one",
-            "host": without["host"],
-            "config": without.get("config", False),
-        }
+        without, *_ = (rank for rank in reports.values() if rank["device"] == "cpu")
+        fault = f"{without['host']}: no GPU can be seen there, and other ranks have one"
+        return {"fault": fault, "host": without["host"], "config": without.get("config", False)}
     return {"fault": "", "host": None}
 
 

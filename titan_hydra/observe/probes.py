@@ -77,17 +77,9 @@ class Probes:
         observations, found = list(self.seen), torch.stack(list(self.seen.values())).tolist()
         if self.file:
             for index, (seen, (norm, high, low)) in enumerate(zip(observations, found, strict=True)):
-                row = {
-                    "step": step,
-                    "pass": seen.when,
-                    "what": seen.what,
-                    "module": seen.name,
-                    "call": seen.call,
-                    "norm": norm if math.isfinite(norm) else str(norm),
-                    "hash": f"{int(high):08x}{int(low):08x}",
-                    "order": place_in_time(seen, index, self.modules),
-                }
-                self.file.write(json.dumps(row) + "\n")
+                row = {"step": step, "pass": seen.when, "what": seen.what, "module": seen.name, "call": seen.call}
+                row |= {"norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}"}
+                self.file.write(json.dumps(row | {"order": place_in_time(seen, index, self.modules)}) + "\n")
             self.file.flush()
         # Before clipping, as a norm of NaN would make every gradient NaN.
         gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}

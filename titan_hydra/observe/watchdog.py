@@ -222,9 +222,7 @@ class Watchdog:
         seen = where.count, flight.progress()
         if seen != self.seen:
             self.seen, self.moved, self.dumped = seen, now, False
-        step, phase = where.step, where.phase
-        still = now - self.moved
-        limit = self.limit
+        step, phase, still, limit = where.step, where.phase, now - self.moved, self.limit
         if still > 0.7 * self.timeout and not self.dumped:
             self.dumped = True
             self.dump(f"no progress for {still:.0f} s")
@@ -254,15 +252,8 @@ class Watchdog:
         self.dump(message)
         file = self.run.record_of(self.run.rank)
         record = read_json(file) or {}
-        error = {
-            "type": "Stuck",
-            "message": message,
-            "traceback": "",
-            "time": time.time(),
-            "secondary": True,
-            "step": self.where.step,
-            "phase": self.where.phase,
-        }
+        error: dict[str, Any] = {"type": "Stuck", "message": message, "traceback": "", "time": time.time(), "secondary": True}
+        error |= {"step": self.where.step, "phase": self.where.phase}
         write_text(file, json.dumps({**record, "ended": time.time(), "exit_status": int(status), "error": error}, indent=2) + "\n")
         print(f"{LAST_WORDS} {int(status)}\n{message}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError):
