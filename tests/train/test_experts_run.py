@@ -79,7 +79,7 @@ def test_a_validation_leaves_the_biases_alone(run_job, tmp_path):
 
 def test_rows_tell_how_even_the_experts_were(run_job):
     plain = run_job.rows(run_job(compose_job(*SMALL, *EP4)))
-    assert all(1 < row["moe_imbalance"] <= 4 and 1 <= row["moe_imbalance_ranks"] <= 4 and row["moe_dropped"] == 0 for row in plain)
+    assert all(1 < row["moe_imbalance"] <= 4 and 1 <= row["moe_imbalance_ranks"] <= 4 for row in plain)
     assert all(0 < row["moe_entropy"] <= 2.08 for row in plain)
     assert not any("balanced_experts" in row for row in plain)
     run = run_job(compose_job(*SMALL, *OTHERS["pp 2, ep 2"], "debug.balance_experts=true"))

@@ -13,6 +13,7 @@ from titan_hydra.base.versions import versions
 from titan_hydra.config import Fault
 from titan_hydra.config.fault import suggest
 from titan_hydra.config.files import CONF
+from titan_hydra.config.registry import OBJECTIVES, resolve
 from titan_hydra.verify.matrix import MATRIX, Case
 
 STEPS_OF_RANDOM = 4  # optimizer steps of each job of --random
@@ -41,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def whole_matrix() -> list[Case]:
+    """Return the cases of the package, and those that objectives of recipes or of the user's own bring."""
+    return [*MATRIX, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]
+
+
 def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # more ranks than cores
@@ -51,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
 
     drawn = args.random is not None
     steps = STEPS_OF_RANDOM if drawn else STEPS
-    cases = list(draw_jobs(args.random, args.seed)) if drawn else MATRIX
+    cases = list(draw_jobs(args.random, args.seed)) if drawn else whole_matrix()
     chosen = _chosen(args, cases)
     if args.list:
         print(*(f"{case.ranks:>3}  {case.name}" for case in chosen), sep="\n")
@@ -81,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     for outcome in outcomes:
         if not outcome.passed:
             print(outcome)
-    if coverage.cases == MATRIX:
+    if coverage.cases == whole_matrix():
         _write(args.write, header, rows, STEPS)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
 

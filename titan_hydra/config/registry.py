@@ -54,6 +54,7 @@ class ObjectiveKind:
     needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that it uses
     head_loss: bool = False  # the head can compute its loss (loss=linear_cross_entropy)
     split_logits: bool = False  # its loss takes logits that are split over the vocabulary (parallelism.loss_parallel)
+    cases: Reference | None = None  # the list of titan_hydra.verify.matrix.Case that `titan verify` proves of it
     makes: str = "tokens"  # what it gives a model; only families that take it suit
     faults: Callable[[schema.Job], Iterable[Fault]] | str = lambda job: ()
 

@@ -59,7 +59,7 @@ class Balance:
         dist.all_reduce(self.worst, dist.ReduceOp.MAX)
         dist.all_reduce(self.entropy)
         (expert, rank), (entropy, tokens) = self.worst.tolist(), self.entropy.tolist()
-        return {"moe_imbalance": expert, "moe_imbalance_ranks": rank, "moe_entropy": entropy / max(tokens, 1), "moe_dropped": 0}
+        return {"moe_imbalance": expert, "moe_imbalance_ranks": rank, "moe_entropy": entropy / max(tokens, 1)}
 
 
 @torch.no_grad()

@@ -22,12 +22,13 @@ from titan_hydra.data import tokenizer
 from titan_hydra.job.freeze import freeze
 from titan_hydra.models import layers
 from titan_hydra.models.init import init_weights
+from titan_hydra.recipes.chat.cases import CASES
 from titan_hydra.recipes.chat.rows import ConversationReader
 from titan_hydra.recipes.chat.template_of_run import read_template
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.language import IGNORED, cross_entropy
-from titan_hydra.verify.matrix import case, in_bf16
+from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import verify
 
 ROOT = Path(__file__).parents[3]
@@ -78,11 +79,7 @@ def test_every_layout_learns_what_one_process_learns():
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layouts_learn_the_same_in_bf16(slow):
-    """The loss is a mean over the assistant's tokens alone: one process parts from itself by 8e-5, in another order of
-    sums.
-    """
-    cases = in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096")
-    for outcome in verify([one for one in cases if one.slow is slow]):
+    for outcome in verify([one for one in CASES if one.slow is slow]):
         assert outcome.passed, outcome
 
 

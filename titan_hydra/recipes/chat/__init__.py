@@ -13,7 +13,16 @@ TURNS = ("tokens", "trained", "documents")  # the arrays of a sample that packed
 LINES = (".jsonl", ".json")
 TEMPLATE = f"{__name__}.template_of_run:files_of_export"
 ROWS = f"{__name__}.rows"
-register(ObjectiveKind("sft", f"{__name__}.objective:SupervisedFineTuning", needs=TURNS, head_loss=True, split_logits=True))
+register(
+    ObjectiveKind(
+        "sft",
+        f"{__name__}.objective:SupervisedFineTuning",
+        needs=TURNS,
+        head_loss=True,
+        split_logits=True,
+        cases=f"{__name__}.cases:CASES",
+    )
+)
 register(
     DataSourceKind(
         "chat",

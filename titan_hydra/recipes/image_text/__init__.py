@@ -32,6 +32,7 @@ register(
         head_loss=True,
         split_logits=True,
         faults=f"{__name__}.rules:faults",
+        cases=f"{__name__}.cases:CASES",
     )
 )
 register(
