@@ -297,12 +297,12 @@ LINES = {
     "kernels": 1229,  # 900
     "parallel": 2509,  # 2,450
     "data": 2748,  # 1,450
-    "observe": 1478,  # 1,400
+    "observe": 1477,  # 1,400
     "checkpoint": 1600,  # 1,400
-    "train": 1694,  # 1,550
-    "fault_tolerance": 1112,  # 600
+    "train": 1696,  # 1,550
+    "fault_tolerance": 1113,  # 600
     "verify": 2028,  # 2,000
-    "launch": 2142,  # 1,950
+    "launch": 2139,  # 1,950
     "report": 2300,  # 2,050
     "commands": 3335,  # 2,300
     "recipes": 1675,  # 3,100

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from titan_hydra.base.errors import LAST_WORDS, Exit, RunError, Stopped
+from titan_hydra.base.errors import LAST_WORDS, Exit, RunError
 from titan_hydra.base.threads import thread
 from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.schema import Job
@@ -127,8 +127,6 @@ class Watchdog:
             memory.explain_out_of_memory(self.run, error)
             if not isinstance(error, RunError):
                 self.dump(f"{type(error).__name__}: {error}", error)
-        if isinstance(error, Stopped):
-            self.mark_stopped()
         if error is None:
             self.at("end")
         with contextlib.suppress(OSError):
@@ -240,7 +238,7 @@ class Watchdog:
             self.dumped = True
             self.dump(f"no progress for {still:.0f} s")
         if self.asked and phase not in AFTER and now - self.asked > self.grace:
-            self.mark_stopped()
+            self.mark_stopped("blocked")
             self.end(Exit.REQUEUED, f"step {step} was not over {self.grace:.0f} s after the run was asked to stop; nothing more is saved")
         if self.run.world_size > 1 and phase not in UNLIMITED:
             if still > limit:
@@ -257,11 +255,12 @@ class Watchdog:
         with contextlib.suppress(Exception):
             flight.dump(self.run, where, self.mesh, why, error)
 
-    def mark_stopped(self) -> None:
-        """Mark for the batch script that this attempt ends because it was asked to, whatever its ranks' exit
-        statuses.
+    def mark_stopped(self, how: str = "agreed") -> None:
+        """Mark for the batch script that this attempt ends because it was asked to. If its ranks have `agreed` on that,
+        whatever their exit statuses; a rank that was `blocked` does not know why it was asked: another may have failed.
         """
-        layout.STOPPED.of(self.run.attempt).touch()
+        with contextlib.suppress(OSError):  # a full disk: the exit status says it too
+            layout.STOPPED.of(self.run.attempt).write_text(f"{how}\n")
 
     def end(self, status: Exit, message: str) -> None:
         """End this process from the thread, as its main thread is stuck: stacks go to the log, the reason to
