@@ -295,7 +295,7 @@ LINES = {
     "models": 1919,  # 1,800
     "runs": 2325,  # 2,100
     "kernels": 1229,  # 900
-    "parallel": 2509,  # 2,450
+    "parallel": 2520,  # 2,450
     "data": 2748,  # 1,450
     "observe": 1477,  # 1,400
     "checkpoint": 1600,  # 1,400
