@@ -290,7 +290,7 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 664,  # 520
-    "config": 5095,  # 3,200
+    "config": 5111,  # 3,200
     "job": 606,  # 720
     "models": 1919,  # 1,800
     "runs": 2325,  # 2,100
