@@ -296,10 +296,10 @@ LINES = {
     "runs": 2325,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2520,  # 2,450
-    "data": 2748,  # 1,450
+    "data": 2750,  # 1,450
     "observe": 1477,  # 1,400
     "checkpoint": 1600,  # 1,400
-    "train": 1696,  # 1,550
+    "train": 1702,  # 1,550
     "fault_tolerance": 1113,  # 600
     "verify": 2028,  # 2,000
     "launch": 2139,  # 1,950

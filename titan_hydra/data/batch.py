@@ -15,11 +15,13 @@ class Dims:
     """The dimensions of a tensor along which a batch is cut: microbatches cut samples, context parallelism cuts the
     sequence.
 
-    `sequence` is None if the tensor has no such dimension, or if every context-parallel rank needs all of it.
+    `sequence` is None if the tensor has no such dimension, or if every context-parallel rank needs all of it. A tensor
+    of the `host` alone does not go to the device: neither the model nor the loss reads it.
     """
 
     samples: int = 0
     sequence: int | None = None
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device."""
-        return self.each(lambda tensor, dims: onto(device, tensor))
+        """Return the batch on a device, without the tensors of the host alone."""
+        return Batch({name: onto(device, tensor) for name, tensor in self.tensors.items() if not self.dims[name].host}, self.dims)
 
     def each(self, change: Callable[[torch.Tensor, Dims], torch.Tensor]) -> Batch:
         """Return the batch with every tensor changed."""
