@@ -1,10 +1,13 @@
 """Which attention kernels may compute a call: the whole rule as a table, on a machine that need not be there."""
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.attention import KERNELS, Call, Machine, call_of, kernel_fault, kernels, refusal, takes_offsets
 from titan_hydra.config.compose import compose_job
+from titan_hydra.kernels.attention import SDPA, suited
 
 H100, B200 = Machine((9, 0), (13, 0), 91900), Machine((10, 0), (13, 0), 91900)
 ON_H100 = Call("cuda", machine=H100)
@@ -80,3 +83,22 @@ def test_a_job_says_what_its_attention_is():
     assert not call_of(compose_job("data=embedded", packed, "precision=fp32"), "cpu").masked
     assert call_of(compose_job("parallelism=cp", "gpus=2")).ring
     assert not call_of(compose_job("parallelism=cp", "gpus=2", "parallelism.cp_rotate=ulysses")).ring
+
+
+def test_efficient_attention_of_grouped_queries_has_a_key_for_each():
+    """The fastest kernel of float32 on a GPU takes no groups before torch 2.14: SDPA would choose the one that keeps all
+    scores. Other kernels take them as they are.
+    """
+    assert kernels("auto", ON_H100._replace(dtype="float32"))[0] == "efficient"
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 16, 8, requires_grad=True) for heads in (6, 2, 2))
+    expected = SDPA("math")(q, k, v)
+    keys, values, width = suited("efficient", q, k, v)
+    assert keys.shape == values.shape == q.shape and width == 8
+    found = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=False)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    wanted, given = (torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (expected, found))
+    torch.testing.assert_close(given, wanted)
+    for kernel in ("cudnn", "flash", "math"):
+        assert suited(kernel, q, k, v)[:2] == (k, v)

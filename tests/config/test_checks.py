@@ -149,6 +149,8 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({"precision__emulate": True}, "precision.emulate", "nearest legal: false"),
     ({**FLOAT8, "precision__float8_all_gather": True}, "precision.float8_all_gather", "only tensorwise"),
     ({**TENSORWISE, "parallelism__backend": "simple_fsdp"}, "precision.float8_all_gather", "nearest legal: false"),
+    ({**TENSORWISE, **ON_SLURM, "gpus": 512}, "precision.float8_all_gather", "512 ranks share 256 rows of wq"),
+    ({**TENSORWISE, **ON_SLURM, "gpus": 96}, "precision.float8_all_gather", "nearest legal: false"),  # 3 rows each, and none for 10
     ({**FLOAT8, "precision__emulate": True, "compile__name": "block"}, "precision.emulate", "nearest legal: false"),
     ({**FLOAT8, "precision__kernels": "fused", "debug__nan_hunt": True}, "precision.kernels", "blocks; nearest legal: torchao"),
     ({**TENSORWISE, "precision__kernels": "fused"}, "precision.kernels", "only for precision.recipe=rowwise; nearest legal: torchao"),

@@ -191,14 +191,18 @@ def test_every_run_is_legal(gpu, dry, quickly):
         assert job.gpus == ranks and (job.precision.compute_dtype == "bfloat16" or "precision=fp32" in words)
 
 
-def test_the_readme_names_files_that_exist():
-    folder = ROOT / "titan_hydra"
+def test_the_readme_names_what_exists():
+    """Files, and what is defined in the file before them."""
+    folder, file = ROOT / "titan_hydra", Path()
     for row in (ROOT / "tests/gpu/README.md").read_text().splitlines():
         for name in re.findall(r"`([^`]+)`", row.split("|")[1]) if row.startswith("| `") else []:
             if "/" in name:
                 folder = (ROOT / "titan_hydra" / name).parent
             if "/" in name or name.endswith(".py"):
-                assert (folder / Path(name).name).exists(), row
+                file = folder / Path(name).name
+                assert file.exists(), row
+            elif file.is_file() and name.isidentifier():
+                assert re.search(rf"^ *(def|class) {name}\b", file.read_text(), re.M), row
 
 
 @pytest.mark.slow

@@ -41,6 +41,26 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
     assert snapshot.digest_of_code(snapshot.copied(second)) != second.name
 
 
+def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
+    """It obeys the umask, and not the modes of a checkout; a purge of old files sees that it is new."""
+    modes = {"a.py": 0o600, "open.py": 0o666, "run.py": 0o755}
+    for name, mode in modes.items():
+        (checkout / "titan_hydra" / name).write_text("a = 1\n")
+        (checkout / "titan_hydra" / name).chmod(mode)
+        os.utime(checkout / "titan_hydra" / name, (1, 1))
+    before = os.umask(0o007)
+    try:
+        copy = snapshot.take(checkout / "runs", {})
+    finally:
+        os.umask(before)
+    for name, mode in modes.items():
+        made = (copy / "titan_hydra" / name).stat()
+        assert made.st_mode & 0o777 == 0o660 and made.st_mtime > 1
+        (checkout / "titan_hydra" / name).chmod(mode ^ 0o111)
+    assert (copy / "link").is_symlink()
+    assert snapshot.take(checkout / "runs", {}) == copy, "names and contents alone make the digest"
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -24,7 +24,7 @@ def test_ranks_that_block_stop_within_their_grace(launcher):
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and "was not over 3 s after the run was asked to stop" in err
     assert launcher.processes() == []
-    assert launcher.rank(1)["exit_status"] == 75 and (launcher.attempt() / "stopped").exists()
+    assert launcher.rank(1)["exit_status"] == 75 and (launcher.attempt() / "stopped").read_text() == "blocked\n"
 
 
 def test_a_rank_that_freezes_in_a_save_does_not_hold_the_others_for_an_hour(launcher):

@@ -139,22 +139,24 @@ def in_bash(text: str, code: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("records", "srun", "agreed", "status"),
+    ("records", "srun", "stopped", "status"),
     [
-        ({0: (75, False), 1: (1, False)}, "75", False, "1"),  # a library that one node lacks; srun's status is the largest
-        ({0: (75, False), 1: (2, False)}, "143", False, "2"),
-        ({0: (75, False), 1: (None, False)}, "75", False, "1"),  # ended without a record: srun says how
-        ({0: (75, False), 1: (75, False)}, "75", False, "75"),  # preempted during the start
-        ({0: (75, False), 1: (1, True)}, "75", False, "75"),  # the same: rank 1 only lost rank 0
-        ({0: (75, False), 1: (None, False)}, "143", True, "75"),
-        ({0: (75, False), 1: (1, False)}, "75", True, "75"),  # all had agreed to stop, and saved
-        ({0: (76, False), 1: (75, False)}, "76", False, "76"),
-        ({0: (1, True), 1: ("lost", False)}, "1", False, "79"),  # rank 1's node does not answer
-        ({0: (76, False), 1: ("lost", False)}, "76", False, "76"),
-        ({0: (75, False), 1: ("lost", False)}, "75", True, "75"),
+        ({0: (75, False), 1: (1, False)}, "75", "", "1"),  # a library that one node lacks; srun's status is the largest
+        ({0: (75, False), 1: (2, False)}, "143", "", "2"),
+        ({0: (75, False), 1: (None, False)}, "75", "", "1"),  # ended without a record: srun says how
+        ({0: (75, False), 1: (75, False)}, "75", "", "75"),  # preempted during the start
+        ({0: (75, False), 1: (1, True)}, "75", "", "75"),  # the same: rank 1 only lost rank 0
+        ({0: (75, False), 1: (None, False)}, "143", "agreed", "75"),
+        ({0: (75, False), 1: (1, False)}, "75", "agreed", "75"),  # all had agreed to stop, and saved
+        ({0: (75, True), 1: (1, False)}, "75", "blocked", "1"),  # srun asked rank 0, which could not hear that
+        ({0: (75, True), 1: (77, True)}, "77", "blocked", "75"),  # preempted, and rank 0 did not come to the step's end
+        ({0: (76, False), 1: (75, False)}, "76", "", "76"),
+        ({0: (1, True), 1: ("lost", False)}, "1", "", "79"),  # rank 1's node does not answer
+        ({0: (76, False), 1: ("lost", False)}, "76", "", "76"),
+        ({0: (75, False), 1: ("lost", False)}, "75", "agreed", "75"),
     ],
 )
-def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed, status):
+def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, stopped, status):
     """Each status is what a rank's record says, and whether its error is only the loss of a peer."""
     run, bin = tmp_path / "a run", tmp_path / "bin"
     attempt = run / "attempts" / "1"
@@ -169,7 +171,9 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, agreed
         f"echo 'srun: error: {LOST if code == 'lost' else f'node{rank}: task {rank}: Exited with exit code {code or 1}'}' >&2\n"
         for rank, (code, _) in records.items()
     )
-    (bin / "srun").write_text(f"#!/bin/sh\n{words}{f'touch {chr(39)}{attempt}{chr(39)}/stopped' if agreed else ''}\nexit {srun}\n")
+    (bin / "srun").write_text(
+        f"#!/bin/sh\n{words}{f'echo {stopped} >{chr(39)}{attempt}{chr(39)}/stopped' if stopped else ''}\nexit {srun}\n"
+    )
     (bin / "srun").chmod(0o755)
     said = in_bash(text, f"job=7; run_cell 1 2 '{run}' 1; echo $? $lost", PATH=f"{bin}:{os.environ['PATH']}").split()
     assert said == [status, *(["3"] if status == "79" else ["0"])] and (attempt / "exit").read_text() == f"{status}\n"

@@ -263,6 +263,33 @@ def test_exchanged_tokens_are_freed(on_ranks):
     on_ranks(2, does_not_grow)
 
 
+def choices_are_kept(rank):
+    """A choice that would be another one each time, as that of a kernel without fixed sums, is made once in a forward."""
+    found = {}
+    for words in ("ac=none", "ac=full", "ac=layer", "ac=op", "ac=lean"):
+        asked: dict[Router, int] = {}
+
+        def choose(router, scores, asked=asked):
+            asked[router] = asked.get(router, -1) + 1
+            pairs = torch.arange(len(scores) * router.config.experts_per_token)
+            return (pairs.view(len(scores), -1) + asked[router]) % router.config.n_experts
+
+        trainer = build(job_of("gpus=1", "parallelism=single", "data.local_batch=2", "data.global_batch=2", words), torch.device("cpu"))
+        tokens = torch.arange(2 * trainer.job.data.seq_len).view(2, -1) % 11
+        example = trainer.objective.example(2).each(lambda tensor, dims, tokens=tokens: tokens.to(tensor.dtype).view_as(tensor))
+        with mock.patch.object(Router, "choose", choose):
+            trainer.forward_backward(example)
+        assert set(asked.values()) == {0} and len(asked) == len(experts.sparse_layers(trainer.model)), words
+        found[words] = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+        assert any(gradient.any() for gradient in found[words].values())
+        for name, gradient in found["ac=none"].items():
+            assert found[words][name].equal(gradient), (words, name)
+
+
+def test_a_recomputation_keeps_its_choice_of_experts(on_ranks):
+    on_ranks(1, choices_are_kept)
+
+
 class Seen(TorchDispatchMode):
     """Records where the host waits for a device ("wait") and where FSDP starts to gather ("gather")."""
 

@@ -117,6 +117,21 @@ def test_a_gpu_that_is_too_old_is_refused_and_one_that_is_new_enough_not(monkeyp
     assert len(float8_names(converted(job, "cuda")[0])) == 28
 
 
+@pytest.mark.parametrize(("capability", "runs"), [((9, 0), False), ((10, 0), True), ((10, 3), True), ((11, 0), False), ((12, 0), False)])
+def test_mxfp8_runs_on_the_gpus_that_torchao_has_kernels_for(monkeypatch, capability, runs):
+    """An RTX PRO 6000 has a higher capability than a B200 (12.0) and not its kernels."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    job = job_of("precision=mxfp8")
+    if runs:
+        assert any(line.startswith("mxfp8: ") for line in converted(job, "cuda")[1])
+        return
+    with pytest.raises(
+        ConfigError,
+        match=rf"of capability 10\.0 or later and before 11\.0 \(B200 or GB200\), .* {capability[0]}\.0;",
+    ):
+        converted(job, "cuda")
+
+
 def test_parts_of_a_matrix_are_in_steps_of_16_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     converted(job_of("precision=float8_rowwise", "parallelism=tp", "parallelism.tp=2"), "cuda")

@@ -60,8 +60,13 @@ def test_a_layout_steps_without_fault(layouts, stepped):
     assert table(result["ranks"]) == sections[f"[{layouts}]"], "the part of kernels.txt that is to be pasted, if the change is right"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("planted", [name for name in PLANTED if name != NOTHING])
+# one of them in each run: a judge that finds nothing would pass all other tests
+OFTEN = "a number read"
+
+
+@pytest.mark.parametrize(
+    "planted", [pytest.param(name, marks=() if name == OFTEN else pytest.mark.slow) for name in PLANTED if name != NOTHING]
+)
 def test_a_planted_fault_is_found(planted, stepped):
     results, plant = stepped("planted"), PLANTED[planted]
     result, clean = results[planted], results[NOTHING]

@@ -132,3 +132,27 @@ def test_a_rank_that_fails_before_training_fails_the_job_once(submit):
         cell = submit.status()[run]
         assert (run / "attempts/1/exit").read_text() == f"{code}\n" and not (run / "attempts/2").exists(), submit.story()
         assert cell["state"] == "failed" and words in cell["failure"]["line"], cell
+
+
+BUILD = """
+import time
+build = loop.build
+def fails(job, device):
+    if rank == 1:
+        raise ValueError("a build that fails")
+    time.sleep(60)
+    return build(job, device)
+loop.build = fails
+"""
+
+
+def test_a_rank_that_fails_in_the_build_fails_the_job_once(submit):
+    """The other is asked to stop there, within the watchdog and before the trainer listens."""
+    submit.sabotage(BUILD)
+    submit.submit("gpus=2", "cluster.gpus_per_node=1", "parallelism=fsdp")
+    (run,) = submit.cells()
+    submit.settle(seconds=150)
+    cell = submit.status()[run]
+    assert (run / "attempts/1/exit").read_text() == "1\n" and not (run / "attempts/2").exists(), submit.story()
+    assert not (run / "attempts/1/stopped").exists() and submit.rank_record(run, 0)["exit_status"] == 75
+    assert cell["state"] == "failed" and "a build that fails" in cell["failure"]["line"], cell

@@ -15,7 +15,7 @@ from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import from_dict, identity, to_dict
 from titan_hydra.config.compose import compose_job
-from titan_hydra.config.registry import OBJECTIVES, ObjectiveKind, register
+from titan_hydra.config.registry import OBJECTIVES, ObjectiveKind, register, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.models.init import init_weights
@@ -151,6 +151,18 @@ def test_a_batch_is_cut_along_the_dimensions_that_are_declared():
         assert torch.equal(part["tokens"], part["turned"].T)
         assert torch.equal(part["tokens"][:, -1] // 6, part["kinds"])
     assert part["tokens"].tolist() == [[5, 0], [11, 6], [17, 12], [23, 18]]
+
+
+def test_only_what_an_objective_reads_goes_to_the_device():
+    """The number of each token's document, 8 bytes, is as large as all the tokens; where documents end is enough for
+    attention.
+    """
+    device = torch.device("meta")
+    for name, goes in (("language", False), ("sft", False), ("policy", False), ("dpo", True)):
+        dims = resolve(OBJECTIVES[name].build).dims
+        batch = Batch({key: torch.zeros(2, 6, dtype=torch.int64) for key in ("tokens", "documents", "ends")}, dims).to(device)
+        assert batch.tensors.keys() == {"tokens", "ends"} | ({"documents"} if goes else set()), name
+        assert {tensor.device for tensor in batch.tensors.values()} == {device}
 
 
 def test_a_batch_that_does_not_fit_its_declaration_is_refused():

@@ -216,6 +216,15 @@ def test_encode_keeps_order_whatever_the_number_of_workers(tmp_path, documents, 
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_encode_without_a_tokenizer_takes_the_embedded_one(tmp_path, documents):
+    (paths, _), named, unnamed = documents, tmp_path / "named.bin", tmp_path / "unnamed.bin"
+    assert run("encode", "--tokenizer", "embedded", "--workers", 1, "--out", named, paths[1]) == 0
+    assert run("encode", "--workers", 1, "--out", unnamed, paths[1]) == 0
+    assert unnamed.read_bytes() == named.read_bytes()
+    header = json.loads((tmp_path / "unnamed.bin.json").read_text())
+    assert header == json.loads((tmp_path / "named.bin.json").read_text()) and header["tokenizer_sha256"] == LOADED.sha256
+
+
 def test_encode_takes_a_tokenizer_by_its_path(tmp_path, documents, trained):
     config = hf(tmp_path / "tokenizer.json")
     assert run("encode", "--tokenizer", config.path, "--workers", 1, "--out", tmp_path / "hf.bin", documents[0][1]) == 0

@@ -14,6 +14,7 @@ import torch
 from titan_hydra import data
 from titan_hydra.base.errors import Stopped
 from titan_hydra.config.compose import compose_job
+from titan_hydra.launch import worker
 from titan_hydra.observe import watchdog
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.runs.failure import Kind, guilty
@@ -148,9 +149,20 @@ def test_an_error_is_told_where_it_was(tmp_path):
         raise ValueError("mine")
     assert caught.value.facts == {"step": 3, "phase": "data"}
     assert "ValueError: mine" in json.loads((tmp_path / "flight_0.json").read_text())["why"]
-    with pytest.raises(Stopped), Watchdog(compose_job("debug=tiny"), Run(tmp_path, tmp_path)):
-        raise Stopped("as asked")
-    assert (tmp_path / "stopped").exists()
+
+
+def test_a_stop_before_the_ranks_can_agree_is_no_mark(tmp_path):
+    """Where the trainer does not listen yet, a signal may come of another rank's failure: the batch script must ask
+    for that.
+    """
+    before = signal.signal(signal.SIGTERM, worker._stop_before_training)
+    try:
+        with pytest.raises(Stopped), Watchdog(compose_job("debug=tiny"), Run(tmp_path, tmp_path)):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not (tmp_path / "stopped").exists()
 
 
 @pytest.mark.parametrize(
@@ -178,4 +190,4 @@ def test_a_rank_that_is_stuck_stops_within_its_grace(stuck, tmp_path):
     assert process.wait(10) == 75
     assert 0.8 < time.monotonic() - asked < 2.5
     assert "step 7 was not over 2 s after the run was asked to stop" in (tmp_path / "rank_0.json").read_text()
-    assert (tmp_path / "stopped").exists() and guilty(tmp_path) is None  # interrupted, and not failed
+    assert (tmp_path / "stopped").read_text() == "blocked\n" and guilty(tmp_path) is None  # interrupted, and not failed

@@ -16,6 +16,7 @@ class Dims:
 
     samples: int = 0  # microbatches cut it
     sequence: int | None = None  # context parallelism cuts it; None: there is none, or every rank needs all of it
+    host: bool = False  # it does not go to the device: neither the model nor the loss reads it
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Batch:
         return self.each(part)
 
     def to(self, device: torch.device) -> Batch:
-        return self.each(lambda tensor, dims: onto(device, tensor))
+        """Return the batch on a device, without the tensors of the host alone."""
+        return Batch({name: onto(device, tensor) for name, tensor in self.tensors.items() if not self.dims[name].host}, self.dims)
 
     def each(self, change: Callable[[torch.Tensor, Dims], torch.Tensor]) -> Batch:
         """Return the batch with `change(tensor, dims)` in place of every tensor."""

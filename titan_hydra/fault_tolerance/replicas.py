@@ -119,6 +119,7 @@ class Replicas(Groups):
         while True:
             meeting: Meeting | None = self._board("convene", position, self.stop)
             if meeting is None and position == (-1, -1):
+                self.watch.mark_stopped()
                 raise Stopped("stopped while another group's weights were being taken; nothing is saved")
             if meeting is None:
                 return step, True

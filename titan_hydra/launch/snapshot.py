@@ -32,7 +32,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
         copy = Path(scratch) / "code"
         for name, file in code.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(file, copy / name, follow_symlinks=False)
+            shutil.copyfile(file, copy / name, follow_symlinks=False)
         if not intact(final):  # still: another process may have replaced it meanwhile
             with contextlib.suppress(FileNotFoundError):
                 final.rename(Path(scratch) / "damaged")

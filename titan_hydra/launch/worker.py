@@ -81,9 +81,6 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
     with contextlib.suppress(OSError):  # a full disk: the exit status still tells the launcher the outcome
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
-    agreed = signal.getsignal(signal.SIGTERM) is not _stop_before_training  # on a step: this rank was in the trainer
-    if status == Exit.REQUEUED and place.rank == 0 and agreed:
-        layout.STOPPED.of(attempt_folder).touch()  # the batch script requeues the job, however the other ranks end now
     if inline:
         signal.signal(signal.SIGTERM, before)  # the trainer's handler would swallow it between two cells
         return int(status)

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from titan_hydra.base.errors import LAST_WORDS, Exit, RunError, Stopped
+from titan_hydra.base.errors import LAST_WORDS, Exit, RunError
 from titan_hydra.base.threads import thread
 from titan_hydra.config.files import read_json, write_text
 from titan_hydra.config.schema import Job
@@ -125,8 +125,6 @@ class Watchdog:
             memory.explain_out_of_memory(self.run, error)
             if not isinstance(error, RunError):
                 self.dump(f"{type(error).__name__}: {error}", error)
-        if isinstance(error, Stopped):
-            self.mark_stopped()
         if error is None:
             self.at("end")
         with contextlib.suppress(OSError):
@@ -227,7 +225,7 @@ class Watchdog:
             self.dumped = True
             self.dump(f"no progress for {still:.0f} s")
         if self.asked and phase not in AFTER and now - self.asked > self.grace:
-            self.mark_stopped()
+            self.mark_stopped("blocked")
             self.end(Exit.REQUEUED, f"step {step} was not over {self.grace:.0f} s after the run was asked to stop; nothing more is saved")
         if self.run.world_size > 1 and phase not in UNLIMITED:
             if still > limit:
@@ -243,9 +241,12 @@ class Watchdog:
         with contextlib.suppress(Exception):
             flight.dump(self.run, where, self.mesh, why, error)
 
-    def mark_stopped(self) -> None:
-        """Tell the batch script, by the file `stopped`, that the attempt was asked to end, whatever its exit status."""
-        layout.STOPPED.of(self.run.attempt).touch()
+    def mark_stopped(self, how: str = "agreed") -> None:
+        """Mark for the batch script that this attempt ends because it was asked to. If its ranks have `agreed` on that,
+        whatever their exit statuses; a rank that was `blocked` does not know why it was asked: another may have failed.
+        """
+        with contextlib.suppress(OSError):  # a full disk: the exit status says it too
+            layout.STOPPED.of(self.run.attempt).write_text(f"{how}\n")
 
     def end(self, status: Exit, message: str) -> None:
         """End this process, whose main thread is stuck. Stacks go to the log, the reason to rank_<rank>.json."""

@@ -80,6 +80,7 @@ def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], G
     listen(trainer)
     start, missed = groups.begin(start, loader.state()["step"], resumed=checkpointer.saved >= 0)
     if missed:
+        watch.mark_stopped()
         raise Stopped("stopped before the first step")
     metrics = Metrics(job, run, device, start, trainer.parameters)
     opened.enter_context(contextlib.closing(metrics))
@@ -188,6 +189,7 @@ class Loop:
         self.checkpointer.after_step(step, votes, self.loader.state(), step == self.job.steps, stop or missed, held_out)
         if missed or (stop and step < self.job.steps):
             saved = "its checkpoint is written" if self.checkpointer.on else "nothing is saved, as checkpoint=off"
+            self.watch.mark_stopped()
             raise Stopped(f"stopped after step {step} of {self.job.steps}; {saved}")
 
     def settle(self) -> None:

@@ -1,9 +1,10 @@
 """The rules of number formats: what Float8 and MXFP8 need, and what they cannot be combined with."""
 
 from collections.abc import Iterator
-from math import gcd
+from math import ceil, gcd
 from typing import Any
 
+from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, multiples_around
 from titan_hydra.config.registry import FORMATS, resolve
 from titan_hydra.config.schema import Job
@@ -31,7 +32,7 @@ def float8_faults(job: Job) -> Iterator[Fault]:
             if not has_one_scale(job)
             else f"parallelism.backend={job.parallelism.backend} gathers plain weights"
             if job.parallelism.backend != "fsdp2"
-            else None
+            else _without_rows(job)
         )
         if reason:
             yield Fault("precision.float8_all_gather", True, reason, legal=(False,))
@@ -45,6 +46,21 @@ def float8_faults(job: Job) -> Iterator[Fault]:
     elif job.parallelism.tp > 1:
         reason = f"they cast whole rows, which parallelism.tp={job.parallelism.tp} splits"
         yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
+
+
+def _without_rows(job: Job) -> str | None:
+    """Return a reason if some rank would have no row of a linear that is gathered in Float8: torch takes no largest value
+    of nothing, on CUDA.
+    """
+    step, shards = FORMATS["float8"].step, job.parallelism.dp_shard * job.parallelism.cp
+    skipped = [part for name in job.precision.skip if (part := name.rpartition(".")[2])]
+    for linear in sorted(family_of(job.model).linears(job.model), key=lambda linear: linear.share("outputs", job.parallelism.tp)):
+        if linear.inputs % step or linear.outputs % step or any(part in linear.name for part in skipped):
+            continue
+        rows = int(linear.share("outputs", job.parallelism.tp))
+        each = ceil(rows / shards)
+        return f"{shards} ranks share {rows} rows of {linear.name}, and some would have none" if each * (shards - 1) >= rows else None
+    return None
 
 
 def widths_suit_the_format(job: Job) -> Iterator[Fault]:

@@ -26,13 +26,24 @@ def quietly() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def needs_hardware(precision: Precision, device: torch.device, capability: tuple[int, int], what: str, cards: str, nearest: str) -> None:
-    """Raise ConfigError unless this rank's device computes in the format."""
+def needs_hardware(
+    precision: Precision,
+    device: torch.device,
+    first: tuple[int, int],
+    what: str,
+    cards: str,
+    nearest: str,
+    before: tuple[int, int] | None = None,
+) -> None:
+    """Raise ConfigError unless this rank's device computes in the format: a GPU of capability `first` or later, and
+    `before` another.
+    """
     here = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if here is None or here < capability:
+    if here is None or here < first or (before and here >= before):
         runs_on = "the CPU" if here is None else f"a GPU of capability {here[0]}.{here[1]}"
+        end = f" and before {before[0]}.{before[1]}" if before else ""
         raise ConfigError(
-            f"precision={precision.name}: {what} matmuls need a GPU of capability {capability[0]}.{capability[1]} or later "
+            f"precision={precision.name}: {what} matmuls need a GPU of capability {first[0]}.{first[1]} or later{end} "
             f"({cards}), and this rank runs on {runs_on}; nearest legal: {nearest}"
         )
 

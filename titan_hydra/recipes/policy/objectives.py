@@ -57,7 +57,7 @@ class Preference(Likelihood):
     """
 
     values = ("reference",)
-    dims = SupervisedFineTuning.dims | {"reference": Dims(sequence=1), "pairs": Dims()}
+    dims = SupervisedFineTuning.dims | {"reference": Dims(sequence=1), "pairs": Dims(), "documents": Dims()}
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         batch = super().batch(samples, separators)

@@ -22,7 +22,13 @@ class Language(Objective):
     """
 
     # Documents stay whole: only Ulysses can keep them apart, and there each rank's heads cover the whole sequence.
-    dims = {"tokens": Dims(sequence=1), "labels": Dims(sequence=1), "positions": Dims(sequence=1), "documents": Dims(), "ends": Dims()}
+    dims = {
+        "tokens": Dims(sequence=1),
+        "labels": Dims(sequence=1),
+        "positions": Dims(sequence=1),
+        "documents": Dims(host=True),
+        "ends": Dims(),
+    }
 
     def blank_sample(self) -> Sample:
         return {"tokens": np.zeros(self.job.data.seq_len + 1, dtype=np.int64)}

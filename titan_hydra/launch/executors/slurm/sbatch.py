@@ -77,10 +77,10 @@ run_cell() {{
         {python} -u -m titan_hydra.launch.executors.slurm.rank "$3" "${{attempt##*/}}" </dev/null >>"$attempt/job.log" 2>&1
     rc=$?
     lost=0
-    if [ "$rc" != 0 ] && [ -e "$attempt/stopped" ]; then
+    if [ "$rc" != 0 ] && grep -qsx agreed "$attempt/stopped"; then
         rc=75  # all had agreed to stop and saved, however they ended then
-    elif [[ $rc =~ ^(75|140|143)$ ]]; then
-        rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training, by a signal that Python may not have handled yet
+    elif [[ $rc =~ ^(75|140|143)$ ]] || grep -qsx blocked "$attempt/stopped"; then
+        rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training, by a signal that Python may not have seen yet, or in a step
     elif grep -q 'Timed out waiting for job step to complete' "$attempt/job.log" && [ -z "$(own_failure)" ]; then
         rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, and SLURM notices after its SlurmdTimeout
     fi
