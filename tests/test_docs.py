@@ -77,6 +77,8 @@ THE_READERS_OWN = {
     "model=squared_1b",
     "model.power",
     "data.at_least",
+    "cluster.nice",
+    "metrics.csv.separator",
     "optimizer=adagrad",
     # a page tells how to write it
     "precision=halves",
