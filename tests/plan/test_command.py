@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 from titan_hydra import cli
 from titan_hydra.config.compose import compose_job
@@ -26,7 +27,9 @@ def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
 
 
-def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path):
+def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path, monkeypatch):
+    bands, span = [], Axes.axvspan
+    monkeypatch.setattr(Axes, "axvspan", lambda axes, low, high, **how: bands.append((low, high)) or span(axes, low, high, **how))
     status, out, _ = plan(capsys, *LINE, "data.global_batch=16", "--gpus", "8", "--plot", str(tmp_path / "new"))
     assert status == 0 and "legal points on 8 x h100_500w of 95 GiB" in out
     assert any(line.strip().startswith("1  gpus=8 parallelism.dp_shard=8 ac=") for line in out.splitlines())
@@ -35,6 +38,7 @@ def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path):
     }
     for name in ("memory", "speed"):
         assert ">llama3_8b on h100_500w: " in (tmp_path / f"new/plan-{name}.svg").read_text()
+    assert bands == [pytest.approx((0.92 * 95, 1.10 * 95))]  # fits for certain below it, and is refused beyond it
 
 
 def test_one_cell_as_json(capsys):

@@ -1,5 +1,6 @@
 """The world of a rank: time-outs of all its groups."""
 
+import math
 import os
 import pickle
 import platform
@@ -177,6 +178,16 @@ def test_gloo_connects_few_ranks_where_it_may(on_ranks, monkeypatch, lazy):
         used = sockets() - before
         # one listens; the barrier is a tree, and a rank that is ahead connects before this one has counted
         assert (made, used) == (16, 16) if not lazy else used <= 12, (made, used)
+        # the collectives of a step: gathers of weights, gradients, the agreement
+        whole, part = torch.ones(16 * 4096), torch.ones(4096)
+        dist.all_gather_into_tensor(whole, part, group=group)
+        dist.reduce_scatter_tensor(part, whole, group=group)
+        for sums in (torch.ones(4096), torch.ones(3)):
+            dist.all_reduce(sums, group=group)
+        dist.broadcast(part, 0, group=group)
+        dist.barrier(group)
+        stepped = sockets() - before
+        assert stepped == 16 if not lazy else stepped <= 2 * math.log2(16) + 1, stepped  # one listens
 
     on_ranks(16, task)
 
