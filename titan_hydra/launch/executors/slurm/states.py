@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.errors import Exit
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.queue import Queue
 from titan_hydra.runs.records import alive
@@ -67,8 +68,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
             owner = rundir.note(folder, job_id=job.id)
     if job and job.waiting:
         return State("queued", attempt, job=job)
-    # other cells may run
-    over = owner.get("packed") and layout.EXIT.of(folder).exists() and not layout.STOPPED.of(folder).exists()
+    over = owner.get("packed") and _has_ended(folder)  # the job goes on with other cells
     if job and job.active and not over:
         started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
@@ -89,6 +89,14 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
     ran = (owner["job_id"] or layout.RANK.all(folder)) and not (word or "").startswith("CANCELLED")
     failure = accounting.cause_of_end(folder, word) if ran else None
     return State("failed", attempt, failure, job=job) if failure else State("interrupted", attempt, job=job)
+
+
+def _has_ended(attempt: Path) -> bool:
+    """Whether the batch script has seen the ranks of an attempt end, and not only stop for a requeue."""
+    try:
+        return layout.EXIT.of(attempt).read_text().strip() != str(int(Exit.REQUEUED))
+    except OSError:
+        return False
 
 
 def being_submitted(owner: dict[str, Any]) -> bool:
