@@ -11,7 +11,7 @@ from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job
 from titan_hydra.models.layers import SDPA
-from titan_hydra.parallel import context, formats, lora, loss_head, tensor
+from titan_hydra.parallel import activation_checkpoint, compile, context, formats, lora, loss_head, tensor
 from titan_hydra.parallel.mesh import Mesh
 
 SMALL = (
@@ -138,3 +138,53 @@ def test_a_ring_refuses_an_attention_kernel_that_it_would_replace(world, rotate)
     block.attention = nn.Linear(128, 128, device="meta")
     with pytest.raises(ConfigError, match=r"parallelism.cp=2: block 0 of qwen3 has no child called sdpa.*; nearest legal: 1"):
         context.apply(model, mesh, job)
+
+
+def own_model(words):
+    """A job, and a model of it whose norms and attention kernel are of the user's own."""
+    torch.manual_seed(0)
+    job = job_of("parallelism=single", *words)
+    model, block = model_of(job, "cpu")
+    block.ffn_norm, block.attention.sdpa = GemmaNorm(128), Window("auto")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return job, model
+
+
+def gradients_of(words):
+    job, model = own_model(words)
+    for technique in (activation_checkpoint, compile):
+        technique.apply(model, alone(job), job)
+    tokens = torch.arange(64).view(2, 32) * 7 % 64
+    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "words", [("ac=full",), ("ac=op",), ("compile=block",), ("compile=block", "ac=op")], ids=lambda words: " ".join(words)
+)
+def test_a_users_norm_and_kernel_learn_under_a_technique_what_they_learn_alone(words):
+    torch.compiler.reset()
+    expected = gradients_of(())
+    found = gradients_of((*words, *["compile.backend=aot_eager"] * ("compile=block" in words)))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    torch.compiler.reset()
+
+
+class Chatty(GemmaNorm):
+    def forward(self, x):
+        print("here")
+        return super().forward(x)
+
+
+def test_a_users_block_that_is_no_single_graph_is_named_with_its_line():
+    torch.compiler.reset()
+    job, model = own_model(("compile=block", "compile.backend=aot_eager"))
+    model.layers["0"].ffn_norm = Chatty(128)
+    compile.apply(model, alone(job), job)
+    line = r"^compile.name=block: a block of qwen3 is more than one graph: .*print.* \(.*own_modules.py, line \d+\); nearest legal: off$"
+    with pytest.raises(ConfigError, match=line), compile.breaks_refused(job):
+        model(torch.zeros(1, 32, dtype=torch.int64))
+    torch.compiler.reset()

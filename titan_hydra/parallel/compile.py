@@ -4,7 +4,9 @@ model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 import torch.compiler.config
 from torch import nn
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.private import join_collectives
 from titan_hydra.config.family import family_of
+from titan_hydra.config.fault import Fault
 from titan_hydra.config.schema import Compile, Job
 
 from .mesh import Mesh
@@ -43,6 +47,25 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
                     owner.compile(**options)
                 else:
                     setattr(owner, method, torch.compile(getattr(owner, method), **options))
+
+
+@contextmanager
+def breaks_refused(job: Job) -> Iterator[None]:
+    """Turn a graph break, which is found when a block is first called, into a ConfigError that names the line."""
+    if job.compile.name == "off":
+        yield
+        return
+    from torch._dynamo.exc import Unsupported
+
+    try:
+        yield
+    except Unsupported as error:
+        text = str(error)
+        places = re.findall(r'File "(.*)", line (\d+)', text)
+        why = re.search(r"Explanation: (.*)", text)
+        reason = f"a block of {job.model.family} is more than one graph: {why[1] if why else text.splitlines()[0]}"
+        where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
+        raise ConfigError(str(Fault("compile.name", job.compile.name, reason.rstrip(".") + where, legal=("off",)))) from error
 
 
 def compiled_parts(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:

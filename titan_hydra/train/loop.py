@@ -29,6 +29,7 @@ from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
+from titan_hydra.parallel.compile import breaks_refused
 from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 
@@ -47,7 +48,8 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
     with contextlib.ExitStack() as opened:
         loop = _begin(job, run, open_groups, opened)
         checkpointer = loop.checkpointer
-        loop.run()
+        with breaks_refused(job):
+            loop.run()
         if job.checkpoint.export_dtype:
             checkpointer.save_weights(layout.EXPORT.of(run.directory), job.model, job.checkpoint.export_dtype)
         checkpointer.close()
