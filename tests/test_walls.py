@@ -294,7 +294,7 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 637,  # 520
-    "config": 4881,  # 3,200
+    "config": 4882,  # 3,200
     "job": 612,  # 720
     "models": 1698,  # 1,800
     "runs": 2048,  # 2,100

@@ -103,7 +103,7 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
     pick, parts = PICKED[section]
     picked = values.get(pick)
     if isinstance(picked, list):
-        return _with_sections(section, tuple(name for name in parts if name in picked and parts[name].config))
+        return _with_sections(section, tuple((name, part.config) for name, part in parts.items() if name in picked and part.config))
     record = parts.get(picked)
     return section if record is None else _joined(section, record.config)
 
@@ -126,11 +126,12 @@ def _joined(section: Any, own: Any) -> Any:
 
 
 @functools.cache
-def _with_sections(section: Any, names: tuple[str, ...]) -> Any:
-    """Return a section's dataclass with a section within for each of its parts of these names."""
-    parts = PICKED[section][1]
-    fields = [(name, parts[name].config, described(parts[name].config, f"keys of {name}", identity=False)) for name in names]
-    return dataclasses.make_dataclass(f"{section.__name__}Of{''.join(names)}", fields, bases=(section,)) if names else section
+def _with_sections(section: Any, parts: tuple[tuple[str, Any], ...]) -> Any:
+    """Return a section's dataclass with a section within for each of these parts: its name and the dataclass of its keys."""
+    if not parts:
+        return section
+    fields = [(name, config, described(config, f"keys of {name}", identity=False)) for name, config in parts]
+    return dataclasses.make_dataclass(f"{section.__name__}Of{''.join(dict(parts))}", fields, bases=(section,))
 
 
 def read(config: Any) -> tuple[Job | None, list[Fault]]:
@@ -296,7 +297,7 @@ def _typings(section: Any) -> list[Any]:
     """Return the dataclasses that type a section with the keys of its parts."""
     parts = PICKED[section][1]
     if section is Metrics:
-        return [_with_sections(section, tuple(name for name, record in parts.items() if record.config))]
+        return [_with_sections(section, tuple((name, record.config) for name, record in parts.items() if record.config))]
     return list(dict.fromkeys(_joined(section, record.config) for record in parts.values() if record.config))
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from titan_hydra.base.errors import ConfigError, Kind
 from titan_hydra.config import Job, from_dict
 from titan_hydra.config.fault import quoted
+from titan_hydra.config.load import picked_anew
 from titan_hydra.config.registry import executor_named
 from titan_hydra.config.rules.checks import check
-from titan_hydra.config.schema import ActivationCheckpoint
 from titan_hydra.job.recomputation import modes_that_keep_less
 
 from . import checkpoints, layout
@@ -60,7 +60,7 @@ def less_memory(job: Job) -> Iterator[str]:
     faults = check(job)
     for name in modes_that_keep_less(job.ac.name):
         tried = copy.deepcopy(job)
-        tried.ac = from_dict(ActivationCheckpoint, {"name": name})
+        tried.ac = picked_anew(job.ac, name)
         if check(tried) == faults:
             yield f"ac={name}"
     tried = copy.deepcopy(job)
