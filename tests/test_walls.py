@@ -293,13 +293,13 @@ def test_public_names_are_unique():
 # Lines of a room at most, as `ruff format` writes them. A number may fall; it rises in a commit of its own that says why.
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
-    "base": 637,  # 520
+    "base": 639,  # 520
     "config": 4882,  # 3,200
     "job": 612,  # 720
     "models": 1698,  # 1,800
     "runs": 2048,  # 2,100
     "kernels": 1229,  # 900
-    "parallel": 2543,  # 2,450
+    "parallel": 2541,  # 2,450
     "data": 1492,  # 1,450
     "observe": 1414,  # 1,400
     "checkpoint": 1579,  # 1,400

@@ -129,7 +129,7 @@ def test_hydras_complaints_become_one_line(overrides, text):
         ("adapter.rank=8", "adapter.rank=8: adapter.name=none does not read it; lora would"),
         ("pp_schedule.csv=a.csv", "pp_schedule.csv=a.csv: pp_schedule.name=1f1b does not read it; csv would"),
         ("parallelism.cpp=2", "parallelism.cpp=2: no such key; nearest legal: parallelism.pp or parallelism.cp"),
-        ("metrics.wandb.tags=[a]", "metrics.wandb={'tags': ['a']}: metrics.trackers=[] does not read it; wandb would"),
+        ("metrics.wandb.tags=[a]", "metrics.wandb={tags: [a]}: metrics.trackers=[] does not read it; wandb would"),
         ("ac.save_ops=[aten.mm]", "ac.save_ops=[aten.mm]: ac.name=none does not read it; lean or op would"),
         ("+model.head_dmi=3", "model.head_dmi=3: no such key; nearest legal: model.head_dim"),
         ("notes=${nothing}", "notes=${nothing}: Interpolation key 'nothing' not found"),

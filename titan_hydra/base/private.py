@@ -43,6 +43,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "foreach_norm": "torch:_foreach_norm",
     "foreach_div": "torch:_foreach_div_",
     "foreach_add": "torch:_foreach_add_",
+    # Compilation: what a graph break raises where a whole graph is demanded.
+    "GraphBreak": "torch._dynamo.exc:Unsupported",
     # Pipelines: schedules of the user's own (csv), their actions, and an order without backwards, for a validation.
     "Action": f"{SCHEDULES}:_Action",
     "ComputationType": f"{SCHEDULES}:_ComputationType",

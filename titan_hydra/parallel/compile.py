@@ -15,7 +15,7 @@ import torch.compiler.config
 from torch import nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.base.private import join_collectives
+from titan_hydra.base.private import GraphBreak, join_collectives
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.schema import Compile, Job
@@ -55,11 +55,9 @@ def breaks_refused(job: Job) -> Iterator[None]:
     if job.compile.name == "off":
         yield
         return
-    from torch._dynamo.exc import Unsupported
-
     try:
         yield
-    except Unsupported as error:
+    except GraphBreak as error:
         text = str(error)
         places = re.findall(r'File "(.*)", line (\d+)', text)
         why = re.search(r"Explanation: (.*)", text)
