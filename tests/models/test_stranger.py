@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands import convert as convert_command
+from titan_hydra.commands.verify import whole_matrix
 from titan_hydra.config import from_dict, identity, to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.family import FAMILIES, Family
@@ -271,7 +272,10 @@ def test_a_window_that_only_one_process_has_is_found(folder, capsys, monkeypatch
     assert capsys.readouterr().out == "  2  cp 2, allgather in order, sequence 16\n  2  cp 2, alltoall in order, sequence 16\n"
     assert cli.main([*words, "alltoall in order, sequence 16"]) == 2
     shown = capsys.readouterr()
-    assert f"covers 0 of the 1 chosen of {len(MATRIX)} cases; 1 left out: 0 have keys that the model has not, 1 are refused; " in shown.out
+    assert (
+        f"covers 0 of the 1 chosen of {len(whole_matrix())} cases; 1 left out: 0 have keys that the model has not, 1 are refused; "
+        in shown.out
+    )
     assert "a ring replaces the attention kernel of keyed, a Window, by torch's\n" in shown.out and "Traceback" not in shown.err
     assert cli.main([*words, "ulysses, sequence 16", "model.wrong=true"]) == 1
     assert re.search(r"^cp 2, ulysses, sequence 16 .* NO$", capsys.readouterr().out, re.M)

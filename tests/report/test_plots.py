@@ -144,7 +144,8 @@ def test_a_long_command_stands_whole_below_the_figure(sweep, capsys, tmp_path):
     assert all(word in drawn for word in command) and "\N{HORIZONTAL ELLIPSIS}" not in drawn
 
 
-@pytest.mark.filterwarnings("error")  # matplotlib says so when a plot does not fit
+# matplotlib warns when a plot does not fit; files of earlier tests may be collected here
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 def test_a_single_cell_is_drawn_well_formed(sweep, capsys, tmp_path):
     sweep.cell("a <b> & c", losses=CURVE, result=RESULT)
     sweep.report(capsys, "--plots", "-o", str(tmp_path))
