@@ -246,7 +246,7 @@ OWN = "tests/parallel/test_own_modules.py"
 FAULTS |= {
     "a ring drops an attention kernel of one's own": (
         "parallel/context.py",
-        'if rotate != "ulysses" and type(attention.sdpa) is not SDPA:',
+        "if record.ring and type(attention.sdpa) is not SDPA:",
         "if False:",
         f"{OWN}::test_a_ring_refuses_an_attention_kernel_that_it_would_replace",
     ),

@@ -88,7 +88,7 @@ def test_a_number_format_of_ones_own_learns_the_same_on_two_layouts_and_is_not_p
     one, split, plain = norms
     assert len(one) == 3 and one == pytest.approx(split, rel=1e-6) and one != pytest.approx(plain, rel=1e-6)
     run = launch(project, *halves, "precision.recipe=rowwise")
-    text = "precision.recipe=rowwise: precision.converter=halves has no such recipe; nearest legal: null"
+    text = "precision.recipe=rowwise: precision.converter=halves does not read it; float8 would"
     assert run.returncode == 2 and text in run.stderr, run.stderr
 
 

@@ -205,8 +205,11 @@ class Watchdog:
         counted.
         """
         phase = self.where.phase
-        beat = layout.BEAT.read(self.run.attempt, self.neighbour) if phase in HELD and self.run.world_size > 1 else {}
-        if not beat or beat["phase"] == "end" or beat["time"] != self.heard:
+        if phase not in HELD or self.run.world_size == 1:
+            self.heard, self.unheard = None, 0.0
+            return
+        beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # {}: it has frozen before its first one
+        if beat.get("phase") == "end" or beat.get("time") != self.heard:
             self.heard, self.unheard = beat.get("time"), 0.0
             return
         self.unheard += self.interval
