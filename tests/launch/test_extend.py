@@ -14,7 +14,7 @@ from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import Reader
 from titan_hydra.commands.extend import same_rates
-from titan_hydra.config import identity, to_dict
+from titan_hydra.config import Job, from_dict, identity, to_dict
 from titan_hydra.config.change import change
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.rules.checks import check
@@ -203,10 +203,15 @@ def test_what_cannot_be_is_one_line(a_run, overrides, words, message):
 
 
 def test_only_named_values_change():
-    job = compose_job("debug=tiny", "metrics=wandb", "cluster=slurm", "cluster.setup=['echo \\${HOME}']")
-    other = change(job, ["metrics.wandb.mode=online", "+cluster.environment={A: b}", "metrics.log_every=3"])
-    assert (other.metrics.wandb.mode, other.cluster.environment, other.metrics.log_every) == ("online", {"A": "b"}, 3)
-    assert job.metrics.wandb.mode == "offline" and other.cluster.setup == job.cluster.setup and identity(job) == identity(other)
+    job = compose_job("debug=tiny", "cluster=slurm", "cluster.setup=['echo \\${HOME}']")
+    other = change(job, ["metrics.trackers=[wandb]", "metrics.wandb.mode=online", "+cluster.environment={A: b}"])
+    assert (other.metrics.wandb.mode, other.cluster.environment, other.metrics.trackers) == ("online", {"A": "b"}, ["wandb"])
+    assert (
+        job.metrics.trackers == []
+        and from_dict(Job, to_dict(other)) == other
+        and other.cluster.setup == job.cluster.setup
+        and identity(job) == identity(other)
+    )
     for word in ("steps=3", "cluster=slurm", "~name", "seed", "metrics.wandb.mode=sideways", "optimizer.muon_lr=1", "model.yarn.factor=2"):
         with pytest.raises(ConfigError, match=r"^[^\n]+$"):
             change(job, [word])

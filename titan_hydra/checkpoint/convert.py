@@ -84,7 +84,7 @@ def export_hf(
 
 
 def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
-    """Write the run's tokenizer, chat template and generation_config.json. Returns the ids of begin and end of text; {},
+    """Write the run's tokenizer, what its data sources add, and generation_config.json. Returns the ids of begin and end of text; {},
     with a warning, if the run has no tokenizer.
     """
     try:

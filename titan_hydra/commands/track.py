@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
 def copy(directory: Path, values: list[str], name: str, dry: bool) -> RunError | None:
     """Copy one run and print the outcome. Returns the error, None if there was none."""
     try:
-        job, state = change(trackers.with_tracker(load_job(directory), name), values), rundir.state(directory)
+        job, state = change(load_job(directory), [f"metrics.trackers=[{name}]", *values]), rundir.state(directory)
         if state.kind == "running":
             raise ConfigError("is running; track it when it is over")
         if not layout.METRICS.of(directory).is_file():

@@ -12,7 +12,7 @@ from titan_hydra.base.errors import ConfigError
 
 from .explain import explain
 from .fault import Fault, did_you_mean, suggest
-from .load import known_keys, no_such_key, picked_anew, values_are_what_the_schema_takes
+from .load import PICKED, known_keys, no_such_key, picked_anew, picking, values_are_what_the_schema_takes
 from .overrides import mistakes
 from .schema import Job
 
@@ -40,8 +40,9 @@ def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> 
                 )
             )
         *path, name = key.split(".")
-        if key == "cluster.executor":  # of the keys that pick a part, the one outside the hash
-            job.cluster = picked_anew(job.cluster, value)
+        section = picking().get(path[0]) if len(path) == 1 else None
+        if section and PICKED[section][0] == name:
+            setattr(job, path[0], picked_anew(getattr(job, path[0]), value))
         else:
             setattr(reduce(getattr, path, job), name, value)
     if faults := list(values_are_what_the_schema_takes(job)):

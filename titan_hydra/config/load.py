@@ -108,8 +108,8 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
     return section if record is None else _joined(section, record.config)
 
 
-def picked_anew(values: Any, picked: str) -> Any:
-    """Return a section that picks a part with another one picked. The keys that both parts have keep their values."""
+def picked_anew(values: Any, picked: str | list[str]) -> Any:
+    """Return a section that picks a part, or several, with others picked. The keys that both parts have keep their values."""
     section = next(section for section in PICKED if isinstance(values, section))
     pick = PICKED[section][0]
     cls = typed(section, {pick: picked})

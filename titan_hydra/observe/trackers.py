@@ -3,12 +3,10 @@
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_hydra.config import from_dict, identity, to_dict
-from titan_hydra.config.operation import Metrics
+from titan_hydra.config import identity, to_dict
 from titan_hydra.config.registry import TRACKERS, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.runs import layout
@@ -102,13 +100,6 @@ def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
         except Exception as error:
             print(f"warning: {name} could not start and is left out: {error}", flush=True)
     return trackers
-
-
-def with_tracker(job: Job, name: str) -> Job:
-    """Return a copy of a job whose metrics have the keys of this tracker alone."""
-    kept = to_dict(job.metrics)
-    own = {name: kept.get(name, {})} if TRACKERS[name].config else {}
-    return replace(job, metrics=from_dict(Metrics, {**{spec.name: kept[spec.name] for spec in fields(Metrics)}, "trackers": [name], **own}))
 
 
 def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:

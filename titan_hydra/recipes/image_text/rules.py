@@ -5,6 +5,7 @@ from typing import Any
 
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapts
 
 
 def faults(job: Job) -> Iterator[Fault]:
@@ -16,7 +17,7 @@ def faults(job: Job) -> Iterator[Fault]:
     tower = f"the tower of model.family={job.model.family}"
     if job.precision.converter:
         yield Fault("precision.converter", job.precision.converter, f"{tower} needs plain linears", legal=("null",))
-    if job.adapter.name != "none":
+    if adapts(job):
         yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
     if job.parallelism.backend != "fsdp2":
         yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} is sharded by FSDP2", legal=("fsdp2",))
