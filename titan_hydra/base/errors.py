@@ -10,7 +10,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
-# A rank prints it before the reason for which it ends; here the launcher stops to echo the rank's log.
+# A rank prints this before the reason for its end. The launcher echoes a rank's log up to this line.
 LAST_WORDS = "--- this rank ends with exit status"
 
 

@@ -38,7 +38,7 @@ class Outcome:
     case: Case
     differences: Differences
     start: int  # number of initial tensors that differ in any bit
-    routing: int  # number of experts' loads (of all steps), and of routers' biases at the end, that differ
+    routing: int  # how many values of routing differ: loads of experts in any step, biases of routers after the last
     drift: int  # number of shards whose copies on several ranks differ in any bit after the last step
     rounded: int  # number of gradients that were summed in bfloat16 though not asked for, and of reductions in a wrong dtype
     band: float = 0.0  # largest difference, relative to the measured band; 0: none was measured

@@ -35,12 +35,10 @@ def test_what_cannot_be_used_is_counted(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"{tmp_path}/a.jsonl:2: not a JSON line")
 
 
-def test_what_the_tokenizer_does_not_know_is_a_warning(tmp_path, letters, capsys):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(TALK))
+def shows_what_is_unknown(words, file, letters, capsys):
+    """Rows of a file with letters that the tokenizer lacks: a warning, which `titan data show` prints too."""
     words = (
-        "data=chat",
-        "objective=sft",
+        *words,
         f"data.path={file}",
         "data.chat_template=chatml",
         "data.document_mask=true",
@@ -52,6 +50,12 @@ def test_what_the_tokenizer_does_not_know_is_a_warning(tmp_path, letters, capsys
     assert cli.main(["data", "show", *words]) == 0
     shown = capsys.readouterr().out
     assert "% unknown to the tokenizer\n" in shown and f"warning: {line}\n" in shown
+
+
+def test_what_the_tokenizer_does_not_know_is_a_warning(tmp_path, letters, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(TALK))
+    shows_what_is_unknown(("data=chat", "objective=sft"), file, letters, capsys)
 
 
 @pytest.mark.parametrize(

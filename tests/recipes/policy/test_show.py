@@ -2,8 +2,9 @@
 
 import json
 
+from tests.recipes.chat.test_chat_show import shows_what_is_unknown
 from tests.report.test_changes import what_differs
-from tests.train.data.test_unknown import ROWS, letters, warned
+from tests.train.data.test_unknown import ROWS, letters
 from titan_hydra import cli
 
 __all__ = ["letters"]
@@ -24,21 +25,7 @@ def test_pairs_and_rollouts_are_shown(tmp_path, capsys):
 def test_what_the_tokenizer_does_not_know_of_pairs_is_a_warning(tmp_path, letters, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(PAIR))
-    words = (
-        "data=preference",
-        "objective=dpo",
-        "objective.beta=0.1",
-        f"data.path={file}",
-        "data.chat_template=chatml",
-        "data.document_mask=true",
-        "tokenizer=hf",
-        f"tokenizer.path={letters}",
-    )
-    (line,) = warned(*words)
-    assert "unknown" in line and "'g', 't'" in line
-    assert cli.main(["data", "show", *words]) == 0
-    shown = capsys.readouterr().out
-    assert "% unknown to the tokenizer\n" in shown and f"warning: {line}\n" in shown
+    shows_what_is_unknown(("data=preference", "objective=dpo", "objective.beta=0.1"), file, letters, capsys)
 
 
 def test_the_old_word_names_the_new_one(capsys):
