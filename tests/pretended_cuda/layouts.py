@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 EXCHANGE = "parallel/experts.py AllToAll.sizes"
+FINITE = "item at train/optimizer.py step"  # torch shards no fused SGD, the kind that itself leaves out a step
 BASE = (
     "cluster.executor=slurm",
     "cluster.gpus_per_node=8",
@@ -46,7 +47,8 @@ class Layout:
     @property
     def waits(self) -> dict[str, int]:
         """Where the host may wait, and how often."""
-        return {f"tolist at {place}": times for place, _, times in self.reads}
+        finite = {FINITE: 1} if any(override.startswith("optimizer=sgd") for override in self.overrides) else {}
+        return finite | {f"tolist at {place}": times for place, _, times in self.reads}
 
 
 def layout(ranks: int, model: tuple[str, ...], *overrides: str, samples: int, reads=(), gathers=None) -> Layout:

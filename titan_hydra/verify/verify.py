@@ -228,7 +228,7 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
     for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
         by_ranks[case.ranks].append((number, case, to_dict(job)))
     with tempfile.TemporaryDirectory() as folder:
-        _spawn(1, _run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
+        _share(_run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
         for ranks, own in sorted(by_ranks.items()):
             _run_all(ranks, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
@@ -241,7 +241,7 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
                 judged[_key(case), job.parallelism.tp].append(number)
         if judged:
             draws = [(numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()]
-            _spawn(1, _run_draws, folder, draws)
+            _share(_run_draws, folder, draws)
         return [_read(folder, number, case) for number, case in enumerate(cases)]
 
 
@@ -351,14 +351,24 @@ class Crashed(RuntimeError):
     """A rank was ended by a signal: sent to it, for lack of memory, or after a fault in native code."""
 
 
-def _spawn(ranks: int, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
-    """Run `function(device, folder, jobs)` on `ranks` gloo ranks. Raises Crashed if a signal ended one, else Raised with
-    the traceback of the first that failed.
+def _share(function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
+    """Run jobs of one process each: every core has a process that runs its share of them."""
+    cores = len(os.sched_getaffinity(0))
+    _spawn(1, function, folder, *(jobs[first::cores] for first in range(min(cores, len(jobs)))))
+
+
+def _spawn(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[Any]) -> None:
+    """Run `function(device, folder, jobs)` on `ranks` gloo ranks for the jobs of each world, all at the same time. Raises
+    Crashed if a signal ended a rank, else Raised with the traceback of the first that failed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    store = tempfile.mktemp(dir=folder)
-    processes = [context.Process(target=_rank, args=(rank, ranks, store, function, folder, jobs)) for rank in range(ranks)]
+    stores = [tempfile.mktemp(dir=folder) for _ in worlds]
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, store, function, folder, jobs))
+        for store, jobs in zip(stores, worlds, strict=True)
+        for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     failed = False
@@ -368,10 +378,10 @@ def _spawn(ranks: int, function: Callable[..., Any], folder: str, jobs: list[Any
             failed = any(peer.exitcode not in (None, 0) for peer in processes)
     if failed:
         crashed = []
-        for rank, process in enumerate(processes):
+        for number, process in enumerate(processes):
             process.join(2)
             if (process.exitcode or 0) < 0:
-                crashed.append(f"rank {rank} was killed by signal {-process.exitcode}")
+                crashed.append(f"rank {number % ranks} was killed by signal {-process.exitcode}")
             process.kill()
         if crashed:
             raise Crashed(crashed[0])
@@ -390,7 +400,7 @@ def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folde
         with world(from_dict(Job, jobs[0][-1]), run) as device:
             function(device, folder, jobs)
     except BaseException:
-        Path(f"{folder}/error_{rank}").write_text(traceback.format_exc())
+        Path(f"{folder}/error_{os.getpid()}").write_text(traceback.format_exc())
         os._exit(1)
 
 
