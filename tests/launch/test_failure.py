@@ -12,7 +12,7 @@ from titan_hydra.base.errors import CheckpointError, ConfigError, Kind, NotFinit
 from titan_hydra.config import to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.launch.executors.slurm.accounting import cause_of_end
-from titan_hydra.runs import layout
+from titan_hydra.runs import hints, layout
 from titan_hydra.runs.failure import describe, guilty
 
 GLOO_CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
@@ -261,7 +261,8 @@ def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     assert failure.rank == 1  # the earlier one; now alone
     (attempt / "rank_1.json").unlink()
     failure = guilty(attempt)
-    assert (failure.kind, failure.line) == (Kind.OUT_OF_MEMORY, "rank 2, step 0: peak 93.1 of 94.5 GiB") and failure.hint.startswith(hint)
+    assert (failure.kind, failure.line) == (Kind.OUT_OF_MEMORY, "rank 2, step 0: peak 93.1 of 94.5 GiB")
+    assert hints.hint(failure).startswith(hint)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_a_full_disk_is_a_class_of_its_own(tmp_path, error):
     (attempt.parents[1] / "config.json").write_text(json.dumps(to_dict(compose_job())))
     failure = cause_of_end(write_slurm(attempt, "", rank1=error), "FAILED")
     assert (failure.kind, failure.status, failure.rank) == (Kind.DISK, 1, 1)
-    assert f"'{tmp_path}/a run'" in failure.hint and "launch.retry=failed" in failure.hint
+    assert f"'{tmp_path}/a run'" in hints.hint(failure) and "launch.retry=failed" in hints.hint(failure)
 
 
 def test_hints_of_other_classes(tmp_path):
@@ -288,6 +289,6 @@ def test_hints_of_other_classes(tmp_path):
     attempt.mkdir(parents=True)
     job = to_dict(compose_job("cluster=slurm", "cluster.exclude=[node7]", "cluster.time_minutes=30", "debug=tiny"))
     (tmp_path / "config.json").write_text(json.dumps(job))
-    assert cause_of_end(write_slurm(attempt, NODE)).hint == "cluster.exclude=[node7,node1]"
-    assert "cluster.time_minutes=60" in cause_of_end(write_slurm(attempt, TIME)).hint
-    assert cause_of_end(write_slurm(attempt, KILLED)).hint == ""
+    assert hints.hint(cause_of_end(write_slurm(attempt, NODE))) == "cluster.exclude=[node7,node1]"
+    assert "cluster.time_minutes=60" in hints.hint(cause_of_end(write_slurm(attempt, TIME)))
+    assert hints.hint(cause_of_end(write_slurm(attempt, KILLED))) == ""

@@ -18,7 +18,8 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.norm import Norm
 from titan_hydra.parallel.plans import Linears
 from titan_hydra.runs.run import Run
-from titan_hydra.train.trainer import Agreement, build
+from titan_hydra.train.agreement import Agreement
+from titan_hydra.train.trainer import build
 from titan_hydra.verify.matrix import BASE, later_wins
 from titan_hydra.verify.verify import trace
 

@@ -23,10 +23,11 @@ from titan_hydra.parallel.split_masters import master_of
 from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 from titan_hydra.train import trainer
+from titan_hydra.train.agreement import Agreement
 
 from .steps import cut_back
 
-NOTHING = trainer.Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step whose gradient is given
+NOTHING = Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step whose gradient is given
 DAMAGES = {
     "cut short": (lambda file: os.truncate(file, file.stat().st_size // 2), "bytes instead of"),
     "a bit flipped": (lambda file: flip(file), "does not match its checksum"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.hang import verdict
+from titan_hydra.runs.hints import hint
 from titan_hydra.runs.run import newest_attempt
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import add_runs, choose_one, jobs_of
@@ -75,8 +76,8 @@ def _guilty(directory: Path, state: State) -> int:
     print(f"\n{failure.detail or (layout.last_lines(failure.log) if failure.log else '') or 'there is no further message'}\n")
     if failure.log:
         print(f"log: {failure.log}")
-    if failure.hint:
-        print(f"try: {failure.hint}")
+    if advice := hint(failure):
+        print(f"try: {advice}")
     return Exit.DONE
 
 

@@ -18,6 +18,7 @@ from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs.find import RunCell
+from titan_hydra.runs.hints import hint
 from titan_hydra.runs.view import RunRow, add_target, choose, look
 
 ONLY = {  # --only: the classes of failure that a word stands for
@@ -88,10 +89,11 @@ def advise(row: RunRow, cell: RunCell) -> None:
     """Print the command to type instead of repeating the same run."""
     failure = row.state.failure
     print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, and is left out (--as-is runs it anyway)")
-    if "=" in failure.hint.split(" ")[0]:
-        print(f"          python launch.py {quoted([*cell.overrides, *failure.hint.split()])}")
-    elif failure.hint:
-        print(f"          try {failure.hint}")
+    advice = hint(failure)
+    if "=" in advice.split(" ")[0]:
+        print(f"          python launch.py {quoted([*cell.overrides, *advice.split()])}")
+    elif advice:
+        print(f"          try {advice}")
 
 
 def cluster_of(cell: Cell) -> str:

@@ -15,6 +15,7 @@ from titan_hydra.base.text import table
 from titan_hydra.config.fault import counted, quoted, shown
 from titan_hydra.runs import find, layout, rundir
 from titan_hydra.runs.find import Selection, all_runs, runs_option
+from titan_hydra.runs.hints import hint
 from titan_hydra.runs.queue import Queue, silent
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import RunRow, add_target, choose, look, moment
@@ -210,8 +211,8 @@ def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], q
     failed = [row for row in rows if row.state.failure]
     for row in failed[:FAILURES]:
         yield f"{row.hash}  {row.cell}: {row.state.failure.kind}: {row.state.failure.line}"
-        if row.state.failure.hint:
-            yield f"          try {row.state.failure.hint}"
+        if advice := hint(row.state.failure):
+            yield f"          try {advice}"
     if len(failed) > FAILURES:
         yield f"          ... and {len(failed) - FAILURES} more failed"
     if failed:
@@ -285,7 +286,7 @@ def _as_json(row: RunRow) -> dict:
             "status": int(failure.status),
             "line": failure.line,
             "host": failure.host,
-            "hint": failure.hint,
+            "hint": hint(failure),
             "log": str(failure.log) if failure.log else None,
         }
         if failure

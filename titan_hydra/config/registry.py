@@ -8,15 +8,11 @@ A record holds all that the checks and the trainer know of a part. What computes
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from titan_hydra.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from . import schema
-    from .fault import Fault
 
 Reference = str | Callable[..., Any]  # a function or class, or "module:name" of one
 
@@ -56,7 +52,7 @@ class ObjectiveKind:
     split_logits: bool = False  # its loss takes logits that are split over the vocabulary (parallelism.loss_parallel)
     cases: Reference | None = None  # the list of titan_hydra.verify.matrix.Case that `titan verify` proves of it
     makes: str = "tokens"  # what it gives a model; only families that take it suit
-    faults: Callable[[schema.Job], Iterable[Fault]] | str = lambda job: ()
+    faults: Reference = lambda job: ()
 
 
 @dataclass(frozen=True)

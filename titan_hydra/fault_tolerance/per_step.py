@@ -28,8 +28,9 @@ from titan_hydra.data.loader import Loader
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel import formats
 from titan_hydra.runs.run import Run
+from titan_hydra.train.agreement import Agreement
 from titan_hydra.train.groups import Groups
-from titan_hydra.train.trainer import Agreement, Trainer
+from titan_hydra.train.trainer import Trainer
 from titan_hydra.train.world import open_store, steady_timeout
 
 from . import shared_lighthouse

@@ -13,6 +13,7 @@ from titan_hydra.plan import predict
 from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.find import runs_option
+from titan_hydra.runs.hints import hint
 from titan_hydra.runs.rundir import State
 
 if TYPE_CHECKING:
@@ -164,8 +165,8 @@ def failure(directory: Path, why: Failure) -> None:
     print(f"{directory.name}: failed ({why.status}): {why.line}", file=sys.stderr)
     if why.log:
         print(f"  log: {why.log}", file=sys.stderr)
-    if why.hint:
-        print(f"  try: {why.hint}", file=sys.stderr)
+    if advice := hint(why):
+        print(f"  try: {advice}", file=sys.stderr)
 
 
 def _number(value: float | None, form: str) -> str:

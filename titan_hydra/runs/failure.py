@@ -4,7 +4,6 @@ rank and the cause.
 
 from __future__ import annotations
 
-import functools
 import re
 import signal
 import time
@@ -16,7 +15,7 @@ from typing import Any
 from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
 from titan_hydra.base.text import printable
 
-from . import hang, hints, layout
+from . import hang, layout
 
 # asked to end, not failed
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
@@ -45,11 +44,6 @@ class Failure:
     kind: Kind = Kind.UNKNOWN
     host: str | None = None
     attempt: Path | None = None
-
-    @functools.cached_property
-    def hint(self) -> str:
-        """What to try next, as it is typed; "" if there is nothing to suggest."""
-        return hints.hint(self) if self.attempt else ""
 
 
 @dataclass(frozen=True)

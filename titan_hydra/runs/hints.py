@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import ConfigError, Kind
 from titan_hydra.config import Job, from_dict
@@ -17,16 +16,16 @@ from titan_hydra.config.rules.checks import check
 from titan_hydra.job.recomputation import modes_that_keep_less
 
 from . import checkpoints, layout
+from .failure import Failure
 from .run import group_at
-
-if TYPE_CHECKING:
-    from .failure import Failure
 
 
 def hint(failure: Failure) -> str:
-    """Return the next thing to try after a failure; "" if there is no suggestion, or if the run's config.json is missing,
-    was written by another version, or names modules not here.
+    """Return the next thing to try after a failure, as it is typed; "" if there is no suggestion, or if the run's
+    config.json is missing, was written by another version, or names modules not here.
     """
+    if failure.attempt is None:
+        return ""
     directory, _ = group_at(failure.attempt.parent.parent)
     try:
         job = from_dict(Job, layout.CONFIG.read(directory))

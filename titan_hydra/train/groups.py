@@ -2,18 +2,14 @@
 communicate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from titan_hydra.data.batch import Batch
 from titan_hydra.data.loader import Loader
 
-if TYPE_CHECKING:
-    from .trainer import Agreement
+from .agreement import Agreement
 
 
 class Groups:

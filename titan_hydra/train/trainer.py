@@ -25,6 +25,7 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.parallel.split_masters import split_masters
 from titan_hydra.parallel.stages import split, whole
 
+from .agreement import Agreement
 from .groups import Groups
 from .objectives import Objective, build_objective
 from .optimizer import build_optimizers
@@ -33,28 +34,6 @@ from .step import Plain, build_step
 
 if TYPE_CHECKING:
     from titan_hydra.parallel.pipeline import Pipeline
-
-
-class Agreement:
-    """What all ranks know of a step once its gradients are computed: at once on the device, on the host when `read` is
-    called.
-    """
-
-    def __init__(self, norm: torch.Tensor, sums: torch.Tensor) -> None:
-        """Take sums over all ranks (float64): the loss, the number of ranks that were asked to stop, votes."""
-        self.norm, self.finite = norm, sums[0].isfinite() & norm.isfinite()
-        # waits for nothing that is queued later
-        self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)
-        self.copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
-
-    def read(self) -> tuple[float, float, bool, list[float]]:
-        """Return loss, norm, whether any rank was asked to stop, and the sums of the votes. This is the step's only
-        wait for the device.
-        """
-        if self.copied is not None:
-            self.copied.synchronize()
-        norm, loss, stop, *votes = self.host.tolist()
-        return loss, norm, stop > 0, votes
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Processes(Executor):
         """Run one cell after another, and print how each ends."""
         from . import one_by_one
 
-        return one_by_one.run_all(cells, self)
+        return one_by_one.run_all(cells, self.run)
 
     def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
         """Return the state of a run from its files and the processes of this machine."""

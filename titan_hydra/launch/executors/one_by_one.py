@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.fault import counted, quoted
@@ -15,11 +15,11 @@ from titan_hydra.launch.cell import RETRY, Cell
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.rundir import State
 
-if TYPE_CHECKING:
-    from .local import Processes
+# Runs a claimed attempt (cell, its folder, the counter of Ctrl-C) to its end.
+RunAttempt = Callable[[Cell, Path, Interrupts], None]
 
 
-def run_all(cells: list[Cell], executor: Processes) -> int:
+def run_all(cells: list[Cell], run: RunAttempt) -> int:
     """Run one cell after another. A failed cell does not stop the others, Ctrl-C does."""
     states: list[State] = []
     status = Exit.DONE
@@ -27,7 +27,7 @@ def run_all(cells: list[Cell], executor: Processes) -> int:
     for number, cell in enumerate(cells, start=1):
         if len(cells) > 1:
             print(f"\n[{number}/{len(cells)}] {cell.directory.name}   {quoted(cell.overrides)}", flush=True)
-        states.append(settle(cell, executor, interrupts))
+        states.append(settle(cell, run, interrupts))
         status = status or rundir.result_status(states[-1])
         if interrupts.received:
             break
@@ -41,7 +41,7 @@ def run_all(cells: list[Cell], executor: Processes) -> int:
     return status
 
 
-def settle(cell: Cell, executor: Processes, interrupts: Interrupts) -> State:
+def settle(cell: Cell, run: RunAttempt, interrupts: Interrupts) -> State:
     """Bring one cell to its end, whatever its state: start it, attach to it, or print why not. Returns its final
     state.
     """
@@ -74,15 +74,15 @@ def settle(cell: Cell, executor: Processes, interrupts: Interrupts) -> State:
             return state
         claimed = rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, fresh)
         if claimed is not None:
-            return _start(cell, claimed, executor, interrupts)
+            return _start(cell, claimed, run, interrupts)
 
 
-def _start(cell: Cell, attempt: Path, executor: Processes, interrupts: Interrupts) -> State:
+def _start(cell: Cell, attempt: Path, run: RunAttempt, interrupts: Interrupts) -> State:
     """Run a claimed attempt to its end."""
     again = f", attempt {attempt.name}" if attempt.name != "1" else ""
     print(f"{cell.directory}{again}: {counted(processes(cell.job), 'rank')}", flush=True)
     try:
-        executor.run(cell, attempt, interrupts)
+        run(cell, attempt, interrupts)
     finally:
         rundir.end_attempt(attempt)
     return tell(cell)
