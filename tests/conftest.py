@@ -15,7 +15,7 @@ import pytest
 
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # hidden from all tests but tests/gpu: the others are about ranks on CPUs
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
