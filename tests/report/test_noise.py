@@ -37,7 +37,7 @@ def test_a_difference_within_the_noise_is_marked(sweep, capsys):
     out = sweep.report(capsys, "--md")[1]
     differences = {name: row["difference"] for name, row in rows_of(out).items()}
     assert differences == {"base": "\N{EN DASH}", "near": "+1 % (noise)", "wide": "+10 % (noise)", "far": "+10 %", "unknown": "+1.50 %"}
-    assert "- (noise): a difference smaller than the larger of the two IQRs: nothing is known of it" in out
+    assert "- (noise): a difference smaller than the larger of the two IQRs is not significant" in out
 
 
 def test_few_steps_are_marked(sweep, capsys):
@@ -111,9 +111,9 @@ def test_a_busy_machine_is_told(sweep, capsys):
     load(sweep.cell("quiet", result=result(1000.0)), 2, 0.1, 2.2)
     load(sweep.cell("loud", result=result(900.0)), 2, 3.0, 14.25)
     out = sweep.report(capsys, "--md")[1]
-    assert "- loud: the machine was busy with more than this (load up to 14.2 on 2 cores)" in out and "- quiet" not in out
+    assert "- loud: other programs used the machine too (load up to 14.2 on 2 cores)" in out and "- quiet" not in out
     load(sweep.cell("louder", result=result(900.0)), 2, 3.0, 24.25)
-    assert "- loud, louder: the machine was busy with more than this (load up to 24.2 on 2 cores)" in sweep.report(capsys, "--md")[1]
+    assert "- loud, louder: other programs used the machine too (load up to 24.2 on 2 cores)" in sweep.report(capsys, "--md")[1]
     lines = sweep.report(capsys, "--csv")[1].splitlines()
     assert lines[2].endswith(",14.25,2,,") and "load,cores" in lines[0]
 

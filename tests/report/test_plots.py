@@ -208,4 +208,4 @@ def test_a_run_without_a_recorded_schedule_has_no_timeline(sweep, capsys, tmp_pa
     _, out, err = sweep.report(capsys, "--plots", "-o", str(tmp_path))
     assert [line for line in out.split() if "pipeline-" in line] == [str(tmp_path / f"pipeline-1.{ending}") for ending in ("png", "svg")]
     assert ">1f1b: pp, pp lr=1<" in text(tmp_path / "pipeline-1.svg")
-    assert err == "no pipeline's timeline of old: it recorded no schedule\n"
+    assert err == "old: no timeline of the pipeline, as the run recorded no schedule\n"

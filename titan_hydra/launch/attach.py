@@ -20,10 +20,10 @@ from titan_hydra.base.errors import LAST_WORDS
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.records import alive
 
-# seconds for the ranks to reach the end of their step; while they write a checkpoint, no limit but a second Ctrl-C
+# seconds that the ranks may take to end their step; a checkpoint that is being written may take any time
 STOP_LIMIT = 30
 POLL = 0.1  # seconds
-BACKLOG = 4096  # bytes of an older log that are shown
+BACKLOG = 4096  # how many bytes of a log that existed before are shown
 
 
 class Interrupts:
@@ -44,7 +44,7 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """The exit status of a program ended by the first signal received."""
+        """The exit status, 128 + signal, of a program that the first received signal has ended."""
         return 128 + self.received[0]
 
 
@@ -97,14 +97,14 @@ def stop(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> str:
     elif parent is None or ranks:
         for rank in ranks:
             os.kill(rank["pid"], signal.SIGTERM)
-    else:  # it has not started any rank yet
+    else:  # the parent has not started any rank yet
         kill(attempt, parent)
     count = len(owner.get("ranks", ranks))
     return f"all {count} ranks" if count > 1 else "the rank"
 
 
 def saving(directory: Path) -> bool:
-    """Whether any replica group is writing a checkpoint."""
+    """Whether the ranks of any replica group are writing a checkpoint."""
     homes = (directory, *layout.REPLICA.all(directory).values())
     return any(any(layout.CHECKPOINTS.of(home).glob(f"*{checkpoints.WRITING}")) for home in homes)
 
@@ -122,10 +122,10 @@ def kill(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> None:
 
 
 class Echo:
-    """Prints new lines of a log, except the traceback at its end: the launcher prints the guilty rank's traceback
-    later, which may be another rank's.
+    """Prints new lines of rank 0's log, except the traceback at its end: the launcher prints a traceback later, that of
+    the rank which failed first.
 
-    Of a log that is already long, because the run was started earlier, only the end is printed.
+    If the run was started earlier and its log is already long, only the log's end is printed.
     """
 
     def __init__(self, path: Path, line: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""A cell that passed the checks: what is started, and whether it is to be."""
+"""A cell that passed the checks: its job, its run directory, and whether the run is to be started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_hydra.job.ranks import all_ranks, runs_here
 from titan_hydra.plan import predict
 from titan_hydra.runs.rundir import State
 
-# launch.retry: the failures, by exit status, that it runs again.
+# Values of launch.retry, and the exit statuses of the failures that each starts again.
 RETRY = {"none": (), "oom": (Exit.OUT_OF_MEMORY,), "node": (Exit.UNHEALTHY, Exit.HANG), "failed": tuple(Exit), "all": tuple(Exit)}
 
 
@@ -20,11 +20,11 @@ RETRY = {"none": (), "oom": (Exit.OUT_OF_MEMORY,), "node": (Exit.UNHEALTHY, Exit
 class Cell:
     """One cell that passed the checks."""
 
-    number: int  # among all cells of the command line, from 1
+    number: int  # its place among all cells of the command line, counted from 1
     overrides: list[str]
     job: Job
     directory: Path
-    of: int  # cells of the command line
+    of: int  # the number of cells of the command line
     prediction: predict.Prediction | None = None
 
     @property
@@ -33,7 +33,7 @@ class Cell:
 
     @property
     def nodes(self) -> int:
-        groups = 1 if runs_here(self.job) else self.job.fault_tolerance.replicas  # as a job of its own, each has nodes of its own
+        groups = 1 if runs_here(self.job) else self.job.fault_tolerance.replicas  # each group that is a job of its own has its own nodes
         return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
 
     @property
@@ -52,7 +52,7 @@ class Cell:
         return Path(self.job.paths.runs).expanduser().absolute()
 
     def wants(self, state: State) -> bool:
-        """Whether a run in this state is to be started (again)."""
+        """Whether the cell is started (again) if its run is in this state."""
         if state.active:
             return False
         again = state.kind == "failed" and state.failure.status in RETRY[self.job.launch.retry]
@@ -60,11 +60,11 @@ class Cell:
 
     @property
     def gpu_hours(self) -> float | None:
-        """The GPU-hours that the cell takes at most; None without a time limit."""
+        """The upper bound of the cell's GPU-hours; None without a time limit."""
         minutes = self.job.cluster.time_minutes
         return None if minutes is None else self.ranks * minutes / 60
 
 
 def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:
-    """Return the cells that their runs' states leave to be started (again)."""
+    """Return the cells that are to be started (again), judged by the states of their runs."""
     return [cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]

@@ -27,10 +27,10 @@ from .executor import Executor
 
 
 def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
-    """Run composed cells, (configuration, overrides) each. Returns the exit status of the first cell that did not end
-    well, or 0.
+    """Run composed cells, (configuration, overrides) each. Returns the exit status of the first cell that failed or was
+    stopped, or 0.
     """
-    if not composed:  # --help, --cfg, --info
+    if not composed:  # Hydra has answered --help, --cfg or --info
         return Exit.DONE
     cells, faults = read_all(named(composed))
     skip = any(config.launch.skip_invalid is True for config, _ in composed)
@@ -65,15 +65,15 @@ def begin(cells: list[Cell]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"{cells[0].runs}: {error.strerror}; make room, and the same command line goes on", file=sys.stderr)
+        print(f"{cells[0].runs}: {error.strerror}; free disk space, then the same command line continues", file=sys.stderr)
         return Exit.BUG
     except KeyboardInterrupt:  # between two cells, or in the one that runs in this process
-        print("stopped; the same command line goes on", file=sys.stderr)
+        print("stopped; the same command line continues", file=sys.stderr)
         return 130
 
 
 def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[str]]:
-    """Type, freeze and check all cells. Returns those without faults, and the faults of the others, a line each."""
+    """Type, freeze and check all cells. Returns the cells without faults, and one line for each fault of the others."""
     cells, lines, notices = [], [], []
     for number, (config, overrides) in enumerate(with_count(composed, "checked"), start=1):
         job, faults = read(config)
@@ -109,14 +109,14 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
     """Yield a fault for each key that must have one value for all cells of a command line but has several."""
     for key in ("cluster.executor", "launch.mode", "launch.packed", "launch.wait", "launch.max_gpu_hours"):
         if len(values := list(dict.fromkeys(attrgetter(key)(cell.job) for cell in cells))) > 1:
-            yield Fault(key, values, "one command line has one value for all of its cells", legal=tuple(values))
+            yield Fault(key, values, "all cells of a command line must have the same value", legal=tuple(values))
     if cells[0].job.launch.packed and len({repr(cell.job.cluster) for cell in cells}) > 1:
-        yield Fault("launch.packed", True, "the cells share one job, and their cluster settings differ", legal=(False,))
+        yield Fault("launch.packed", True, "packed cells share one job, but their cluster settings differ", legal=(False,))
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """Return the faults of starting these cells here and now: a run under way, those of the executor, too many
-    GPU-hours, a folder that cannot be written. A dry run writes nothing.
+    """Return what prevents starting these cells here and now: a run that is running or queued, faults that the executor
+    finds, too many GPU-hours, a folder that cannot be written. A dry run writes nothing.
     """
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
@@ -129,7 +129,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         start = to_start(cells, states)
         hours = gpu_hours(start)
         if hours is None:
-            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, "needs cluster.time_minutes: there is no other bound"))
+            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, "needs cluster.time_minutes: nothing else limits a job"))
         elif hours > launch.max_gpu_hours:
             reason = f"{counted(len(start), 'cell')} could take {hours:,.1f} GPU-hours"
             faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, reason))
@@ -137,7 +137,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         try:
             if launch.mode != "dry":
                 runs.mkdir(parents=True, exist_ok=True)
-            # has no name
+            # a temporary file without a name: nothing is left if this process is killed
             tempfile.TemporaryFile(dir=next(folder for folder in (runs, *runs.parents) if folder.exists())).close()
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
@@ -145,8 +145,8 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
 
 
 def gpu_hours(cells: list[Cell]) -> float | None:
-    """Return the GPU-hours that cells take at most, or None. A packed job holds its largest cell's devices, and repeats
-    the baseline.
+    """Return the upper bound of the cells' GPU-hours, or None. A packed job occupies the devices of its largest cell
+    for as long as all cells run, and runs the baseline twice.
     """
     hours = [cell.gpu_hours for cell in cells]
     if None in hours:

@@ -18,30 +18,31 @@ if TYPE_CHECKING:
 
 
 class Executor(ABC):
-    """Starts the ranks of cells, and knows what has become of them. The run directory is the truth: an attempt is
-    claimed before its ranks start (`rundir.claim`), and they write into it, so that their logs and results are read
-    there. The cells of a command line have one executor; its record (`ExecutorKind`) says what rules ask of it.
+    """Starts the ranks of cells and reports the state of their runs. An attempt is claimed in the run directory before
+    its ranks start (`rundir.claim`); ranks write logs and results into that directory, and they are read there,
+    whatever the executor. The cells of a command line have one executor; its record (`ExecutorKind`) holds what the
+    rules need to know of it.
     """
 
     @abstractmethod
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield the faults of starting these cells, whose runs are in these states, here and now. With launch.mode=dry
-        nothing starts, and the executor may be missing.
+        """Yield what prevents starting these cells now; `states` are their runs'. With launch.mode=dry nothing starts,
+        and the executor's programs may be missing.
         """
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
-        """Yield what launch.mode=dry prints below its table: what these cells would be started with."""
+        """Yield what launch.mode=dry prints below its table, such as the batch scripts of these cells."""
         return ()
 
     @abstractmethod
     def submit(self, cells: list[Cell], folder: Path | None) -> int:
-        """Start each cell whose state wants it and print how it ends, or how to follow it; `folder` is the sweep's.
-        Returns the exit status.
+        """Start each cell that is to be started (`Cell.wants`), and print how it ends or how to follow it; `folder` is
+        the sweep's. Returns the exit status.
         """
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
-        """Return what is known of these runs' newest attempts outside of their folders: directory and attempt.json
-        each. It is one question for all.
+        """Return what the executor knows of the newest attempts of these runs beyond their folders, in one query for
+        all; a run is (directory, attempt.json).
         """
         return Queue()
 
@@ -51,7 +52,7 @@ class Executor(ABC):
 
     @abstractmethod
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask these runs to stop; `whole` if they are all of a sweep. Yields why some cannot be."""
+        """Ask these runs to stop; `whole` if they are a whole sweep. Yields a line for each that cannot be stopped."""
 
     def hint(self, job: Job, failure: Failure) -> str:
         """Return overrides with keys of the executor that may prevent a failure; "" if there are none."""

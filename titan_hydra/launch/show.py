@@ -102,7 +102,7 @@ def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> No
         if folder or command != "report":
             print(f"  titan {command}{where(cells[0])} {cells[0].directory.name if command == 'logs -f' else target}   {use}")
     if "failed" in kinds:
-        print("  failed cells are not started again by themselves: launch.retry=failed, or titan retry")
+        print("  failed cells start again only when asked: launch.retry=failed, or titan retry")
 
 
 def where(cell: Cell) -> str:
@@ -133,7 +133,7 @@ def result_line(directory: Path) -> str:
 
 
 def lowest(result: dict[str, Any]) -> str:
-    """Format the lowest held-out loss of a result, and whether its checkpoint was kept; "" if it is the last."""
+    """Format a result's lowest held-out loss, and whether its checkpoint was kept; "" if the last loss is the lowest."""
     loss, step = result.get("lowest_validation_loss"), result.get("lowest_validation_step")
     if loss is None or step == result.get("steps"):
         return ""
@@ -141,8 +141,8 @@ def lowest(result: dict[str, Any]) -> str:
 
 
 def longer(cell: Cell) -> None:
-    """Print the `titan extend` command for a finished run that has left a checkpoint. The last one alone, of after the
-    decay of the learning rate, has to be asked for by its step.
+    """Print the `titan extend` command for a finished run that has left a checkpoint. If only the last is left, from
+    after the learning rate's decay, the command names its step.
     """
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":
@@ -151,7 +151,7 @@ def longer(cell: Cell) -> None:
 
 
 def last_word(directory: Path, state: State) -> str:
-    """Return rank 0's message when it was stopped: how far it got."""
+    """Return the last message of rank 0 when it was stopped, with the step that it reached."""
     if not directory.is_dir():
         return "its folder was deleted while it ran, and everything in it"
     said = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}
@@ -159,7 +159,7 @@ def last_word(directory: Path, state: State) -> str:
 
 
 def failure(directory: Path, why: Failure) -> None:
-    """Print the guilty rank's error, and where its log is."""
+    """Print the error of the rank that failed first, and where its log is."""
     if why.detail:
         print(f"\n{why.detail}\n", file=sys.stderr)
     print(f"{directory.name}: failed ({why.status}): {why.line}", file=sys.stderr)

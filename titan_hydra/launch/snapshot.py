@@ -12,7 +12,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.user_code import digest_of_code
 from titan_hydra.runs import layout
 
-USER = "_imports"  # in a copy of the code: the user's modules
+USER = "_imports"  # the folder of the user's modules in a copy of the code
 ROOT = Path(titan_hydra.__file__).parents[1]
 
 
@@ -33,7 +33,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
         for name, file in code.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy / name, follow_symlinks=False)
-        if not intact(final):  # still: another process may have replaced it meanwhile
+        if not intact(final):  # checked again: another process may have replaced it meanwhile
             with contextlib.suppress(FileNotFoundError):
                 final.rename(Path(scratch) / "damaged")
         try:
@@ -64,7 +64,7 @@ def files(root: Path) -> list[str]:
 
 
 def copied(folder: Path) -> dict[str, Path]:
-    """Return the files of a snapshot by name, without what Python has compiled there since."""
+    """Return the files of a snapshot by name, without compiled Python files."""
     found = []
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]

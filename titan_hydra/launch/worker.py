@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 START_LIMIT = 300  # seconds until all ranks must have found rank 0
-LATE = 60  # seconds until a rank must see what was written before it was started
+LATE = 60  # seconds within which a rank must see files that were written before it was started
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -46,8 +46,8 @@ class Place:
     ranks: int = 1
     local_rank: int = 0
     local_ranks: int = 1
-    torchrun: bool = False  # its variables say where the ranks meet
-    job: str = ""  # the executor's job, as attempt.json has it, which is all ranks of one replica group
+    torchrun: bool = False  # whether torchrun started it: its variables give the rendezvous
+    job: str = ""  # the id of the executor's job in attempt.json; a job has the ranks of one replica group
 
     @classmethod
     def of(cls, variables: Sequence[str], torchrun: bool = False, job: str = "") -> Place:
@@ -73,7 +73,7 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
         write_json(record_file, record)
         _train(folder, attempt_folder, place)
         status = Exit.DONE
-    except BaseException as caught:  # also SystemExit and KeyboardInterrupt: each way to end has its status
+    except BaseException as caught:  # also SystemExit and KeyboardInterrupt, which have an exit status of their own
         status, error = describe(caught)
         if not inline:
             said = error["traceback"] or f"{error['type']}: {error['message']}"
@@ -128,7 +128,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     directory, _ = group_at(folder)
     if place.job or place.torchrun:
         until_seen(layout.CONFIG.of(directory))
-    if place.job:  # under a manual torchrun the attempt is not claimed
+    if place.job:  # a torchrun that the user has started claims no attempt
         until_seen(layout.CLAIM.of(attempt))
     set_environment(place.local_ranks, layout.CONFIG.read(directory).get("parallelism", {}).get("async_tp", False))
     job = load_job(directory)
@@ -146,7 +146,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     attempt.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)
     if place.rank == 0:
-        print("loading torch", flush=True)  # some seconds, on a busy machine many
+        print("loading torch", flush=True)  # importing torch takes seconds, on a busy machine many
     here = place.local_ranks >= group.ranks and (job.fault_tolerance.name == "off" or not submission)
     store = _rendezvous(layout.RENDEZVOUS.of(attempt), group, "127.0.0.1" if here else socket.gethostname())
 
@@ -165,8 +165,8 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
 
 
 def remove_stopped(attempt: Path, rank: int) -> None:
-    """Delete this rank's files of the attempt before if it was asked to stop there: three a rank add up to 150,000 in a
-    hundred requeues of 512. Rank 0's stay, and those of ranks that failed.
+    """Delete this rank's files of the previous attempt if it stopped there on request: 512 ranks with three files each
+    would leave 150,000 in a hundred requeues. The files of rank 0 and of ranks that failed stay.
     """
     if rank and layout.RANK.read(attempt, rank).get("exit_status") == Exit.REQUEUED:
         for entry in (layout.RANK, layout.LOG, layout.BEAT):
@@ -175,23 +175,23 @@ def remove_stopped(attempt: Path, rank: int) -> None:
 
 
 def set_environment(local_ranks: int, async_tp: bool) -> None:
-    """Set what torch and other libraries read once in a process, before a user's module can import them. What a site
-    has set stays.
+    """Set environment variables that torch and other libraries read once in a process, before a user's module imports
+    them. A variable that is set already keeps its value.
 
-    Expandable segments waste less of a GPU's memory; the symmetric memory of async tensor parallelism is not made of
-    them.
+    Expandable segments fragment a GPU's memory less, but async tensor parallelism cannot use them: they cannot hold its
+    symmetric memory.
     """
     settings = {
         "OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // local_ranks, 1)),
-        # Threads that wait for others give their core away soon: spinning, as is the default, a step took ten times as
-        # long on busy cores.
+        # OpenMP threads that wait for others yield their core soon: with the default, which spins, a step took ten
+        # times as long on busy cores.
         "GOMP_SPINCOUNT": "20000",
         "RUST_LOG": "error",  # torchft writes many lines a step
-        # Read at the first matmul: a deterministic run may follow others in this process (cluster=inline). It is
-        # torch's size on Hopper.
+        # cuBLAS reads it at the first matmul, so it is set for all runs: with cluster=inline a deterministic run may
+        # follow others in this process. The value is torch's default on Hopper.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the variable's name before torch 2.9
+    if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the name that the variable had before torch 2.9
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
@@ -214,8 +214,8 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 
 def load_job(directory: Path) -> Job:
-    """Read config.json. Raises ConfigError if its identity is not the directory's: edited, or written by another
-    version.
+    """Read config.json. Raises ConfigError if its hash is not that in the directory's name: it was edited, or written
+    by another version.
     """
     file = layout.CONFIG.of(directory)
     content = layout.CONFIG.read(directory)
@@ -228,8 +228,8 @@ def load_job(directory: Path) -> Job:
     expected = directory.name.rpartition("-")[2]
     if identity(job) != expected:
         raise ConfigError(
-            f"{file}: its hash is {identity(job)}, and the directory's is {expected}: it was changed after it "
-            "was submitted, or another version of titan_hydra has written it"
+            f"{file}: its hash is {identity(job)}, and the directory's is {expected}: "
+            "it was changed after it was submitted, or another version of titan_hydra has written it"
         )
     return job
 
@@ -250,7 +250,7 @@ def _check_claim(attempt: Path, place: Place) -> str:
 
         code = digest_of_code(copied(ROOT))
         if code != submitted:
-            raise ConfigError(f"{ROOT}: the code is {code}, and {submitted} was submitted: it was changed after that")
+            raise ConfigError(f"{ROOT}: the code is {code}, but {submitted} was submitted: it has changed since")
     return owner.get("token", "")
 
 
@@ -275,7 +275,7 @@ def _rendezvous(file: Path, place: Place, host: str) -> Store:
         port = store.port
     else:
         if not _appears(file, START_LIMIT):
-            raise NoRendezvous(f"rank 0 did not come up within {START_LIMIT} s: see its log")
+            raise NoRendezvous(f"rank 0 did not start within {START_LIMIT} s: see its log")
         host, port = file.read_text().split()
         store = distributed.TCPStore(host, int(port), place.ranks, is_master=False, wait_for_workers=False, timeout=limit)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
@@ -303,7 +303,7 @@ def _appears(file: Path, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(FileNotFoundError):
-            # an NFS client remembers for long that a file was not there; a listing asks again
+            # an NFS client caches for long that a file was absent; listing the folder asks the server again
             if file.name in os.listdir(file.parent):
                 return True
         if time.monotonic() > deadline:

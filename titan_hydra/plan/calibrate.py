@@ -15,13 +15,13 @@ from . import time
 from .predict import changed
 
 RATES = ("bf16_tflops", "float8_tflops", "attention_tflops", "flash_tflops", "memory_tbs", "nvlink_gbs", "nic_gbs", "passes_per_second")
-PULL = 1e-3  # towards the start: a rate that the runs tell little of stays near it
-STEPS = (0.5, 0.2, 0.05, 0.01)  # of the search, in logarithms
+PULL = 1e-3  # weight of the penalty that keeps a rate near its start, so that one on which the runs hardly depend stays there
+STEPS = (0.5, 0.2, 0.05, 0.01)  # successive step sizes of the search, in natural logarithms of a rate
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A job, and its seconds a step."""
+    """A job and its measured seconds per step."""
 
     name: str
     job: Job
@@ -30,7 +30,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """Rates fitted to runs. `told` are those that the runs depend on; others are as they were."""
+    """Rates fitted to runs. `told` names the rates on which the runs depend; the others are unchanged."""
 
     hardware: Hardware
     told: tuple[str, ...]
@@ -38,7 +38,7 @@ class Fit:
     notes: tuple[str, ...] = ()
 
     def residual(self, run: Measured) -> float:
-        """Return by how much the prediction for a run is off after the fit, as a share."""
+        """Return the relative error of the prediction for a run after the fit."""
         return seconds(run, self.hardware) / run.step_seconds - 1
 
 
@@ -58,10 +58,11 @@ def measured(name: str, job: Job, tokens_per_second: float) -> Measured:
 
 
 def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
-    """Fit the rates that the runs depend on, so that the squared logarithms of predicted over measured times are least.
+    """Fit the rates on which the runs depend: minimize the sum of the squared logarithms of predicted over measured
+    times.
 
-    Times of attention and of matmuls grow differently with the sequence. From runs of one length only their sum is
-    known, so both rates are changed by the same factor. Raises NotPredictable if the start lacks a rate.
+    The times of attention and of matmuls grow differently with the sequence length. Runs of one length only determine
+    their sum, so both rates are changed by the same factor. Raises NotPredictable if `hardware` lacks a rate.
     """
     runs = tuple(runs)
     told = tuple(rate for rate in RATES if getattr(start, rate) is not None and _matters(runs, start, rate))

@@ -1,5 +1,5 @@
-"""The experts of a block as one rank sees them: how many weights, rows and bytes. All experts are taken to get as many
-tokens.
+"""The experts of a block as one rank sees them: how many weights, rows and bytes. All experts are assumed to get the
+same number of tokens.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from titan_hydra.job.experts import sparse
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """`rows` are those that a rank's experts compute, for each token of a context-parallel rank. Widths are elements of
-    a row.
+    """`rows` is the number of rows that a rank's experts compute for each token of a context-parallel rank; a row is a
+    token sent to an expert. Widths count elements of a row.
     """
 
-    number: int  # of the model's block
+    number: int  # routed experts of a block, on all ranks
     ep: int
     shards: int  # ranks over which the experts of an ep rank are sharded
     rows: float
     dim: int
     width: int
-    used: int  # bytes of an element
-    dense: int  # blocks of the model without experts, the first ones
-    sequence: int  # ranks over which the tokens of a router are split
+    used: int  # bytes of an activation's element
+    dense: int  # first blocks of the model, which have no experts
+    sequence: int  # ranks over which the input tokens of a router are split
 
     @property
     def parameters(self) -> float:
@@ -39,34 +39,34 @@ class ExpertShape:
 
     @property
     def sent(self) -> float:
-        """The bytes of a token that travel to the experts' ranks, or back."""
+        """The bytes of a token that are sent to the experts' ranks, or back."""
         return self.rows * self.dim * self.used * (self.ep > 1)
 
     @property
     def chosen(self) -> float:
-        """The bytes of a token that selective checkpointing keeps beside outputs of matmuls: what was sent, scores and
-        indices.
+        """The bytes of a token that selective checkpointing keeps beside outputs of matmuls: rows that were sent,
+        scores and indices.
         """
         return 2 * self.sent + 12 * self.rows
 
     @property
     def traffic(self) -> float:
-        """The bytes of memory traffic of a token beside matmuls: rows put in order and back, weighted and added up, and
-        the activation.
+        """The bytes of memory traffic of a token outside matmuls: rows are permuted and unpermuted, weighted and
+        summed, and the activation is applied.
         """
         return self.rows * self.used * ((5 + 4 * (self.ep > 1)) * self.dim + 5 * self.width)
 
     @property
     def everything(self) -> float:
-        """The bytes of a token that the forward keeps for the backward: rows before and after the experts, four widths
-        between them, scores of all experts in float32, and orders.
+        """The bytes of a token that the forward keeps for the backward: rows before and after the experts, four tensors
+        of the experts' width, scores of all experts in float32, and permutations.
         """
         orders = 16 * (1 + (self.ep > 1))
         return self.rows * (self.used * (2 * self.dim + 4 * self.width) + orders) + 12 * self.number / self.sequence
 
     def backward(self, again: bool) -> float:
-        """Return the bytes of a token that the backward holds beside `everything`, some of which it has freed: in the
-        experts, or, if it computes the block again, where rows go back to their tokens.
+        """Return the bytes of a token by which the backward, at its peak, exceeds `everything`: in the experts or, if
+        the block is recomputed (`again`), where rows are unpermuted.
         """
         return self.rows * self.used * max(self.width, 2 * self.width - self.dim, again * (2 + (self.ep > 1)) * self.dim)
 
@@ -91,11 +91,11 @@ def experts_of(job: Job) -> ExpertShape | None:
 
 
 def shared_width(job: Job) -> int:
-    """Return the width of a sparse block's dense feed-forward, which is its shared experts; 0 without them."""
+    """Return the width of a sparse block's shared experts together, which form a dense feed-forward; 0 without them."""
     return sparse(job).n_shared_experts * sparse(job).expert_dim
 
 
 def lighter(job: Job) -> float:
-    """Return how many parameters fewer a dense block has than a sparse one."""
+    """Return the number of parameters of a sparse block minus that of a dense one."""
     model = sparse(job)
     return model.dim * (model.n_experts + 3 * (model.n_experts * model.expert_dim + shared_width(job) - model.ffn_width))

@@ -1,9 +1,9 @@
 """The peak of a device's memory, from a job alone: a table of terms, each counted from shapes or fitted to
 measurements.
 
-A step has a few moments that can be its peak: the loss of the last stage, with all activations alive, the backward of
-the last or the first block, the update. The formulas and how far they are off are in docs/plan.md;
-tests/plan/test_tracker.py counts the same in the fake world.
+The peak of a step is at one of a few moments: the loss of the last stage, with all activations alive, the backward of
+the last or the first block, or the update. docs/plan.md has the formulas and their errors; tests/plan/test_tracker.py
+compares them with counts of the fake world.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .shape import Shape, shape_of
 
 SAVED = "saved activations"  # the term that checkpointing changes
 CHUNK = 2**24  # elements that an update of split masters joins at a time (kernels/split_masters.py)
-BAND = 0.10  # half-width of the error band, relative: of the paper's 18 rows none is further off
+BAND = 0.10  # half-width of the error band, relative: none of the paper's 18 rows has a larger error
 
 
 @dataclass(frozen=True)
@@ -32,54 +32,54 @@ class Term:
 
     name: str
     bytes: float
-    tag: str = "counted"  # or fitted
+    tag: str = "counted"  # "counted" from shapes or "fitted" to measurements
 
 
-Moment = tuple[float, list[Term]]  # the parameters that have their gradient, and the terms that come and go
+Moment = tuple[float, list[Term]]  # number of parameters that have a gradient by then, and the terms of temporary memory
 
 
 @dataclass(frozen=True)
 class Peak:
     """The memory of the fullest rank at its fullest moment."""
 
-    rank: int  # of the world; others with the same pipeline rank hold as much
+    rank: int  # its rank in the world; the others with the same pipeline rank hold as much
     pipeline_rank: int
     terms: tuple[Term, ...]
-    live: float  # bytes of live tensors at the fullest moment, which may be another
+    live: float  # most bytes of live tensors; the moment may be another than that of `terms`
 
     @property
     def gib(self) -> float:
-        """What the allocator reserves, GiB."""
+        """GiB that the allocator reserves."""
         return sum(term.bytes for term in self.terms) / GIB
 
     @property
     def allocated_gib(self) -> float:
-        """What live tensors take, GiB."""
+        """GiB of live tensors."""
         return self.live / GIB
 
     @property
     def largest(self) -> Term:
-        """The term that limits the job, beside the reserve."""
+        """The largest term other than the reserve."""
         return max((term for term in self.terms if term.name != "reserve"), key=lambda term: term.bytes)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants that are fitted, or that were different in older versions of torch; tests of the paper's tables change
-    the latter.
+    """Constants that are fitted, or that differ in older versions of torch; tests of the paper's tables change the
+    latter.
     """
 
-    # of what comes and goes: fitted to one H200 with torch 2.11; 1.17 on the paper's ranks of 2024
+    # reserved over live bytes of temporary memory: fitted to one H200 with torch 2.11; 1.17 on the paper's ranks (2024)
     reserve: float = 1.05
-    logits: float | None = None  # bytes of a logit at the loss; None: as counted here
-    kept_logits: float = 0  # bytes of a logit that older pipeline schedules kept of all microbatches, twice
+    logits: float | None = None  # bytes per logit at the loss; None: the number counted in `_head`
+    kept_logits: float = 0  # bytes per logit that older pipeline schedules kept for all microbatches, twice
 
 
 def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = None) -> Peak:
     """Predict the memory of a frozen job's fullest rank. Raises NotPredictable."""
     shape = shape or shape_of(job)
     ranks = len(shape.stages)
-    # ends, and inner ranks, which have the most blocks
+    # the first and last ranks, and inner ranks, which have the most blocks
     likely = sorted({0, 1 % ranks, ranks // 2, max(ranks - 2, 0), ranks - 1})
     return max((_of_rank(shape, rank, constants) for rank in likely), key=lambda found: found.gib)
 
@@ -90,14 +90,14 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     trained, share, of_gradient = shape.trained(shape.stages[rank]), shape.stored / shape.shards, shape.gradient / shape.shards
     copied = shape.job.optimizer.masters == "whole" and not shape.wrapped and shape.used != shape.stored
     copies = trained * shape.used * copied
-    # in the compute dtype, and with nothing else
+    # frozen weights are in the compute dtype, without gradients or optimizer state
     frozen = parameters * shape.used / shape.shards if shape.adapter else 0
     always = [Term("weights", trained * share + frozen), Term("optimizer", trained * share * shape.moments), Term("weight copies", copies)]
     moments = [*_moments(shape, rank, parameters, constants)]
     sizes = [sum(term.bytes for term in moving) for _, moving in moments]
     live = max(having * of_gradient * shape.learned + size for (having, _), size in zip(moments, sizes, strict=True))
-    # The allocator does not reuse the memory of the last step's gradients for anything else, so all of it counts at
-    # every moment.
+    # The allocator does not reuse the memory of the previous step's gradients for other tensors, so all gradients count
+    # at every moment.
     size = max(sizes)
     reserve = Term("reserve", (constants.reserve - 1) * size, "fitted")
     terms = [*always, Term("gradients", trained * of_gradient), *moments[sizes.index(size)][1]]
@@ -110,11 +110,11 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
 
 
 def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -> Iterator[Moment]:
-    """Yield what can be the fullest moments of a rank.
+    """Yield the moments at which a rank's memory can be at its peak.
 
-    As the backward goes from the last block to the first, saved activations go and gradients come; those of earlier
-    local batches are there. In a pipeline all microbatches in flight may be there, or, when the last one runs, all
-    gradients.
+    As the backward goes from the last block to the first, saved activations are freed and gradients allocated;
+    gradients of earlier local batches exist already. In a pipeline the activations of all microbatches in flight may be
+    alive or, during the last microbatch, all gradients.
     """
     stages, pp, end = shape.stages[rank], len(shape.stages) > 1, len(shape.layers) - 1
     whole = shape.gathered_parameters(stages)
@@ -125,7 +125,7 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     if end in stages:
         for head in _head(shape, rank, constants):
             yield before, [Term(SAVED, flying.at_end * kept), *others, *_unsharded(shape, whole, None, not late), *head]
-    # of the linears' outputs, and of the weights
+    # bytes of gradients of a block's linears: of their outputs and of their weights
     of_block = shape.used * (shape.tokens * sum(shape.outputs(shape.sequence)) + shape.whole)
     postponed = Term("postponed gradients", flying.postponed * of_block)
     for block in _block(shape):
@@ -142,8 +142,8 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     """Return gathered parameters and gradients that are not reduced yet: in the backward of a block, or, if `reduced`
     is None, at the loss.
 
-    ZeRO-3 holds two blocks, and the gradient of `reduced` parameters on their way to other ranks. A pipeline (ZeRO-2)
-    holds all weights, and, if `summed`, gradients of earlier microbatches.
+    ZeRO-3 holds the weights of two blocks, and gradients of `reduced` parameters while they are reduced. A pipeline
+    (ZeRO-2) holds all weights and, if `summed`, gradients of earlier microbatches.
     """
     job, own = shape.job, shape.used * shape.whole * shape.learned
     if not shape.wrapped:
@@ -152,9 +152,9 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
         gradients = shape.reduced * parameters * shape.learned * (shape.microbatches > 1 and summed)
         return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients + own * (reduced is not None))]
     kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
-    tied = shape.used * shape.embedding * (not shape.head)  # with the root's other parameters, which stay
+    tied = shape.used * shape.embedding * (not shape.head)  # it is gathered with the root module, which stays gathered
     if reduced is None:
-        # the fused loss runs while the gather's buffer is still there
+        # the fused loss runs before the all-gather's buffer is freed
         weights = shape.used * shape.head * (1 + shape.fused_loss) + tied
         return [Term("gathered weights", shape.gathered * parameters if kept else weights)]
     weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.whole + tied
@@ -168,14 +168,14 @@ def saved(shape: Shape) -> float:
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
     dim, width, mode = shape.residual, shape.ffn_width, mode_of(job)
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
-    if shape.compiled and shape.format:  # the compiler keeps the casts of both norms and of w2's input
+    if shape.compiled and shape.format:  # the compiler keeps the cast outputs of both norms and the cast input of w2
         everything -= (2 * dim + width) * (used - shape.format.bytes) * (tp == 1)
-    if not shape.compiled:  # the compiler computes the activation and the float mask again
+    if not shape.compiled:  # eager keeps the activation and the float mask, which compiled code computes again
         everything += used * (width + _mask(shape) / shape.tokens)
     everything += shape.experts.everything if shape.experts else 0
     if not mode.contexts:
         return shape.tokens * ((1 - shape.whole_again) * everything + shape.whole_again * used * dim)
-    # Of a row linear the sum over ranks is kept; eager, its own output too.
+    # A row-parallel linear keeps its output summed over ranks and, in eager, the unsummed one too.
     both = tp > 1 and not shape.compiled
     outputs = shape.outputs(1 if both else shape.sequence)
     chosen = used * (dim + shape.values + 2 * dim * both) + 4 * job.model.n_heads / tp + (shape.experts.chosen if shape.experts else 0)
@@ -201,17 +201,15 @@ def _heads(shape: Shape) -> float:
 
 
 def _attention(shape: Shape) -> float:
-    """Return the bytes of a token that attention keeps beside queries, keys, values and its output: sums of
-    exponentials, and the output once more where context parallelism changes its layout.
+    """Return the bytes of a token that attention keeps beside queries, keys, values and its output: the logsumexp, and
+    a second copy of the output where context parallelism changes its layout.
     """
     job = shape.job
     return 4 * job.model.n_heads / job.parallelism.tp + shape.used * shape.queries * (job.parallelism.cp > 1)
 
 
 def _mask(shape: Shape) -> float:
-    """Return the size of a microbatch's mask of documents, which attention needs unless it is flash's in half
-    precision.
-    """
+    """Return the size of a microbatch's document mask, which every attention kernel needs but flash in half precision."""
     job = shape.job
     return shape.samples * job.data.seq_len**2 * call_of(job).masked
 
@@ -224,7 +222,7 @@ def _between_stages(shape: Shape, rank: int) -> list[Term]:
     """
     job, last = shape.job, len(shape.layers) - 1
     number = in_flight(job, rank, (1,) * len(shape.layers)).most
-    terms = [Term("masks", _mask(shape) * number * (shape.compiled or shape.recomputes))]  # a byte each
+    terms = [Term("masks", _mask(shape) * number * (shape.compiled or shape.recomputes))]  # a byte per element
     if last:
         message = shape.tokens * shape.used * shape.residual
         buffers = sum((stage > 0) + (stage < last) for stage in shape.stages[rank]) * shape.microbatches
@@ -233,8 +231,8 @@ def _between_stages(shape: Shape, rank: int) -> list[Term]:
 
 
 def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]:
-    """Yield what the head and the loss hold: logits in several forms, or first a chunk of them with the gradients of
-    all, then their scaled copies.
+    """Yield the memory of the head and the loss: several copies of the logits; or, for the fused loss, first a chunk of
+    logits with the gradients so far, then the scaled gradients.
     """
     job, tokens, last = shape.job, shape.tokens, len(shape.layers) - 1
     tp, dim = job.parallelism.tp > 1, shape.residual
@@ -242,10 +240,10 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     around = waiting * shape.used * tokens * (dim + (job.model.dim if tp else dim))
     if shape.fused_loss:
         weight = job.model.vocab_size * job.model.dim / job.parallelism.tp
-        one = job.loss.chunk_tokens >= tokens  # its product is the gradient; several add up in float32
+        one = job.loss.chunk_tokens >= tokens  # a single chunk's product is the gradient; those of several chunks are summed in float32
         each, hidden = (shape.used if one else 4) * weight, shape.used * tokens * job.model.dim
         gradients = Term("head's gradient", (waiting - one) * each + waiting * hidden)
-        # its logits and its product
+        # a chunk's logits, and its product for the weight's gradient
         chunk = shape.used * (min(job.loss.chunk_tokens, tokens) * shape.vocabulary + weight)
         yield [Term("head and loss", chunk + around), gradients]
         yield [Term("head and loss", shape.used * weight + around), Term("head's gradient", waiting * (each + hidden))]
@@ -253,7 +251,7 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     logits = tokens * shape.vocabulary
     split = tp and job.parallelism.loss_parallel
     each = constants.logits or (16 if split else 6 if shape.compiled else 12)
-    if last:  # stages keep their outputs
+    if last:  # pipeline stages keep their outputs until the backward
         softmax = 0 if shape.compiled and not split else 4
         each += shape.used * bool(softmax) + (waiting - 1) * (shape.used + softmax)
     yield [
@@ -263,8 +261,9 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
 
 
 def _block(shape: Shape) -> Iterator[list[Term]]:
-    """Yield what the backward of one block holds, saved or computed again, with its gradients: in its feed-forward, and
-    in ring attention, which sums gradients of queries, keys and values in float32 while keys and values go round.
+    """Yield the memory of one block's backward: its activations, saved or recomputed, and its gradients; at its
+    feed-forward, and at ring attention, which sums the gradients of queries, keys and values in float32 while keys and
+    values are passed on.
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
     width = (5 + (not shape.compiled)) * shape.ffn_width

@@ -1,4 +1,4 @@
-"""The bytes that a rank sends and receives in a step, by dimension of the mesh: of each collective the whole tensor."""
+"""The bytes of a rank's communication in a step, by dimension of the mesh; a collective counts with its whole tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensor(shape: Shape) -> tuple[float, float]:
     """
     scatter = shape.tokens * shape.job.model.dim * shape.used
     gather = scatter * shape.sent / shape.used
-    gathers, scatters = (2 * shape.recomputes, int(shape.whole_again == 1))  # that run again in the backward
+    gathers, scatters = (2 * shape.recomputes, int(shape.whole_again == 1))  # collectives that the backward's recomputation repeats
     once, again = shape.halves * (gather + scatter), shape.halves / 2
     return once, once + again * (gathers * gather + scatters * scatter)
 
@@ -45,14 +45,14 @@ def _ends(shape: Shape) -> float:
 
 
 def _logits(shape: Shape) -> float:
-    """Return the bytes of the gathered logits, where the loss wants them whole."""
+    """Return the bytes of the gathered logits, if the loss needs them unsharded."""
     whole = not (shape.job.parallelism.loss_parallel or shape.fused_loss)
     return shape.tokens * shape.job.model.vocab_size * shape.used * whole
 
 
 def _context(shape: Shape) -> float:
     """Return the bytes that context-parallel ranks exchange in a block: keys and values, and their gradients in
-    float32; or, under Ulysses, all heads' inputs and outputs.
+    float32; with Ulysses, queries, keys, values and outputs of all heads.
     """
     job, cp = shape.job, shape.job.parallelism.cp
     if not rotation(job).ring:
@@ -69,13 +69,13 @@ def _experts(shape: Shape) -> float:
 
 
 def exchanges(shape: Shape) -> tuple[int, int]:
-    """Return how often a block's rows travel in forward and backward; selective checkpointing keeps what arrived."""
+    """Return how often forward and backward exchange a block's rows; selective checkpointing keeps received rows."""
     return 2, 2 + 2 * (shape.whole_again == 1)
 
 
 def _shards(shape: Shape, parameters: float) -> float:
-    """Return the bytes of a local batch's gathers of weights and reductions of gradients. ZeRO-3 gathers twice, but not
-    what the backward begins with.
+    """Return the bytes of a local batch's all-gathers of weights and reduce-scatters of gradients. ZeRO-3 gathers all
+    weights twice, but the head's once: the backward begins with them.
     """
     reshard, pp = shape.job.parallelism.reshard_after_forward, len(shape.stages) > 1
     if reshard == "always":

@@ -27,13 +27,13 @@ from .shape import NotPredictable
 from .time import Speed
 
 Change = tuple[str, Any, Any]  # key, old value, new value
-# of the device's memory: up to which a job fits, is tight, and from which it is refused
+# fractions of a device's memory: up to FITS a job fits, up to TIGHT it is tight, above REFUSED it is refused
 FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a job. A part that cannot be predicted is None, `reason` then is why."""
+    """The predicted memory and speed of a job. A part that cannot be predicted is None, and `reason` is the cause."""
 
     job: Job
     peak: Peak
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def band(self) -> float:
-        """Return half the width of the error band of all times, as a share of them."""
+        """Return the half-width of the error band of times, relative."""
         return time.BAND if self.job.hardware.measured else time.UNMEASURED
 
     @property
@@ -105,7 +105,7 @@ def objection(prediction: Prediction) -> Fault | None:
     for changes in _remedies(job):
         other = freeze(_with(job, changes))
         answer = predict(other, exact=False)
-        if answer.fits != "no" and not check(other):  # in this order, as checks take longer
+        if answer.fits != "no" and not check(other):  # the memory first, as checks take longer
             (key, old, value), *others = changes
             also = "".join(f" {name}={new}" for name, _, new in others)
             return Fault(key, old, f"takes {what}", legal=(f"{value}{also} ({answer.peak.gib:,.1f} GiB)",))
@@ -117,13 +117,13 @@ def objection(prediction: Prediction) -> Fault | None:
 
 
 def too_large(prediction: Prediction) -> bool:
-    """Whether a job is predicted so far beyond the device that it is refused, and not only warned of."""
+    """Whether the predicted memory exceeds the device's by so much that the job is refused instead of warned of."""
     return prediction.fits == "no" and prediction.peak.gib > REFUSED * prediction.capacity_gib
 
 
 def _remedies(job: Job) -> Iterator[list[Change]]:
-    """Yield changes that save memory, the cheapest in time first: one key, then checkpointing and loss with smaller
-    local batches.
+    """Yield changes that save memory, the cheapest in time first: first single keys, then checkpointing and loss
+    together with smaller local batches.
     """
     modes: list[list[Change]] = [[("ac", job.ac.name, mode)] for mode in modes_that_keep_less(job.ac.name)]
     losses: list[list[Change]] = [[("loss", job.loss.name, "linear_cross_entropy")]] * (job.loss.name == "cross_entropy")
@@ -137,8 +137,8 @@ def _remedies(job: Job) -> Iterator[list[Change]]:
 
 
 def _with(job: Job, changes: list[Change]) -> Job:
-    """Return a job with the changes of a remedy. More shards take a larger global batch, so that each has as many
-    samples.
+    """Return a job with the changes of a remedy. With more shards the global batch grows, so that each shard has the
+    same number of samples.
     """
     new = {key: value for key, _, value in changes}
     if "ac" in new:
@@ -178,7 +178,7 @@ def _section_of(mode: str) -> ActivationCheckpoint:
 
 
 def on_nodes(job: Job, gpus: int | None) -> Job:
-    """Return a copy of a job on `gpus` devices of a cluster of its hardware's nodes, whatever this machine is."""
+    """Return a copy of a job on `gpus` devices of a cluster whose nodes are those of its `hardware`."""
     node = job.cluster.gpus_per_node or job.hardware.gpus_per_node
     if runs_here(job):
         job = copy.copy(job)
@@ -199,7 +199,7 @@ def line(prediction: Prediction) -> list[str]:
 
 
 def as_json(prediction: Prediction) -> dict[str, Any]:
-    """Return a prediction as plain values: what scripts and the report read."""
+    """Return a prediction as JSON values, for scripts and the report."""
     peak, speed = prediction.peak, prediction.speed
     rate = speed.tokens_per_second if speed else None
 

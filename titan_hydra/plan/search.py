@@ -16,23 +16,23 @@ from titan_hydra.job.recomputation import searched_modes
 from .predict import Prediction, changed, in_memory, on_nodes, timed, with_mode
 from .shape import NotPredictable
 
-ROWS = 10  # of an answer
-CHUNKS = (2, 3, 4, 5, 6, 8)  # stages of a pipeline rank, where the schedule leaves it open
-LONG = 32_768  # tokens of a sequence from which context parallelism is tried without being asked for
-LARGEST = 64  # samples of a local batch without a pipeline
+ROWS = 10  # maximum number of layouts that a search returns
+CHUNKS = (2, 3, 4, 5, 6, 8)  # numbers of stages per pipeline rank to try, if the schedule allows several
+LONG = 32_768  # sequence length in tokens from which context parallelism is searched by default
+LARGEST = 64  # most samples of a local batch without a pipeline
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its prediction. `front`: no faster one takes less memory."""
+    """A layout with its prediction. `front` marks the Pareto front: no faster layout takes less memory."""
 
     prediction: Prediction
     front: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return what distinguishes layouts: degrees and schedule, but not batches or checkpointing."""
+        """Return what identifies a layout in an answer: degrees and schedule, but not batches or checkpointing."""
         job = self.prediction.job
         return (*(getattr(job.parallelism, name) for name in DEGREES), job.parallelism.pp > 1 and job.pp_schedule.name)
 
@@ -67,8 +67,8 @@ def prepared(job: Job, gpus: int) -> Job:
 def search(job: Job, gpus: int) -> tuple[list[Row], int]:
     """Return up to ROWS layouts, the fastest first, and the number of legal points looked at. Raises NotPredictable.
 
-    Those that fit come first, the front of speed against memory before what it dominates; if none fits, those that need
-    least memory.
+    Layouts that fit come first, those on the Pareto front of speed and memory before the others; if none fits, those
+    that need least memory.
     """
     found = [*_points(prepared(job, gpus))]
     if found and (reason := timed(found[0], exact=False).reason):
@@ -80,7 +80,7 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
         row = Row(one)
         if row.key not in rows and not checks.check(one.job):
             rows[row.key] = row
-        if len(rows) == 2 * ROWS:  # the exact times of twice as many are compared
+        if len(rows) == 2 * ROWS:  # exact times are computed for twice as many layouts as are returned
             break
     exact = [Row(timed(row.prediction)) for row in rows.values()]
     if fitting:
@@ -94,14 +94,14 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
 
 
 def _points(job: Job) -> Iterator[Prediction]:
-    """Yield the memory of the legal points of the space; of those that differ in checkpointing alone, the one that
-    recomputes least among what fits.
+    """Yield the memory of the legal points of the search space; of points that differ only in checkpointing, the one
+    that fits and recomputes least.
     """
     modes = searched_modes()
     for layout in _layouts(job):
         for batches in _batches(layout):
             last = next(_legal(batches, reversed(modes)), None)
-            if last and (memory := in_memory(last)).fits == "no":  # as most do
+            if last and (memory := in_memory(last)).fits == "no":  # the common case: no mode of checkpointing makes it fit
                 yield memory
             elif last:
                 yield next(one for one in map(in_memory, _legal(batches, modes)) if one.fits != "no")
@@ -113,7 +113,7 @@ def _legal(job: Job, modes: Iterable[str]) -> Iterator[Job]:
 
 
 def _layouts(job: Job) -> Iterator[Job]:
-    """Yield the legal splits over the devices, with each schedule."""
+    """Yield the job with each legal choice of degrees and pipeline schedule."""
     node, layers = job.hardware.gpus_per_node, job.model.n_layers
     asked = job.parallelism.cp > 1 or job.data.seq_len >= LONG
     for tp in divisors(job.model.n_kv_heads):
@@ -139,7 +139,7 @@ def _schedules(job: Job) -> Iterator[Job]:
 
 
 def _batches(job: Job) -> Iterator[Job]:
-    """Yield the cuts of a data-parallel rank's samples into local batches and microbatches that the rules accept."""
+    """Yield the job with each legal size of local batch and microbatch."""
     pp, samples = job.parallelism.pp, job.data.global_batch // (job.parallelism.dp_replicate * job.parallelism.dp_shard)
     if pp == 1:
         cuts = [(size, None) for size in divisors(samples) if size <= LARGEST]

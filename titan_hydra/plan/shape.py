@@ -1,5 +1,5 @@
-"""What the formulas of memory and time need of a job: who holds which part of the model, and how many tokens a rank
-works on.
+"""The sizes that the formulas of memory and time use: which rank holds which part of the model, and how many tokens a
+rank computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .experts import ExpertShape, experts_of, lighter, shared_width
 
 
 class NotPredictable(ValueError):
-    """The prediction lacks something; the text is `key=value: reason`."""
+    """A value that the prediction needs is missing; the message is `key=value: reason`."""
 
 
 @dataclass(frozen=True)
@@ -30,60 +30,62 @@ class Shape:
     """A job as one rank sees it. Parameters are those of a tensor-parallel rank, before they are sharded."""
 
     job: Job
-    linears: tuple[Linear, ...]  # of a block
-    block: float  # parameters; those of experts count by the ranks over which they are sharded
-    dense: tuple[int, ...]  # blocks of each stage without experts, in a model with experts
-    lighter: float  # parameters fewer of such a block
+    linears: tuple[Linear, ...]  # the linears of a block
+    block: (
+        float  # parameters of a block; those of experts are scaled by shards / (ranks that shard experts), so that all divide by `shards`
+    )
+    dense: tuple[int, ...]  # number of dense blocks of each stage, in a model with experts
+    lighter: float  # parameters that a dense block has less than `block`
     embedding: float
-    head: float  # 0 if it is the embedding's weight
-    layers: tuple[int, ...]  # blocks of each stage
-    stages: list[list[int]]  # of each pipeline rank
-    microbatches: int  # of a local batch
-    samples: int  # of a microbatch
-    tokens: float  # of a microbatch on a context-parallel rank
-    rounds: int  # local batches of a step
+    head: float  # parameters of the head; 0 if it is tied to the embedding
+    layers: tuple[int, ...]  # number of blocks of each stage
+    stages: list[list[int]]  # stages of each pipeline rank
+    microbatches: int  # microbatches of a local batch
+    samples: int  # samples of a microbatch
+    tokens: float  # tokens of a microbatch on a context-parallel rank
+    rounds: int  # local batches per step (gradient accumulation)
     shards: int  # ranks over which each parameter is sharded
     wrapped: bool  # whether FSDP wraps the model
     experts: ExpertShape | None
 
     @cached_property
     def sequence(self) -> int:
-        """The ranks over which the residual stream is split beside context parallelism."""
+        """The number of ranks over which sequence parallelism splits the residual stream."""
         return self.job.parallelism.tp if self.job.parallelism.sequence_parallel else 1
 
     @cached_property
     def whole_again(self) -> float:
-        """The share of the blocks that run again as a whole in the backward."""
+        """The fraction of the blocks that the backward recomputes as a whole."""
         return recomputed_share(self.job)
 
     @property
     def recomputes(self) -> bool:
-        """Whether anything runs again in the backward."""
+        """Whether the backward recomputes anything."""
         return self.whole_again > 0 or mode_of(self.job).contexts is not None
 
     @property
     def stored(self) -> int:
-        """The bytes of a parameter as the optimizer holds it."""
+        """The bytes of a parameter's element in the optimizer's dtype."""
         return SIZE[self.job.precision.param_dtype]
 
     @cached_property
     def gradient(self) -> int:
-        """The bytes of a parameter's gradient as the optimizer gets it."""
+        """The bytes of a gradient's element in the dtype that the optimizer reads."""
         return SIZE[gradient_dtype(self.job)]
 
     @cached_property
     def used(self) -> int:
-        """The bytes of an activation."""
+        """The bytes of an activation's element."""
         return SIZE[self.job.precision.compute_dtype]
 
     @property
     def reduced(self) -> int:
-        """The bytes of a gradient while it is summed over ranks."""
+        """The bytes of a gradient's element while it is summed over ranks."""
         return SIZE[self.job.precision.reduce_dtype]
 
     @property
     def gathered(self) -> int:
-        """The bytes of a parameter of a block that FSDP gathers."""
+        """The bytes of a block parameter's element as FSDP gathers it."""
         return self.format.bytes if self.format and gathers_in_format(self.job) and self.shards > 1 else self.used
 
     @property
@@ -95,22 +97,22 @@ class Shape:
 
     @property
     def one_scale(self) -> bool:
-        """Whether tensors have a single scale in that format, so that ranks cast before they gather."""
+        """Whether that format has one scale per tensor, so that ranks cast a tensor before they gather it."""
         return self.format is not None and has_one_scale(self.job)
 
     @property
     def sent(self) -> int:
-        """The bytes of an activation that tensor-parallel ranks gather."""
+        """The bytes of an activation's element as tensor-parallel ranks gather it."""
         return self.format.bytes if self.one_scale else self.used
 
     @property
     def moments(self) -> int:
-        """The numbers that the optimizer keeps for each parameter."""
+        """The number of state tensors that the optimizer keeps of each parameter's size."""
         return OPTIMIZERS[self.job.optimizer.name].moments(self.job.optimizer)
 
     @cached_property
     def residual(self) -> float:
-        """The width of the residual stream of a token, or its share of it."""
+        """The elements of a token's residual stream on this rank."""
         return self.job.model.dim / self.sequence
 
     @cached_property
@@ -135,25 +137,25 @@ class Shape:
 
     @cached_property
     def ffn_width(self) -> float:
-        """The elements of a token between the linears of the feed-forward on this rank, without routed experts."""
+        """The elements of a token's hidden activation in the feed-forward on this rank, without routed experts."""
         return (shared_width(self.job) if self.experts else self.job.model.ffn_width) / self.job.parallelism.tp
 
     @property
     def vocabulary(self) -> float:
-        """The logits of a token on this rank."""
+        """The number of a token's logits on this rank."""
         split = self.job.parallelism.tp if self.job.parallelism.loss_parallel or self.fused_loss else 1
         return self.job.model.vocab_size / split
 
     @property
     def halves(self) -> int:
-        """The halves of a block, attention and feed-forward, whose input tensor-parallel ranks gather: routed experts
-        take split tokens.
+        """In how many of a block's halves, attention and feed-forward, tensor-parallel ranks gather the input; routed
+        experts take split tokens.
         """
         return 1 if self.experts and not sparse(self.job).n_shared_experts else 2
 
     @property
     def fused_loss(self) -> bool:
-        """Whether head and loss are one, in chunks of tokens."""
+        """Whether head and loss are fused, in chunks of tokens."""
         return self.job.loss.name == "linear_cross_entropy"
 
     @property
@@ -169,31 +171,27 @@ class Shape:
 
     @cached_property
     def more(self) -> float:
-        """By how many parameters a gathered sparse block has more than `block` counts: it has the experts of one ep
-        rank.
-        """
+        """The parameters that a gathered sparse block has beyond `block`: it holds all experts of an ep rank."""
         return self.experts.parameters * (1 - self.shards / self.experts.shards) if self.experts else 0.0
 
     @cached_property
     def whole(self) -> float:
-        """The parameters of a block that a rank has once they are gathered."""
+        """The parameters of a block on a rank after the all-gather."""
         return self.block + self.more
 
     @property
     def alone(self) -> float:
-        """The parameters of a sparse block's experts if no other rank has a shard of them, so that they are not
-        gathered; else 0.
-        """
+        """The parameters of a sparse block's experts if they are not sharded, and so not gathered; else 0."""
         return self.experts.parameters if self.experts and self.experts.shards == 1 else 0.0
 
     def gathered_parameters(self, stages: list[int]) -> float:
-        """Return the parameters of some stages that a rank has once they are gathered."""
+        """Return the parameters of some stages on a rank after the all-gather."""
         return sum(self.parameters(stage) + (self.layers[stage] - self.dense[stage]) * self.more for stage in stages)
 
     @cached_property
     def adapter(self) -> float:
-        """The trained parameters of a block's adapters on a tensor-parallel rank; 0 without adapters, where all are
-        trained.
+        """The trained parameters of a block's adapters on a tensor-parallel rank; 0 without adapters, where all
+        parameters are trained.
         """
         tp = self.job.parallelism.tp
         count = ADAPTERS[self.job.adapter.name].parameters
@@ -201,7 +199,7 @@ class Shape:
 
     @cached_property
     def learned(self) -> float:
-        """The share of a block's parameters that have gradients."""
+        """The fraction of a block's parameters that have gradients."""
         return self.adapter / self.block if self.adapter else 1.0
 
     def trained(self, stages: list[int]) -> float:
@@ -222,17 +220,15 @@ class Shape:
         return 1 + [one.column for one in self.linears].index(False)
 
     def outputs(self, rows: int) -> list[float]:
-        """Return the widths of a token in the outputs of a block's matmuls on this rank, in running order; those of row
-        linears are split over `rows` ranks.
+        """Return the widths of a token in the outputs of a block's matmuls on this rank, in running order; outputs of
+        row-parallel linears are split over `rows` ranks.
         """
         widths = [one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows) for one in self.linears]
         return [*widths[: self.after], *(self.experts.outputs if self.experts else ()), *widths[self.after :]]
 
 
 def shape_of(job: Job) -> Shape:
-    """Return the shape of a frozen job. Raises NotPredictable if its family has no formulas for parameters and
-    FLOPs.
-    """
+    """Return the shape of a frozen job. Raises NotPredictable if its family lacks formulas for parameters and FLOPs."""
     family, degrees, model = family_of(job.model), job.parallelism, job.model
     if family.parameters is None or family.flops is None:
         lacks = "parameters" if family.parameters is None else "flops"
@@ -272,7 +268,7 @@ def shape_of(job: Job) -> Shape:
 
 
 def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:
-    """Return how many of each stage's blocks are among the model's `dense` first ones."""
+    """Return how many blocks of each stage are among the first `dense` blocks of the model."""
     ends = accumulate(layers)
     return tuple(min(max(dense - end + size, 0), size) for size, end in zip(layers, ends, strict=True))
 

@@ -1,7 +1,7 @@
 """The seconds of a step, from a job and its hardware: what a block computes and sends, how the pipeline waits, what
 FSDP cannot hide.
 
-Rates come from conf/hardware; `Factors` are those that belong to no device. Both were fitted as docs/plan.md tells.
+Rates come from conf/hardware; `Factors` do not depend on the device. docs/plan.md tells how both were fitted.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from titan_hydra.job.schedules import actions_of, idle_time, known, play
 from . import messages
 from .shape import NotPredictable, Shape, shape_of
 
-Passes = dict[str, tuple[float, float]]  # seconds of the forward and of the backward, by what takes them
-# half-widths of the error band, relative: of a preset that was fitted to runs, and of one that was not
+Passes = dict[str, tuple[float, float]]  # (seconds of the forward, seconds of the backward) by kind of work
+# half-widths of the error band, relative: for a hardware preset that was fitted to runs, and for another
 BAND, UNMEASURED = 0.15, 0.20
-# of memory traffic for each parameter: 28 of AdamW in float32, 8 of the norm (H200: 7.95 and 3.5 ms for 10^9)
+# the update's memory traffic per parameter: 28 bytes for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
 TOKEN_BYTES = 36
-LATENCY = 0.01  # seconds of a step outside all that is counted
+LATENCY = 0.01  # seconds of a step that no other term counts
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Fitted to the paper's tables, unless said otherwise."""
+    """Factors fitted to the paper's tables, unless a comment says otherwise."""
 
     eager: float = 4.0  # element-wise traffic of a block, in passes over its activations
-    compiled: float = 0.5  # at the lower bound of the fit: the rates of matmuls hold the rest
-    # memory traffic of Float8 casts, in times of what is counted for tensorwise scaling (H200: 2.1; not fitted)
+    compiled: float = 0.5  # the same for compiled code; the lower bound of the fit, as the fitted matmul rates include the rest
+    # memory traffic of Float8 casts as a multiple of the count for tensorwise scaling (H200: 2.1; not fitted)
     cast: float = 2.0
-    rowwise: float = 2.1  # times as many for rowwise (H200: 120 ms against 56)
-    async_tp: float = 0.67  # share of tensor-parallel communication that async TP leaves visible
-    ring: float = 0.84  # rate of attention in a ring of context-parallel ranks
-    memory: float = 0.85  # share of the memory's bandwidth that kernels reach
+    rowwise: float = 2.1  # casts of rowwise over those of tensorwise scaling (H200: 120 against 56 ms)
+    async_tp: float = 0.67  # fraction of tensor-parallel communication that async TP does not overlap
+    ring: float = 0.84  # rate of ring attention (context parallelism) over that on one rank
+    memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a job runs. `parts` are the average rank's seconds of a step, by what takes them."""
+    """The speed of a job. `parts` has the average rank's seconds of a step by kind of work."""
 
     step_seconds: float
-    tokens_per_second: float  # of a device
+    tokens_per_second: float  # per device
     parts: dict[str, float]
 
     @property
     def limit(self) -> str:
-        """What takes most of the time beside matmuls and attention."""
+        """The kind of work, other than matmuls and attention, that takes the most time."""
         others = {name: seconds for name, seconds in self.parts.items() if name not in ("matmuls", "attention")}
         return max(others, key=others.__getitem__)
 
@@ -61,8 +61,8 @@ class Speed:
 def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, exact: bool = True) -> Speed:
     """Predict the speed of a frozen job. Raises NotPredictable.
 
-    `exact` plays the pipeline's schedule with the times of its own stages; otherwise its idle time is that of equal
-    stages.
+    `exact` simulates the pipeline's schedule with the times of its own stages; otherwise its idle time is computed for
+    equal stages.
     """
     shape, hardware = shape or shape_of(job), job.hardware
     needed = [spec.name for spec in fields(Hardware) if spec.default is None and spec.name not in OPTIONAL]
@@ -123,7 +123,7 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
 
 
 def recomputed(shape: Shape) -> tuple[float, float, float]:
-    """Return the shares of a block's forward that run again in its backward: of matmuls, of attention, of the rest."""
+    """Return the fractions of a block's forward that its backward recomputes: of matmuls, of attention, of the rest."""
     sizes, mode = shape.sizes, mode_of(shape.job)
     if mode.contexts:
         return 1 - sum(sizes[:: mode.matmuls]) / sum(sizes), 0, 1
@@ -131,8 +131,8 @@ def recomputed(shape: Shape) -> tuple[float, float, float]:
 
 
 def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:
-    """Return the seconds of the head and the loss for one microbatch, forward and backward, as in eager: 16 and 20
-    bytes a logit.
+    """Return the seconds of the head and the loss for one microbatch, forward and backward, both as in eager: 16 and 20
+    bytes of memory traffic per logit.
     """
     model, tokens = shape.job.model, shape.tokens
     matmul = 2 * tokens * model.vocab_size * model.dim / shape.job.parallelism.tp / (shape.job.hardware.bf16_tflops * 1e12)
@@ -141,8 +141,8 @@ def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:
 
 
 def _experts(shape: Shape) -> float:
-    """Return the seconds of the experts' matmuls for one microbatch, once. The rows of an expert are few, so that the
-    rate is low.
+    """Return the seconds of the experts' matmuls in one forward of a microbatch. An expert has few rows, so its rate is
+    low.
     """
     if not shape.experts:
         return 0.0
@@ -153,9 +153,7 @@ def _experts(shape: Shape) -> float:
 
 
 def _exchange(shape: Shape) -> tuple[float, float]:
-    """Return the seconds in which rows travel to their experts and back, forward and backward; each device has its way
-    out of a node.
-    """
+    """Return the seconds of the all-to-alls to experts and back, (forward, backward); each device has its own NIC."""
     if not shape.experts or shape.experts.ep == 1:
         return 0.0, 0.0
     hardware, ep = shape.job.hardware, shape.experts.ep
@@ -170,7 +168,7 @@ def _bandwidth(shape: Shape, factors: Factors) -> float:
 
 
 def _rate(shape: Shape, linear: Linear) -> float:
-    """Return the FLOP/s of a linear on one rank: less for small dimensions, as a shard's are."""
+    """Return the FLOP/s of a linear on one rank: lower for small dimensions, such as those of a shard."""
     tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
     smallest = min(shape.tokens, linear.share("inputs", tp), linear.share("outputs", tp))
     fast = shape.format and linear.name not in precision.skip
@@ -179,7 +177,9 @@ def _rate(shape: Shape, linear: Linear) -> float:
 
 
 def _attention_rate(job: Job, factors: Factors) -> float:
-    """Return the FLOP/s of attention: torch's flash kernel has a rate of its own, and a ring a share of it."""
+    """Return the FLOP/s of attention: torch's flash kernel has its own rate, and ring attention a fraction (`ring`) of
+    the rate.
+    """
     call, asked, hardware = call_of(job), job.model.attention, job.hardware
     first = next((kernel for kernel in KERNELS if refusal(kernel, call) is None), None) if asked == "auto" else asked
     flash = first == "flash" or (job.data.document_mask and takes_offsets(asked, call))
@@ -188,11 +188,11 @@ def _attention_rate(job: Job, factors: Factors) -> float:
 
 
 def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
-    """Return the bytes of memory traffic of a token's casts to Float8 in forward and backward.
+    """Return the bytes of memory traffic per token of casts to Float8, (forward, backward).
 
-    Tensorwise scaling reads a bf16 tensor twice (for its largest value, then to cast it) and writes a byte. The
-    weights' gradients take both their factors transposed: a byte read and one written; under tensor parallelism these
-    are gathered, so whole.
+    Tensorwise scaling reads a bf16 tensor twice (for its largest value, then to cast it) and writes a byte. The matmul
+    of a weight's gradient needs both operands transposed: a byte read and one written per element; under tensor
+    parallelism the operands are gathered, so they count whole.
     """
     dim = shape.job.model.dim
     if not shape.format:
@@ -206,11 +206,11 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
 
 
 def _link(shape: Shape, ranks_inside: int, ranks: int) -> float:
-    """Return bytes/s of a device in a collective over `ranks`, neighbours of which are `ranks_inside` ranks apart."""
+    """Return a device's bytes/s in a collective over `ranks` ranks; neighbours in it are `ranks_inside` ranks apart."""
     hardware = shape.job.hardware
     if ranks_inside * ranks <= hardware.gpus_per_node:
         return hardware.nvlink_gbs * 1e9
-    # devices of a node that are in the group: each has a way out
+    # the collective's devices in a node; each has its own NIC
     lanes = max(hardware.gpus_per_node // ranks_inside, 1)
     return min(hardware.nic_gbs * lanes * 0.9, hardware.nvlink_gbs) * 1e9
 
@@ -226,7 +226,7 @@ def _tensor_parallel(shape: Shape, factors: Factors) -> tuple[float, float]:
 
 
 def _context_parallel(shape: Shape) -> float:
-    """Return the seconds in which context-parallel ranks exchange what attention needs, once."""
+    """Return the seconds of context parallelism's communication in one forward of a block's attention."""
     job, cp, tp = shape.job, shape.job.parallelism.cp, shape.job.parallelism.tp
     if cp == 1:
         return 0
@@ -249,7 +249,7 @@ def _sharding(shape: Shape) -> tuple[float, float]:
 
 
 def _call(job: Job) -> float:
-    """Return the seconds of a pass over a stage beside what it computes and sends."""
+    """Return the fixed overhead in seconds of a forward or backward of a stage."""
     return 1 / job.hardware.passes_per_second if job.hardware.passes_per_second else 0.0
 
 
@@ -259,10 +259,10 @@ def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], e
     forward, backward = (
         [layers * block[side] + head[side] * (stage == last) + call for stage, layers in enumerate(shape.layers)] for side in (0, 1)
     )
-    half = [(seconds + call) / 2 for seconds in backward]  # of a backward in two passes
+    half = [(seconds + call) / 2 for seconds in backward]  # if a schedule splits the backward in two passes: seconds of each
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
     most = max(sum(forward[stage] + backward[stage] + call * splits_backward(job) for stage in stages) for stages in shape.stages)
-    # idle time grows no more, so the rest costs the slowest rank's work
+    # with more microbatches idle time does not grow: each of them adds the slowest rank's work
     number = min(shape.microbatches, (4 if exact else 2) * pp)
     if written_schedule(job):
         number = shape.microbatches

@@ -15,9 +15,10 @@ from titan_hydra.config.registry import FORMATS, Format
 from .cells import ReportCell, mean
 
 WINDOW = 10  # rows over which differences are averaged, as a single outlier is no trend
-NEIGHBOURS = 25  # rows on either side of a row from which the noise of the baseline's loss is computed
-SHARE = 0.1  # share of that noise that a mean difference may reach: training amplifies rounding
-# Share of the loss by which rounding alone may change a mean, by compute dtype; FORMATS has that of number formats.
+NEIGHBOURS = 25  # the noise of the baseline's loss at a row is computed from this many rows on either side
+SHARE = 0.1  # fraction of that noise by which a mean may differ, as training amplifies rounding
+# The fraction of the loss by which rounding alone may change a mean, by compute dtype; FORMATS has it for number
+# formats.
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3}
 
 
@@ -28,7 +29,7 @@ class Band:
     step: int | None = None  # the first step outside the band
     difference: float = 0.0  # mean difference at that step
     tolerance: float = 0.0  # half the width of the band at that step
-    compared: int = 0  # number of steps that both have logged
+    compared: int = 0  # number of steps that both runs have logged
 
     @property
     def inside(self) -> bool:
@@ -51,7 +52,7 @@ def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
         return None
     reference, own = [baseline.losses[step] for step in steps], [cell.losses[step] for step in steps]
     for step, off, allowed in zip(steps, off_by(reference, own), tolerances(reference, coarser(baseline, cell)), strict=True):
-        if not abs(off) <= allowed:  # true of NaN too
+        if not abs(off) <= allowed:  # not `>`, so that NaN counts as outside
             return Band(step, off, allowed, len(steps))
     return Band(compared=len(steps))
 
@@ -63,10 +64,9 @@ def off_by(reference: list[float], own: list[float]) -> list[float]:
 
 
 def tolerances(reference: list[float], precision: str) -> list[float]:
-    """Return for each row the largest mean difference inside the band, as a fraction of the loss.
-
-    It is what rounding does to a forward pass plus, from the second row on, a share of the baseline's own noise from
-    batch to batch, to which training amplifies rounding. The first row is logged before any update.
+    """Return for each row the largest mean difference inside the band, as a fraction of the loss: the effect of
+    rounding on a forward pass plus, from the second row on, a fraction (SHARE) of the baseline's own noise from batch
+    to batch, as training amplifies rounding. The first row is logged before any update.
     """
     noise = noise_of(tuple(reference))
     return [rounding(precision) + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)]

@@ -28,7 +28,7 @@ from .columns import Column, columns_of
 
 SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # shorter names of classes of failure
 FEW = 10  # measured steps below which a rate is not reliable
-LAST, ROWS = 0.1, 5  # the mean loss is that of the rows in the last tenth of the steps, and of at least 5 rows
+LAST, ROWS = 0.1, 5  # a mean loss is over the rows in the last tenth of the steps, but over at least 5 rows
 BUSY = 1.25  # load per core above which the machine is taken to be shared with other programs
 
 
@@ -45,10 +45,10 @@ class ReportCell:
     result: dict[str, Any] = field(default_factory=dict)  # result.json of a run that is done
     columns: dict[str, Column] = field(default_factory=dict)  # columns of metrics.jsonl; "step" has every step
     events: list[dict[str, Any]] = field(default_factory=list)  # rows of events.jsonl
-    load: dict[str, float] = field(default_factory=dict)  # cores of the machine, its load averages at start and end
-    unreadable: tuple[str, ...] = ()  # files and rows that were left out, as they are damaged
-    repeat: bool = False  # whether it is the baseline run once more, at the end of a packed sweep
-    members: dict[str, ReportCell] = field(default_factory=dict)  # cells of a `Mean`, by the value of the key in which they differ
+    load: dict[str, float] = field(default_factory=dict)  # "cores" of the machine, load averages at "start" and "end"
+    unreadable: tuple[str, ...] = ()  # damaged files and rows, which were left out
+    repeat: bool = False  # whether it is the second run of the baseline, at the end of a packed sweep
+    members: dict[str, ReportCell] = field(default_factory=dict)  # of a `Mean`: its cells, by the value of the key that differs
 
     @property
     def single(self) -> list[ReportCell]:
@@ -69,8 +69,8 @@ class ReportCell:
 
     @cached_property
     def steady(self) -> list[float]:
-        """Tokens per second of the logged rows, but for the first (warm-up), rows off the logging interval, and profiled
-        rows.
+        """Tokens per second of the logged rows, without the first row (warm-up), profiled rows, and rows that are
+        shorter than the logging interval.
         """
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
         profiled = self.column("profiled_steps")
@@ -108,8 +108,8 @@ class ReportCell:
 
     rate = property(lambda self: self.numbers.get("tokens_per_second"))  # median over the steady steps, per device
     iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # interquartile range over the same steps
-    noise = iqr  # rates that differ by less cannot be told apart
-    measured = property(lambda self: self.numbers.get("measured_steps"))  # number of steps (or rows) that the rate is from
+    noise = iqr  # rates that differ by less are indistinguishable
+    measured = property(lambda self: self.numbers.get("measured_steps"))  # number of steps (or rows) over which the rate is the median
     memory = property(lambda self: self.numbers.get("memory_gib"))  # peak GiB reserved, the largest over all ranks
     mfu = property(lambda self: self.numbers.get("mfu"))
     parameters = property(lambda self: self.result.get("parameters"))
@@ -137,7 +137,7 @@ class ReportCell:
 
     @cached_property
     def means(self) -> Mapping[int, float]:
-        """The mean loss of the steps since the row before, at each logged step; of rows that lack it the step's loss."""
+        """At each logged step: the mean loss since the row before or, if the row has no mean, the step's loss."""
         means = self.column("loss_mean")
         return means if len(means) == len(self.losses) else dict(self.losses) | dict(means)
 
@@ -177,7 +177,7 @@ class ReportCell:
         return self.columns["step"].steps[-1] if self.columns.get("step") else 0
 
     def places(self, axis: str) -> dict[float, float]:
-        """Return the coordinate of each logged step on an axis: `step`, `tokens` seen by the whole job, or `seconds` of
+        """Return the position of each logged step on an x axis: `step`, `tokens` seen by the whole job, or `seconds` of
         training.
         """
         tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
@@ -357,8 +357,8 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
 
 
 def labels(cells: list[ReportCell], sweep: bool) -> list[str]:
-    """Return the cells' names without the parts that all share; in a sweep those are `key=value` words alone, as users
-    choose the others.
+    """Return the cells' names without the words that all names share; in a sweep only shared `key=value` words are left
+    out, as users chose the other words.
     """
     if not sweep:
         return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])

@@ -28,12 +28,12 @@ ROWS = (  # charts of a column of metrics.jsonl: (name, title, unit, column)
     ("memory_over_time", "Memory over time", "GiB reserved, the largest over all ranks", "memory_reserved_gib"),
     ("step_seconds", "Step times", "seconds", "step_seconds"),
 )
-POINTS, TOGETHER = 2000, 15_000  # most points of a line, and of all lines of a chart together
+POINTS, TOGETHER = 2000, 15_000  # maximum number of points of a line, and of all lines of a chart together
 
 
 @dataclass(frozen=True)
 class Look:
-    """How the lines of a row are drawn: colour (a name of style.py), dashes, and the baseline's broad and grey."""
+    """How the lines of a row are drawn: colour (a name of style.py) and dashes; the baseline's are broad and grey."""
 
     colour: str
     dash: str
@@ -42,8 +42,8 @@ class Look:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart: values of a row of the table (-1: of none) over steps or devices. `low` and `high` bound an
-    area around the line.
+    """One line of a chart: values of a row of the table (-1: of no row) over steps or devices. `low` and `high` bound
+    an area around the line.
     """
 
     row: int
@@ -52,7 +52,7 @@ class Curve:
     y: list[float | None]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    faint: bool = False  # thin and without a label, as another line of the same row has one
+    faint: bool = False  # thin and unlabelled, as another line of the same row has the label
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def both_losses(report: Report) -> Lines:
 
 def sizes(report: Report) -> Iterator[Lines]:
     """Yield charts of the last held-out losses over training FLOPs, and over parameters: a point for each row. They are
-    empty if all rows have the same.
+    empty if all rows have the same FLOPs, or the same parameters.
     """
     for name, title, over, of in (
         ("compute", "Held-out loss against compute", "training FLOPs", lambda cell: (cell.flops or 0) * (cell.tokens or 0)),
@@ -184,9 +184,9 @@ def _other_samples(report: Report) -> str:
 
 
 def looks(report: Report) -> list[Look]:
-    """Return how the lines of each row are drawn. In a sweep over several keys, the key with the most values chooses the
-    colour and the others the dashes, if there are enough of both. Else rows differ from their neighbours in both, and
-    the baseline is broad and grey.
+    """Return how the lines of each row are drawn. In a sweep over several keys, the key with the most values determines
+    the colour and the other keys the dashes, if there are enough colours and dashes. Else neighbouring rows differ in
+    colour and dashes, and the baseline is broad and grey.
     """
     own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
     values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}
@@ -247,8 +247,8 @@ def thin(values: list[Any], report: Report) -> list[Any]:
 
 
 def scaling(report: Report) -> Lines:
-    """Chart the tokens per second of all devices over their number. A label ends with the share of ideal scaling that
-    the largest number reaches.
+    """Chart the tokens per second of all devices over their number. A label ends with the scaling efficiency: the rate
+    on the largest number of devices as a fraction of ideal scaling.
     """
     found: dict[str, list[int]] = {}
     for number, row in enumerate(report.rows):
@@ -270,7 +270,7 @@ def scaling(report: Report) -> Lines:
 
 
 def _kind(curve: list[ReportRow]) -> str:
-    """Name the kind of scaling: strong with one global batch, weak with one batch of each device, else mixed."""
+    """Name the kind of scaling: strong (the same global batch), weak (the same batch per device), or mixed."""
     if len({row.cell.config.get("data.global_batch") for row in curve}) == 1:
         return "strong"
     shares = {(row.cell.config.get("data.global_batch") or 0) / row.cell.gpus for row in curve}

@@ -24,10 +24,10 @@ KEPT = (
 
 
 class Column(Mapping[int, float]):
-    """The values of one column by step, in ascending steps, of the rows that have one."""
+    """The values of one column by ascending step, of the rows that have a value there."""
 
     def __init__(self, steps: array[int] | None = None, numbers: array[float] | None = None) -> None:
-        """Keep the arrays uncopied, so that columns without gaps share their steps."""
+        """Keep the arrays without copying them, so that columns with a value in every row share one array of steps."""
         self.steps, self.numbers = steps or array("q"), numbers or array("d")
 
     def __getitem__(self, step: int) -> float:
@@ -48,7 +48,7 @@ class Column(Mapping[int, float]):
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, Column]:
-    """Return the columns KEPT of rows, and "step" with every step. Of rows with the same step the last counts."""
+    """Return the columns in KEPT, and "step" with every step. Of several rows with the same step the last counts."""
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     steps = array("q", ascending)
     found = {"step": Column(steps, array("d", steps))}

@@ -24,8 +24,8 @@ LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes] 
 HELD_OUT = [name for name, changes in CHANGES.items() if changes == "held-out loss"]
 EQUAL = [name for name, changes in CHANGES.items() if changes != "technique"]
 VERSIONS = ("torch", "torchao", "triton")
-UNKNOWN = object()  # value of a run without result or file; it counts as equal to every value
-PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what must be equal beside the keys of config.json
+UNKNOWN = object()  # the value if a run lacks the result or the file; it counts as equal to every value
+PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what must be equal too, though it is no key of config.json
     "gpus": lambda cell: cell.gpus,
     "device": lambda cell: cell.device,
     "code": lambda cell: cell.code,
@@ -33,7 +33,7 @@ PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what must be equal beside t
 }
 RECIPES = ("experiment", "debug", "sweeps")  # groups whose options may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
-# A key, and the overrides by which a sweep varies it on purpose, beside its own.
+# Keys, and the other keys whose overrides vary them on purpose.
 MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}
 
 
@@ -43,7 +43,7 @@ class Difference:
 
     key: str
     values: dict[str, list[str]]  # formatted value: labels of the cells that have it
-    work: bool  # whether it changes what a token costs
+    work: bool  # whether it changes the computation per token
     learning: bool  # whether it changes what a step learns
     purpose: bool  # whether the sweep varies it
 
@@ -61,7 +61,7 @@ def value_of(cell: ReportCell, key: str) -> object:
         value = PLACE[key](cell)
         return UNKNOWN if value is None else value
     value = cell.config.get(key)
-    if value == {}:  # a table without entries, which another cell has as a section
+    if value == {}:  # an empty table, where another cell has a section with keys
         return ((key, "{}"),)
     if key in cell.config:
         return as_typed(value) if isinstance(value, list | dict) else value
@@ -70,7 +70,7 @@ def value_of(cell: ReportCell, key: str) -> object:
 
 
 def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> list[Difference]:
-    """Find the keys in which cells differ and must not, and those that the sweep varies on purpose."""
+    """Return the keys that must be equal but differ between cells, with those that a sweep varies on purpose."""
     found = []
     for key in (*EQUAL, *PLACE):
         values: dict[object, list[str]] = {}
@@ -88,8 +88,8 @@ def on_purpose(key: str, swept: set[str]) -> bool:
     """Whether the sweep varies a key: an override that differs between its cells sets the key, its group, or an option
     that may set any key (RECIPES).
 
-    No override sets code, versions or the device: two checkouts or two clusters are never varied on purpose. Nor are
-    experts that are balanced by force, as nobody trains such a model.
+    No override sets code, versions or the device: two checkouts or two clusters are never varied on purpose. Neither is
+    debug.balance_experts, as nobody trains such a model.
     """
     if (key in PLACE and key != "gpus") or key == "debug.balance_experts":
         return False
@@ -108,13 +108,13 @@ def even(cells: list[ReportCell], swept: set[str]) -> bool:
 
 
 def swept_keys(overrides: list[list[str]]) -> set[str]:
-    """Return the keys and groups whose overrides differ between the cells."""
+    """Return the keys and config groups whose overrides differ between the cells."""
     return {key_of(override).partition("@")[0].replace("/", ".") for own in differing(overrides) for override in own}
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
-    """Raise ConfigError with a line for each difference that is not on purpose, not in `allowed`, and not of the held-out
-    loss alone.
+    """Raise ConfigError with a line for each difference, but for those on purpose, those in `allowed`, and those that
+    change the held-out loss alone.
     """
     unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))]
     if unknown:
@@ -143,7 +143,7 @@ def same(cell: ReportCell, baseline: ReportCell, keys: Iterable[str]) -> bool:
 
 @cache
 def _name_of(key: str) -> str:
-    """Return the name under which a key is compared: the key, or a section that states `changes` for it."""
+    """Return the name under which a key is compared: its own, or that of a section that states `changes`."""
     return changes_of(key)[0]
 
 
@@ -152,8 +152,8 @@ def _within(key: str, group: str) -> bool:
 
 
 def _shown(key: str, value: object, values: Iterable[Any]) -> str:
-    """Format a value. Of a section: its `name`, unless all cells have the same, and the keys in which sections of that
-    name differ.
+    """Format a value. A section is shown by its `name`, if that differs between cells, and by the keys in which
+    sections of that name differ.
     """
     if not (isinstance(value, tuple) and key not in PLACE and value and isinstance(value[0], tuple)):
         return as_typed(value)

@@ -6,7 +6,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def rate(value: float | None, noise: float | None = None) -> str | None:
-    """Format tokens per second: whole above 100, three digits below, no digit below the second digit of the noise."""
+    """Format tokens per second: no decimals above 100, else three digits, and none finer than the noise's second."""
     if value is None or not math.isfinite(value):
         return None if value is None else str(value)
     if noise and math.isfinite(noise):
@@ -16,8 +16,8 @@ def rate(value: float | None, noise: float | None = None) -> str | None:
 
 
 def with_error(value: float | None, error: float | None, digits: int) -> str | None:
-    """Format a mean with its standard error, both to the second digit of the error; without an error, with `digits`
-    decimals.
+    """Format a mean with its standard error, both to the second significant digit of the error; without an error, with
+    `digits` decimals.
     """
     if value is None or error is None or not math.isfinite(error):
         return None if value is None else f"{value:,.{digits}f}"
@@ -26,7 +26,7 @@ def with_error(value: float | None, error: float | None, digits: int) -> str | N
 
 
 def percent(fraction: float | None, digits: int = 2) -> str | None:
-    """Format a difference as a signed percentage, truncated rather than rounded, as in the paper: never more than was
+    """Format a difference as a signed percentage, truncated as in the paper, so that it never exceeds what was
     measured.
     """
     value = truncated_percent(fraction, digits)
@@ -34,7 +34,7 @@ def percent(fraction: float | None, digits: int = 2) -> str | None:
 
 
 def digits_of(noise: float | None) -> int:
-    """Return the decimals of a percentage that its noise (a fraction) leaves meaningful; at most two."""
+    """Return how many decimals of a percentage are meaningful, given its noise as a fraction; at most two."""
     if not noise or not math.isfinite(noise):
         return 2
     return min(max(-math.floor(math.log10(100 * noise)), 0), 2)

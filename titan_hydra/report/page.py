@@ -1,8 +1,8 @@
 """The report as one HTML page: tables, interactive plots, the keys in which cells differ, environment, and the commands
 to reproduce it.
 
-It works without network: its content policy forbids every address. plotly draws the plots; the template and the script
-are in assets.
+It needs no network, and its content security policy forbids all requests. plotly draws the plots; the template and the
+script are in assets.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .table import Report
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# groups whose keys the table of differing keys leaves out, as they do not belong to the experiment
+# config groups that do not belong to the experiment: the table of differing keys leaves them out
 QUIET = ("name", "notes", "paths", "sweep", "launch", "metrics", "cluster")
 
 
 def page(report: Report, live: float = 0) -> str:
-    """Return the page as HTML. With `live` it fetches new data every `live` seconds."""
+    """Return the page as HTML. If `live` is not 0, the page fetches new data every `live` seconds."""
     from markupsafe import Markup
 
     light, dark = (Markup(" ".join(f"--{key}: {value};" for key, value in shades.items())) for shades in (LIGHT, DARK))
@@ -57,7 +57,7 @@ def page(report: Report, live: float = 0) -> str:
 
 @cache
 def packed_plotly() -> str:
-    """Return plotly's script, gzipped and in base64: a third of its size. The page's own script unpacks it."""
+    """Return plotly's script, gzipped and in base64: a third of the size. The page's own script unpacks it."""
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
@@ -114,7 +114,7 @@ def data(report: Report) -> dict[str, Any]:
 
 
 def digits(value: float | None) -> float | None:
-    """Round to six digits, as charts can show no more and the page of a large sweep consists of such numbers."""
+    """Round to six significant digits: charts cannot show more, and these numbers are most of a large sweep's page."""
     if not isinstance(value, float):
         return value
     return int(value) if value.is_integer() else float(f"{value:.6g}")
@@ -154,7 +154,7 @@ def _differing(report: Report) -> dict[str, list[Any]]:
 
 
 def environment(report: Report) -> dict[str, Any]:
-    """Return the software and hardware of the cells: what is alike in all that have it, and a table of the rest."""
+    """Return the software and hardware of the cells: the entries that are equal in all, and a table of the others."""
     facts: dict[str, list[str]] = {}
     for row in report.rows:
         env, load = row.cell.env, {"cores": 0, "start": 0, "end": 0} | row.cell.load
@@ -192,7 +192,7 @@ def commands(report: Report) -> Iterable[str]:
     typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
         for one in row.cell.single:
-            implied = any(key_of(word) == "sweeps" for word in one.overrides)  # then the sweep's file sets what was not typed
+            implied = any(key_of(word) == "sweeps" for word in one.overrides)  # then the sweep's file sets overrides that were not typed
             words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"
             yield f"python launch.py {quoted(words)}".rstrip()

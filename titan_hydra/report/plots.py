@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 7.2  # inches
-FOOTER = 140  # characters of a line of the footer
-# line charts that become files; the page has all of them
+FOOTER = 140  # maximum number of characters in a line of the footer
+# line charts that are written as files; the page has all line charts
 FILES = ("loss", "difference", "validation", "compute", "parameters", "scaling")
 
 
 def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
-    """Draw every chart that has data into files, which it yields. Lines are over the `axis` (AXES), losses logarithmic if
-    `log`.
+    """Draw every chart that has data into files, which it yields. `axis` (AXES) is the x axis of line charts; with
+    `log` the axis of losses is logarithmic.
     """
     import matplotlib
 
@@ -47,7 +47,7 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
 
 
 def figure(height: float) -> tuple[Figure, Axes]:
-    """Create a figure and its axes; without pyplot, which would keep the figure and search a display."""
+    """Create a figure and its axes, without pyplot: it would keep a reference to the figure and look for a display."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -55,7 +55,7 @@ def figure(height: float) -> tuple[Figure, Axes]:
 
 
 def below(drawn: Figure, origin: str) -> None:
-    """Add below the axes the legend, in the order of the table's rows, and the report's origin."""
+    """Add the legend, in the order of the table's rows, and the report's origin below the axes."""
     handles, names = drawn.axes[0].get_legend_handles_labels()
     columns = 2 if max(map(len, names), default=0) < 56 else 1
     rows, inch = -(-len(names) // columns), 1 / drawn.get_figheight()
@@ -162,8 +162,8 @@ STYLES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1, 1.5)), "dashdot": (0
 
 
 def scale(axes: Axes, chart: Lines, log: bool) -> None:
-    """Choose the scales of the axes: base two over devices, where ideal scaling is a straight line; logarithmic where
-    sizes span a factor of ten, or if `log`.
+    """Choose the scales of the axes: base 2 for devices, so that ideal scaling is a straight line; logarithmic if sizes
+    span a factor of ten, or with `log`.
     """
     if chart.over == "devices":
         counts = sorted({count for one in chart.lines for count in one.x})

@@ -19,8 +19,8 @@ from .table import Report
 
 
 def with_predictions(report: Report) -> Report:
-    """Return the report with a prediction in each row, for the rates that `titan plan --tune` left in the sweep's folder,
-    else for each run's own hardware. Raises ConfigError if nothing can be predicted.
+    """Return the report with a prediction in each row, from the rates that `titan plan --tune` wrote into the sweep's
+    folder, else from each run's `hardware`. Raises ConfigError if nothing can be predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
     found = [prediction(row.cell.directory, rates) for row in report.rows]
@@ -31,7 +31,7 @@ def with_predictions(report: Report) -> Report:
 
 
 def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
-    """Predict a run from its config.json. Returns the reason if that cannot be done."""
+    """Predict a run from its config.json; if that is impossible, return the reason."""
     content = layout.CONFIG.read(directory)
     if not content:
         return f"{directory.name} has no config.json that can be read"

@@ -23,10 +23,10 @@ class ReportRow:
     cell: ReportCell
     label: str
     baseline: bool = False
-    difference: float | None = None  # of tokens/s from the baseline's, as a fraction of that
-    noise: float | None = None  # difference below which nothing is known, as a fraction
+    difference: float | None = None  # relative difference of tokens/s from the baseline's
+    noise: float | None = None  # relative difference that is not distinguishable from noise
     doubt: str = ""  # FEW_STEPS or NOISE; "" if the difference is reliable
-    change: tuple[float, float | None] | None = None  # difference of a mean's loss from the baseline's, its standard error
+    change: tuple[float, float | None] | None = None  # of a `Mean`: difference of its loss from the baseline's, standard error
     band: Band | None = None
     prediction: Prediction | None = None
 
@@ -40,7 +40,7 @@ class ReportRow:
 
     @property
     def to_prediction(self) -> float | None:
-        """The difference of tokens/s from the predicted rate, as a fraction of that."""
+        """The relative difference of tokens/s from the predicted rate."""
         return self.cell.rate / self.predicted_rate - 1 if self.cell.rate and self.predicted_rate else None
 
     @property
@@ -53,7 +53,7 @@ class ReportRow:
 
     @property
     def speed(self) -> str | None:
-        """The difference in tokens/s, with as many digits as the noise justifies, and the doubt if there is one."""
+        """The difference in tokens/s, with as many digits as the noise justifies, then `doubt` in parentheses."""
         text = percent(self.difference, digits_of(self.noise))
         return f"{text} ({self.doubt})" if text and self.doubt else text
 
@@ -69,7 +69,7 @@ class ReportRow:
         return str(self.band) if self.band else None
 
     def loss(self, name: str) -> str | None:
-        """Format an attribute of the cell that is a loss; that of a mean with its standard error."""
+        """Format the loss in attribute `name` of the cell; the loss of a `Mean` gets its standard error."""
         value = getattr(self.cell, name)
         if isinstance(self.cell, Mean):
             return with_error(value, error_of(self.cell.of(name)), 4)
@@ -105,12 +105,12 @@ PREDICTED: tuple[Column, ...] = (  # further columns of --predicted
     ("to prediction", "to_prediction_percent", lambda row: percent(row.to_prediction), lambda row: truncated_percent(row.to_prediction)),
     ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.predicted_gib, ".1f"), lambda row: row.predicted_gib),
 )
-WORDS = ("technique", "loss in band", "commit", "torch", "device")  # columns that are aligned left
+WORDS = ("technique", "loss in band", "commit", "torch", "device")  # titles of the columns that are aligned left
 
 
 def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
-    """Build a cell's row. Its rate and its losses are compared with the baseline's if they were obtained alike; `drift` is
-    the relative change of the baseline's rate when it ran again.
+    """Build a cell's row. Its rate and losses are compared with the baseline's if nothing that must be equal differs;
+    `drift` is the relative change of the baseline's rate in its second run.
     """
     if cell is baseline:
         return ReportRow(cell, label, baseline=True)

@@ -16,8 +16,8 @@ from .compare import Difference
 from .digits import percent
 from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, Column, ReportRow, against
 
-DRAWN = 100  # most rows in a chart: a reader cannot tell more apart, and a browser cannot draw them
-SLOW = 0.2  # share by which a run may be slower than predicted without a note
+DRAWN = 100  # maximum number of rows in a chart: a reader cannot distinguish more, nor a browser draw them
+SLOW = 0.2  # fraction by which a run may be slower than predicted before a note is added
 # columns that become part of the caption if all cells have the same value
 ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")
 
@@ -41,7 +41,7 @@ class Report:
 
     @property
     def reference(self) -> ReportRow | None:
-        """The baseline, if there is a row that is compared with it."""
+        """The baseline's row; None if no row is compared with it."""
         return self.baseline if len(self.rows) > 1 else None
 
     @property
@@ -59,17 +59,17 @@ class Report:
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The columns of the table: those with a value in some row, but for those in `shared`."""
+        """The columns of the table: those with a value in at least one row, without those in `shared`."""
         return [column for column in self.every if any(column[2](row) is not None for row in self.rows) and column[0] not in self.shared]
 
     @property
     def every(self) -> tuple[Column, ...]:
-        """All columns, those without a value too."""
+        """All columns, also those without any value."""
         return (*COLUMNS, *PREDICTED) if any(row.prediction for row in self.rows) else COLUMNS
 
     @cached_property
     def shared(self) -> dict[str, str]:
-        """Columns of ALIKE that have the same value in all rows with one: title and value."""
+        """{title: value} of the columns in ALIKE whose values, where a row has one, are all equal."""
         found = {title: {text(row) for row in self.rows} - {None} for title, _, text, _ in COLUMNS if title in ALIKE}
         return {title: values.pop() for title, values in found.items() if len(values) == 1}
 
@@ -85,7 +85,7 @@ class Report:
 
     @property
     def command(self) -> str:
-        """The command line that started the sweep, or that reports on runs of no sweep."""
+        """The command line that started the sweep; for runs without a sweep, the one that makes this report."""
         sweep = self.selection.sweep
         if not sweep:
             return f"titan report {quoted([self.name])}"
@@ -137,15 +137,15 @@ class Report:
         notes, doubts = [], {row.doubt for row in self.rows}
         if NOISE in doubts:
             what = "twice a mean's standard error" if self.over else "the larger of the two IQRs"
-            notes.append(f"({NOISE}): a difference smaller than {what}: nothing is known of it")
+            notes.append(f"({NOISE}): a difference smaller than {what} is not significant")
         if FEW_STEPS in doubts:
-            notes.append(f"({FEW_STEPS}): fewer than {FEW} steps were measured: more steps make it a result")
+            notes.append(f"({FEW_STEPS}): fewer than {FEW} steps were measured, too few for a reliable rate")
         busy = [row for row in self.rows if row.cell.busy]
         loads = [one.load for row in busy for one in row.cell.single if one.busy]
         if busy:
             most = max(max(load.get("start", 0), load.get("end", 0)) for load in loads)
             whose = ", ".join(row.label for row in busy) if len(busy) < len(self.rows) or len(busy) == 1 else f"all {len(busy)} cells"
-            notes.append(f"{whose}: the machine was busy with more than this (load up to {most:.1f} on {loads[0]['cores']:.0f} cores)")
+            notes.append(f"{whose}: other programs used the machine too (load up to {most:.1f} on {loads[0]['cores']:.0f} cores)")
         return notes
 
     def _bands(self) -> list[str]:
@@ -160,7 +160,7 @@ class Report:
         for cell in self.repeats:
             if cell.rate and reference:
                 drift = percent(cell.rate / reference - 1)
-                notes.append(f"baseline again at the end: {drift}; differences of this size are noise of the nodes")
+                notes.append(f"baseline again at the end: {drift}; a difference of this size may come from the nodes alone")
             else:
                 notes.append(f"baseline again at the end: {cell.word}")
         return notes
@@ -191,8 +191,8 @@ class Report:
 def build(
     selection: Selection, cells: list[ReportCell], baseline: str | None = None, allowed: Set[str] = frozenset(), over: str | None = None
 ) -> Report:
-    """Compare the cells of a selection. Raises ConfigError if there are none, or if they differ in a key that must be
-    equal and is not `allowed`.
+    """Compare the cells of a selection. Raises ConfigError if it has none, or if they differ in a key that must be
+    equal and is not in `allowed`.
     """
     repeats = [cell for cell in cells if cell.repeat]
     cells = [cell for cell in cells if not cell.repeat]

@@ -38,7 +38,7 @@ class Timeline:
 
     @property
     def boxes(self) -> list[Box]:
-        """All actions, in the colours of their kinds; those of a rank's later stages paler."""
+        """All actions, coloured by kind; those of a rank's second and later stages are paler."""
         found = []
         for rank, played in enumerate(self.ranks):
             chunks = sorted({stage for _, (stage, _, _) in played})
@@ -79,7 +79,7 @@ def pipelines(report: Report) -> list[Timeline]:
         if (row.cell.config.get("parallelism.pp") or 1) > 1:
             recorded = layout.SCHEDULE.read(row.cell.directory)
             if not recorded:
-                print(f"no pipeline's timeline of {row.label}: it recorded no schedule", file=sys.stderr)
+                print(f"{row.label}: no timeline of the pipeline, as the run recorded no schedule", file=sys.stderr)
                 continue
             actions = tuple(tuple((one["stage"], one["kind"], one["microbatch"]) for one in rank) for rank in recorded["ranks"])
             groups[row.cell.config.get("pp_schedule.name"), actions].append(row.label)
@@ -93,7 +93,7 @@ def pipelines(report: Report) -> list[Timeline]:
 def draw_timeline(pipeline: Timeline, drawn: Figure, axes: Axes) -> Figure:
     """Draw a row for each rank, with a box for each action that holds its microbatch; idle time is empty."""
     count = len(pipeline.ranks)
-    width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # points for a unit of time
+    width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # typographic points for a unit of time
     axes.barh(range(count), pipeline.end, height=0.8, color=LIGHT["wash"], zorder=0)
     for box in pipeline.boxes:
         axes.barh(box.rank, box.length, left=box.start, height=0.8, color=LIGHT[box.colour], edgecolor=LIGHT["paper"], linewidth=0.5)

@@ -30,7 +30,7 @@ LATEX = {
 
 
 def terminal(report: Report) -> None:
-    """Print the table; rows that failed, or left the band, in red, the baseline's in bold."""
+    """Print the table: rows that failed or left the band are red, the baseline's is bold."""
     titles = [title for title, *_ in report.columns]
     colours = []
     for row in report.rows:
@@ -53,7 +53,7 @@ def markdown(report: Report) -> str:
 
 
 def comma_separated(report: Report) -> str:
-    """Return all columns as CSV with full digits, those that are empty or alike too, and further facts of each run."""
+    """Return all columns as CSV, unrounded, also empty and constant ones, and further facts of each run."""
     out = io.StringIO()
     rows = []
     for row in report.rows:

@@ -1,5 +1,5 @@
-"""Where ranks run: in this process, on this machine, or as jobs of a SLURM cluster. An executor registers itself as one
-of a module of `train.imports` does.
+"""Where ranks run: in this process, on this machine, or as jobs of a SLURM cluster. Each registers itself, as an
+executor in a module of `train.imports` does.
 """
 
 import importlib

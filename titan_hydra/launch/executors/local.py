@@ -1,5 +1,5 @@
-"""Ranks as processes of this machine, attached to this terminal: a process for each (`local`), or this very one
-(`inline`).
+"""Ranks on this machine, attached to this terminal: a process for each rank (`local`), or one rank in launch.py's own
+process (`inline`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Processes(Executor):
-    """A process for each rank. An executor of one's own on this machine overrides `start`."""
+    """A process for each rank. A user's executor on this machine overrides `start`."""
 
     def start(self, directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
-        """Start all ranks of a claimed attempt. Returns a process in a session of its own that ends when they have, and
-        passes SIGTERM on to them.
+        """Start all ranks of a claimed attempt. Returns their parent process: it has its own session, forwards SIGTERM
+        to the ranks, and ends after them.
         """
         from . import ranks
 
@@ -38,14 +38,14 @@ class Processes(Executor):
 
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
         """Run a claimed attempt to its end."""
-        with interrupts.counted():  # before an import: Python can lose a KeyboardInterrupt raised during one
+        with interrupts.counted():  # before the import below: Python can lose a KeyboardInterrupt raised during an import
             parent = self.start(cell.directory, attempt, cell.job)
             attach(cell.directory, attempt, cell.job.steps, interrupts, parent, cell.label)
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield what only jobs can do."""
+        """Yield a fault for each key that only has a meaning for batch jobs."""
         if cells[0].job.launch.packed:
-            yield Fault("launch.packed", True, "is for jobs: here cells share the machine anyway", legal=(False,))
+            yield Fault("launch.packed", True, "applies to batch jobs: on this machine cells run one after another anyway", legal=(False,))
         if (parallel := max(cell.job.cluster.max_parallel for cell in cells)) > 1:
             yield Fault("cluster.max_parallel", parallel, "cells run one after another on this machine", legal=(0, 1))
 
@@ -60,8 +60,8 @@ class Processes(Executor):
         return rundir.state_here(directory, attempt)
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask local ranks to stop, as Ctrl-C does. For a whole sweep its launcher is asked, so that it starts no further
-        cell.
+        """Ask local ranks to stop, as Ctrl-C does. For a whole sweep its launch.py is asked, so that it starts no
+        further cell.
         """
         told = set()
         for row in rows:

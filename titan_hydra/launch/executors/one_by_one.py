@@ -20,7 +20,7 @@ RunAttempt = Callable[[Cell, Path, Interrupts], None]
 
 
 def run_all(cells: list[Cell], run: RunAttempt) -> int:
-    """Run one cell after another. A failed cell does not stop the others, Ctrl-C does."""
+    """Run one cell after another. After a failed cell the next one starts; Ctrl-C stops all."""
     states: list[State] = []
     status = Exit.DONE
     interrupts = Interrupts()
@@ -42,8 +42,8 @@ def run_all(cells: list[Cell], run: RunAttempt) -> int:
 
 
 def settle(cell: Cell, run: RunAttempt, interrupts: Interrupts) -> State:
-    """Bring one cell to its end, whatever its state: start it, attach to it, or print why not. Returns its final
-    state.
+    """Start one cell or attach to it, depending on its state, until it ends; or print why neither is possible. Returns
+    its final state.
     """
     launch, fresh = cell.job.launch, cell.job.launch.force
     while True:
@@ -70,7 +70,7 @@ def settle(cell: Cell, run: RunAttempt, interrupts: Interrupts) -> State:
             return state
         if not fresh and state.kind == "failed" and state.failure.status not in RETRY[launch.retry]:
             show.failure(cell.directory, state.failure)
-            print("  it failed before and was not started; launch.retry=failed runs it again", file=sys.stderr)
+            print("  it failed earlier, so it was not started; launch.retry=failed runs it again", file=sys.stderr)
             return state
         claimed = rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, fresh)
         if claimed is not None:

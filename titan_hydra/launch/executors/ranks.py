@@ -1,4 +1,4 @@
-"""Start ranks on this machine: submitit's local executor, with a parent process of this package for the ranks.
+"""Start ranks on this machine: submitit's local executor, but the ranks' parent process is `Ranks`.
 
 submitit's own parent shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides GPUs,
 drops exit codes, and lets ranks continue after one has died. `Ranks` has its own session, keeps the user's visible
@@ -32,11 +32,11 @@ from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
 
 GRACE = 1.5  # seconds for the other ranks to end by themselves after one has failed
-GRACE_STOPPED = 60.0  # the same after a rank has stopped as asked to: the others may still be writing their checkpoint
+GRACE_STOPPED = 60.0  # the same after a rank that stopped on request: the others may still be writing their checkpoint
 # seconds before the time limit at which the ranks are asked to save and stop (a tenth of the limit, if that is less)
 LAST_MINUTE = 60
 VARIABLES = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
-YEAR = 365 * 24 * 60  # minutes: the limit of a job that has none
+YEAR = 365 * 24 * 60  # minutes: submitit's limit for a job without a time limit
 
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
@@ -48,7 +48,7 @@ def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
 
 
 def run_here(directory: str, attempt: int) -> None:
-    """Run the rank of this process, which submitit has started."""
+    """Run one rank in this process, which submitit has started."""
     worker.run_rank(directory, attempt, worker.Place.of(VARIABLES))
 
 
@@ -76,7 +76,7 @@ class RanksExecutor(LocalExecutor):
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             "PYTHONPATH": os.pathsep.join([*self.paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "RUST_LOG": os.environ.get("RUST_LOG", "error"),  # torchft writes many lines a step
-            "PYTHONSAFEPATH": "1",  # ranks import what launch.py imported, whatever lies in the current folder
+            "PYTHONSAFEPATH": "1",  # ranks import the same files as launch.py, never modules in the current folder
         }
         with open(Path(self.folder) / "parent.log", "ab") as log:
             parent = subprocess.Popen(
@@ -95,7 +95,7 @@ class Group:
     """Ranks that end together: all ranks, or a replica group."""
 
     ranks: range
-    deadline: float = float("inf")  # when its remaining ranks are killed
+    deadline: float = float("inf")  # the time at which its remaining ranks are killed
     restarts: int = 0
 
 
@@ -165,7 +165,7 @@ class Ranks(Controller):
     def restart(self, group: Group, replica: int) -> None:
         """Start a replica group again. It takes the weights of the other groups at the next exchange."""
         folder = folders_of(replica, self.folder.parents[2], self.folder.parent)[1]
-        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # of the group's life before
+        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # of the group's previous start
         group.restarts, group.deadline = group.restarts + 1, float("inf")
         for number in group.ranks:
             environment = {
@@ -183,13 +183,13 @@ class Ranks(Controller):
         super()._forward_signal(signum)
 
     def record(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the ranks, and other groups, may still go on
+        with contextlib.suppress(OSError):  # a full disk: the ranks and other groups may still continue
             layout.RANKS.write(self.folder.parent, {**this_process(), "ranks": self.ranks})
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen[Any]:
-    """Start torchft's lighthouse, which leaves out replica groups `silent` for so many seconds. It ends with this
-    process.
+    """Start torchft's lighthouse; it drops a replica group that has sent no heartbeat for `silent` seconds. It ends
+    with this process.
     """
     command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(layout.MEETINGS.of(attempt) / "lighthouse"), str(silent)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -202,7 +202,7 @@ def main() -> None:
     try:
         Ranks(Path(sys.argv[1])).run()
     except Exception:
-        traceback.print_exc()  # into parent.log
+        traceback.print_exc()  # goes to parent.log
     finally:
         sys.stderr.flush()
         os.killpg(0, signal.SIGKILL)

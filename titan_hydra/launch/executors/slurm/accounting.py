@@ -1,6 +1,4 @@
-"""SLURM's report on an attempt: its state of a job that is over, and what it and srun wrote into the attempt's
-job.log.
-"""
+"""SLURM's account of an attempt: the final state of its job, and the lines of slurmd and srun in the attempt's job.log."""
 
 import re
 import signal
@@ -12,7 +10,7 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.failure import Failure, Outside, guilty
 
 NODE_LOST, HOST_MEMORY = "SLURM lost a node of the job", "a host ran out of memory, and its kernel killed a rank"
-VERDICTS = {  # SLURM's state of a job that is over: class, our exit status, and the words for it
+VERDICTS = {  # SLURM's final state of a job: class, our exit status, message
     "NODE_FAIL": (Kind.NODE, Exit.UNHEALTHY, NODE_LOST),
     "BOOT_FAIL": (Kind.NODE, Exit.UNHEALTHY, "a node of the job did not boot"),
     "TIMEOUT": (Kind.TIME_LIMIT, Exit.REQUEUED, "the time limit was over"),
@@ -21,7 +19,7 @@ VERDICTS = {  # SLURM's state of a job that is over: class, our exit status, and
     "OUT_OF_MEMORY": (Kind.OUT_OF_MEMORY, Exit.OUT_OF_MEMORY, HOST_MEMORY),
     "FAILED": (Kind.UNKNOWN, Exit.BUG, "SLURM reports FAILED, and no rank has recorded an error"),
 }
-WRITTEN = (  # what slurmd writes when it ends a job; used once SLURM has forgotten the job's state
+WRITTEN = (  # what slurmd writes when it ends a job; used when SLURM no longer lists the job
     (r"JOB \d+ .*DUE TO TIME LIMIT", "TIMEOUT"),
     (r"DUE TO NODE FAILURE|error: Node failure on", "NODE_FAIL"),
     (r"oom_kill event|Out Of Memory", "OUT_OF_MEMORY"),
@@ -32,19 +30,19 @@ SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()
 
 
 def cause_of_end(attempt: Path, state: str | None = None) -> Failure | None:
-    """Return the cause of the end of an attempt (`guilty`), from SLURM's state of its job too; None: it has forgotten
-    the job.
+    """Return the cause of the end of an attempt (`guilty`), also from SLURM's final `state` of its job; None if SLURM
+    no longer lists the job.
     """
     last = _without_trace(attempt) if state == "FAILED" else None
     return guilty(attempt, Outside(_verdict(attempt, state), _seen_by_srun(attempt), last))
 
 
 def _verdict(attempt: Path, state: str | None) -> Failure | None:
-    """Return SLURM's verdict from its state of the job and the job's log; None if the job ended by itself, or was
-    preempted.
+    """Return the failure that SLURM's state of the job or the job's log names; None if SLURM did not end the job, or
+    preempted it.
     """
     log = layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20)
-    if layout.SPENT.of(attempt).exists():  # the batch script's mark
+    if layout.SPENT.of(attempt).exists():  # a mark that the batch script leaves
         line = "asked to stop again, and cluster.max_requeues is reached"
         return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
@@ -77,9 +75,9 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
     """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are
     not in order.
 
-    srun does not report ranks that ended with status 0, nor those of a lost node, of which no rank was heard. It ends
-    ranks itself by SIGTERM, which they record in their beats, and then SIGKILL. A rank without a beat, or frozen in a
-    hang, was killed by srun unless its line is the first. srun sends no other signals.
+    srun reports neither ranks that ended with status 0 nor the ranks of a lost node. It ends ranks itself by SIGTERM,
+    which they record in their beats, and then SIGKILL. A rank without a beat, or frozen in a hang, was killed by srun
+    unless its line is the first. srun sends no other signals.
     """
     died, records = deaths(attempt), layout.RANK.read_all(attempt)
     hung = any(said.get("exit_status") == Exit.HANG for said in records.values())
@@ -92,7 +90,7 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
     heard = {said.get("host") for rank, said in records.items() if rank in died or "exit_status" in said}
     for rank, said in records.items() if died and noticed else ():
         if rank not in died and "exit_status" not in said:
-            lost = said.get("host") not in heard  # SLURM says so after its SlurmdTimeout, when the job has long ended
+            lost = said.get("host") not in heard  # SLURM reports a lost node only after its SlurmdTimeout, when the job has long ended
             seen[rank] = {"exit_status": Exit.UNHEALTHY if lost else 0, "ended": float("inf")}
     return seen
 

@@ -15,7 +15,7 @@ from . import squeue
 def cancel_jobs(rows: list[RunRow]) -> Iterable[str]:
     """Cancel the jobs of exactly these cells with one scancel. Yields the reasons why some cannot be cancelled."""
     cells: list[Path] = []
-    jobs: list[str] = []  # packed cells share theirs, and replica groups have one each
+    jobs: list[str] = []  # packed cells share one job, and each replica group has its own
     for row in rows:
         owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].active]
         if cluster := squeue.elsewhere(owner):

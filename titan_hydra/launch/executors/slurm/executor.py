@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Slurm(Executor):
-    """sbatch through submitit; squeue, sacct and the run directories for what has become of a job."""
+    """Submits by sbatch, through submitit, and asks squeue, sacct and the run directories for the state of a job."""
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield the faults of submitting these cells: no sbatch, code that cannot be copied, jobs beyond the site's
-        limits. A dry run needs no SLURM.
+        """Yield what prevents submitting these cells: sbatch is missing, the code cannot be copied, a job exceeds the
+        site's limits. A dry run needs no SLURM.
         """
         from titan_hydra.launch import snapshot
         from titan_hydra.launch.cell import to_start
@@ -61,13 +61,13 @@ class Slurm(Executor):
         return submit.run(cells, folder)
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
-        """Ask SLURM about the jobs of these runs, those of replica groups too."""
+        """Ask SLURM about the jobs of these runs and of their replica groups."""
         owners = [(directory, owner) for directory, owner in runs if "token" in owner]
         groups = [other for directory, owner in owners for _, _, other in states.submitted_groups(directory, owner["token"])]
         return squeue.ask_queue([*(owner for _, owner in owners), *groups])
 
     def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
-        """Return the state of a run; of one whose record is damaged, from its files alone."""
+        """Return the state of a run; from its files alone if its attempt.json is damaged."""
         return states.run_state(directory, attempt, owner, queue) if "token" in owner else rundir.state_here(directory, attempt)
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
@@ -77,7 +77,7 @@ class Slurm(Executor):
         return cancel_jobs(rows)
 
     def hint(self, job: Job, failure: Failure) -> str:
-        """Return keys of the site that may help."""
+        """Return overrides of cluster keys that may prevent the failure."""
         cluster = cast(SlurmCluster, job.cluster)
         if failure.kind == Kind.OUT_OF_MEMORY and failure.rank is None:
             return "cluster.sbatch={mem: 0}"

@@ -42,11 +42,11 @@ class Partition:
     name: str
     default: bool
     nodes: int
-    kind: str  # of GPU; "" if GRES does not name it
-    gpus: int  # of a node
+    kind: str  # model of the GPUs, as h100; "" if GRES does not name it
+    gpus: int  # GPUs of a node
     cores: int
     memory_mib: int
-    minutes: int | None  # None: no limit
+    minutes: int | None  # time limit; None if there is none
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write conf/cluster/NAME.yaml from sinfo",
         description="Write conf/cluster/NAME.yaml from what sinfo reports about the partitions with GPUs.",
     )
-    init.add_argument("name", nargs="?", help="what cluster=NAME will be (default: SLURM's name of the cluster)")
+    init.add_argument("name", nargs="?", help="what cluster=NAME will be (default: the cluster's name in SLURM)")
     init.add_argument("--partition", help="which one (default: SLURM's default partition, else the one with most GPUs)")
-    conf = Path("conf") if Path("conf").is_dir() else CONF  # that of the project in the current folder
+    conf = Path("conf") if Path("conf").is_dir() else CONF  # of the project in the current folder, if there is one
     init.add_argument("--folder", type=Path, default=conf / "cluster", help="where to write (default: conf/cluster)")
     init.add_argument("--force", action="store_true", help="replace an existing file")
 

@@ -1,4 +1,4 @@
-"""The limits of a site on one job, where scontrol and sacctmgr report them: SLURM takes a job beyond them, and never
+"""The site's limits on one job, as scontrol and sacctmgr report them: SLURM accepts a job that exceeds them, but never
 starts it.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limit:
-    """What one part of the site's configuration allows a job; None: anything."""
+    """What a partition, an association or a QOS allows a job; None is no limit."""
 
     source: str
     minutes: int | None
@@ -32,8 +32,8 @@ class Limit:
 
 
 def limits_of(cluster: SlurmCluster) -> Iterator[Limit]:
-    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. Several partitions
-    have none here.
+    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. A list of several
+    partitions has no limits here.
     """
     partition = _partition(cluster.partition or os.environ.get("SBATCH_PARTITION", ""))
     qualities = [partition["QoS"]] if partition.get("QoS", "N/A") != "N/A" else []
@@ -83,7 +83,7 @@ def _partition(name: str) -> dict[str, str]:
 
 
 def _rows(*arguments: str) -> list[list[str]]:
-    """Return sacctmgr's rows; none where there is no accounting."""
+    """Return sacctmgr's rows; none on a cluster without accounting."""
     return [line.split("|") for line in (squeue.call("sacctmgr", "--noheader", "--parsable2", *arguments) or "").splitlines()]
 
 

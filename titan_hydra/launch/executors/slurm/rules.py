@@ -1,4 +1,4 @@
-"""The rules of SLURM's keys: what sbatch and srun would refuse an hour later, and what would keep the ranks from starting."""
+"""Checks of SLURM's keys: what sbatch and srun would refuse, and what would keep the ranks from starting."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ from titan_hydra.config.schema import Job
 from .keys import SlurmCluster
 
 # sbatch flags that follow from the layout, or that the batch script relies on, and the key that sets each. A site may
-# drop one (null).
+# leave one out by setting it to null.
 OURS = {
     "nodes": "the layout",
     "ntasks": "the layout",
@@ -35,9 +35,9 @@ OURS = {
     "comment": "cluster.comment",
     "cpus-per-task": "cluster.cpus_per_task",
 }
-# keys that become its lines
+# keys that become #SBATCH lines of the batch script
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
-START, EARLY = 60, 60  # seconds: what ranks may need until their first step; how early SLURM may send the signal
+START, EARLY = 60, 60  # seconds that ranks may need until their first step; seconds by which SLURM may send the signal too early
 SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
 
 
@@ -92,8 +92,8 @@ def text_reaches_the_script_as_it_is(cluster: SlurmCluster, folder: str) -> Iter
 
 
 def time_suffices_to_start_and_stop(cluster: SlurmCluster) -> Iterator[Fault]:
-    """A job can take a step before it is asked to stop, or it would requeue for ever. SLURM may send the signal a
-    minute early.
+    """A job can take a step before it is asked to stop, or it would requeue for ever. SLURM may send the stop signal a
+    minute too early.
     """
     minutes = cluster.time_minutes
     if minutes:

@@ -30,9 +30,9 @@ from titan_hydra.runs import layout
 from .keys import SlurmCluster
 
 LIST = "cells.tsv"
-LOST_NODES = 3  # requeues of a job after nodes that were lost before SLURM gave them up
-# Variables of sbatch that would change what this script is, whatever the configuration says: sbatch takes them before
-# the script's lines.
+LOST_NODES = 3  # requeues of a job because ranks lost a node that SLURM still considered healthy
+# Environment variables of sbatch that would change the job, whatever the configuration says: to sbatch they have
+# priority over the lines of the script.
 OURS = {f"SBATCH_{name}" for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")}
 # variables that are not named after their flag
 NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
@@ -135,11 +135,11 @@ class JobLine:
     ranks: int
     directory: Path
     attempt: int
-    restarts: int = 0  # of a replica group that has failed
+    restarts: int = 0  # how often this replica group has been started again after a failure
 
 
 class SubmissionError(Exception):
-    """sbatch refused the job; the message is its own."""
+    """sbatch refused the job; the exception's message is what sbatch printed."""
 
 
 class SlurmBatch(SlurmExecutor):
@@ -193,7 +193,7 @@ class SlurmBatch(SlurmExecutor):
     def flags(self, shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
         """Return sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
-        # SLURM would take %j for the job's number there too
+        # % is doubled, as SLURM would replace %j in a path by the job's id
         log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"
         return {
             "output": log,
@@ -262,7 +262,7 @@ class SlurmBatch(SlurmExecutor):
 
         Raises SubmissionError.
         """
-        # Inside another job, its variables would be taken for this one's.
+        # Within a SLURM job, sbatch would use that job's variables for the new one.
         foreign = {name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"}
         flags = re.findall(r"^#SBATCH --([\w-]+)", self.text, re.M)
         set_here = {f"SBATCH_{NAMED.get(flag, flag.upper().replace('-', '_'))}" for flag in flags}

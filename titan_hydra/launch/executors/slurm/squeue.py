@@ -12,9 +12,9 @@ from titan_hydra.runs.queue import Owner, Queue, QueuedJob
 
 LIMIT = 30  # seconds that a SLURM command may take; without this limit one would block while the controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-REASONS = {"JobArrayTaskLimit": "max_parallel"}  # plainer names of SLURM's reasons
+REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reasons for which this package has a clearer word
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-# when scontrol was asked for all settings, and its answer: once, or again LIMIT after none
+# time of the last `scontrol show config`, and its answer; without an answer it is asked again after LIMIT seconds
 SETTINGS: list[tuple[float, str]] = []
 FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason, nodes, expected or real start, name
 
@@ -82,7 +82,7 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
         for line in (out or "").splitlines():
             job_id, state, nodes = [*line.split("|"), "", ""][:3]
             if state:
-                found[job_id] = SlurmJob(job_id, state.split()[0], nodes=nodes)  # "CANCELLED by 1000"
+                found[job_id] = SlurmJob(job_id, state.split()[0], nodes=nodes)  # a state may have further words: "CANCELLED by 1000"
     return found
 
 

@@ -24,8 +24,8 @@ def run_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
     """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the
     submitter.
 
-    Replica groups are jobs of one submission. The run goes on while one of them does, and failed if one has when all
-    are over.
+    Each replica group is a job. The run continues while one of them runs; once all have ended it has failed if one of
+    them failed.
     """
     groups = [job_state(directory, attempt, owner, queue)]
     for home, number, other in submitted_groups(directory, owner["token"]):
@@ -43,8 +43,8 @@ def run_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 
 
 def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """Yield run folder, newest attempt and its attempt.json of the replica groups but the first that a submission to
-    SLURM has claimed.
+    """Yield (run folder, newest attempt, its attempt.json) of each replica group after the first that was submitted as
+    a job.
     """
     homes = homes_of(directory, 1 + sum(layout.ATTEMPT.of(home).parent.is_dir() for home in layout.REPLICA.all(directory).values()))[1:]
     for home in homes:
@@ -68,7 +68,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
             owner = rundir.note(folder, job_id=job.id)
     if job and job.waiting:
         return State("queued", attempt, job=job)
-    over = owner.get("packed") and _has_ended(folder)  # the job goes on with other cells
+    over = owner.get("packed") and _has_ended(folder)  # the job continues with other cells
     if job and job.active and not over:
         started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
@@ -81,7 +81,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
     word = owner.get("slurm_state") if job is None or job.active else job.state
-    if "ended" not in owner:  # recorded, as SLURM forgets jobs
+    if "ended" not in owner:  # the end is recorded, as SLURM does not list old jobs for ever
         with contextlib.suppress(OSError):
             rundir.note(folder, ended=time.time(), slurm_state=word)
     if job is None and owner["job_id"] is None and not layout.RANK.all(folder):
@@ -92,7 +92,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 
 
 def _has_ended(attempt: Path) -> bool:
-    """Whether the batch script has seen the ranks of an attempt end, and not only stop for a requeue."""
+    """Whether the batch script has recorded that the ranks of an attempt ended, other than to be requeued."""
     try:
         return layout.EXIT.of(attempt).read_text().strip() != str(int(Exit.REQUEUED))
     except OSError:
@@ -100,8 +100,8 @@ def _has_ended(attempt: Path) -> bool:
 
 
 def being_submitted(owner: dict[str, Any]) -> bool:
-    """Whether the process that claimed an attempt may still submit it. On another host only the elapsed time can
-    tell.
+    """Whether the process that claimed an attempt may still submit it. For a process of another host only the elapsed
+    time is known.
     """
     if owner["host"] == socket.gethostname():
         return alive(owner) and "ended" not in owner

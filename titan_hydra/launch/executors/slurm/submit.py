@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
 POLL = 5  # seconds between two squeue calls with launch.wait
-# errors of sbatch after which SLURM may still have the job
+# errors of sbatch after which SLURM may have accepted the job nevertheless
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"
-# errors of sbatch where a user has too many jobs, of which an array's tasks are some
+# errors of sbatch if a user would have too many jobs; each task of an array counts as a job
 TOO_MANY = r"Submit\w*Limit|submit limit"
-PATIENCE = 3  # seconds until squeue is asked again after such an sbatch
+PATIENCE = 3  # seconds until squeue is asked again after an error as in NO_ANSWER
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Array:
     shape: JobShape
     cells: list[Cell]
     packed: bool = False
-    exclude: tuple[str, ...] = ()  # hosts, beside those that the configuration excludes
+    exclude: tuple[str, ...] = ()  # hosts to exclude, beside those of the configuration
 
     @property
     def cluster(self) -> SlurmCluster:
-        """The settings that its cells have in common."""
+        """The cluster settings, which all its cells share."""
         return cast(SlurmCluster, self.cells[0].job.cluster)
 
     @property
@@ -78,22 +78,22 @@ class ArrayOrder:
 
     def __init__(self, states: list[State]) -> None:
         """Count the cells of the line that are queued or running already."""
-        self.refused = Counter[str]()  # cells that SLURM has refused, by its sentence
+        self.refused = Counter[str]()  # number of cells that SLURM has refused, by SLURM's message
         active = [state.job.id.split("_")[0] for state in states if state.active and state.job]
-        self.before: list[str] = []  # jobs that must have ended
-        # jobs after these, and how many cells of them may run at once
+        self.before: list[str] = []  # ids of the jobs that must end before the next array starts
+        # ids of the jobs submitted since then, and how many of their cells may run at once
         self.now, self.used = list(dict.fromkeys(active)), len(active)
 
     def after(self, count: int, limit: int) -> str:
-        """Return the jobs that an array of `count` cells waits for, as SLURM's dependencies name them; limit 0 is
-        none.
+        """Return the ids, joined by colons, of the jobs that an array of `count` cells waits for; limit 0 means no
+        limit.
         """
         if limit and self.now and self.used + min(count, limit) > limit:
             self.before, self.now, self.used = self.now, [], 0
         return ":".join(self.before) if limit else ""
 
     def submitted(self, job_id: str, count: int, limit: int) -> None:
-        """Count the cells of a job that SLURM has taken."""
+        """Count the cells of a job that SLURM has accepted."""
         self.now.append(job_id.split("_")[0])
         self.used += min(count, limit or count)
 
@@ -196,7 +196,7 @@ def baseline_of(cells: list[Cell]) -> Cell | None:
 
 
 def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None) -> list[tuple[Cell, State]]:
-    """Put the baseline first in a packed job and, in a folder of the sweep, at the end again: their difference measures
+    """Put the baseline first in a packed job and, for a sweep, once more at the end: the difference of the two measures
     drift.
     """
     baseline = baseline_of([cell for cell, _ in start])
@@ -246,18 +246,18 @@ def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cel
     for cell in array.cells:
         number = states[cell.directory].attempt + 1
         attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
-        if attempt is not None:  # another launcher was not faster
+        if attempt is not None:  # None: another launcher has claimed this attempt meanwhile
             groups = rundir.claim_groups(cell.directory, cell.job.fault_tolerance.replicas, cell.overrides, **owner)
             claimed.append((cell, [attempt, *groups]))
     return claimed
 
 
 def _print_refusals(refused: Counter[str]) -> None:
-    """Print how many cells SLURM has refused, by its sentence, and what to do if they were too many."""
+    """Print how many cells SLURM has refused, by SLURM's message, and what to do if they were too many."""
     for reason, number in refused.items():
         print(f"SLURM refused {counted(number, 'cell')}: {reason}", file=sys.stderr)
     if any(re.search(TOO_MANY, reason, re.I) for reason in refused):
-        print("  the same line submits them when others have ended; launch.packed=true is one job for all", file=sys.stderr)
+        print("  the same command submits them once others have ended; launch.packed=true puts all cells into one job", file=sys.stderr)
 
 
 def unfit_hosts(states: list[State]) -> tuple[str, ...]:
@@ -267,8 +267,8 @@ def unfit_hosts(states: list[State]) -> tuple[str, ...]:
 
 
 def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, order: ArrayOrder) -> int:
-    """Submit the claimed attempts of each cell: in one array or, where a limit of the site allows fewer jobs, in as
-    large ones as it takes.
+    """Submit the claimed attempts of each cell: in one array or, if SLURM refuses so many jobs, in the largest arrays
+    that it accepts.
 
     Returns the exit status.
     """
@@ -298,7 +298,7 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
 
 
 def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, after: str) -> None:
-    """Call sbatch, with every file that the job needs written before, and note its ids. Raises SubmissionError."""
+    """Write every file that the job needs, call sbatch, and record its job ids. Raises SubmissionError."""
     place = folder / array.token if folder else claimed[0][0] / "submission"
     name = folder.name if folder else array.cells[0].directory.name
     batch, attempts = batch_of(array, place, claimed, name, code, after), [attempt for own in claimed for attempt in own]
@@ -312,8 +312,8 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
 
 
 def after_refusal(attempts: list[Path], number: int, reason: str, refused: Counter[str]) -> int:
-    """Check whether SLURM has the job of `number` cells although sbatch failed, as when the controller answers too
-    late. If it has not, the cells are counted in `refused`. Returns the exit status.
+    """Check whether SLURM has accepted the job of `number` cells although sbatch failed, for example by a time-out. If
+    it has not, the cells are counted in `refused`. Returns the exit status.
 
     After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by
     the next command.
