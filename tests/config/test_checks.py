@@ -143,6 +143,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({**CSV, "parallelism__reshard_after_forward": "always"}, "parallelism.reshard_after_forward", "never"),
     ({"parallelism__pp": 2, "model__tie_embeddings": True}, "model.tie_embeddings", "different pipeline stages"),
     ({"gpus": 2, "data__local_batch": 8, "data__global_batch": 40}, "data.global_batch", "nearest legal: 32 or 48"),
+    ({"gpus": 2, "data__local_batch": 8, "data__global_batch": 40}, "data.global_batch", "; it is one with data.local_batch=5;"),
     ({**FLOAT8, "model__dim": 264, "model__n_heads": 12, "model__n_kv_heads": 12}, "model.dim", "256 or 272"),
     ({"precision__converter": "mxfp8", "model__dim": 272, "model__n_heads": 8, "model__n_kv_heads": 8}, "model.dim", "256 or 288"),
     ({**FLOAT8, "data__seq_len": 100, "data__local_batch": 1}, "data.seq_len", "multiples of 16; nearest legal: 96 or 112"),

@@ -75,7 +75,7 @@ def begin(cells: list[Cell]) -> int:
 def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[str]]:
     """Type, freeze and check all cells. Returns the cells without faults, and one line for each fault of the others."""
     cells, lines, notices = [], [], []
-    for number, (config, overrides) in enumerate(with_count(composed, "checked"), start=1):
+    for number, (config, typed) in enumerate(with_count(composed, "checked"), start=1):
         job, faults = read(config)
         if job is not None:
             job = freeze(job)
@@ -85,10 +85,10 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
         if prediction and job.launch.oom_check != "off" and (fault := predict.objection(prediction)):
             refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
             (faults if refused else notices).append(fault)
-        where = f"   (cell {number} of {len(composed)}: {shown(redact(' '.join(overrides)))})" if len(composed) > 1 else ""
+        where = f"   (cell {number} of {len(composed)}: {shown(redact(config.sweep.cell or ' '.join(typed)))})" if len(composed) > 1 else ""
         lines += [f"{redact(str(fault))}{where}" for fault in faults]
         if not faults:
-            cells.append(Cell(number, overrides, job, rundir.directory_of(job), len(composed), prediction))
+            cells.append(Cell(number, typed, job, rundir.directory_of(job), len(composed), prediction))
     for notice in dict.fromkeys(map(str, notices)):
         print(f"warning: {notice}", file=sys.stderr)
     return cells, lines

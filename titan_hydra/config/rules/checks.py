@@ -222,14 +222,12 @@ def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
 def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
     """global batch = local batch x data-parallel ranks (of all replica groups) x accumulation steps."""
     ranks = data_parallel(job) * job.fault_tolerance.replicas
-    batch, once = job.data.global_batch, samples_at_once(job)
+    batch, local, once = job.data.global_batch, job.data.local_batch, samples_at_once(job)
     if once > 0 and batch % once:
-        yield Fault(
-            "data.global_batch",
-            batch,
-            f"not a multiple of {once} (local_batch {job.data.local_batch} x {ranks} data-parallel ranks)",
-            legal=multiples_around(batch, once),
-        )
+        smaller = [samples for samples in divisors(batch // ranks) if samples < local] if batch % ranks == 0 else []
+        hint = f"; it is one with data.local_batch={smaller[-1]}" if smaller and job.parallelism.pp == 1 else ""
+        reason = f"not a multiple of {once} (local_batch {local} x {ranks} data-parallel ranks){hint}"
+        yield Fault("data.global_batch", batch, reason, legal=multiples_around(batch, once))
 
 
 # --- techniques against each other ------------------------------------------------------------------------------------
