@@ -294,7 +294,7 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 639,  # 520
-    "config": 4879,  # 3,200
+    "config": 4877,  # 3,200
     "job": 612,  # 720
     "models": 1698,  # 1,800
     "runs": 2041,  # 2,100
@@ -306,11 +306,11 @@ LINES = {
     "train": 1504,  # 1,550
     "fault_tolerance": 1114,  # 600
     "verify": 1998,  # 2,000
-    "launch": 3161,  # 1,950
+    "launch": 3160,  # 1,950
     "report": 2271,  # 2,050
     "commands": 2549,  # 2,300
     "recipes": 3802,  # 3,100
-    "plan": 1525,  # 1,800
+    "plan": 1521,  # 1,800
 }
 
 
