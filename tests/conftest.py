@@ -28,6 +28,7 @@ QUICK = (
     "runs/test_rundir.py",
     "config/test_load.py",
     "config/test_checks.py",
+    "models/test_moe.py",
     "kernels/",
     "parallel/",
     "train/test_optimizer.py",

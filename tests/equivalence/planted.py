@@ -173,7 +173,7 @@ FAULTS |= {
         "kernels/grouped.py",
         "if not fills_empty_groups(rows.device)",
         "if False",
-        "tests/parallel/test_experts.py::test_gradients_that_a_kernel_does_not_write_are_zero",
+        "tests/models/test_moe.py::test_gradients_that_a_kernel_does_not_write_are_zero",
     ),
     "packed experts have gate and up exchanged": (
         "checkpoint/folder.py",
