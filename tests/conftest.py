@@ -23,12 +23,15 @@ os.environ["WANDB_MODE"] = "offline"
 # `pytest -m quick`: what a change breaks most often, and what a release of torch changes.
 QUICK = (
     "test_walls.py",
-    "runs/",
+    "runs/test_find.py",
+    "runs/test_layout.py",
+    "runs/test_rundir.py",
     "config/test_load.py",
     "config/test_checks.py",
+    "models/test_moe.py",
+    "kernels/",
     "parallel/",
     "train/test_optimizer.py",
-    "train/test_loss.py",
 )
 QUICK_LAYOUTS = (
     "fsdp 2",
@@ -49,29 +52,34 @@ QUICK_LAYOUTS = (
 # Left out by default, run by `.ci/run` with `pytest -m "long and not slow"`: what takes long and whose kind a shorter
 # test of the default suite covers. Layouts of four ranks in the matrix are long too.
 LONG = (
+    "checkpoint/test_reshard.py",
+    "checkpoint/test_torture.py",
+    "commands/test_compare.py",
+    "commands/test_extend.py::test_an_extended_run_is_the_longer_run_bitwise",
+    "commands/test_extend.py::test_fewer_ranks_go_on_as_the_page_says",
+    "commands/test_owners.py::test_a_closed_folder_of_runs_is_one_line",
     "config/test_cells.py::test_a_cell_is_what_hydra_composes",
     "config/test_fuzz.py",
+    "config/test_registries.py",
+    "equivalence/test_fake.py",
     "equivalence/test_random.py",
+    "fault_tolerance/test_per_step.py",
+    "fault_tolerance/test_replicas.py",
     "gpu/test_kit.py::test_a_case_that_raises_dies_or_hangs_costs_itself",
     "launch/test_cells.py::test_changed_config_is_refused",
     "launch/test_cells.py::test_failed_run_is_listed_and_retried_by_class",
     "launch/test_cells.py::test_sweep_goes_on_after_a_failed_cell_and_shows_all",
     "launch/test_cells.py::test_worker_runs_under_torchrun",
-    "launch/test_compare.py",
     "launch/test_ends.py::test_peers_of_a_dead_rank_are_ended",
     "launch/test_ends.py::test_power_cut_is_an_interruption",
     "launch/test_ends.py::test_ranks_outlive_their_launcher_and_the_line_attaches_again",
     "launch/test_ends.py::test_two_launchers_run_a_line_once",
     "launch/test_ends.py::test_wandb_sees_one_run_with_rising_steps_after_kills",
-    "launch/test_extend.py::test_an_extended_run_is_the_longer_run_bitwise",
-    "launch/test_extend.py::test_fewer_ranks_go_on_as_the_page_says",
-    "launch/test_flight.py",
-    "launch/test_nan_hunt.py",
-    "launch/test_owners.py::test_a_closed_folder_of_runs_is_one_line",
-    "launch/test_replicas.py",
     "launch/test_secrets.py",
-    "launch/test_stuck.py",
     "models/test_stranger.py::test_six_layouts_learn_what_one_process_learns",
+    "observe/test_flight.py",
+    "observe/test_nan_hunt.py",
+    "observe/test_stuck.py",
     "plan/test_tracker.py",
     "plan/test_tune.py",
     "recipes/chat/test_sft.py::test_every_layout_learns_what_one_process_learns",
@@ -86,15 +94,13 @@ LONG = (
     "slurm/test_preemption.py",
     "slurm/test_sweeps.py",
     "train/test_experts_run.py",
-    "train/test_fake.py",
     "train/test_lora.py::test_every_layout_learns_what_one_process_learns",
     "train/test_objectives.py::test_every_layout_learns_what_one_process_learns",
-    "train/test_per_step.py",
-    "train/test_registries.py",
-    "train/test_reshard.py",
-    "train/test_torture.py",
     "train/test_world.py::test_a_process_may_train_any_number_of_compiled_models",
 )
+
+# The folders of the files that take longest: they start launch.py, or ranks for every layout.
+LONG_FOLDERS = ("equivalence", "launch", "commands", "fault_tolerance")
 
 
 def pytest_collection_modifyitems(items):
@@ -112,7 +118,7 @@ def pytest_collection_modifyitems(items):
     files = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    slurm, long = ([path for path in files if path.parent.name in folders] for folders in (("slurm",), ("equivalence", "launch")))
+    slurm, long = ([path for path in files if path.parent.name in folders] for folders in (("slurm",), LONG_FOLDERS))
     first = [path for pair in itertools.zip_longest(slurm, long) for path in pair if path]
     items[:] = [item for path in dict.fromkeys([*first, *files]) for item in files[path]]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "titan_hydra"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "titan_hydra"
 GROUND = {"base", "config", "job"}
 ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a file
     "base": set(),
@@ -128,6 +129,17 @@ def test_the_package_consists_of_these_rooms():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ALLOWED)
 
 
+# Folders of tests that are no room's: of verify, whose tests are the acceptance matrix; of all rooms on a CUDA device; on
+# one that is pretended; on a real SLURM.
+OTHER_TESTS = {"equivalence", "gpu", "pretended_cuda", "slurm"}
+
+
+def test_the_tests_of_a_room_stand_in_its_folder():
+    """What tests no single room has a folder of its own."""
+    folders = {file.relative_to(TESTS).parts[0] for file in TESTS.glob("*/**/test_*.py")}
+    assert folders == (set(ALLOWED) - {"verify"}) | OTHER_TESTS
+
+
 def test_what_slurm_calls_things_is_known_in_its_folder_alone():
     """But for the name of a file in layout.py; and nobody compares an executor's name."""
     words = re.compile(r"squeue|sacct|scancel|scontrol|sinfo|srun|sbatch(?!\.sh)|SLURM_|executor [!=]=|[\"']slurm[\"']")
@@ -155,7 +167,7 @@ for module in {modules}:
 
 
 def test_files_stay_short():
-    for file in [*PACKAGE.rglob("*.py"), PACKAGE.parent / "launch.py"]:
+    for file in [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py"), PACKAGE.parent / "launch.py"]:
         assert len(file.read_text().splitlines()) <= 450, file
 
 

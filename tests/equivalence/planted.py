@@ -173,19 +173,19 @@ FAULTS |= {
         "kernels/grouped.py",
         "if not fills_empty_groups(rows.device)",
         "if False",
-        "tests/parallel/test_experts.py::test_gradients_that_a_kernel_does_not_write_are_zero",
+        "tests/models/test_moe.py::test_gradients_that_a_kernel_does_not_write_are_zero",
     ),
     "packed experts have gate and up exchanged": (
         "checkpoint/folder.py",
         '"gate_proj.weight": ("gate_up_proj", 0, 2),\n    "up_proj.weight": ("gate_up_proj", 1, 2)',
         '"gate_proj.weight": ("gate_up_proj", 1, 2),\n    "up_proj.weight": ("gate_up_proj", 0, 2)',
-        "tests/train/test_convert_experts.py",
+        "tests/checkpoint/test_convert_experts.py",
     ),
     "pairs of rotary positions are halves": (
         "models/deepseek_v3/model.py",
         "return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)",
         "return x",
-        "tests/train/test_convert_experts.py",
+        "tests/checkpoint/test_convert_experts.py",
     ),
     "text is left whole on context-parallel ranks": (
         "recipes/flux/diffusion.py",
@@ -274,7 +274,7 @@ FAULTS |= {
         "checkpoint/convert.py",
         "dtype or stored.get(name)) for",
         "dtype or torch.bfloat16) for",
-        "tests/train/test_convert.py::test_an_export_keeps_the_stored_number_format",
+        "tests/checkpoint/test_convert.py::test_an_export_keeps_the_stored_number_format",
     ),
     "the chunked loss's gradient is 2 % too large in bfloat16": (
         "kernels/cross_entropy.py",

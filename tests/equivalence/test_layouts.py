@@ -1,4 +1,6 @@
-"""Every layout of the acceptance matrix learns what one process learns; `titan verify` runs the same table."""
+"""Every layout of the acceptance matrix learns what one process learns; `titan verify` runs the same table. This folder
+has the tests of titan_hydra/verify.
+"""
 
 import pytest
 

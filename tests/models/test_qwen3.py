@@ -5,7 +5,7 @@ the input's dtype.
 import pytest
 import torch
 
-from tests.train.conversion import assert_transformers_agrees, exported, load, some_tokens, titan_convert
+from tests.checkpoint.conversion import assert_transformers_agrees, exported, load, some_tokens, titan_convert
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint import convert
 from titan_hydra.config.compose import compose_job

@@ -1,14 +1,8 @@
-"""Float8 with kernels of our own: scales, accuracy beside torchao's, which linears are cast together, and the kernels
-themselves.
-"""
+"""Float8 with kernels of our own: scales, accuracy beside torchao's, and which linears are cast together."""
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -237,15 +231,3 @@ model.to_empty(device="cpu")(torch.zeros(1, 16, dtype=torch.int64)).sum().backwa
 formats.after_step(model, job)
 assert "torchao" not in sys.modules"""
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("script", ["interpreted_kernels.py", pytest.param("compiled_kernels.py", marks=pytest.mark.slow)])
-def test_the_kernels_of_a_gpu_compute_what_torch_does_and_compile_without_spilling(script, tmp_path):
-    """In Triton's interpreter, and by its compiler and ptxas."""
-    if find_spec("triton") is None:
-        pytest.skip("no triton here: pip install --target DIR triton, and PYTHONPATH=DIR")
-    if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
-        pytest.skip("the interpreter of triton before 3.7 cannot count over a length that numpy 2 holds in an array")
-    environment = os.environ | {"TRITON_INTERPRET": str(int(script.startswith("interpreted"))), "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, Path(__file__).with_name(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -6,10 +6,9 @@ import shutil
 import pytest
 import torch
 
+from tests.checkpoint.steps import cut_back, tensors
 from titan_hydra.config.compose import compose_job
 from titan_hydra.runs.checkpoints import newest
-
-from .steps import cut_back, tensors
 
 SMALL = (
     "debug=tiny",

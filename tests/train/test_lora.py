@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tests.checkpoint.steps import cut_back, tensors
 from titan_hydra import cli, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import find_checkpoint, reader_of
@@ -22,8 +23,6 @@ from titan_hydra.train.trainer import assemble
 from titan_hydra.verify.fake import fake_world
 from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import verify
-
-from .steps import cut_back, tensors
 
 LORA = ("adapter=lora", "adapter.rank=4")
 LAYOUTS = {

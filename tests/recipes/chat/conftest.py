@@ -1,5 +1,5 @@
-"""Conversations are data as the others of tests/train/data."""
+"""Conversations are data as the others of tests/data."""
 
-from tests.train.data.conftest import job
+from tests.data.conftest import job
 
 __all__ = ["job"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.train.data.test_files import zst
+from tests.data.test_files import zst
 from titan_hydra import data
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import Fault

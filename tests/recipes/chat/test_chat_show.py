@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tests.data.test_unknown import ROWS, letters, warned
 from tests.report.test_changes import what_differs
-from tests.train.data.test_unknown import ROWS, letters, warned
 from titan_hydra import cli
 from titan_hydra.config.registry import DATA_SOURCES
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.checkpoint.steps import cut_back, tensors
 from tests.config.test_load import validations_are_short
-from tests.train.steps import cut_back, tensors
 from titan_hydra import cli, data, models
 from titan_hydra.config.compose import compose_job
 from titan_hydra.data import tokenizer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.steps import cut_back, tensors
+from tests.checkpoint.steps import cut_back, tensors
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job

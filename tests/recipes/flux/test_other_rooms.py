@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.data.test_unknown import ROWS, letters, warned
 from tests.parallel.test_float8 import EMULATED, converted
 from tests.parallel.test_fused import FUSED, job_of
 from tests.report.test_changes import what_differs
-from tests.train.data.test_unknown import ROWS, letters, warned
 from titan_hydra.config.attention import call_of
 from titan_hydra.config.compose import compose_job
 from titan_hydra.recipes.flux import encode

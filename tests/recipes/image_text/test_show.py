@@ -5,8 +5,8 @@ import json
 import os
 import tarfile
 
+from tests.data.test_unknown import ROWS, letters, warned
 from tests.report.test_changes import what_differs
-from tests.train.data.test_unknown import ROWS, letters, warned
 from titan_hydra import cli
 from titan_hydra.data import unknown
 from titan_hydra.recipes.image_text import images

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from .conftest import ROOT
+from tests.launch.conftest import ROOT
 
 COLLEAGUE = 12345  # a user that does not exist
 DROP = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # root without its right to read everything

@@ -1,7 +1,7 @@
 """Compile every kernel of ours for sm_90 and sm_100 at the widths of Llama 3.1's sizes, by Triton's compiler and ptxas.
 It needs no device.
 
-    python tests/parallel/compiled_kernels.py        # prints the table of docs/performance.md; fails if a register is spilled
+    python tests/kernels/compiled_kernels.py        # prints the table of docs/performance.md; fails if a register is spilled
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ import json
 import pytest
 
 from tests import wandb_file
+from tests.checkpoint.steps import cut_back
 from titan_hydra.config.compose import compose_job
 from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate
-
-from .steps import cut_back
 
 ROW = {
     "step",

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from tests.train.steps import tensors
+from tests.checkpoint.steps import tensors
 from titan_hydra.runs.checkpoints import step_folder
 
 

@@ -1,5 +1,5 @@
 """Local SGD and DiLoCo: the arithmetic against what it must equal, in real replica groups;
-tests/launch/test_replicas.py kills some.
+tests/fault_tolerance/test_replicas.py kills some.
 """
 
 import shutil
@@ -7,11 +7,10 @@ import shutil
 import pytest
 import torch
 
+from tests.checkpoint.steps import tensors
 from titan_hydra.config.operation import FaultTolerance
 from titan_hydra.fault_tolerance.outer import Fragment, due, fragment_of
 from titan_hydra.runs.checkpoints import step_folder
-
-from .steps import tensors
 
 
 def weights(directory, step, part="model."):

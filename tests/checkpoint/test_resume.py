@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.train.conftest import losses, rows
 from titan_hydra import data
 from titan_hydra.job.freeze import freeze
 from titan_hydra.runs.checkpoints import complete, held_out_loss, newest, step_of
 
-from .conftest import losses, rows
 from .steps import cut_back, tensors
 
 TEN = ("steps=10", "checkpoint.interval=5", "checkpoint.keep_latest_k=0", "data.global_batch=8", "data.local_batch=2")

@@ -1,8 +1,8 @@
 """Runs of four ranks (2 x 2: FSDP x TP) killed at the worst moments, their disks filled, their files damaged; then
 resumed.
 
-    python tests/train/torture.py            all of them; a line each, and the figures of docs/reliability.md
-    python tests/train/torture.py 3 17       some, by number
+    python tests/checkpoint/torture.py            all of them; a line each, and the figures of docs/reliability.md
+    python tests/checkpoint/torture.py 3 17       some, by number
 
 A kill is a SIGKILL that a rank sends from inside a named function: to itself (one), to every rank (all), or to the
 process group with the ranks' parent in it (group). After each: what is on disk is judged from outside, the run is

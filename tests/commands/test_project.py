@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from .conftest import ROOT
+from tests.launch.conftest import ROOT
 
 BUILD = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "titan_hydra", "conf", "sweeps")
 

@@ -1,6 +1,6 @@
 """Checks of Triton kernels without a GPU, in a process of its own: Triton reads TRITON_INTERPRET as it is imported.
 
-TRITON_INTERPRET=1 python tests/parallel/interpreted_kernels.py
+TRITON_INTERPRET=1 python tests/kernels/interpreted_kernels.py
 """
 
 import torch
