@@ -317,10 +317,10 @@ LINES = {
     "checkpoint": 1579,  # 1,400
     "train": 1504,  # 1,550
     "fault_tolerance": 1114,  # 600
-    "verify": 1998,  # 2,000
+    "verify": 1997,  # 2,000
     "launch": 3160,  # 1,950
     "report": 2271,  # 2,050
-    "commands": 2549,  # 2,300
+    "commands": 2547,  # 2,300
     "recipes": 3802,  # 3,100
     "plan": 1521,  # 1,800
 }

@@ -116,7 +116,7 @@ SCHEDULES = {"wsd": ["lr_scheduler.decay_ratio=0.25"], "constant": ["lr_schedule
         ("wsd", 8, 4),
         ("constant", 40, 12),
         ("constant", 13, 12),
-        ("constant", 12, "steps=12: is what the run has"),
+        ("constant", 12, "steps=12: the run has this number of steps already"),
         ("wsd", 4, "no checkpoint before step 4"),
         ("wsd", 5, 4),
         ("cosine", 40, "differ from step 3 on"),

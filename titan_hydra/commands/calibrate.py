@@ -59,7 +59,7 @@ def fit_cells(cells: list[RunCell], hardware: Hardware) -> plan.Fit:
 
 
 def _measured(cell: RunCell) -> plan.Measured | None:
-    """Return a run's job and its seconds a step; None if it has not finished, or measured no speed."""
+    """Return a run's job and its seconds per step; None if it has not finished, or has no measured speed."""
     rate = layout.RESULT.read(cell.directory).get("tokens_per_second")
     return plan.measured(cell.name, load_job(cell.directory), rate) if rate else None
 

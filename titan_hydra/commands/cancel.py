@@ -1,8 +1,8 @@
 """`titan cancel`: stop runs that are running or queued, each by its executor. Ranks save and stop at the end of their
 step.
 
-Each stopped attempt gets a file `cancelled` with the user and the time; with it a job's batch script does not requeue
-the job.
+Each stopped attempt gets a file `cancelled` with the user and the time; a batch script that finds this file does not
+requeue its job.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from titan_hydra.runs.view import RunRow, add_target, choose, look, owner_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Cancel what runs or waits. Returns 0 if all running cells were asked to stop."""
+    """Cancel all running and queued cells. Returns 0 if all running ones were asked to stop."""
     selection = choose(args.target, args.runs)
     rows, queues = look(selection.cells)
     unknown = silent(queues)  # an executor is asked only if one of these runs may be in its queue
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 def asked(question: str) -> bool:
     """Ask the user a yes/no question. Raises ConfigError if there is no terminal."""
     if not sys.stdin.isatty():
-        raise ConfigError("there is no terminal to ask at; --yes cancels without asking")
+        raise ConfigError("there is no terminal on which to confirm; --yes cancels without asking")
     try:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:

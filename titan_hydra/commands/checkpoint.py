@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_runs(command)
         if name == "prune":
             command.add_argument("--keep", type=int, required=True, help="how many of the newest steps to keep, at least 1")
-            command.add_argument("--every", type=int, default=0, help="keep multiples of this step too")
+            command.add_argument("--every", type=int, default=0, help="also keep the steps that are multiples of this number")
             command.add_argument("--dry", action="store_true", help="only print what would be deleted")
 
 
@@ -49,13 +49,13 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--keep {args.keep}: a run keeps at least one checkpoint")
     attempt = newest_attempt(run)
     if attempt and (host := host_of_running(layout.ATTEMPT.of(run, attempt))):
-        raise ConfigError(f"{run.name} is running on {host}, and deletes by itself: checkpoint.keep_latest_k")
+        raise ConfigError(f"{run.name} is running on {host}, and deletes old checkpoints itself (checkpoint.keep_latest_k)")
     keep_best = layout.CONFIG.read(run).get("checkpoint", {}).get("keep_best", False)
     return prune(steps, args.keep, args.every, keep_best, args.dry)
 
 
 def ls(steps: Path) -> int:
-    """Print a line for each step, the oldest first, and for each folder that a kill or damage has left."""
+    """Print a line for each step, the oldest first, and for each folder of an interrupted or damaged checkpoint."""
     best = checkpoints.best(steps)
     for path in checkpoints.complete(steps) or _none(steps):
         manifest = checkpoints.read_manifest(path)
@@ -83,7 +83,7 @@ def _verify(paths: list[Path]) -> int:
 
 
 def prune(steps: Path, keep: int, every: int, keep_best: bool, dry: bool) -> int:
-    """Delete steps that need not be kept, but never the newest intact one."""
+    """Delete the steps that the options do not keep, but never the newest intact one."""
     for intact in reversed(checkpoints.complete(steps)):
         if not checkpoints.damage(intact):
             break

@@ -1,4 +1,4 @@
-"""`titan compare A B`: print what two runs differ in (configuration, code, results), and where they part: the first
+"""`titan compare A B`: print what two runs differ in (configuration, code, results), and where they diverge: the first
 step and, if activations were traced, the first module.
 """
 
@@ -21,7 +21,7 @@ from titan_hydra.runs.records import flat
 from titan_hydra.runs.view import add_runs, choose_one, tells
 
 UNITS = ((r"_seconds$", "s"), (r"_minutes$", "min"), (r"_gib$", "GiB"))  # unit of a key's number, by the end of its name
-# the unit of other keys: the first words of their help
+# the unit of other keys is found in the first words of their help
 UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"
 RESULTS = (  # key of result.json, its title, its format
     ("steps", "steps", ",.0f"),
@@ -33,12 +33,12 @@ RESULTS = (  # key of result.json, its title, its format
     ("seconds", "time, s", ",.0f"),
 )
 LIVE = {"final_loss": "loss", "steps": "step"}  # keys of result.json that have another name in metrics.jsonl
-MEASURED = ("loss", "grad_norm")  # fields of metrics.jsonl in which the first different step is searched
+MEASURED = ("loss", "grad_norm")  # fields of metrics.jsonl that are searched for the first step that differs
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is read of one of the two runs."""
+    """One of the two runs, as read from its files."""
 
     directory: Path
     config: dict[str, Any]
@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, help="a run directory, a cell of the newest sweep, or the start of a hash")
     add_runs(parser)
     parser.add_argument(
-        "--tolerance", type=float, default=1e-4, help="relative difference of a loss or norm that matters (default: %(default)s)"
+        "--tolerance", type=float, default=1e-4, help="relative difference up to which losses count as equal (default: %(default)s)"
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print three tables, or a line for each that has no difference, and below them where the runs part."""
+    """Print three tables, or one line for a table without differences, and below them where the runs diverge."""
     a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
     print_grid("configuration", a, b, configuration(a.config, b.config), "what it changes")
     print_grid("code and versions", a, b, _environment(a.environment, b.environment))
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def side(directory: Path) -> Side:
-    """Read a run. One that is not done has the numbers of its last logged step as results."""
+    """Read a run. If it is not done, the numbers of its last logged step stand for its results."""
     state = rundir.inspect(directory)
     found = layout.RESULT.read(directory) if state.kind == "done" else None
     last = layout.METRICS.last(directory)
@@ -88,7 +88,7 @@ def print_grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *f
 
 
 def configuration(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the keys that differ, in the schema's order, each with what another value of it changes."""
+    """Yield the keys that differ, in the schema's order, each with what it changes (`changes`)."""
     if not a or not b:
         yield layout.CONFIG.name, *("" if config else "cannot be read" for config in (a, b)), ""
         return
@@ -101,10 +101,10 @@ def configuration(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, .
 
 
 def with_unit(value: Any, unit: str) -> str:
-    """Format a value as it is typed, a number with its unit."""
+    """Format a value as on a command line; a number gets its unit."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return as_typed(value)
-    if value == 1 and len(unit) > 2:  # 1 step, but 1 s
+    if value == 1 and len(unit) > 2:  # "1 step" loses its plural s, but "1 s" does not
         unit = unit.removesuffix("s")
     return f"{as_typed(value)} {unit}".rstrip()
 
@@ -119,7 +119,7 @@ def unit_of(key: str, help: str) -> str:
 
 
 def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
-    """List the differences in commit, uncommitted changes, versions and machine."""
+    """List the differences in commit, uncommitted files, versions and machine."""
     rows = [("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))), ("not committed", *map(uncommitted, (a, b)))]
     if rows[1][1] == rows[1][2] and a.get("git_diff") != b.get("git_diff"):
         rows[1] = ("not committed", rows[1][1], f"{rows[1][2]}, other lines")
@@ -181,7 +181,7 @@ def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
 
 
 def _at_step(pair: tuple[int, float, float], steps: list[int]) -> str:
-    """Format a step with both values, and the unlogged steps before it in which the difference may have begun."""
+    """Format a step with both values, and the range of unlogged steps before it in which the difference may have begun."""
     step, x, y = pair
     before = max((earlier for earlier in steps if earlier < step), default=0)
     unseen = f" (steps {before + 1} to {step - 1} were not logged by both)" if step - before > 1 else ""
@@ -239,7 +239,7 @@ def traces(run: Path) -> dict[int, dict[tuple, dict]]:
 
 
 def _same(x: float | None, y: float | None) -> bool:
-    """Whether two values are equal to the bit; NaN equals NaN."""
+    """Whether two values are bitwise equal; NaN equals NaN."""
     return x == y or (x != x and y != y)
 
 

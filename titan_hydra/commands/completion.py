@@ -1,7 +1,7 @@
 """`titan completion SHELL`: print the script that lets a shell complete titan's commands, options, sweeps, cells and
 hashes.
 
-The script calls `titan completion --words ...` at each Tab, so it never goes stale.
+The script calls `titan completion --words ...` at each Tab, so it need not be printed again for new runs or options.
 """
 
 import argparse
@@ -33,7 +33,7 @@ RUNS = ("target", "cell", "A", "B")  # names (argparse's dest) of arguments that
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", nargs="?", choices=SCRIPTS, help='to be evaluated: eval "$(titan completion bash)"')
+    parser.add_argument("shell", nargs="?", choices=SCRIPTS, help='the shell, which evaluates it: eval "$(titan completion bash)"')
     parser.add_argument("--words", help=argparse.SUPPRESS)
 
 
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def candidates(words: list[str]) -> Iterable[str]:
-    """List what may stand in place of the last word; nothing where the shell should complete file names."""
+    """List the candidates for the last word; none where the shell should complete file names."""
     command, before = words[0], words[1:-1]
     if len(words) == 1:
         return cli.COMMANDS
@@ -61,7 +61,7 @@ def candidates(words: list[str]) -> Iterable[str]:
     options = {name: action for action in options_of(parser) for name in action.option_strings}
     runs = Path(dict(pairwise(before)).get("--runs", "runs"))
     last = options.get(before[-1]) if before else None
-    if last is not None and last.nargs != 0:  # its value is wanted
+    if last is not None and last.nargs != 0:  # the last word is the value of an option
         return _names(runs) if last.metavar == "RUN" else last.choices or []
     if words[-1].startswith("-"):
         return options

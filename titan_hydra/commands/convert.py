@@ -14,13 +14,13 @@ from .model import add_step
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run: directory or start of its hash; a checkpoint's folder; with --from a Hugging Face folder")
     direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--to", choices=["hf", "peft"], help="export to this format; adapters: hf merges them, peft has them alone")
+    direction.add_argument("--to", choices=["hf", "peft"], help="export to this format; adapters: hf merges them, peft exports only them")
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
     parser.add_argument("target", type=Path, help="folder to write; new or empty")
     add_step(parser)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="number format; default: as stored")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of an exported file at most, in 10^9 bytes (5)")
-    parser.add_argument("--config", type=Path, help="config.json of the run, where it is not two folders above the checkpoint")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of exported weights (default: as stored)")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="maximum size of an exported file, in GB, 10^9 bytes (default: 5)")
+    parser.add_argument("--config", type=Path, help="config.json of the run, if it is not two folders above the checkpoint")
     parser.add_argument("--imports", nargs="+", default=[], metavar="MODULE", help="with --from: modules of your own that bring the family")
     add_runs(parser)
 
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
     if args.to:
         source = asked_for(place_of(args.source, args.runs), args.step)
     elif args.step:
-        raise ConfigError("--step: is for --to; --from reads a Hugging Face folder")
+        raise ConfigError("--step: needs --to; --from reads a Hugging Face folder")
     if args.to == "peft":
         from titan_hydra.checkpoint.adapters import export_peft
 

@@ -1,8 +1,8 @@
 """`titan extend`: a new run that continues from a run's checkpoint, up to another number of steps.
 
 It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result
-equals a run with the new number from the start: with lr_scheduler=wsd one from before the decay, with a constant rate
-the last.
+equals a run with the new number from the start: with lr_scheduler=wsd that is one from before the decay, with a
+constant rate the last.
 """
 
 import argparse
@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "values",
         nargs="+",
         metavar="steps=N",
-        help="the number of steps, counted from the first run's start; after it "
-        "KEY=VALUE that are not part of the experiment, such as checkpoint.interval=100 or launch.mode=dry",
+        help="the total number of steps, the first run's included; after it "
+        "KEY=VALUE of keys outside the hash, such as checkpoint.interval=100 or launch.mode=dry",
     )
-    parser.add_argument("--step", type=int, metavar="S", help="continue from this checkpoint, even if the rate had decayed before it")
+    parser.add_argument("--step", type=int, metavar="S", help="continue from this step's checkpoint, even after the rate's decay")
     add_runs(parser)
 
 
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     if not any(value.startswith("steps=") for value in args.values):
         raise ConfigError("steps: how many? titan extend RUN steps=N")
     if new.steps == old.steps:
-        raise ConfigError(str(Fault("steps", new.steps, "is what the run has")))
+        raise ConfigError(str(Fault("steps", new.steps, "the run has this number of steps already")))
     if old.fault_tolerance.name != "off":
         raise ConfigError(
             f"{run.directory.name}: a run with fault_tolerance={old.fault_tolerance.name} cannot be extended: the "
@@ -95,9 +95,7 @@ def same_rates(old: Job, new: Job) -> int:
 
 
 def overrides(before: list[str], values: list[str], step: Path) -> list[str]:
-    """Return the overrides that start the same run with `python launch.py`: the first run's, with the new values in
-    place of the old.
-    """
+    """Return the overrides with which `python launch.py` starts the same run: the first run's, with the new values."""
     after = [*values, f"checkpoint.initial_load_path={as_value(str(step))}", "checkpoint.exclude_from_loading=[]"]
     keys = {override.partition("=")[0] for override in after}
     return [override for override in before if override.partition("=")[0] not in keys] + after

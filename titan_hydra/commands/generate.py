@@ -14,15 +14,15 @@ from .model import add_model, checkpoint_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: the empty text, as a document begins)")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue (default: none, so a new document begins)")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that continues something: the model, and how tokens are drawn."""
+    """Add the arguments of a command that generates text: the model, and how tokens are sampled."""
     add_model(parser)
-    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="most tokens of the continuation (default: 100)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="below 1: likelier tokens; 0: always the likeliest (default: 1)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K likeliest tokens; 0: among all (default: 0)")
+    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="maximum number of new tokens (default: 100)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="softmax temperature; 0: always the likeliest token (default: 1)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: from all (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random draws (default: 0)")
 
 
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, token by token."""
 
     def document(checkpoint: Path, tokenizer: Tokenizer) -> list[int]:
-        # without begin-of-text, the end of a document stands before the next
+        # if the tokenizer has no begin-of-text token, a document begins after the end-of-text token of the previous one
         return tokenizer.document(args.prompt)[:-1] or [tokenizer.eos_id]
 
     return print_continuation(args, document, lambda tokenizer: {tokenizer.eos_id}, shown=args.prompt)

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_copy(source: Path, target: Path) -> Path:
-    """Copy the content of a file, but not its mode, so that umask and the group of the folder above decide. Returns
+    """Copy the content of a file, but not its mode: umask and the folder's group determine the permissions. Returns
     `target`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)

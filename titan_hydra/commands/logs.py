@@ -1,5 +1,5 @@
-"""`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue. --guilty and --hang
-print why the run failed, and which rank is late in a hang.
+"""`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue. --guilty prints why
+the run failed, --hang which rank is late in a hang.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import add_runs, choose_one, jobs_of
 
 POLL = 0.2  # seconds between two reads of the log
-ASK, ASK_QUEUE = 1.0, 15.0  # seconds between two checks of the run's state: of processes here, of a job
+ASK, ASK_QUEUE = 1.0, 15.0  # seconds between two checks of the run's state, for local processes and for batch jobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log is printed (default: rank 0, which prints the metrics)")
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt (default: the newest)")
     parser.add_argument("-n", "--lines", type=_number, metavar="N", help="only the last N lines")
-    parser.add_argument("-f", "--follow", action="store_true", help="continue until the run is over")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--guilty", action="store_true", help="instead: the last lines of the rank that made the run fail")
     what.add_argument(
@@ -34,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the log to stdout, and messages of titan's own to stderr."""
+    """Print the log to stdout, and titan's own messages to stderr."""
     directory = choose_one(args.cell, args.runs).directory
     if args.hang:
         return _hang(directory, args.attempt)
     state = rundir.inspect(directory)
     if args.guilty:
         return _guilty(directory, state)
-    if state.groups:  # jobs of their own, whose ranks are counted from 0
+    if state.groups:  # each replica group is a job, whose ranks are counted from 0
         group, args.rank = divmod(args.rank, layout.CONFIG.read(directory).get("gpus") or 1)
         if group >= len(state.groups):
             raise ConfigError(f"--rank: {directory.name} has {len(state.groups)} replica groups")
@@ -85,7 +85,7 @@ def _hang(directory: Path, number: int | None) -> int:
     """Print a paragraph about the late rank, for each replica group that has one."""
     attempt = layout.ATTEMPT.of(directory, number or newest_attempt(directory))
     groups = {0: attempt, **layout.REPLICA.all(attempt)}
-    for group, home in layout.REPLICA.all(directory).items():  # on SLURM a group is a job of its own, with its own attempts
+    for group, home in layout.REPLICA.all(directory).items():  # a replica group on SLURM is a job, with its own attempts
         if newest := newest_attempt(home):
             groups[group] = layout.ATTEMPT.of(home, number or newest)
     verdicts = {group: found for group, folder in groups.items() if (found := verdict(folder))}
@@ -99,14 +99,14 @@ def _hang(directory: Path, number: int | None) -> int:
 
 
 def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
-    """Print the log as it grows, then that of the next attempt if there is one, until the run is over."""
+    """Print the log as it grows, then the next attempt's log if there is one, until the run ends."""
     number, tail, asked = state.attempt, None, time.monotonic()
     if not state.active and log_of(directory, number, rank) is None:
         raise ConfigError(_missing(directory, state, number, rank))
     say(f"{directory.name}: {state.kind}, attempt {number}")
     while True:
         log = log_of(directory, number, rank)
-        if log and (tail is None or tail.path != log):  # the job's first, then the rank's own
+        if log and (tail is None or tail.path != log):  # rank 0's own log follows the job's
             tail = Tail(log, lines)
         if tail:
             tail.more()
@@ -145,11 +145,11 @@ class Tail:
 
 
 def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
-    """Return a rank's log; for rank 0, while it has none, its job's. None if nothing was printed yet."""
+    """Return a rank's log; for rank 0, its job's log until it has its own. None if nothing was printed yet."""
     folder = layout.ATTEMPT.of(directory, attempt)
     candidates = [layout.LOG.of(folder, rank), *([layout.JOB_LOG.of(folder)] if rank == 0 else [])]
     for log in candidates:
-        if log.is_file() and (log.stat().st_size or log is candidates[0]):  # an empty one of the job is no log
+        if log.is_file() and (log.stat().st_size or log is candidates[0]):  # an empty log of the job does not count
             return log
     return None
 
@@ -166,7 +166,7 @@ def _missing(directory: Path, state: State, attempt: int, rank: int) -> str:
 
 
 def between(numbers: list[int], what: str) -> str:
-    """Format a list of numbers: ranks 0 to 7"""
+    """Format a list of numbers, for example `ranks 0 to 7`."""
     if not numbers:
         return f"no {what} yet"
     if len(numbers) == 1:
@@ -177,5 +177,5 @@ def between(numbers: list[int], what: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print a message of titan's own between the lines of a log, to stderr."""
+    """Print one of titan's own messages to stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Shared by the commands that compute with one model in this process: options for the model and its number format."""
+"""Options for the model and its dtype, shared by the commands that load a model into this process."""
 
 import argparse
 from pathlib import Path
@@ -8,19 +8,19 @@ from titan_hydra.runs.view import add_runs, place_of
 
 
 def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
-    """Add the arguments that choose a model and its number format. `further` names something else that RUN may be."""
+    """Add the arguments that choose a model and its dtype. `further` describes what else RUN may be."""
     parser.add_argument(
         "cell",
         metavar="RUN",
         help=f"directory of a run, start of its hash, a cell's name, a checkpoint's folder{further and f', or {further}'}",
     )
     add_step(parser)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default: float32)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (default: float32)")
     add_runs(parser)
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", metavar="S", help="step of the run's checkpoint; best: of the lowest held-out loss (default: the newest)")
+    parser.add_argument("--step", metavar="S", help="step of the run's checkpoint; best: lowest held-out loss (default: the newest)")
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:

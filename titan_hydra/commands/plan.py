@@ -24,7 +24,7 @@ from titan_hydra.runs.view import add_runs
 
 from . import calibrate, tune
 
-BAR = 40  # characters
+BAR = 40  # characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,17 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="the job, as for launch.py, and hardware=NAME; the global batch stays fixed, without one it is data.local_batch on every GPU",
+        help="overrides of the job, as for launch.py, with hardware=NAME; global batch: fixed (default: data.local_batch per GPU)",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="how many devices (or gpus=N)")
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of devices (or gpus=N)")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py")
     parser.add_argument("--cell", action="store_true", help="predict the layout of the command line, without a search")
-    parser.add_argument("--why", metavar="LAYOUT", help="the rule that drops a layout (overrides in quotes), or the terms of its estimate")
+    parser.add_argument("--why", metavar="LAYOUT", help="the rule that excludes a layout (quoted overrides), or the terms of its estimate")
     parser.add_argument(
         "--prove",
         type=int,
         metavar="N",
-        help="step a rank of each of the N best in the fake world, and print beside the formulas what it holds and sends",
+        help="for the N best layouts, step one rank in the fake world, and print its memory and messages beside the formulas'",
     )
     parser.add_argument(
         "--calibrate",
@@ -60,12 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml")
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw memory by term, and speed against the number of GPUs")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="plot memory by term, and speed over the number of GPUs")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the fastest layouts, or one layout, or what --calibrate and --tune fit. Returns 0, 2 if nothing fits, or the
-    status of the first run of --tune that did not end well.
+    """Print the fastest layouts, or one layout, or what --calibrate and --tune fit. Returns 0; 2 if nothing fits; with
+    --tune the status of the first run that failed.
     """
     for name, least, reason in (
         ("gpus", 1, "a job needs at least one"),
@@ -99,8 +99,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
-    """Search for layouts and print them; count --prove of them; draw them if --plot names a folder. Returns 2 if no
-    layout fits.
+    """Search for layouts and print them; count the best --prove of them in the fake world; draw them if --plot names a
+    folder. Returns 2 if no layout fits.
     """
     rows, points = search(job, gpus)
     if not rows:
@@ -131,8 +131,8 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
 
 
 def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
-    """Predict the layout of the command line. Raises ConfigError for broken rules; those about techniques that torch
-    cannot combine are only printed.
+    """Predict the layout of the command line. Raises ConfigError for broken rules; rules about techniques that torch
+    cannot combine only print their faults.
     """
     job = freeze(predict.on_nodes(job, gpus))
     if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT)):
@@ -187,7 +187,7 @@ def show(rows: list[Row], points: int) -> None:
         f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s +-{first.band:.0%}"
     )
     print(*table(titles, cells, ("dp", *degrees, *numbers, "GiB to spare")), sep="\n")
-    print("* no faster layout takes less memory. `limited by`: what takes most time, after matmuls and attention; what takes most memory\n")
+    print("* no faster layout takes less memory. `limited by`: the largest term of time beside matmuls and attention; of memory\n")
     for number, row in enumerate(rows, start=1):
         print(f"{number:>2}  {row.overrides}")
     if first.fits == "no":
@@ -195,8 +195,8 @@ def show(rows: list[Row], points: int) -> None:
 
 
 def proof(job: Job) -> dict:
-    """Count the bytes of a job's fullest rank in the fake world, which runs eager, and return the formulas' bytes for
-    the same.
+    """Count the bytes of a job's fullest rank in the fake world, and return them with the formulas' bytes for the same
+    eager job.
     """
     from titan_hydra.verify.count import count_rank, eager
 
@@ -213,7 +213,7 @@ def proof(job: Job) -> dict:
 
 
 def show_proofs(proofs: list[dict]) -> None:
-    """Print the counted bytes beside the formulas', a row for each layout."""
+    """Print the counted bytes beside those of the formulas, one row per layout."""
     if not proofs:
         return
     dimensions = sorted({name for one in proofs for name in one["sent_by_formula"]})
@@ -251,7 +251,7 @@ def bars(unit: str, values: list[tuple[str, float]]) -> list[str]:
 
 
 def halves(gpus: int) -> list[int]:
-    """Return the number of devices and its halves down to a quarter, ascending."""
+    """Return a quarter of the number of devices, a half, and the number itself, as far as they are whole."""
     return [gpus // times for times in (4, 2, 1) if gpus % times == 0 and gpus // times]
 
 

@@ -17,20 +17,20 @@ TEXTS = {"md": ("report.md", write.markdown), "csv": ("report.csv", write.comma_
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--baseline", metavar="CELL", help="cell to compare the others with (default: sweep.baseline, or the first cell)")
-    parser.add_argument("--allow", metavar="KEY,...", default="", help="compare cells though they differ in these keys")
-    parser.add_argument("--over", metavar="KEY", help="average cells that differ in this key alone, as seed, with standard errors")
+    parser.add_argument("--allow", metavar="KEY,...", default="", help="compare cells although they differ in these keys")
+    parser.add_argument("--over", metavar="KEY", help="average cells that differ only in this key, such as seed; adds standard errors")
     parser.add_argument(
-        "--predicted", action="store_true", help="what titan plan expects of each run beside it, and which are more than 20 %% slower"
+        "--predicted", action="store_true", help="print titan plan's prediction of each run, and which are more than 20 %% slower"
     )
     for name, (file, _) in TEXTS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o")
     parser.add_argument("--html", action="store_true", help="write report.html: one page with everything, for any browser, without network")
     parser.add_argument("--serve", action="store_true", help="serve the page to this machine only, updated while the sweep runs")
-    parser.add_argument("--port", type=int, default=8321, metavar="N", help="for --serve (default: 8321; 0: any that is free)")
+    parser.add_argument("--port", type=int, default=8321, metavar="N", help="port of --serve (default: 8321; 0: any free port)")
     parser.add_argument("--plots", action="store_true", help="write the plots, PNG and SVG")
     parser.add_argument("--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)")
     parser.add_argument("--log", action="store_true", help="logarithmic losses in the plots")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write; else into the sweep's folder, or here")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write (default: the sweep's folder, or here)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
                 print(folder / file)
             else:
                 print(text(report), end="")
-        if "csv" in texts:  # the notes do not fit into CSV
+        if "csv" in texts:  # CSV has no place for notes
             print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
         if args.plots:
             from titan_hydra.report import plots

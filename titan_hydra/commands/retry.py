@@ -21,7 +21,7 @@ from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.hints import hint
 from titan_hydra.runs.view import RunRow, add_target, choose, look
 
-ONLY = {  # --only: the classes of failure that a word stands for
+ONLY = {  # words of --only: the classes of failure that each selects
     "failed": tuple(Kind),
     "oom": (Kind.OUT_OF_MEMORY,),
     "node": (Kind.NODE, Kind.HANG),
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CLASS",
         help=f"which cells, may be given several times: {', '.join(ONLY)} (default: failed)",
     )
-    parser.add_argument("--as-is", action="store_true", help="also cells that ran out of memory or whose loss was not finite")
+    parser.add_argument("--as-is", action="store_true", help="also run cells that ran out of memory or whose loss was not finite")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -73,13 +73,13 @@ def main(args: argparse.Namespace) -> int:
         Cell(number, cell.overrides, _job_of(cell.directory, args.runs), cell.directory, len(again))
         for number, (_, cell) in enumerate(again, 1)
     ]
-    clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)  # a folder of runs may have several
+    clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)  # the runs of a folder may belong to several clusters
     statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
     return next((status for status in statuses if status), Exit.DONE)
 
 
 def _fits(row: RunRow, only: list[str]) -> bool:
-    """Whether one of the words of --only stands for the state of this run."""
+    """Whether one of the words of --only selects the state of this run."""
     if row.state.kind in ("interrupted", "not submitted"):
         return "interrupted" in only
     return row.state.failure is not None and any(row.state.failure.kind in ONLY[word] for word in only)
@@ -88,7 +88,7 @@ def _fits(row: RunRow, only: list[str]) -> bool:
 def advise(row: RunRow, cell: RunCell) -> None:
     """Print the command to type instead of repeating the same run."""
     failure = row.state.failure
-    print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, and is left out (--as-is runs it anyway)")
+    print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, so it is not run (--as-is runs it anyway)")
     advice = hint(failure)
     if "=" in advice.split(" ")[0]:
         print(f"          python launch.py {quoted([*cell.overrides, *advice.split()])}")
@@ -97,13 +97,13 @@ def advise(row: RunRow, cell: RunCell) -> None:
 
 
 def cluster_of(cell: Cell) -> str:
-    """Return a text that is equal for cells that can be submitted together."""
+    """Return a text that is equal for cells that can be submitted by one command line."""
     return repr((cell.job.cluster, cell.job.launch))
 
 
 def _job_of(directory: Path, runs: Path) -> Job:
-    """Return the job of a run without `launch.*` of its first start (force, retry, a limit), which were meant for that
-    start alone. Raises ConfigError if the user's modules were edited since.
+    """Return the job of a run without the `launch` keys of its first start (force, retry, a limit), which only concern
+    that start. Raises ConfigError if the user's modules have been edited since.
     """
     job = load_job(directory)
     if fault := edited_sources(job.train):

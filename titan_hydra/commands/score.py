@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "texts",
         type=Path,
         metavar="FILE",
-        help=".jsonl, .csv, .parquet or .md as data.path takes them, packed too; of a .txt file each line is a text",
+        help="file of texts, as for data.path: .jsonl, .csv, .parquet or .md, also compressed; in a .txt file each line is a text",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="jsonl file for row, nats and tokens of each text (default: printed)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL file of row, nats and tokens of each text (default: printed)")
     parser.add_argument("--text-key", default="text", metavar="KEY", help="name of the column that holds the text (default: text)")
     parser.add_argument(
         "--context",
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as opened:
         out = sys.stdout
         for found in score_texts(place, args.texts, args.text_key, args.context, args.dtype):
-            if args.out and not texts:  # opened with the first line: an error before it leaves no empty file
+            if args.out and not texts:  # opened at the first line, so that an earlier error leaves no empty file
                 out = opened.enter_context(_open_new(args.out))
             print(json.dumps(found), file=out)
             texts, nats, tokens = texts + 1, nats + found["nats"], tokens + found["tokens"]

@@ -1,5 +1,5 @@
-"""`titan status`: the state of the runs of a sweep in one table, their failures, and what to type next; --all lists all
-sweeps and runs of a folder.
+"""`titan status`: the state of the runs of a sweep in one table, their failures, and commands to type next; --all lists
+all sweeps and runs of a folder.
 """
 
 import argparse
@@ -32,20 +32,20 @@ COLOURS = {
     "new": "dim",
 }
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
-# The order in which rows are kept where the screen has too few lines for all.
+# States in the order in which their rows are kept if the screen has too few lines.
 SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
-FAILURES = 8  # failed runs whose reason is printed
+FAILURES = 8  # maximum number of failed runs whose reason is printed
 NAME = 56  # characters to which a cell's name is cut
-REFRESH, REFRESH_QUEUE = 2, 10  # seconds between two looks at the runs: local ones; a queue that serves others too
+REFRESH, REFRESH_QUEUE = 2, 10  # seconds between two refreshes: of local runs; of runs in a queue, which other users need too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("-f", "--follow", action="store_true", help="repeat until no run is queued or running")
-    how.add_argument("--json", action="store_true", help="for scripts: everything that is known, unrounded")
-    how.add_argument("--all", action="store_true", help="instead: a line for each sweep, and each run in no sweep, the newest first")
+    how.add_argument("--json", action="store_true", help="print JSON for scripts, with all known values, unrounded")
+    how.add_argument("--all", action="store_true", help="print a line for each sweep, and for each run outside sweeps, the newest first")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -64,9 +64,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _all(args: argparse.Namespace) -> int:
-    """Print how many cells of each sweep are in which state, and the state of each run in no sweep."""
+    """Print the number of cells of each sweep by state, and the state of each run outside sweeps."""
     if args.target:
-        raise ConfigError(f"--all {args.target}: lists everything in --runs={args.runs}; a TARGET has no place in it")
+        raise ConfigError(f"--all {args.target}: lists everything in --runs={args.runs}, so it takes no TARGET")
     if not args.runs.is_dir():
         raise ConfigError(f"--runs={args.runs}: no such folder")
     rows, colours = [], []
@@ -85,7 +85,7 @@ def _all(args: argparse.Namespace) -> int:
 
 
 def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
-    """Return (time started, name, states of the cells) of every sweep, and of every run in no sweep."""
+    """Return (time started, name, states of the cells) of every sweep, and of every run outside sweeps."""
     sweeps = {folder: find.sweep(folder).cells if find.manifest_of(folder) else [] for folder in find.sweeps(runs)}
     swept = {cell.directory for cells in sweeps.values() for cell in cells}
     alone = [run for run in find.all_runs(runs) if run not in swept]
@@ -102,7 +102,7 @@ def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
 
 
 def ago(moment: float) -> str:
-    """Format a time briefly: 14:05 if it is today, else with the date."""
+    """Format a time as 14:05 if it is today, else with the date."""
     then, now = time.localtime(moment), time.localtime()
     if then[:3] == now[:3]:
         return time.strftime("%H:%M", then)
@@ -144,7 +144,7 @@ def follow_in_lines(selection: Selection) -> int:
 
 
 def _pause(queues: dict[str, Queue]) -> int:
-    """Return the seconds until the states are asked for again."""
+    """Return the seconds until the next refresh."""
     return REFRESH_QUEUE if any(queue.jobs for queue in queues.values()) else REFRESH
 
 
@@ -177,7 +177,7 @@ def _table(rows: list[RunRow]) -> list[str]:
 
 
 def _note(row: RunRow) -> str:
-    """Return the last column of a run's row: what is unusual, or how long it will take."""
+    """Return the last column of a run's row: an unusual condition, or the time to go."""
     state, job, parts = row.state, row.state.job, []
     if state.kind == "failed":
         parts.append(str(state.failure.kind))
@@ -207,7 +207,7 @@ def _note(row: RunRow) -> str:
 
 
 def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], queues: dict[str, Queue]) -> Iterable[str]:
-    """Yield the lines below the table: failures, summary, and what to type next."""
+    """Yield the lines below the table: failures, summary, and commands to type next."""
     failed = [row for row in rows if row.state.failure]
     for row in failed[:FAILURES]:
         yield f"{row.hash}  {row.cell}: {row.state.failure.kind}: {row.state.failure.line}"
@@ -241,7 +241,7 @@ def summary(rows: list[RunRow]) -> str:
 
 
 def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str, str]]:
-    """Yield commands to type next about the same runs, and what they do."""
+    """Yield (command, what it does) for the next steps with these runs."""
     kinds = {row.state.kind for row in rows}
     first = {row.state.kind: row for row in reversed(rows)}
     if "failed" in kinds:

@@ -26,19 +26,19 @@ from titan_hydra.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.data.embedded import Embedded
 from titan_hydra.data.unknown import share_of_unknown
 
-BATCH_CHARACTERS = 1 << 20  # characters of text that a worker gets at a time
+BATCH_CHARACTERS = 1 << 20  # characters of text in a batch for a worker
 WORKER: dict[str, Any] = {}  # the tokenizer and the dtype of this worker process
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="tokenizer_command", required=True)
     train = commands.add_parser("train", help="train a tokenizer of Llama 3's kind and write it as tokenizer.model")
-    train.add_argument("--vocab", type=int, required=True, help="number of ids, Llama 3's 256 special tokens included")
+    train.add_argument("--vocab", type=int, required=True, help="vocabulary size, Llama 3's 256 special tokens included")
     train.add_argument("--out", type=Path, required=True, help="the tokenizer.model to write")
-    encode = commands.add_parser("encode", help="encode documents once and for all, for data=tokens")
+    encode = commands.add_parser("encode", help="encode documents into a file of token ids, for data=tokens")
     encode.add_argument("--tokenizer", default="embedded", help="path of a tokenizer.model or tokenizer.json (default: embedded)")
-    encode.add_argument("--out", type=Path, required=True, help="the .bin to write; its description is OUT.json")
-    encode.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that encode (default: %(default)s)")
+    encode.add_argument("--out", type=Path, required=True, help=".bin file to write; OUT.json, written beside it, describes it")
+    encode.add_argument("--workers", type=int, default=os.cpu_count(), help="number of encoding processes (default: %(default)s)")
     for command, count in ((train, "*"), (encode, "+")):
         command.add_argument(
             "files",
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train or encode. Raises ConfigError for all that the user can mend, a full disk and a killed worker too."""
+    """Train or encode. Raises ConfigError for what the user can repair, also for a full disk and a killed worker."""
     try:
         return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)
     except OSError as error:
@@ -128,7 +128,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def _texts(args: argparse.Namespace) -> Iterator[str]:
-    """Return the documents of the files; every path is checked before the first document is read."""
+    """Return the documents of the files; all paths are checked before the first document is read."""
     if not args.files:
         corpus = Embedded()
         return (text for unit in range(corpus.units) for _, text in corpus.rows(unit))
@@ -176,7 +176,7 @@ def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str,
         _start_worker(config, dtype)
         yield from map(_encode_batch, _batches(texts))
         return
-    spawn = multiprocessing.get_context("spawn")  # a forked process would lack the tokenizer's threads
+    spawn = multiprocessing.get_context("spawn")  # after a fork the tokenizer's threads would be missing
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (config, dtype))
     waiting: deque = deque()
     try:

@@ -1,4 +1,4 @@
-"""`titan track`: copy the records of finished runs to a tracker, with the classes that track running ones (--to), or send
+"""`titan track`: copy the records of finished runs to a tracker, by the same classes as during training (--to), or send
 wandb's offline files of runs to its server, from a machine with network access (--send).
 """
 
@@ -32,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "values",
         nargs="*",
         metavar="KEY=VALUE",
-        help="with --to: other values for this copy: metrics.wandb.project=mine, metrics.wandb.tags=[a,b], notes='...'",
+        help="with --to: values for this copy, such as metrics.wandb.project=mine, metrics.wandb.tags=[a,b] or notes='...'",
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
         "--to",
         choices=sorted(TRACKERS),
-        help="tensorboard: event files in the run directory; wandb: offline files there; either replaces those that are there",
+        help="tensorboard: event files in the run directory; wandb: offline files there; existing files of the tracker are replaced",
     )
     where.add_argument("--send", action="store_true", help="send wandb's offline files to its server")
     parser.add_argument("--dry", action="store_true", help="only list what would be copied or sent")
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Copy or send. Returns 0 if all was taken, 1 if the tracker or its server failed, 2 for a run that cannot be copied
-    or a wrong value.
+    """Copy or send. Returns 0 if everything was copied or sent, 1 if the tracker or its server failed, 2 for a run that
+    cannot be copied or a wrong value.
     """
     selection = choose(args.target or str(args.runs), args.runs)
     if args.send:
@@ -68,7 +68,7 @@ def copy(directory: Path, values: list[str], name: str, dry: bool) -> RunError |
     try:
         job, state = change(load_job(directory), [f"metrics.trackers=[{name}]", *values]), rundir.state(directory)
         if state.kind == "running":
-            raise ConfigError("is running; track it when it is over")
+            raise ConfigError("is running; track it after it has ended")
         if not layout.METRICS.of(directory).is_file():
             raise ConfigError("has recorded nothing yet")
         if name == "tensorboard" and not dry:
@@ -76,8 +76,8 @@ def copy(directory: Path, values: list[str], name: str, dry: bool) -> RunError |
         try:
             if not dry:
                 trackers.open_tracker(name, job, Run(directory, layout.ATTEMPT.of(directory, state.attempt))).close()
-        except Exception as error:  # whatever a tracker's library raises
-            raise RunError(f"{name} took nothing: {error}") from error
+        except Exception as error:  # a tracker's library may raise any exception
+            raise RunError(f"{name} failed, nothing was copied: {error}") from error
     except RunError as error:
         print(f"{directory.name}: {error}", file=sys.stderr)
         return error
@@ -99,18 +99,18 @@ def _send(selection: Selection, dry: bool, minutes: float) -> int:
         print(f"wandb cannot be reached: {why}; nothing was sent", file=sys.stderr)
         return Exit.BUG
     with contextlib.suppress(subprocess.TimeoutExpired):
-        # One call: wandb sends the files of one run in their order, and those of different runs at once.
+        # One call for all: wandb sends the files of one run in order, and those of different runs in parallel.
         command = [sys.executable, "-m", "wandb", "sync", "--yes", *map(str, waiting)]
         if subprocess.run(command, timeout=60 * minutes).returncode == 0:
             return Exit.DONE
     left = sum(bool(unsent(cell.directory)) for cell in selection.cells)
-    print(f"wandb did not take everything: {counted(left, 'run')} left; the same line tries again", file=sys.stderr)
+    print(f"wandb did not accept everything: {counted(left, 'run')} left; the same command tries again", file=sys.stderr)
     return Exit.BUG
 
 
 def unreachable() -> str:
-    """Return why wandb's server does not answer; "" if it does. Checked first, as wandb itself would wait for it
-    without limit.
+    """Return why wandb's server does not answer; "" if it does. This is checked first, as wandb would wait for its
+    server without limit.
     """
     import wandb
 

@@ -1,8 +1,8 @@
 """`titan plan --tune K`: plan, run the K best layouts for a few steps, calibrate, and plan again, until prediction and
 measurement agree.
 
-The runs are an ordinary sweep, started through the same code as launch.py, so that the same command goes on where it
-stopped.
+The runs are an ordinary sweep, started through the same code as launch.py, so that the same command continues an
+interrupted one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from titan_hydra.runs.find import RunCell
 
 from . import calibrate
 
-ROUNDS = 4  # rounds of planning and running, at most
+ROUNDS = 4  # maximum number of rounds of planning and running
 LAYOUT = {  # keys that the search sets, so those on the command line are left out
     "parallelism",
     *(f"parallelism.{name}" for name in DEGREES),
@@ -43,7 +43,7 @@ LAYOUT = {  # keys that the search sets, so those on the command line are left o
 
 def tuned(job: Job, gpus: int, args: argparse.Namespace, into: Path | None) -> int:
     """Plan, run and calibrate until the layout that is predicted to be the fastest is the fastest measured, or nothing
-    new is planned. Returns the exit status of the first run that did not end well, or 0.
+    new is planned. Returns the exit status of the first run that failed, or 0.
     """
     layouts = list[str]()
     planned = _best(on(job, job.hardware), gpus, args.tune)
@@ -59,7 +59,7 @@ def tuned(job: Job, gpus: int, args: argparse.Namespace, into: Path | None) -> i
         if status == Exit.CONFIG:
             return status
         if any(state.kind not in ("done", "failed") for state in rundir.states(places)):
-            print("not all runs have ended; the same command goes on")
+            print("not all runs have ended; the same command continues")
             return status
         fit = calibrate.fit_cells(cells, job.hardware)
         planned = _best(on(job, fit.hardware), gpus, args.tune)
@@ -76,7 +76,7 @@ def _best(job: Job, gpus: int, number: int) -> list[str]:
     rows, _ = search(job, gpus)
     fitting = [row.overrides for row in rows if row.prediction.fits != "no"]
     if not fitting:
-        raise ConfigError(str(Fault("--gpus", gpus, "no layout obeys the rules and fits; titan plan shows the nearest")))
+        raise ConfigError(str(Fault("--gpus", gpus, "no layout obeys the rules and fits; titan plan shows those that need least memory")))
     return fitting[:number]
 
 
@@ -90,8 +90,8 @@ def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]
 
 
 def _show(fit: Fit, start: Hardware, winner: str, fastest: str) -> None:
-    """Print each layout's measured time beside the predicted ones, the fastest first, and whether both agree on the
-    fastest.
+    """Print the measured beside the predicted time of each layout, the fastest first, and whether they agree on which
+    is fastest.
     """
     fit = dataclasses.replace(fit, runs=tuple(sorted(fit.runs, key=lambda run: run.step_seconds)))
     print()

@@ -1,5 +1,5 @@
-"""`titan verify`: run the acceptance matrix, or random jobs, and print how closely they agree; the matrix becomes
-docs/acceptance.md.
+"""`titan verify`: run the acceptance matrix, or random jobs, and print their differences from the references; the whole
+matrix is written to docs/acceptance.md.
 """
 
 import argparse
@@ -24,21 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides of every case and its reference: the layouts of another model, such as model=qwen3_debug, or your own",
+        help="overrides of every case and its reference, to verify another model, such as model=qwen3_debug, or your own",
     )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
-    parser.add_argument("--only", metavar="NAME", help="only cases with this in their name")
-    parser.add_argument("--ranks", type=int, metavar="N", help="only cases of this many ranks")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
-    parser.add_argument("--random", type=int, metavar="N", help="instead: N random legal jobs, against the float64 reference")
+    parser.add_argument("--only", metavar="NAME", help="only cases whose name contains this text")
+    parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
+    parser.add_argument("--random", type=int, metavar="N", help="run N random legal jobs instead, against the float64 reference")
     parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (default: 0)")
-    docs = CONF.parent / "docs"  # exists in a checkout alone
+    docs = CONF.parent / "docs"  # only a checkout has it
     parser.add_argument(
         "--write",
         type=Path,
         metavar="FILE",
         default=(docs if docs.is_dir() else Path()) / "acceptance.md",
-        help="where the table is written when the whole matrix ran (default: docs/acceptance.md)",
+        help="file for the table of the whole matrix (default: docs/acceptance.md)",
     )
 
 
@@ -49,7 +49,7 @@ def whole_matrix() -> list[Case]:
 
 def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more ranks than cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there may be more ranks than cores
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks compute on CPUs: they are more than a machine has GPUs
     from titan_hydra.verify.coverage import Coverage, covered
     from titan_hydra.verify.sampler import draw_jobs
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
 def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:
     """Return the cases that --only and --ranks choose. Raises ConfigError if there are none."""
     if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
-        raise ConfigError(str(Fault("--ranks", args.ranks, "no case has that many", legal=ranks)))
+        raise ConfigError(str(Fault("--ranks", args.ranks, "no case has this number of ranks", legal=ranks)))
     chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
     if not chosen:
         names = [case.name for case in cases if args.ranks in (None, case.ranks)]

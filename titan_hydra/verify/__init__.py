@@ -1,1 +1,1 @@
-"""The matrix of layouts, its proof, and the fake world that builds any rank of any layout."""
+"""The acceptance matrix of layouts, its verification, and the fake world that builds any rank of any layout."""

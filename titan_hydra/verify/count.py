@@ -18,29 +18,29 @@ from titan_hydra.train.trainer import Trainer
 from .fake import fake_step, fake_world
 from .tracker import MemoryTracker, tracking
 
-DEPTHS = (2, 4)  # numbers of blocks of a stage that are counted
+DEPTHS = (2, 4)  # the two numbers of blocks per stage with which a deep model is counted
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a rank holds at most, and what it sends in a step."""
+    """A rank's peak memory, and the bytes that it sends in a step."""
 
-    live: float  # bytes
+    live: float  # peak bytes of live tensors
     messages: dict[str, float]  # bytes along each dimension of the mesh
 
 
 def eager(job: Job) -> Job:
-    """Return a job as the fake world counts it: not compiled, and without a number format, whose emulation makes copies."""
+    """Return a job without compilation, which the fake world lacks, and number format, whose emulation makes copies."""
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp, job.precision.converter = "off", False, None
     return job
 
 
 def count_rank(job: Job, rank: int) -> Counted:
-    """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks for each stage, as every
-    further block adds the same.
+    """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks per stage and extrapolated,
+    as every further block adds the same.
     """
-    if (rounds := local_batches(job)) > 2:  # each local batch after the second sends as much as the second
+    if (rounds := local_batches(job)) > 2:  # every further local batch sends as many bytes as the second
         job = copy.deepcopy(job)
         job.data.global_batch = 2 * samples_at_once(job)
         found = count_rank(job, rank)
@@ -76,8 +76,8 @@ def _blocks(job: Job, rank: int) -> float:
 
 
 def _count(job: Job, rank: int) -> Counted:
-    """Step a rank once. The optimizer's state, which the first step creates at its end, counts from the beginning of the
-    step, as it does in later ones.
+    """Step a rank once. Optimizer state is created at the end of the first step; it counts from the step's beginning,
+    as in later steps.
     """
     job = copy.deepcopy(job)
     job.comm.rank = rank
@@ -86,7 +86,7 @@ def _count(job: Job, rank: int) -> Counted:
     @contextmanager
     def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
         tracker = MemoryTracker(trainer.mesh)
-        # The optimizer of split masters has its state from the start.
+        # The optimizer of split masters creates its state when it is built.
         kept = [
             part
             for parameter in trainer.model.parameters()

@@ -1,4 +1,4 @@
-"""Which cases a model of the user's own can run, with sequences that are long enough for its window."""
+"""Which cases a user's model can run, with sequences longer than its attention window."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from .judge import REFUSED, Outcome
 from .matrix import Case
 from .verify import job_of, reference_of
 
-LONGEST = 512  # most tokens by which sequences are lengthened
+LONGEST = 512  # maximum number of tokens by which sequences are lengthened
 
 
 @dataclass
@@ -24,10 +24,10 @@ class Coverage:
 
     cases: list[Case] = field(default_factory=list)
     windows: dict[str, int] = field(default_factory=dict)  # widths of the model's attention windows in tokens, by key
-    left_out: Counter[str] = field(default_factory=Counter)  # number of other cases, by the reason for which a job was refused
+    left_out: Counter[str] = field(default_factory=Counter)  # number of cases left out, by the fault of their job
 
     def without_refused(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Return the outcomes of the cases that ran; count in `left_out` those that ranks have refused."""
+        """Return the outcomes of the cases that ran; those refused by ranks are counted in `left_out`."""
         self.left_out.update(_reason(outcome.error) for outcome in outcomes if outcome.error.startswith(REFUSED))
         return [outcome for outcome in outcomes if not outcome.error.startswith(REFUSED)]
 
@@ -70,8 +70,8 @@ def windows_of(model: Model) -> dict[str, int]:
 
 
 def _lengthened(seq_len: int, windows: dict[str, int]) -> list[str]:
-    """Return an override of data.seq_len with which a window hides tokens. Raises ConfigError if that needs more than
-    LONGEST further ones.
+    """Return an override of data.seq_len that makes sequences longer than the window. Raises ConfigError if that needs
+    more than LONGEST further tokens.
     """
     key, width = max(windows.items(), key=lambda item: item[1], default=("", 0))
     more = -(-2 * width // 16) * 16

@@ -1,5 +1,5 @@
-"""The two changes that each draw (judge.DRAWS) makes to a reference run, to measure its rounding: other last bits of the
-initial weights, and another order of the sums in linears.
+"""The changes by which each draw (judge.DRAWS) measures the effect of rounding on a reference run: other last bits of
+the initial weights, and another order of the sums in linears.
 """
 
 import math
@@ -33,8 +33,8 @@ class CutLinears(TorchFunctionMode):
     """Computes every linear in parts, as tensor-parallel ranks do: the parts of an output, and of an input's gradient,
     are rounded to the compute dtype before they are summed.
 
-    The cuts are random, by `seed`: with fixed ones all draws in bfloat16 would be alike, as bfloat16 lacks the bits that
-    `disturb` changes.
+    The cuts are random, by `seed`: with fixed cuts all draws in bfloat16 would be equal, as bfloat16 lacks the bits
+    that `disturb` changes.
     """
 
     def __init__(self, parts: int, seed: int) -> None:
@@ -51,6 +51,6 @@ class CutLinears(TorchFunctionMode):
         return y + bias[0] if bias and bias[0] is not None else y
 
     def cut(self, size: int) -> list[int]:
-        """Return random sizes of the parts of `size`, each from half to one and a half of an even part."""
+        """Return random sizes that sum to `size`, each from 0.5 to 1.5 times the mean size."""
         even, off = size // self.parts, size // self.parts // 4
         return [end - start for start, end in pairwise((0, *(even * i + self.dice.randint(-off, off) for i in range(1, self.parts)), size))]

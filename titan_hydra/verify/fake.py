@@ -1,9 +1,9 @@
 """`comm=fake`: build and step one rank of any world in this process, without other ranks, without a GPU and with almost
 no memory.
 
-The real code runs: mesh, split, parallelization, schedule, collectives, optimizer. Tensors have shapes but no data
-(FakeTensorMode) and collectives return at once (torch's fake process group), so that a layout for 512 GPUs is checked
-on a laptop in a minute.
+The code is the same as in training: mesh, pipeline split, parallelization, schedule, collectives, optimizer. Tensors
+have shapes but no data (FakeTensorMode) and collectives return at once (torch's fake process group), so that a layout
+for 512 GPUs is checked on a laptop in a minute.
 """
 
 import copy
@@ -34,7 +34,7 @@ def train_fake(job: Job, run: Run) -> None:
     began = time.perf_counter()
     with fake_world(job):
         trainer = fake_step(job)
-        # Counted before sharding, of this rank's pipeline stages.
+        # Parameters of this rank's pipeline stages, before sharding.
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         seconds = time.perf_counter() - began
         print(
@@ -77,9 +77,9 @@ def fake_step(job: Job, watch: Watch | None = None, device: torch.device = CPU) 
     """Return a trainer of this rank after one step, which runs in the context `watch(trainer, batch)`. Call it inside
     `fake_world`.
 
-    Settings that only choose kernels are switched off, as there are none: compilation, async TP and, on a CPU, hardware
-    for number formats. Experts are balanced there, as no router has scores. A CUDA `device` has to be a pretended one
-    (tests/pretended_cuda): autograd aborts a process whose torch has no CUDA, and gets no data from a real one.
+    Settings that only choose kernels are switched off, as no kernel runs: compilation, async TP and, on a CPU, native
+    number formats. All experts get equally many tokens, as routers have no scores. A CUDA `device` must be a pretended
+    one (tests/pretended_cuda): autograd aborts a process whose torch has no CUDA, and a real one gets no data.
     """
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp = "off", False

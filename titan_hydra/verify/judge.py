@@ -1,4 +1,4 @@
-"""Judge a layout: how far its run is from its reference, and how far rounding alone takes the reference from itself.
+"""Judge a layout: compare its difference from the reference with the difference that rounding alone makes.
 
 The fixed numbers of a `Case` are upper bounds, as the effect of rounding depends on the processor and grows over the
 steps. A difference beyond a tight tolerance is judged by a band that is measured on the same machine: the reference
@@ -20,14 +20,14 @@ from .reference import Trace
 # Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry, the largest
 # difference of any step.
 Differences = dict[str, dict[str, float]]
-TIGHT = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-2, "weights": 1e-3}  # differences that pass without a band
-# Factors of the spread. Layouts that differ by rounding alone were, in each parameter, at 0.3 to 1.3 times the widest draw.
-# Loss and norm are single numbers, in which all draws may be near each other by chance.
+TIGHT = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-2, "weights": 1e-3}  # differences that pass without measuring a band
+# Factors of the spread. For layouts that differ by rounding alone, a parameter's difference was 0.3 to 1.3 times the
+# largest of the draws. Loss and norm are single numbers: all draws may be close to each other by chance.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
-# Begins the error of a case that ranks refuse; ring attention, for instance, refuses an attention kernel of the user's.
+# How the error of a case begins that ranks refuse; ring attention, for example, refuses a user's attention kernel.
 REFUSED = "titan_hydra.base.errors.ConfigError: "
-# The runs that measure a band: (seed of the changed last bits, or None; number of local batches in the global one). One
-# is enough for most cases; those in which tokens change experts need more.
+# The runs that measure a band: (seed of the changed last bits, or None; number of local batches per global batch). Most
+# cases need one; cases in which tokens change experts need more.
 DRAWS = ((2, 4), (1, 1), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))
 
 
@@ -38,11 +38,11 @@ class Outcome:
     case: Case
     differences: Differences
     start: int  # number of initial tensors that differ in any bit
-    routing: int  # how many values of routing differ: loads of experts in any step, biases of routers after the last
+    routing: int  # number of values that differ: experts' loads in any step, routers' biases after the last step
     drift: int  # number of shards whose copies on several ranks differ in any bit after the last step
-    rounded: int  # number of gradients that were summed in bfloat16 though not asked for, and of reductions in a wrong dtype
+    rounded: int  # number of gradients summed in bfloat16, and of reductions in another dtype, against the configuration
     band: float = 0.0  # largest difference, relative to the measured band; 0: none was measured
-    error: str = ""  # why the case did not end
+    error: str = ""  # why the case failed before its end
 
     @property
     def loss(self) -> float:
@@ -61,8 +61,8 @@ class Outcome:
 
     @property
     def weights(self) -> float:
-        """The largest difference of a parameter after the last step, less the rounding of updates, relative to the distance
-        that it has moved.
+        """The largest difference of a parameter after the last step, less the rounding of updates, relative to its
+        total change.
         """
         return max(self.differences["weights"].values())
 
@@ -74,7 +74,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all differences are within the case's bounds and the band, and nothing differs that must not."""
+        """Whether all differences are within the case's bounds and the band, and whatever must be equal is equal."""
         case = self.case
         close = self.loss <= case.loss and self.norm <= case.norm and self.gradients <= case.gradients and self.weights <= case.weights
         routed = self.routing == 0 or not case.routing
@@ -108,15 +108,15 @@ def differ(run: Trace, reference: Trace) -> Differences:
 
 
 def lost(case: Case, error: str) -> Outcome:
-    """Return the outcome of a case that has failed: infinitely far from its reference."""
+    """Return the outcome of a case that has failed: every difference is infinite."""
     return Outcome(case, {column: {"": math.inf} for column in ("loss", "norm", "gradients", "weights")}, 0, 0, 0, 0, error=error)
 
 
 def rounds_alike(job: Job, reference: Job) -> bool:
-    """Whether a layout differs from its reference in nothing but the order of sums, as far as rounding goes: then its
-    band can be measured on the reference.
+    """Whether a layout rounds as its reference does, but for the order of sums: then its band can be measured on the
+    reference.
     """
-    precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]  # which rounds nothing
+    precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]  # gathers round nothing
     return precisions[0] == precisions[1] and job.optimizer.masters == reference.optimizer.masters
 
 
@@ -131,9 +131,9 @@ def widen(spread: Differences, draw: Differences) -> Differences:
 def flips(reference: Trace, optimizer: str) -> dict[str, float]:
     """Return for each parameter the relative difference if one element moves the opposite way in one step; {} for SGD.
 
-    AdamW moves an element by the learning rate, however small its gradient is, so that rounding which decides the sign
-    of a gradient decides the whole move. In a matrix the draws measure how often that is; in a vector of 64 elements
-    one such move makes 0.08 after three steps, and most draws have none.
+    AdamW moves an element by the learning rate, however small its gradient is. If rounding determines the gradient's
+    sign, it determines the whole move. For a matrix the draws measure how often that happens; in a vector of 64
+    elements one such move changes 0.08 after three steps, and most draws have none.
     """
     if optimizer == "sgd":
         return {}
@@ -154,8 +154,8 @@ def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> f
 
 
 def misrouted(run: Trace, reference: Trace) -> int:
-    """Count the experts, over all steps, that had another number of tokens than in the reference, and the biases of
-    routers that differ at the end.
+    """Count the experts, over all steps, whose number of tokens differs from the reference, and the routers' biases
+    that differ at the end.
     """
     steps = zip(run.loads, reference.loads, strict=False)
     tokens = sum(one != other for ours, theirs in steps for layer in theirs for one, other in zip(ours[layer], theirs[layer], strict=True))

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from titan_hydra.config.files import CONF
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 
-# A model that trains in seconds and has all that layouts split: grouped queries, several blocks, an uneven feed-forward
-# width.
+# A model that trains in seconds and has everything that layouts split: grouped queries, several blocks, an odd
+# feed-forward width.
 BASE = (
     "precision=fp32",
     "model.dim=64",
@@ -31,14 +31,14 @@ BASE = (
 class Case:
     """A layout to be verified. Its reference is the same job in one process, or reference.py in float64.
 
-    Bounds of differences are relative. A band that is measured beside them (judge.py) is narrower where steps amplify
+    Bounds of differences are relative. The band that is measured besides (judge.py) is narrower if steps amplify
     rounding.
     """
 
     name: str
     ranks: int  # number of gloo ranks
-    overrides: tuple[str, ...]  # the layout
-    base: tuple[str, ...] = ()  # overrides of the layout and of its reference
+    overrides: tuple[str, ...]  # the overrides that choose the layout
+    base: tuple[str, ...] = ()  # overrides of both the layout's job and its reference
     uneven_mask: bool = False  # whether labels are ignored, unevenly over samples and steps (verify.vary)
     documents: bool = False  # whether samples are cut into documents that are masked from each other (verify.vary)
     reference: Literal["process", "float64"] = "process"
@@ -46,9 +46,9 @@ class Case:
     norm: float = 1e-5  # bound of each step's gradient norm
     gradients: float = 1e-5  # bound of the worst parameter's gradient at the first step
     weights: float = 1e-3  # bound of the worst parameter at the end, relative to the distance that it has moved
-    routing: bool = True  # whether every token must use the same experts: rounding to bf16 sends some to others
+    routing: bool = True  # whether every token must use the same experts as in the reference; False in bf16, whose rounding changes a few
     slow: bool = False  # whether it takes many seconds, so that `pytest -m "not slow"` leaves it out
-    config_dir: Path | None = None  # folder with options of the user's own
+    config_dir: Path | None = None  # folder with the user's options
 
 
 def later_wins(*overrides: str) -> list[str]:
@@ -66,8 +66,8 @@ SCHEDULES = tuple(kind.name for kind in PIPELINE_SCHEDULES.values() if not kind.
 DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
-# A difference in the last bit of float32 may round a value to the other one of two neighbours in 8 bits, which are up to
-# an eighth apart, and steps amplify that. One such value makes 1.5e-5 of a gradient under context parallelism.
+# A difference in the last bit of a float32 value may round it to a neighbouring 8-bit value, up to an eighth away, and
+# steps amplify that. One such value changes a gradient by 1.5e-5 under context parallelism.
 EIGHT_BITS = {"loss": 5e-5, "norm": 2e-4, "gradients": 1e-4, "weights": 0.2}
 ROWWISE: dict[str, Any] = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32"), **EIGHT_BITS}
 FUSED: dict[str, Any] = ROWWISE | {"base": (*ROWWISE["base"], "precision.kernels=fused")}
@@ -75,7 +75,7 @@ TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", 
 MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.compute_dtype=float32")}
 COMPILED = ("compile=block", "compile.backend=aot_eager")
 SIMPLE = "parallelism.backend=simple_fsdp"
-LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # the chunk divides no number of tokens
+LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # 100 divides no number of tokens of these cases
 # Muon orthogonalizes in bf16, whose rounding reaches the weights.
 MUON = {"base": ("optimizer=muon",), "loss": 5e-6, "weights": 0.5}
 SAME = EVEN | {"norm": 1e-5}
@@ -96,8 +96,8 @@ LATENT = (
     "model.sequence_balance=0.01",
 )
 SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
-# Products and gradients are rounded to 8 bits, sums are not; a layout rounds other parts of a sum. One process whose
-# sums are cut in other places is up to 1e-4 from itself in the loss (`bf16, sft, fsdp 4, tp 2`, ten steps).
+# Products and gradients are rounded to bfloat16's 8 bits, sums are not; a layout rounds other partial sums. One process
+# differs by up to 1e-4 in the loss if its sums are cut elsewhere (`bf16, sft, fsdp 4, tp 2`, ten steps).
 BF16 = {"loss": 3e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
 # After ten steps, a tied model in bf16 differs from the same model in float64 by 1.3e-3 of the loss and 8e-3 of the
 # norm, in one process as on two ranks.
@@ -254,10 +254,10 @@ MATRIX = [
     *(case(f"cp 2, {rotate}, compile", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", *COMPILED, "data.local_batch=16", slow=True)
       for rotate in ("allgather", "ulysses")),
 
-    # Number formats; the reference has the same one. Under rowwise and MXFP8 scales are powers of two, so a split changes
-    # no value, except where tensor parallelism splits a row (wo, w2), whose parts then have scales of their own.
-    # Tensorwise, a scale comes from the tokens of a rank or microbatch: values are rounded differently (by up to 12 % in
-    # e5m2), and Adam's division by the moments carries that into the weights.
+    # Number formats; the reference has the same format. Rowwise and MXFP8 scales are powers of two, so a split changes
+    # no value, unless tensor parallelism splits a row (wo, w2), whose parts then have their own scales. A tensorwise
+    # scale is computed from the tokens of a rank or microbatch: values are rounded differently (by up to 12 % in e5m2),
+    # and Adam's division by the moments propagates that to the weights.
     *(case(f"float8 rowwise, {layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}", slow=ranks > 2,
            **ROWWISE)
       for layout, ranks in (("fsdp", 2), ("hsdp", 4))),
@@ -291,7 +291,7 @@ MATRIX = [
            loss=1e-4, norm=5e-4, gradients=0.25, weights=0.5, slow=True, **TENSORWISE)
       for layout, other in (("fsdp", "tp"), ("hsdp", "tp"), ("fsdp", "pp"))),
 
-    # Number formats against float32: each product is rounded to 8 bits (bf16) or 4 (e4m3), and that must not bias the
+    # Number formats against float32: each product is rounded to 8 bits (bf16) or 4 bits (e4m3), which must not bias the
     # loss.
     *(case(f"{name} against fp32", 2, "parallelism=fsdp", "data.local_batch=8", f"precision={name}", *more, loss=1e-2, norm=1e-2,
            gradients=gradients, weights=0.5)
@@ -320,7 +320,7 @@ MATRIX = [
       for rotate in ("allgather", "alltoall", "ulysses")),
     *(case(f"bf16, tp 2, {what}", 2, "parallelism=tp", *overrides, "data.local_batch=16", **BF16) for what, overrides in (
         ("compile", COMPILED), ("ac op", ("ac=op",)))),
-    # This loss rounds the gradient of the logits before it is divided by the number of tokens, the plain one after.
+    # This loss rounds the logits' gradient before dividing it by the number of tokens, the plain loss afterwards.
     *(case(f"bf16, {layout} 2, linear_cross_entropy, uneven mask, accumulation 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            uneven_mask=True, **BF16 | {"base": ("precision=bf16", *LINEAR)}) for layout, batch in (("tp", 8), ("fsdp", 4))),
     case("bf16, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8",

@@ -1,5 +1,5 @@
-"""An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, from
-their papers alone.
+"""An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, written
+from the papers alone.
 
 It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
 """
@@ -18,20 +18,20 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
 
 Weights = dict[str, Tensor]
-Sparse = Any  # the section of a model with experts, whose keys are its family's
+Sparse = Any  # the `model` section of a family with experts, which has the family's keys
 
 
 @dataclass
 class Trace:
-    """What is compared of a run. Tensors are whole, not sharded."""
+    """The values of a run that are compared. Tensors are whole, not sharded."""
 
-    losses: list[float]  # of each step
+    losses: list[float]  # mean loss of each step
     norms: list[float]  # gradient norm of each step
-    gradients: Weights  # of the first step
+    gradients: Weights  # gradients of the first step
     start: Weights  # initial weights
     weights: Weights  # weights at the end
-    loads: list[dict[str, list[float]]]  # of each step: number of tokens of each expert, by layer
-    biases: Weights  # buffers at the end: the biases of routers, and others
+    loads: list[dict[str, list[float]]]  # for each step: number of tokens of each expert, by layer
+    biases: Weights  # all buffers at the end, among them the routers' biases
     drift: int = 0  # see Outcome.drift
     rounded: int = 0  # see Outcome.rounded
 
@@ -86,7 +86,7 @@ def mean_loss(weights: Weights, batch: Batch, model: Model) -> tuple[Tensor, Ten
 
 
 def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """Return logits [batch, seq, vocab]. `routed` gets, by layer, which experts the router chose and their shares."""
+    """Return logits [batch, seq, vocab]. Stores in `routed`, by layer, which experts the router chose and their shares."""
     size, length = batch["tokens"].shape
     places = torch.arange(length)
     positions = batch.tensors.get("positions", places.expand(size, length))
@@ -158,8 +158,8 @@ def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, 
 
 
 def _choice(scores: Tensor, model: Sparse) -> Tensor:
-    """Return whether a token uses each expert: the best experts in the groups with the largest sums of their two best
-    scores.
+    """Return whether a token uses each expert: the experts with the highest scores within the groups whose two highest
+    scores have the largest sums.
     """
     width = model.n_experts // model.n_group
     groups = scores.unflatten(-1, (model.n_group, width))
@@ -204,8 +204,8 @@ def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor,
 
 
 def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
-    """Apply rotary positions to one head [batch, seq, width]: neighbouring dimensions are a complex number, which is
-    turned.
+    """Apply rotary positions to one head [batch, seq, width]: neighbouring dimensions form a complex number, which is
+    rotated.
     """
     half = x.shape[-1] // 2
     angles = positions.double().unsqueeze(-1) * torch.tensor([yarn_frequency(i, half, model) for i in range(half)], dtype=torch.float64)
@@ -214,16 +214,16 @@ def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
 
 
 def yarn_frequency(i: int, half: int, model: Sparse) -> float:
-    """Return the radians per position of the i-th pair with YaRN (arXiv 2309.00071, section 3.2): not stretched if it
-    turns more than `beta_fast` times over the original length, stretched if fewer than `beta_slow` times, and by a ramp
-    between.
+    """Return the radians per position of the i-th pair with YaRN (arXiv 2309.00071, section 3.2): unscaled if the pair
+    rotates more than `beta_fast` times over the original length, divided by the factor if fewer than `beta_slow` times,
+    interpolated linearly between.
     """
     value, yarn = model.rope_theta ** (-i / half), model.yarn
     if yarn.factor == 1:
         return value
     fast, slow = (
         half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta) for turns in (yarn.beta_fast, yarn.beta_slow)
-    )  # indices of the pairs that turn beta_fast and beta_slow times
+    )  # indices of the pairs that rotate beta_fast and beta_slow times
     fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
     stretched = min(max((i - fast) / max(slow - fast, 1e-3), 0), 1)
     return value * (1 - stretched + stretched / yarn.factor)
@@ -243,7 +243,7 @@ def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
 
 
 def frequency(i: int, half: int, model: Model) -> float:
-    """Return the radians per position of the i-th pair, with Llama 3.1's stretch of the low frequencies."""
+    """Return the radians per position of the i-th pair, with Llama 3.1's scaling of the low frequencies."""
     value, scaling = model.rope_theta ** (-i / half), getattr(model, "rope_scaling", None)
     length = 2 * math.pi / value
     if scaling is None or scaling.factor == 1 or length < scaling.original_max_seq_len / scaling.high_freq_factor:
@@ -258,7 +258,7 @@ def frequency(i: int, half: int, model: Model) -> float:
 
 
 def _rate(step: int, steps: int, config: Any) -> float:
-    """Return the share of the peak learning rate at a step, counted from 1, as in TorchTitan 0.2.2."""
+    """Return the learning rate of a step (from 1) relative to the peak rate, as in TorchTitan 0.2.2."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     if config.name == "constant":
@@ -281,7 +281,7 @@ def update(name: str, weight: Tensor, gradient: Tensor, state: dict, step: int, 
         state["momentum"] = state["momentum"] * config.sgd_momentum + gradient if state else gradient
         weight -= config.lr * factor * state["momentum"]
     elif config.name == "muon" and name.startswith("layers.") and weight.dim() > 1:
-        for matrix in range(len(weight)) if weight.dim() > 2 else (...,):  # each matrix of a stack of experts, or the only one
+        for matrix in range(len(weight)) if weight.dim() > 2 else (...,):  # each expert's matrix, or the only matrix
             _muon(weight[matrix], gradient[matrix], state.setdefault(matrix, {}), factor * config.muon_lr, config)
     else:
         _adamw(weight, gradient, state, step, factor * config.lr, config.weight_decay * decays, config)

@@ -1,5 +1,5 @@
-"""Random legal jobs: degrees, schedules, odd shapes, experts, masks and optimizers that no written matrix covers.
-Imports no torch.
+"""Random legal jobs, in combinations of degrees, schedules, odd shapes, experts, masks and optimizers that the matrix
+lacks. Imports no torch.
 """
 
 import math
@@ -18,7 +18,7 @@ EXACT = {"loss": 2e-6, "norm": 5e-5, "gradients": 1e-5, "weights": 2e-3, "refere
 # The gradient of a router is a small sum of large terms: one process alone was 9.8e-6 from the reference.
 SPARSE = EXACT | {"gradients": 2e-5}
 MUON = EXACT | {"loss": 3e-4, "norm": 3e-3, "weights": 0.5}
-# bfloat16 against one process in bfloat16, or, coarsely, against float64, which shows what is biased in both.
+# bfloat16 against one process in bfloat16; or, with wider bounds, against float64, which shows a bias that both share.
 BF16 = {"loss": 2e-4, "norm": 2e-2, "gradients": 2e-2, "weights": 0.3}
 BF16_COARSE = {"loss": 3e-3, "norm": 1e-2, "gradients": 5e-2, "weights": 0.5, "reference": "float64"}
 
@@ -51,8 +51,8 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
     local_batch = dice.choice((1, 2, 4, 6, 8))
     global_batch = min(local_batch * degrees["dp_replicate"] * degrees["dp_shard"] * dice.choice((1, 1, 2, 3)), 48)
     optimizer, precision = dice.choice(("adamw", "adamw", "sgd", "muon")), dice.choice(("fp32", "fp32", "fp32", "bf16"))
-    if sparse := dice.random() < 0.4:  # rules refuse more of the jobs with experts, so fewer are run
-        # In float32, as rounding to bfloat16 would send tokens to other experts.
+    if sparse := dice.random() < 0.4:  # more than the share of such cases: rules refuse more of the jobs with experts
+        # In float32, as rounding to bfloat16 would route some tokens to other experts.
         optimizer, precision = dice.choice(("adamw", "sgd")), "fp32"
         degrees["ep"] = dice.choice(divisors(degrees["dp_shard"] * degrees["cp"] * degrees["tp"])[1:] or (1,))
     layout = (
@@ -131,7 +131,7 @@ def learning(dice: random.Random, optimizer: str) -> tuple[str, ...]:
 
 
 def technique(dice: random.Random, degrees: dict[str, int]) -> Iterator[str]:
-    """Draw techniques: backend, activation checkpointing, loss, and what the degrees above 1 leave open."""
+    """Draw techniques: backend, activation checkpointing, loss, and the options of each degree above 1."""
     yield f"parallelism.backend={dice.choice(('fsdp2', 'fsdp2', 'simple_fsdp'))}"
     yield f"parallelism.reshard_after_forward={dice.choice(('default', 'default', 'always', 'never'))}"
     yield f"ac={dice.choice(('none', 'none', 'full', 'layer', 'op', 'lean'))}"

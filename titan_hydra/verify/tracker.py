@@ -33,14 +33,14 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.messages: Counter[str] = Counter()  # bytes along each dimension of the mesh
-        self.sizes: dict[int, int] = {}  # bytes of live storages by id, which is that of a Python object while it lives
+        self.sizes: dict[int, int] = {}  # bytes of each live storage, by the id of its Python object
         self.groups = _names_of_groups(mesh)
         self.paused = False
 
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor's storage from now on, until it is freed. A meta tensor has none."""
         local = local_part(tensor)
-        local = getattr(local, "elem", local)  # a collective's result that nothing has waited for yet
+        local = getattr(local, "elem", local)  # the result of an asynchronous collective before its wait
         if local.device.type != "meta":
             storage = local.untyped_storage()
             if id(storage) not in self.sizes:
@@ -55,13 +55,13 @@ class MemoryTracker(TorchDispatchMode):
             self.sizes[key] = size
 
     def restart(self) -> int:
-        """Return the peak so far, and start another at the bytes that are live now."""
+        """Return the peak so far, and reset it to the bytes that are live now."""
         peak, self.peak = self.peak, self.live
         return peak
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with local tensors
+            return NotImplemented  # DTensor calls the operator again with local tensors
         result = operator(*args, **(kwargs or {}))
         if not self.paused:
             if operator.namespace in COLLECTIVES:
@@ -72,7 +72,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def count(self, leaves: list) -> None:
-        """Count a collective by its arguments and results. An operator without a process group (a wait) is none."""
+        """Count a collective by its arguments and results. An operator without a process group (a wait) is not one."""
         for dimension in {self.groups[name] for leaf in leaves if (name := _name_of_group(leaf)) in self.groups}:
             self.messages[dimension] += max(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -104,9 +104,9 @@ def _name_of_group(leaf: Any) -> str | None:
 def tracking(tracker: MemoryTracker) -> Iterator[None]:
     """Let a tracker count while the block runs.
 
-    Operators that DTensor runs at their global shape, to learn the shape of a result, do not count. FSDP frees
-    gathered weights with `resize_`, which is no operator. Norms are computed as CUDA does, in one kernel: a CPU's keep
-    float32 copies of their input.
+    Operators that DTensor runs on global shapes, to infer a result's shape, do not count. FSDP frees gathered weights
+    with `resize_` of a storage, which is not an operator and is therefore patched. Norms are computed as CUDA does, in
+    one kernel: a CPU's keep float32 copies of their input.
     """
 
     def unseen(original: Callable) -> Callable:

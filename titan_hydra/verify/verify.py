@@ -1,5 +1,4 @@
-"""Verify that a layout learns what one process learns: the same losses, gradient norms, gradients and weights as a
-one-process run.
+"""Verify that a layout learns what one process learns: the same losses, gradient norms, gradients and weights.
 
 The cases are in matrix.py, one line each. All cases of one size share one set of gloo ranks and use the same `build`
 and step as a training run.
@@ -55,7 +54,7 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 ]
-NOTE = "in the case"  # begins the note of an exception that names the case
+NOTE = "in the case"  # how the note begins by which an exception names its case
 
 
 def job_of(case: Case, steps: int = STEPS) -> Job:
@@ -72,7 +71,7 @@ def reference_of(case: Case, steps: int = STEPS) -> Job:
 
 
 def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | None = None, mesh: Mesh | None = None) -> Trace:
-    """Train a job as `train` does, and return what is compared: whole tensors, on every rank. A collective.
+    """Train a job as `train` does, and return the values to compare, as whole tensors, on every rank. A collective.
 
     A `seed` changes the last bits of the initial weights (`disturb`). `mesh` is that of an earlier job with the same
     degrees.
@@ -115,8 +114,8 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 
 @contextlib.contextmanager
 def reductions() -> Iterator[list[torch.dtype]]:
-    """Collect the dtypes in which FSDP2 reduces gradients. `rounded` cannot tell: a sum of bfloat16 sums has bits that
-    bfloat16 lacks.
+    """Collect the dtypes in which FSDP2 reduces gradients. `rounded` cannot detect these: a float32 sum of bfloat16
+    sums has bits that bfloat16 lacks.
     """
     found = []
 
@@ -142,9 +141,9 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     parts = trainer.mesh.data_ranks * job.parallelism.cp * microbatches(job) * local_batches(job)
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
-    # If expert parallelism takes all these parts, an expert's gradient comes from one rank and is no sum.
+    # If expert parallelism uses all these ranks, an expert's gradient comes from one rank and is not a sum.
     alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None
-    # Gradients that are zero, as of an adapter's A in the first step, tell nothing.
+    # A zero gradient, such as that of an adapter's A in the first step, proves nothing.
     moving = {name: gradient for name, gradient in gradients.items() if gradient.any()}
     return sum(torch.equal(gradient, gradient.bfloat16().float()) for name, gradient in moving.items() if not alone or alone not in name)
 
@@ -171,7 +170,7 @@ def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch
 
 
 def _join(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of all pipeline stages. A collective over the pipeline."""
+    """Return the entries of all pipeline stages. This is a collective over the pipeline ranks."""
     if trainer.mesh.pipeline is None:
         return own
     parts: list[dict[str, Any]] = [{}] * dist.get_world_size(trainer.mesh.pipeline)
@@ -193,11 +192,11 @@ def exact(job: Job, case: Case) -> Trace:
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
-    """Apply a case's mask and documents to a batch of text whose first sample is in slot `first` of `slots`. Both depend
-    on slot and step alone.
+    """Apply a case's mask and documents to a batch of text whose first sample is in slot `first` of `slots`. Both
+    depend on slot and step alone.
 
-    Up to 80 % of a sample's labels are ignored, so that microbatches count different numbers of them. In the first
-    quarter of the slots at step 1, and the first half at step 2, no label counts: some ranks have none.
+    Up to 80 % of a sample's labels are ignored, so that microbatches count different numbers of them. At step 1 no
+    label in the first quarter of the slots counts, at step 2 none in the first half: some ranks have none.
     """
     if not case.uneven_mask and not case.documents:
         return batch
@@ -232,7 +231,7 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
         for ranks, own in sorted(by_ranks.items()):
             _run_all(ranks, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
-        # Numbers of the cases beyond the tight tolerances, by reference and tensor-parallel degree, which share a band.
+        # Indices of the cases beyond the tight tolerances; those with the same reference and `tp` share a band.
         judged = defaultdict(list)
         for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
             case, alone = references[_key(outcome.case)]
@@ -246,8 +245,8 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
 
 
 def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    """Run cases of one number of ranks. A case that raises, or twice crashes a rank, has failed, and the others run
-    again in new processes.
+    """Run cases of one number of ranks. A case that raises, or crashes a rank twice, has failed; the remaining cases
+    run in new processes.
     """
     crashed = None
     while jobs:
@@ -257,13 +256,13 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
         except (Raised, Crashed) as error:
             text = [line for line in str(error).splitlines() if line.strip()]
             lines = [line for line in text if not line.startswith(NOTE)]
-            # Of a refusal the last line is enough, with the note that names the case.
+            # Of a refusal only the last line is printed, with the note that names the case.
             _tell(", ".join(text[text.index(lines[-1]) :]) if lines[-1].startswith(REFUSED) else str(error))
             jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
             if not jobs:
                 raise
             number, case, _ = jobs[0]
-            if isinstance(error, Crashed) and number != crashed:  # torch 2.13's gloo sometimes corrupts the heap
+            if isinstance(error, Crashed) and number != crashed:  # tried again: torch 2.13's gloo sometimes corrupts the heap
                 crashed = number
                 continue
             jobs = jobs[1:]
@@ -293,8 +292,8 @@ def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Cas
 
 
 def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    # Meshes are kept: each gloo group has a thread that wakes a hundred times a second, so hundreds of groups slow down
-    # the cases.
+    # Meshes are reused: each gloo group has a thread that wakes up a hundred times a second, so hundreds of groups
+    # would slow down the cases.
     meshes: dict[tuple, Mesh] = {}
     for number, case, config in jobs:
         job = from_dict(Job, config)
@@ -307,7 +306,7 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         except Exception as error:
             error.add_note(f"{NOTE} {case.name}")
             raise
-        # torch compiles the same code a limited number of times, and the next case has other blocks.
+        # torch limits how often the same code is compiled, and the next case has other blocks.
         torch.compiler.reset()
         if dist.get_rank() == 0:
             outcome = compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt")))
@@ -317,8 +316,8 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
 
 
 def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], int, Case, dict]]) -> None:
-    """Measure the bands of cases that share a reference and `tp`, and judge them. Draws only widen a band, so they end
-    when all cases are in it.
+    """Measure the bands of cases that share a reference and `tp`, and judge them. Each draw can only widen a band, so
+    drawing ends once all cases are within it.
     """
     for numbers, tp, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{_key(case)}.pt"))
@@ -339,7 +338,7 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
 
 
 def _tell(line: str) -> None:
-    """Print progress to the standard error, as the table comes at the end, after an hour for the whole matrix."""
+    """Print progress to the standard error, as the table is printed at the end, for the whole matrix after an hour."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -352,7 +351,7 @@ class Crashed(RuntimeError):
 
 
 def _share(function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
-    """Run jobs of one process each: every core has a process that runs its share of them."""
+    """Run jobs that need one process each: one process per core, each with an equal share of the jobs."""
     cores = len(os.sched_getaffinity(0))
     _spawn(1, function, folder, *(jobs[first::cores] for first in range(min(cores, len(jobs)))))
 
