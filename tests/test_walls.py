@@ -305,20 +305,20 @@ def test_public_names_are_unique():
 # Lines of a room at most, as `ruff format` writes them. A number may fall; it rises in a commit of its own that says why.
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
-    "base": 639,  # 520
-    "config": 4877,  # 3,200
+    "base": 646,  # 520
+    "config": 4878,  # 3,200
     "job": 612,  # 720
     "models": 1698,  # 1,800
-    "runs": 2041,  # 2,100
+    "runs": 2051,  # 2,100
     "kernels": 1229,  # 900
     "parallel": 2541,  # 2,450
     "data": 1492,  # 1,450
     "observe": 1408,  # 1,400
     "checkpoint": 1579,  # 1,400
-    "train": 1504,  # 1,550
+    "train": 1505,  # 1,550
     "fault_tolerance": 1114,  # 600
-    "verify": 1997,  # 2,000
-    "launch": 3160,  # 1,950
+    "verify": 1998,  # 2,000
+    "launch": 3161,  # 1,950
     "report": 2271,  # 2,050
     "commands": 2547,  # 2,300
     "recipes": 3802,  # 3,100

@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import signal
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -12,7 +15,7 @@ from titan_hydra.config import to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import show
 from titan_hydra.launch.executors.slurm import squeue
-from titan_hydra.runs import hints, layout, rundir, view
+from titan_hydra.runs import hints, layout, records, rundir, view
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.queue import Queue
 
@@ -91,3 +94,16 @@ def test_a_hint_names_a_checkpoint_only_where_there_is_one(tmp_path, monkeypatch
 def test_the_last_word_of_a_run_whose_folder_is_gone(tmp_path):
     assert "was deleted while it ran" in show.last_word(tmp_path / "gone", rundir.State("new"))
     assert "before it could save" in show.last_word(tmp_path, rundir.State("interrupted", 1))
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="there is no `ps` (package procps)")
+def test_a_process_is_known_where_there_is_no_proc():
+    """As on macOS; `ps` is asked instead."""
+    child = subprocess.Popen(["sleep", "60"])
+    born = records._started(child.pid)
+    assert born == records._started(child.pid) != ""
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert records._started(child.pid) is None, "a zombie has ended"
+    child.wait()
+    assert records._started(child.pid) is None

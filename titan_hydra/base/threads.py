@@ -1,10 +1,17 @@
-"""Threads that have the GPU of their rank. torch gives a new thread device 0 of the host, where it would take at least a
-context of 0.5 GiB from rank 0's memory.
+"""Threads that have the GPU of their rank, and the cores for them. torch gives a new thread device 0 of the host, where
+it would take at least a context of 0.5 GiB from rank 0's memory.
 """
 
+import os
 import sys
 import threading
 from collections.abc import Callable
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    # macOS does not say on which cores a process may run
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_setter() -> Callable[[], None]:

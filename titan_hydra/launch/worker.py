@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
+from titan_hydra.base.threads import cores
 from titan_hydra.config import Job, from_dict, identity
 from titan_hydra.config.files import write_json, write_text
 from titan_hydra.config.user_code import digest_of_code, edited_sources
@@ -182,7 +183,7 @@ def set_environment(local_ranks: int, async_tp: bool) -> None:
     symmetric memory.
     """
     settings = {
-        "OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // local_ranks, 1)),
+        "OMP_NUM_THREADS": str(max(cores() // local_ranks, 1)),
         # OpenMP threads that wait for others yield their core soon: with the default, which spins, a step took ten
         # times as long on busy cores.
         "GOMP_SPINCOUNT": "20000",

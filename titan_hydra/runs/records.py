@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,18 @@ def _born(pid: int) -> str | None:
     """Return the boot and the clock tick at which a process started, which no other process shares; None if it has ended
     or is a zombie.
     """
+    if not Path("/proc/self").exists():
+        return _started(pid)
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
     return None if state in "ZX" else f"{boot} {numbers[18]}"
+
+
+def _started(pid: int) -> str | None:
+    """Return the second at which a process started, as `ps` says it, where there is no /proc (macOS); None as `_born`."""
+    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+    state, _, second = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().partition(" ")
+    return second.strip() if second and not state.startswith("Z") else None

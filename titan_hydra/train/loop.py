@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from titan_hydra import data
 from titan_hydra.base.errors import NotFinite, Stopped
+from titan_hydra.base.threads import cores
 from titan_hydra.base.versions import versions
 from titan_hydra.checkpoint.checkpointer import Checkpointer
 from titan_hydra.config import identity
@@ -252,11 +253,11 @@ def few_cores(device: torch.device) -> list[str]:
     """Return a note for a rank with a GPU and less than four cores, which its main thread, the backward's, NCCL's,
     gloo's and the data's share. SLURM's default is often one.
     """
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device.type == "cpu" or cores >= 4:
+    available = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type == "cpu" or available >= 4:
         return []
     return [
-        f"note: {counted(cores, 'core')} for each rank of this host, and a GPU is kept busy by four or more; on SLURM "
+        f"note: {counted(available, 'core')} for each rank of this host, and a GPU is kept busy by four or more; on SLURM "
         "cluster.cpus_per_task asks for them"
     ]
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_hydra import data, models
+from titan_hydra.base.threads import cores
 from titan_hydra.config import Job, from_dict, to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.data.batch import Batch
@@ -352,8 +353,8 @@ class Crashed(RuntimeError):
 
 def _share(function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     """Run jobs that need one process each: one process per core, each with an equal share of the jobs."""
-    cores = len(os.sched_getaffinity(0))
-    _spawn(1, function, folder, *(jobs[first::cores] for first in range(min(cores, len(jobs)))))
+    processes = min(cores(), len(jobs))
+    _spawn(1, function, folder, *(jobs[first::processes] for first in range(processes)))
 
 
 def _spawn(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[Any]) -> None:

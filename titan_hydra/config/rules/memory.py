@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from titan_hydra.base.threads import cores
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted
 from titan_hydra.config.model import Model
@@ -65,11 +66,11 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
         del needs["data.global_batch"]
         yield from _too_much(job, needs, 1, job.cluster.device_memory_gib * GIB, "a device")
     elif runs_here(job) and not devices_here():
-        cores = len(os.sched_getaffinity(0))
-        most = max(PROCESSES_PER_CORE * cores, 16)
+        available = cores()
+        most = max(PROCESSES_PER_CORE * available, 16)
         if ranks > most and not job.cluster.gpus_per_node:
             legal = (most // job.fault_tolerance.replicas,)
-            yield Fault("gpus", job.gpus, f"{ranks:,} processes, but this machine has {counted(cores, 'core')}", legal)
+            yield Fault("gpus", job.gpus, f"{ranks:,} processes, but this machine has {counted(available, 'core')}", legal)
         else:
             yield from _too_much(job, needs | {"gpus": PROCESS}, ranks, of_this_machine(), "this machine")
 
