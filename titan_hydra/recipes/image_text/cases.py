@@ -1,11 +1,11 @@
-"""What `titan verify` proves of text with images."""
+"""The cases of `titan verify` for text with images."""
 
 from typing import Any
 
 from titan_hydra.verify.matrix import in_bf16
 
 BASE = ("data=synthetic_image_text", "data.seq_len=48", "objective.patches=24", "objective.image_patches=20", "model.vocab_size=4096")
-# The gradients of the tower's norms are small sums of large terms, and differ by 3.3e-2.
+# The gradients of the tower's norms are small sums of large terms: they differ by up to 3.3e-2.
 BOUNDS: dict[str, Any] = {"gradients": 0.05, "norm": 2e-3}
 CASES = [
     *in_bf16("llama3_vision", "model=llama3_vision_debug", *BASE, **BOUNDS),
