@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class Agreement:
-    """What all ranks know of a step once its gradients are computed: at once on the device, on the host when `read` is
-    called.
+    """Values of a step on which all ranks agree once its gradients are computed: on the device immediately, on the host
+    when `read` is called.
     """
 
     def __init__(self, norm: torch.Tensor, sums: torch.Tensor) -> None:
         """Take sums over all ranks (float64): the loss, the number of ranks that were asked to stop, votes."""
         self.norm, self.finite = norm, sums[0].isfinite() & norm.isfinite()
-        # waits for nothing that is queued later
+        # the copy does not wait for work that is queued later
         self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)
         self.copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
 
@@ -69,12 +69,12 @@ class Trainer:
     masters: Masters  # the parameters as the optimizers hold them
     step: Plain | Pipeline
     optimizers: list[torch.optim.Optimizer]
-    parameters: int  # of the whole model, over all ranks
-    notes: list[str] = field(default_factory=list)  # what was done to the model, for the log
+    parameters: int  # number of parameters of the whole model, over all ranks
+    notes: list[str] = field(default_factory=list)  # lines for the log about how the model was changed
     stop_requested: list[int] = field(default_factory=list)  # signals received
-    progress: Callable[[], None] = lambda: None  # called for every local batch, for the watchdog
+    progress: Callable[[], None] = lambda: None  # called for every local batch, to show the watchdog that the rank is not stuck
     groups: Groups = field(default_factory=Groups)  # the run's replica groups
-    balance: experts.Balance | None = None  # of the experts in the last step
+    balance: experts.Balance | None = None  # balance of the experts in the last step
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the
@@ -119,7 +119,7 @@ class Trainer:
 
     def update(self, agreement: Agreement) -> None:
         """Apply the optimizer's step with clipping, and drop the gradients. If loss or norm is not finite, the weights
-        stay.
+        do not change.
         """
         limit = self.job.optimizer.max_norm
         divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
@@ -129,7 +129,7 @@ class Trainer:
         formats.after_step(self.model, self.job)
 
     def drop_gradients(self) -> None:
-        """Drop this step's gradients and what its experts counted."""
+        """Delete this step's gradients, and reset the experts' counts."""
         experts.forget(self.model)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
