@@ -124,7 +124,7 @@ def test_the_device_of_a_rank(pretended, monkeypatch):
         health.device_of(run)
     for seen in (3, 1):
         pretended(seen, 8)
-        with pytest.raises(Unhealthy, match=f"device 3 is not there; {seen} can be seen"):
+        with pytest.raises(Unhealthy, match=f"device 3 is missing; {seen} can be seen"):
             health.device_of(run)
 
 

@@ -223,8 +223,8 @@ def set_async_tp(on: bool) -> None:
 
 
 def share_memory(group_name: Any) -> None:
-    """Let the GPUs of a process group read each other's memory, as async tensor parallelism does. In releases in which
-    the function is deprecated, every group can.
+    """Let the GPUs of a process group read each other's memory, as async tensor parallelism does. Releases that
+    deprecate the function enable symmetric memory for every group anyway.
     """
     from torch.distributed import _symmetric_memory as memory
 

@@ -117,7 +117,7 @@ class FaultTolerance:
     max_restarts: int = key(3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED, identity=False)
     lighthouse: str | None = key(
         None,
-        "torchft: address of a lighthouse that runs already, for this run alone; null: the groups start it",
+        "torchft: address of a running lighthouse, which no other run may use; null: the groups start one",
         ADDRESS,
         only=("torchft",),
         identity=False,

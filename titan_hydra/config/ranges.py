@@ -84,7 +84,7 @@ Range = Interval | Text
 
 def range_of(spec: Any) -> Range | None:
     """Return the range of a key, given its field; None if its type or its choices already define its values."""
-    kind = str(spec.type)  # text where its module has annotations from __future__, else a type
+    kind = str(spec.type)  # `type` is a text if the class's module uses `from __future__ import annotations`
     return spec.metadata["range"] or (LINE if "str" in kind and not spec.metadata["choices"] and "Part" not in kind else None)
 
 

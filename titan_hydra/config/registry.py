@@ -34,7 +34,7 @@ class DataSourceKind:
     # (key, Source, Job): yields what is wrong with its files, on the launcher; imports no torch
     faults: Reference | None = None
     warnings: Reference | None = None  # as `faults`, of what is legal and probably a mistake
-    # (checkpoint, config.json or None): the files, by name, that go with the tokenizer into an export of a run on it
+    # called with (checkpoint, config.json or None): returns files by name that an export writes beside the tokenizer's
     exports: Reference | None = None
 
 

@@ -25,8 +25,8 @@ DTYPES = {getattr(torch, name): name for name in ("float64", "float32", "bfloat1
 
 
 class SDPA(nn.Module):
-    """The attention kernel on q, k, v [batch, heads, seq, head_dim]; a module of its own so that context parallelism
-    can replace it.
+    """The attention kernel on q, k, v [batch, heads, seq, head_dim]; a separate module, so that context parallelism can
+    replace it.
     """
 
     def __init__(self, backend: str, causal: bool = True):
@@ -34,10 +34,9 @@ class SDPA(nn.Module):
         self.backend, self.causal = backend, causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Compute attention, causal if it was made so, or what `documents` allow.
-
-        These are packed documents' offsets (int32; see `attend_within`) or a mask of all pairs [batch, 1, seq, seq].
-        Raises ConfigError if the kernel that was asked for may not compute it.
+        """Compute attention, causal if `self.causal`, or within `documents`: packed documents' offsets (int32; see
+        `attend_within`) or a mask of all pairs [batch, 1, seq, seq]. Raises ConfigError if the kernel that was asked
+        for may not compute it.
         """
         if documents is not None and documents.dtype != torch.bool:
             return attend_within(q, k, v, documents)
@@ -50,7 +49,7 @@ class SDPA(nn.Module):
 
 
 def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool = False) -> Call:
-    """Return what the choice of a kernel depends on, for queries and values [batch, heads, seq, head_dim]."""
+    """Return the facts on which the choice of a kernel depends, for queries and values [batch, heads, seq, head_dim]."""
     machine = machine_of(q.device.index or 0) if q.is_cuda else None
     return Call(
         q.device.type,
@@ -67,23 +66,21 @@ def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool
 
 
 def check_attention(job: Job, device: torch.device) -> None:
-    """Raise ConfigError if the kernel that a job asks for may not compute it on this device: before compiled code meets
-    it.
-    """
+    """Raise ConfigError if the kernel that a job asks for may not compute it on this device. Called before compilation."""
     kernels(job.model.attention, call_of(job, device.type, machine_of(device.index or 0) if device.type == "cuda" else None))
 
 
 @constant_when_compiled
 def machine_of(index: int) -> Machine:
-    """Return what a GPU and its torch are."""
+    """Return the properties of a GPU and of its torch."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
     return Machine(torch.cuda.get_device_capability(index), cuda, torch.backends.cudnn.version() or 0)
 
 
 def suited(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return keys and values as a kernel takes them, and the width of a value: flash attention takes heads of one
-    width, and efficient no grouped queries (torch before 2.14), without which torch would choose the kernel that keeps
-    all scores.
+    """Return keys and values in the form that a kernel accepts, and the width of a value. Flash attention needs equal
+    widths, and efficient attention no grouped queries (torch before 2.14): else torch chooses the math kernel, which
+    stores all scores.
     """
     width = v.shape[-1]
     if kernel == "flash":
@@ -94,12 +91,11 @@ def suited(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 class OneLayout(torch.autograd.Function):
-    """Passes on attention's output [batch, heads, seq, head_dim], and its gradient in the layout in memory that the
-    output has.
+    """Identity of attention's output [batch, heads, seq, head_dim]; its gradient gets the memory layout of the output.
 
     torch keeps one graph of cuDNN's backward for the layout of q, k and v, with the strides of the first gradient that
     it sees; for one of other strides it reads the wrong elements, without an error, or raises one (repaired by pytorch
-    #191576, after 2.13). Two kinds of blocks in one model can be such a pair.
+    #191576, after 2.13). Two kinds of blocks in one model can cause that.
     """
 
     @staticmethod
@@ -109,8 +105,8 @@ class OneLayout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        # Not a condition on the strides: a compiler would decide it before it knows them. A reshape copies only where
-        # it must, and gives dimensions of size 1 their strides too.
+        # No `if` on the strides: a compiler would evaluate it before it knows them. A reshape copies only where it
+        # must, and gives dimensions of size 1 their strides too.
         gradient = gradient.transpose(1, 2) if ctx.by_token else gradient
         gradient = gradient.reshape(-1).view(gradient.shape)
         return gradient.transpose(1, 2) if ctx.by_token else gradient

@@ -1,5 +1,5 @@
-"""Softmax and cross-entropy of logits in place: their derivatives take the memory of the logits, and nothing else of
-that size is made.
+"""Softmax and cross-entropy of logits in place: the derivatives overwrite the logits, and no other tensor of that size
+is allocated.
 
 Two operators, so that ranks that split the vocabulary can exchange the sums in between. Both compute in float32.
 """
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-AT_ONCE = 2**20  # logits that torch computes at a time, whose float32 copy stays in a processor's cache
+AT_ONCE = 2**20  # logits that torch computes at a time, so that their float32 copy stays in a processor's cache
 
 
 @custom_op("titan_hydra::softmax_sums", mutates_args=())
 def softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest of each row of logits [tokens, vocab], and the sum of the exponentials of what all are above
-    it: [tokens, 1] each, float32.
+    """Return the maximum of each row of logits [tokens, vocab], and the sum of exp(logit - maximum): [tokens, 1] each,
+    float32.
     """
     if logits.is_cuda and find_spec("triton"):
         from .cross_entropy_triton import sums_on_gpu
@@ -34,8 +34,8 @@ def softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @custom_op("titan_hydra::logits_to_slopes", mutates_args=("logits",))
 def logits_to_slopes(logits: Tensor, targets: Tensor, largest: Tensor, scales: Tensor, weights: Tensor) -> None:
-    """Replace logits x [tokens, vocab] by exp(x - largest) * scale, less the row's weight at its target; -1 is no
-    target. All others are [tokens, 1].
+    """Replace logits x [tokens, vocab] by exp(x - largest) * scale, minus `weight` at the row's target; a target of -1
+    means none. All others are [tokens, 1].
     """
     if logits.is_cuda and find_spec("triton"):
         from .cross_entropy_triton import slopes_on_gpu

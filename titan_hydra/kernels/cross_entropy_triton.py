@@ -1,5 +1,5 @@
-"""Softmax and cross-entropy of logits in Triton: a pass that reads them and one that replaces them. With the matmul
-that writes them these are 8 bytes a bfloat16 logit. Imported where there is a GPU.
+"""Softmax and cross-entropy of logits in Triton: one pass reads them, a second replaces them. Together with the
+matmul's write that is 8 bytes of memory traffic per bfloat16 logit. Imported where there is a GPU.
 """
 
 from __future__ import annotations

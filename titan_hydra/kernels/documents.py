@@ -1,9 +1,9 @@
-"""Causal attention within packed documents: time and memory are linear in the pairs of tokens that are seen, as there
-is no mask.
+"""Causal attention within packed documents: without a mask, so that time is linear in the pairs of tokens within
+documents.
 
 One operator for eager and compiled code, for CPUs and GPUs, whose results activation checkpointing can save. `offsets`
-(int32) are where each document begins if the tokens of all samples stand one after another, and where the last one
-ends. Documents may be empty.
+(int32) are cumulative sequence lengths: where each document begins in the concatenated tokens of all samples, and where
+the last one ends. Documents may be empty.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def document_offsets(ends: Tensor) -> Tensor:
 
 
 def document_mask(ends: Tensor, seq: int) -> Tensor:
-    """Return the mask [batch, 1, seq, seq] of all pairs: True where a token sees another, which is an earlier one of
-    its document.
+    """Return the mask [batch, 1, seq, seq] of all pairs: True where a token attends to another, an earlier one of its
+    document or itself.
     """
     tokens = torch.arange(seq, device=ends.device, dtype=ends.dtype).repeat(len(ends), 1)
     document = torch.searchsorted(ends, tokens, right=True)
@@ -58,7 +58,7 @@ def cut_to(x: Tensor, width: int) -> Tensor:
 @custom_op("titan_hydra::attend_documents", mutates_args=(), device_types="cpu")
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """Return the attention of q, k, v [tokens, heads, head_dim] and its logsumexp [heads, tokens]. No document has more
-    than `longest` tokens. Fewer key and value heads than query heads are each shared by a group of these.
+    than `longest` tokens. If there are fewer key and value heads than query heads, a group of query heads shares each.
     """
     out, sums = _results(q)
     for part in _documents(offsets):
@@ -90,7 +90,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[T
 def _(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, offsets: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout's random numbers: there is none
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of the dropout, which is not used
     return flash_attention_backward(
         gradient, q, k, v, out, sums, offsets, offsets, longest, longest, 0.0, True, state, torch.empty(0, device=q.device)
     )

@@ -1,8 +1,8 @@
 """Casts to Float8 with a scale for each row or for each column. Scales are powers of two, as in torchao's rowwise
-recipe. The casts are operators of torch, which a compiler calls without looking inside.
+recipe. The casts are torch operators that are opaque to the compiler.
 
 A cast matrix is two tensors: e4m3 numbers, and the float32 factors by which they are multiplied to undo the scale.
-Maxima of magnitudes are the bit patterns of float32, as integers.
+Maxima of magnitudes are stored as integers: the bit patterns of float32.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-# bit patterns; the last is 1e-12, torchao's bound of a maximum
+# bit patterns; the last is that of 1e-12, torchao's lower bound of a maximum
 NAN, INFINITY, SMALLEST = 0x7FC00000, 0x7F800000, 0x2B8CBCCC
 
 
 def scales_of(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales of maxima, and their inverses. A scale is the largest power of two that takes its maximum to at
-    most 448, the largest e4m3 number; it is NaN for a maximum that is not finite.
+    """Return the scales of maxima, and their inverses. A scale is the largest power of two by which the maximum becomes
+    at most 448, the largest e4m3 number; it is NaN for a maximum that is not finite.
 
     448 is 1.75 * 2**8: a mantissa above 1.75 carries into the exponent.
     """
@@ -92,8 +92,9 @@ def norm_backward_in_torch(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Ten
 
 @torch.library.custom_op("titan_hydra::float8_rows", mutates_args=())
 def float8_rows(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cast matrices of the same width as one, row by row: after RMSNorm if its weight is given, of SwiGLU's product of
-    their two halves if `gated`. Returns the matrix, its factors, the maxima of its columns and RMSNorm's factors.
+    """Cast matrices of the same width as one, row by row: after RMSNorm if its weight is given; if `gated`, casts
+    SwiGLU's product of their two halves. Returns the matrix, its factors, the maxima of its columns and RMSNorm's
+    factors.
     """
     if not in_triton(parts[0].device):
         return rows_in_torch(parts, norm, eps, gated)
@@ -140,7 +141,7 @@ def norm_backward(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tensor) -> t
     return norm_backward_on_gpu(x, norm, rstds, gradient)
 
 
-# What is computed in torch has the shapes of what is computed in Triton.
+# The torch versions return the same shapes as the Triton kernels.
 for operator, reference in (
     (float8_rows, rows_in_torch),
     (float8_columns, columns_in_torch),

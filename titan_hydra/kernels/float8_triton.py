@@ -1,8 +1,8 @@
 """Float8 casts in Triton, together with the norm or SwiGLU before them. A first pass over a matrix casts its rows and
 finds the maxima of its columns; a second one casts its columns. Imported where there is a GPU.
 
-A maximum is the bit pattern of a magnitude, an integer: the order in which atomics arrive does not matter, and NaN and
-infinity win.
+A maximum is the bit pattern of a magnitude, an integer: so the order of atomics does not matter, and NaN and infinity
+are the largest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 TILE = 64  # columns of a tile that is stored transposed
-WIDEST = 16384  # elements of a row that the registers of a program hold; wider ones are read twice, in parts
-KEPT = tl.constexpr(8192)  # elements of a norm's weight that stay in registers; longer ones are read for each row
+WIDEST = 16384  # elements of a row that fit a program's registers; wider rows are read twice, in parts
+KEPT = tl.constexpr(8192)  # elements of a norm's weight that stay in registers; a longer weight is read again for each row
 PART = 2048  # columns of a part
 
 
@@ -136,7 +136,7 @@ def _store_transposed(quantized, y, row, column, stride, here):
 
 @triton.jit
 def _gated_tile(gates, gradient, row, column, height, WIDTH):
-    # Gradients of both halves of SwiGLU's input, and its product.
+    # Returns the gradients of both halves of SwiGLU's input, and the product of the forward.
     here = (row < height)[:, None] & (column < WIDTH)[None, :]
     place = row[:, None] * 2 * WIDTH + column[None, :]
     u = tl.load(gates + place, mask=here, other=0.0).to(tl.float32)
@@ -226,11 +226,11 @@ def _norm_backward(source, rstds, norm, gradient, result, partials, height, WIDT
 
 
 def _warps(block: int) -> int:
-    return min(max(block // 1024, 4), 32)  # 32 elements of a row in a thread
+    return min(max(block // 1024, 4), 32)  # each thread has 32 elements of a row
 
 
 def _rows_at_once(height: int) -> int:
-    # fewer of a short matrix, so that all processors have some
+    # fewer rows per program if the matrix is short, so that all multiprocessors have work
     return min(32, max(4, triton.next_power_of_2(height // 512)))
 
 

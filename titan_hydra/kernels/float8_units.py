@@ -19,8 +19,8 @@ Cast = tuple[Tensor, Tensor]  # e4m3 numbers, and the factors that undo the scal
 
 
 def multiply(a: Cast, b: Cast, dtype: torch.dtype, emulate: bool, fast: bool = False) -> Tensor:
-    """Return a b'. `fast` adds up in less than float32, as torchao does in the forward alone; `emulate` multiplies in
-    float32.
+    """Return a b'. `fast` accumulates in lower precision than float32, as torchao does in the forward only; `emulate`
+    multiplies in float32.
     """
     if emulate:
         return torch.mm(a[0].float() * a[1][:, None], (b[0].float() * b[1][:, None]).t()).to(dtype)
@@ -39,8 +39,8 @@ def into_input(
 
 
 def into_weights(ctx: Any, columns: Cast, inputs: Cast, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of weights from the transposes of the gradients of their outputs and of their input, both
-    cast.
+    """Return the gradients of weights, from the transposes (cast to Float8) of their outputs' gradients and of their
+    input.
     """
     return multiply(columns, inputs, weights[0].dtype, ctx.emulate).split([len(weight) for weight in weights])
 

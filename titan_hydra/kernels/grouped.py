@@ -1,8 +1,7 @@
-"""Matrices of which each multiplies rows of its own: torch's grouped matmul, right also where one of them, or all, have
-no rows.
+"""torch's grouped matmul (each matrix multiplies its own group of rows), correct also if some or all groups are empty.
 
-As operators of our own they can be compiled in any dtype (torch 2.13 knows the shape of its own in bfloat16 alone), and
-activation checkpointing can name them. No host waits for the device.
+As this package's operators they can be compiled in any dtype (torch 2.13 infers the shape of its own only in bfloat16),
+and activation checkpointing can name them. No host waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows [n, inputs], those before ends[0] by the first of weights [matrices, outputs, inputs], transposed,
     those before ends[1] by the second, ... Returns [n, outputs]. `ends` are int32; the last one is n.
     """
-    if not len(rows):  # a rank may have none; no documentation says what the kernels do then
+    if not len(rows):  # a rank may have no rows; the kernels' behaviour is then undocumented
         return rows.new_zeros(0, weights.shape[1])
     return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
 
@@ -38,7 +37,7 @@ def grouped_matmul_backward(gradient: Tensor, rows: Tensor, weights: Tensor, end
 
 
 def fills_empty_groups(device: torch.device) -> bool:
-    """Whether the kernels write zeros as the gradient of a matrix without rows. Hopper's do; Blackwell's do not
+    """Whether the kernels write zeros as the gradient of a matrix whose group is empty: on Hopper, not on Blackwell
     (pytorch#172439).
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

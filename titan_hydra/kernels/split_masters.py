@@ -14,20 +14,19 @@ from torch.optim.adamw import adamw
 
 from titan_hydra.base.private import foreach_add
 
-CHUNK = 2**24  # elements that are float32 at a time
+CHUNK = 2**24  # elements that are joined to float32 at a time
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 numbers of which these are the halves."""
+    """Return the float32 numbers with these halves."""
     return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
 def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bfloat16 numbers, ties away from zero, and what the bits of float32 numbers differ by. `join`
-    undoes it exactly.
+    """Return the nearest bfloat16 numbers, ties away from zero, and the int16 difference of the bits. `join` is the
+    exact inverse.
 
-    With ties to even, as a cast rounds, a half could differ by 2^15 in both directions: one value more than 16 bits
-    have.
+    With ties to even, as in a cast, the difference could be 2^15 in both directions: one value more than 16 bits have.
     """
     bits = master.view(torch.int32)
     return ((bits + 0x8000) >> 16).short().view(torch.bfloat16), bits.short()
@@ -91,8 +90,8 @@ def _update_on_gpu(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Make the step in Triton. The corrections of bias, of all parameters together, are float64: the second is a small
-    difference.
+    """Make the step in Triton. The bias corrections, which all parameters share, are computed in float64: the second is
+    a small difference.
     """
     from .split_triton import update_on_gpu
 
@@ -107,6 +106,6 @@ def _update_on_gpu(
 
 
 def halve_into(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write the halves of a master into tensors of this rank."""
+    """Write the halves of a float32 master into tensors of this rank."""
     for half, new in zip((weight, remainder), halves_of(master), strict=True):
         half.copy_(new)

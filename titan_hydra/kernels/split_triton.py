@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 512  # four elements of a thread: with eight a thread needs 142 registers, not 42
+BLOCK = 512  # four elements per thread: with eight, a thread needs 142 registers instead of 42
 
 
 @triton.jit
@@ -48,8 +48,8 @@ def update_on_gpu(
 ) -> None:
     """Update flat tensors of one device, unless `skipped` is not 0. The gradient is divided by `divisor`.
 
-    `rates` are the learning rate and the divisor of the root, both with their corrections of bias. No two operations
-    are contracted into one that rounds once: the bits are those of the same operations of torch.
+    `rates` are the learning rate and the divisor of the square root, both bias-corrected. No multiply-add is fused, so
+    the results are bitwise equal to the same torch operations.
     """
     number = weight.numel()
     _adamw[(triton.cdiv(number, BLOCK),)](

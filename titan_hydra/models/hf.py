@@ -14,7 +14,7 @@ from titan_hydra.base.errors import ConfigError
 
 from . import Model, build, family_of
 
-DECODER = {  # names of a decoder made of layers.py, there
+DECODER = {  # Hugging Face's names for the modules of layers.py's decoder
     "tok_embeddings": "model.embed_tokens",
     "norm": "model.norm",
     "output": "lm_head",
@@ -28,7 +28,7 @@ DECODER = {  # names of a decoder made of layers.py, there
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-EXPERTS = {  # those of a feed-forward of experts (moe.py), beside DECODER
+EXPERTS = {  # further names for a feed-forward of experts (moe.py)
     "feed_forward.router": "mlp.gate",
     "feed_forward.router.bias": "mlp.gate.e_score_correction_bias",
     "feed_forward.experts.w1": "mlp.experts.{}.gate_proj.weight",
@@ -42,18 +42,18 @@ EXPERTS = {  # those of a feed-forward of experts (moe.py), beside DECODER
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's other side. Weights are exchanged unchanged: one to one, or a stack of experts and a tensor for
-    each.
+    """A family in Hugging Face's format. Weights are copied unchanged: one to one, or a stack of experts to one tensor
+    per expert.
     """
 
     model_type: str  # in config.json, as model_type or _class_name
-    # of modules outside the blocks, of those within one, and of tensors that are not a module's weight
+    # names of modules outside the blocks, of modules in a block, and of tensors other than a module's `weight`
     names: dict[str, str]
     # (model section, dtype of the weights): config.json without token ids
     to_config: Callable[[Any, torch.dtype], dict]
-    # (config.json, its file): the model section; raises ConfigError for what cannot be had
+    # (config.json, its file): the model section; raises ConfigError for unsupported values
     from_config: Callable[[dict, Path], Model]
-    files: str = "model"  # how the names of its files of weights begin
+    files: str = "model"  # prefix of the names of its weight files
 
     def of(self, config: Any) -> HuggingFace:
         """Return the side of this model, where names depend on it."""
@@ -92,8 +92,8 @@ def meta_state(config: Model) -> dict[str, Tensor]:
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor of `meta_state` is converted: `dtype`; for a buffer its own, as what it adds
-    up is too fine for 16 bits.
+    """Return the dtype in which a tensor of `meta_state` is converted: `dtype`; a buffer keeps its dtype, as it
+    accumulates differences too small for 16 bits.
     """
     return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
 

@@ -66,8 +66,8 @@ class Decoder(nn.Module):
 
         `positions` [batch, seq] replace 0, 1, ... if the sequence is split, reordered, or of packed documents. `ends`
         [batch, n] (int32) are where a sample's documents end, the last one's repeated: attention stays within a
-        document. `targets` [batch, seq] are passed to an `output` that accepts them, which then returns the loss. What
-        a family has beside it takes in `embed`.
+        document. `targets` [batch, seq] are passed to an `output` that accepts them, which then returns the loss.
+        Families with further inputs override `embed`.
         """
         rotary = self.rotary if positions is None else self.rotary[positions]  # once for all layers
         h = self.embed(tokens, **own)
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h
-        # by name: hooks take only the first by place
+        # passed by name: hooks only get the first positional argument
         return self.output(h) if targets is None else self.output(h, targets=targets)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
 
-    normed = {"attention_norm": "attention", "ffn_norm": "feed_forward"}  # norms whose output one module alone reads
+    normed = {"attention_norm": "attention", "ffn_norm": "feed_forward"}  # norms whose output only one module reads
 
     def __init__(self, config: Model):
         super().__init__()
@@ -169,7 +169,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
 
-    gated = ("w1", "w3", "w2")  # its linears; there is nothing else to it
+    gated = ("w1", "w3", "w2")  # its linears; it computes nothing else
 
     def __init__(self, dim: int, width: int):
         super().__init__()

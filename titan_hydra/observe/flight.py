@@ -29,7 +29,7 @@ from titan_hydra.runs.run import Run
 RECORDED = 2000  # collectives that torch's recorder keeps
 WRITTEN = 400  # newest collectives, and newest messages, that a dump holds
 RECORDERS = flight_recorders()
-FRAMES = 3  # innermost frames of a collective's stack in a dump, and as many further ones outside torch
+FRAMES = 3  # innermost frames of a collective's stack in a dump, and the number of further frames outside torch
 MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)  # sends and receives over gloo, the newest last
 _counts: collections.Counter[tuple[str, int]] = collections.Counter()  # number of sends to, and receives from, each rank
 _lock = threading.Lock()
@@ -57,7 +57,7 @@ def record_messages() -> None:
                 _counts[kind, peer] += 1
                 message = {"op": kind.removeprefix("i"), "peer": peer, "seq": _counts[kind, peer], "work": work, "time": time.time()}
                 MESSAGES.append(message | {"size": list(operation.tensor.shape), "group": operation.group.group_name})
-            for message in list(MESSAGES)[-64:-16]:  # a message that is over need not keep its tensor
+            for message in list(MESSAGES)[-64:-16]:  # the tensor of a completed message is released
                 if message["work"] is not None and message["work"].is_completed():
                     message["work"] = None
             return works
@@ -69,7 +69,7 @@ def record_messages() -> None:
 
 def progress() -> tuple:
     """Return a value that changes whenever a collective, a send or a receive begins or ends. Costs microseconds."""
-    states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]  # our own process's, not a file
+    states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]  # pickles of this process, not of a file
     return str([state.get("pg_status") for state in states]), sum(_counts.values())
 
 
@@ -117,7 +117,7 @@ def collectives() -> list[dict]:
         entry
         for dump in RECORDERS
         for entry in pickle.loads(dump(True, True, False)).get("entries", [])
-        # NCCL numbers sends and receives on each rank for itself: they cannot be compared
+        # each rank numbers its NCCL sends and receives independently, so they cannot be compared between ranks
         if not entry["is_p2p"]
     ]
     entries.sort(key=lambda entry: entry["time_created_ns"])
@@ -128,7 +128,7 @@ def collectives() -> list[dict]:
             "seq": entry["collective_seq_id"],
             "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
             "sizes": entry["input_sizes"],
-            # NCCL's are over when they completed, gloo's when their results were waited for
+            # an NCCL collective has ended once it completed, a gloo one once its result was waited for
             "done": entry["state"] == "completed" or bool(entry["retired"]),
             "time": entry["time_created_ns"] / 1e9,
             "stack": callers(entry.get("frames", [])),
@@ -138,7 +138,7 @@ def collectives() -> list[dict]:
 
 
 def callers(frames: list[dict]) -> list[str]:
-    """Return the innermost frames of a stack, and of the further ones the innermost outside torch."""
+    """Return the FRAMES innermost frames of a stack and, of the others, the FRAMES innermost outside torch."""
     shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 

@@ -22,14 +22,14 @@ from titan_hydra.config.operation import Comm
 from titan_hydra.job.ranks import devices_here
 from titan_hydra.runs.run import Run
 
-TAKEN = 0.1  # share of a device's memory that other processes may hold: a desktop holds less, another job more
+TAKEN = 0.1  # fraction of a device's memory that other processes may use: a desktop uses less, another job more
 PATIENCE = 20  # seconds that an earlier process has to release its memory
 
 
 def check_device(run: Run, comm: Comm) -> torch.device:
     """Return this rank's device, once the devices of all ranks have passed the check. Call before a process group
     exists. Raises Unhealthy for this rank's device or another's, or for a rank that did not start; ConfigError if a
-    rank was given too few devices, which is no fault of its host.
+    rank was given too few devices, which is not a fault of its host.
     """
     fault: Unhealthy | ConfigError | None = None
     try:
@@ -51,7 +51,7 @@ def check_device(run: Run, comm: Comm) -> torch.device:
 
 
 def check_links(run: Run, comm: Comm, device: torch.device) -> None:
-    """Add up a tensor over all ranks. Raises Unhealthy if that does not complete or gives a wrong sum."""
+    """All-reduce a tensor over all ranks. Raises Unhealthy if it does not complete or gives a wrong sum."""
     if not comm.health_check_seconds:
         return
 
@@ -65,13 +65,13 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
 
 
 def device_of(run: Run) -> torch.device:
-    """Return the GPU with this rank's index on the host; the only GPU that the rank can see, if SLURM binds one to each
-    task; the CPU if there is no GPU.
+    """Return the GPU with this rank's index on the host; the only visible GPU, if SLURM binds one to each task; the CPU
+    if there is no GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    whole = count == devices_here()  # False: a device has failed
+    whole = count == devices_here()  # not whole: a device of the host has failed
     index = 0 if count == 1 and whole else run.local_rank
     if index >= count and whole:
         raise ConfigError(
@@ -79,7 +79,7 @@ def device_of(run: Run) -> torch.device:
             "needs all of the node's (SLURM's --gpus-per-node), or a single one of its own (--gpus-per-task=1)"
         )
     if index >= count:
-        raise Unhealthy(f"{socket.gethostname()}: device {index} is not there; {count} can be seen")
+        raise Unhealthy(f"{socket.gethostname()}: device {index} is missing; {count} can be seen")
     device = torch.device("cuda", index)
     try:
         torch.cuda.set_device(device)
@@ -124,8 +124,8 @@ def matmul(device: torch.device) -> None:
 
 
 def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
-    """Report this rank's health and wait for rank 0's verdict on all: the fault ("" if all are fit) and its host. Reports
-    go through the store, not a collective, so that ranks that did not start can be named.
+    """Report this rank's health and wait for rank 0's verdict on all ranks: (the fault, or "" if all are healthy; its
+    host). Reports go through the store, not a collective, so that ranks that did not start can be named.
     """
     if run.world_size == 1:
         return {"fault": "", "host": None}
@@ -134,7 +134,7 @@ def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
         run.store.set("health", json.dumps(judge(run, seconds)))
     try:
         run.store.wait(["health"], timedelta(seconds=seconds + 30))
-    except RuntimeError:  # DistStoreError is one
+    except RuntimeError:  # such as DistStoreError
         return {"fault": f"rank 0 did not report within {seconds + 30:.0f} s that all had started", "host": host_of(run, 0)}
     return json.loads(run.store.get("health"))
 
@@ -171,8 +171,8 @@ def host_of(run: Run, rank: int) -> str | None:
 
 
 def error_of_another(verdict: dict, run: Run) -> Unhealthy | ConfigError:
-    """Return the error to raise on a healthy rank. It is marked secondary, so that the launcher names the unhealthy rank
-    as the one that failed; rank 0's is not, where that rank never started and has no record.
+    """Return the error to raise on a healthy rank. It is marked secondary, so that the launcher names the unhealthy
+    rank as the one that failed; rank 0's error is not marked if that rank never started, and so has no record.
     """
     error = (ConfigError if verdict.get("config") else Unhealthy)(verdict["fault"])
     error.facts = {"host": verdict["host"], "secondary": verdict.get("reported", False) or run.rank > 0}

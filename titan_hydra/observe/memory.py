@@ -1,4 +1,4 @@
-"""Report on a device's memory after it ran out: the peak, and which code holds it."""
+"""Report on a device's memory after it ran out: its peak, and which lines of code allocated it."""
 
 import collections
 
@@ -8,7 +8,7 @@ from titan_hydra.base.private import memory_snapshot, record_memory_history
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-SHOWN = 20  # code lines in memory_<rank>.txt, those that hold most first
+SHOWN = 20  # lines of code in memory_<rank>.txt, those with the most bytes first
 
 
 def facts() -> dict[str, float]:
@@ -20,8 +20,8 @@ def facts() -> dict[str, float]:
 
 
 def record(on: bool) -> None:
-    """Let torch record the stack of each allocation, or stop. It costs time, so it is on in the first step alone, in
-    which most jobs fail that do not fit.
+    """Start or stop torch's recording of the stack of each allocation. It costs time, so it is on only in the first
+    step, in which most jobs that do not fit fail.
     """
     if torch.cuda.is_available():
         record_memory_history(enabled="state" if on else None, stacks="python")

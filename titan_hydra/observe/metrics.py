@@ -1,6 +1,6 @@
 """Measure a run and write the results: metrics.jsonl is the original, the console and trackers are copies.
 
-docs/metrics.md defines the numbers. An unknown one is None, never estimated.
+docs/metrics.md defines the numbers. An unknown number is None, never an estimate.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from titan_hydra.runs.run import Run
 
 from .trackers import Tracker, open_trackers, trackable
 
-# Part of a device's name: its dense bf16 peak, FLOP/s, of the vendor's data sheet. The first part that matches counts.
-# conf/hardware has sustained rates, of fewer devices.
+# A part of a device's name: its dense bf16 peak in FLOP/s, from the vendor's data sheet. The first part that matches is
+# taken. conf/hardware has sustained rates, for fewer devices.
 PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -52,12 +52,12 @@ PEAK_FLOPS = {
 
 
 class Clock:
-    """Measures how long each step took, and how long of that it waited for data. Time between steps is not counted."""
+    """Measures the seconds of each step, and those of its wait for data. Time between steps is not counted."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []  # seconds of every step of this process but the first
         self.window: list[tuple[float, float]] = []  # seconds of (step, waiting for data) of each step since the last row
-        self.profiled = False  # whether a profiler slows the steps down now
+        self.profiled = False  # whether a profiler is recording, which slows steps down
         self.disturbed = 0  # number of profiled steps since the last row
         self._first = True
 
@@ -70,7 +70,7 @@ class Clock:
         self._data = time.perf_counter() - self._began
 
     def leave_out(self, seconds: float) -> None:
-        """Leave `seconds` of this step out, such as a wait for replica groups."""
+        """Subtract `seconds`, such as a wait for replica groups, from this step's time."""
         self._began += seconds
 
     def stop(self) -> None:
@@ -78,20 +78,20 @@ class Clock:
         seconds = time.perf_counter() - self._began
         self.window.append((seconds, self._data))
         self.disturbed += self.profiled
-        if not self._first and not self.profiled:  # the first pays for compilation, allocator and communicators
+        if not self._first and not self.profiled:  # the first step includes compilation and the creation of memory pools and communicators
             self.steps.append(seconds)
         self._first = False
 
 
 class Rows:
-    """A .jsonl file to which rows are appended. While the disk is full they wait in memory, and the run continues."""
+    """A .jsonl file to which rows are appended. While the disk is full, rows are kept in memory and the run continues."""
 
     def __init__(self, path: Path, resumed_at: int) -> None:
         truncate(path, resumed_at)
         self.file, self.waiting = path.open("ab", buffering=0), b""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write the rows that wait, then this one."""
+        """Write the rows kept in memory, then this row."""
         failed = bool(self.waiting)
         self.waiting += json.dumps(row).encode() + b"\n"
         try:
@@ -110,13 +110,13 @@ class Metrics:
         self.ranks = all_ranks(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
         self.parameters, formula = parameters, family_of(job.model).flops
-        self.flops = formula(job.model, job.data.seq_len, parameters) if formula else None  # of a token, forward and backward
+        self.flops = formula(job.model, job.data.seq_len, parameters) if formula else None  # FLOPs per token, forward and backward
         self.peak = job.metrics.peak_flops or peak_flops(device)
         self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
-        self.rows: Rows | None = None  # on rank 0
+        self.rows: Rows | None = None  # None on ranks other than 0
         self.events: Rows | None = None
         self.trackers: list[Tracker] = []
-        self.losses: list[float] = []  # one of each step since the last row
+        self.losses: list[float] = []  # the loss of each step since the last row
         self.mean_loss: float | None = None  # `loss_mean` of the last row
         if run.rank == 0:
             self.rows, self.events = (Rows(entry.of(run.directory), resumed_at) for entry in (layout.METRICS, layout.EVENTS))
@@ -127,8 +127,8 @@ class Metrics:
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None = None) -> None:
-        """Collect a step's measurements and write a row if one is due. All ranks call it, as a row has the largest memory
-        of all of them.
+        """Collect a step's measurements and write a row if one is due. All ranks must call it: a row has the largest
+        memory over all ranks.
         """
         self.losses.append(loss)
         if self.due(step):
@@ -159,7 +159,7 @@ class Metrics:
         } | (balance.read() if balance else {})
         if self.job.debug.balance_experts:
             row["balanced_experts"] = True
-        if self.clock.disturbed:  # then the times of this row cannot be compared with others
+        if self.clock.disturbed:  # the times of this row are not comparable with those of other rows
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
         if self.rows:
             self.rows.add(row)
@@ -182,7 +182,7 @@ class Metrics:
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
         seconds = time.time() - self.began
-        lowest, lowest_step = lowest_held_out(self.run.directory)  # read from files, as earlier processes validated too
+        lowest, lowest_step = lowest_held_out(self.run.directory)  # read from the file, which has validations of earlier processes too
         return {
             "steps": step,
             "final_loss": self.mean_loss,
@@ -213,8 +213,8 @@ class Metrics:
         for tracker in list(self.trackers):
             try:
                 tracker.log(row)
-            except Exception as error:  # a tracker is a copy: it must never stop a run
-                print(f"warning: {tracker.name} failed and is left out from here on: {error}", flush=True)
+            except Exception as error:  # a tracker only holds copies: its failure must never stop a run
+                print(f"warning: {tracker.name} failed and gets no more rows: {error}", flush=True)
                 self.trackers.remove(tracker)
 
     def _mfu(self, rate: float | None) -> float | None:
@@ -266,7 +266,7 @@ def console_line(row: dict[str, Any], steps: int) -> str:
         f"lr {row['lr']:.2e}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
-    if row["tflops"] is not None:  # a family may have no formula
+    if row["tflops"] is not None:  # None if the family has no formula for FLOPs
         parts.append(f"{row['tflops']:.2f} tflops")
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")

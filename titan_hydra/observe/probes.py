@@ -27,10 +27,10 @@ from titan_hydra.parallel.mesh import local_part
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-PASSES = ("parameter", "forward", "backward", "gradient")  # in the order of time
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype of as many bytes
+PASSES = ("parameter", "forward", "backward", "gradient")  # in the order in which they occur in a step
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size in bytes
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor of the checksum, as a signed 64-bit number
-LAST = 1 << 30  # place of a module that is not among the family's
+LAST = 1 << 30  # sort position of a module that the family does not list
 
 
 class Observation(NamedTuple):
@@ -59,15 +59,15 @@ class Probes:
 
     @torch.no_grad()
     def observe(self, when: str, what: str, name: str, tensor: Tensor) -> None:
-        """Record the checksums or the finiteness of a tensor, on the device."""
+        """Compute a tensor's checksums, or whether it is finite, on the device."""
         local = local_part(tensor)
         call = self.calls[when, what, name]
         self.calls[when, what, name] += 1
         self.seen[Observation(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
 
     def after_backward(self, step: int) -> None:
-        """Examine the gradients; then write the step's rows to activations_<rank>.jsonl, and keep what is not finite for
-        `culprit`.
+        """Examine the gradients; then write the step's rows to activations_<rank>.jsonl, and keep non-finite tensors'
+        observations for `culprit`.
         """
         if not (self.config.nan_hunt or self.config.trace_activations):
             return
@@ -81,7 +81,7 @@ class Probes:
                 row |= {"norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}"}
                 self.file.write(json.dumps(row | {"order": place_in_time(seen, index, self.modules)}) + "\n")
             self.file.flush()
-        # Before clipping, as a norm of NaN would make every gradient NaN.
+        # Before clipping, because a NaN norm makes every gradient NaN.
         gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}
         self.bad = {
             seen: not_finite_part(gradients.get(seen.name))
@@ -92,8 +92,8 @@ class Probes:
         self.calls.clear()
 
     def culprit(self) -> str:
-        """Describe what was not finite first, beginning with a semicolon; "" unless debug=nan_hunt. This is a
-        collective.
+        """Describe the first tensor that was not finite, in a text that begins with a semicolon; "" unless
+        debug=nan_hunt. This is a collective.
         """
         if not self.config.nan_hunt:
             return ""
@@ -124,7 +124,7 @@ def not_finite_part(value: Tensor | None) -> str | None:
 
 def hook(model: nn.Module, observe: Callable[[str, str, str, Tensor], None]) -> None:
     """Call `observe(pass, what, module, tensor)` for every module of a model in training. A module that occurs in
-    several places (rotary embeddings) has no unique name and is skipped: a fault there shows where its result enters.
+    several places (rotary embeddings) has no unique name and is skipped: a fault there shows at the next module.
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for name, module in model.named_modules():
@@ -141,7 +141,7 @@ def _entering(name: str, observe: Callable[..., Any], module: nn.Module, args: t
         if _floating(value):
             observe("forward", "in", name, value)
             if value.requires_grad:
-                value = value.view_as(value)  # a tensor of its own: its gradient is what this module gives, not its other consumers
+                value = value.view_as(value)  # a separate view, whose gradient comes from this module alone, not from other consumers
                 value.register_hook(partial(observe, "backward", "in", name))
         passed.append(value)
     return tuple(passed)
@@ -155,7 +155,7 @@ def _leaving(name: str, observe: Callable[..., Any], module: nn.Module, args: tu
 
 
 def _counts(module: nn.Module) -> bool:
-    """Whether a call is a forward of training: no validation, and no recomputation inside a backward."""
+    """Whether a call is a training forward, not a validation or a recomputation in the backward."""
     return module.training and current_graph_task() == -1
 
 

@@ -23,11 +23,11 @@ from titan_hydra.runs.run import Run
 from .metrics import Metrics
 from .watchdog import Watchdog
 
-SHOWN = 40  # rows of torch's table in summary_<rank>.txt
+SHOWN = 40  # number of rows of torch's table in summary_<rank>.txt
 
 
 class Profiler:
-    """Records the steps that `profiling.*` names; nothing with profiling=off."""
+    """Records the steps chosen by the `profiling` keys; none with profiling=off."""
 
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
@@ -40,7 +40,7 @@ class Profiler:
             watch.on_phase = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
-        """Mark the beginning of a step and the end of the one before. Recording starts at the profiling.first_step-th
+        """Mark the beginning of a step and the end of the previous one. Recording starts at the profiling.first_step-th
         step of this process.
         """
         if not self.on:
@@ -60,7 +60,7 @@ class Profiler:
             self.stop()
 
     def record(self, warm_up: int) -> None:
-        """Start recording. All ranks mark their steps as disturbed, whether or not they record."""
+        """Start recording. All ranks mark the recorded steps as profiled, even ranks that do not record."""
         self.clock.profiled = True
         if self.run.rank == 0 or self.config.all_ranks:
             activities = [ProfilerActivity.CPU]
@@ -108,7 +108,7 @@ class Phases:
         self.put({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
 
     def at(self, phase: str, step: int, now: float) -> None:
-        """Record that a phase begins at the time `now`, and that the one before ends."""
+        """Record that a phase begins at the time `now`, and that the previous phase ends."""
         if self.last is not None:
             name, of, began = self.last
             self.put({"name": name, "ph": "X", "ts": began * 1e6, "dur": (now - began) * 1e6, "args": {"step": of}})

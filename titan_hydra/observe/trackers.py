@@ -17,7 +17,7 @@ class Tracker(Protocol):
     """Receives rows: `step` and numbers. Values that are None are left out."""
 
     name: str
-    has: int  # last step whose rows it holds when it is opened
+    has: int  # the last step whose rows it holds when it is opened
 
     def log(self, row: dict[str, Any]) -> None: ...
 
@@ -59,7 +59,7 @@ class WandB:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        os.environ.pop("WANDB_SERVICE", None)  # the parent process's service may still hold a killed attempt of the run
+        os.environ.pop("WANDB_SERVICE", None)  # the wandb service of the parent process may still have the run of a killed attempt open
         keys: Any = job.metrics.wandb  # type: ignore[attr-defined]
         offline = keys.mode == "offline"
         for folder in layout.WANDB.of(run.directory).glob("offline-run-*") if offline else ():
@@ -81,7 +81,7 @@ class WandB:
         )
 
     def log(self, row: dict[str, Any]) -> None:
-        if row["step"] < self.run.step:  # online the server has the rows of earlier processes
+        if row["step"] < self.run.step:  # online, the server already has the rows of earlier processes
             return
         self.run.log({key: value for key, value in row.items() if key != "step" and value is not None}, step=row["step"])
 
@@ -90,8 +90,8 @@ class WandB:
 
 
 def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
-    """Open the trackers that the job names, with all rows recorded so far; one that cannot start is left out with a
-    warning.
+    """Open the trackers that the job names, with all rows recorded so far; a tracker that cannot start is dropped with
+    a warning.
     """
     trackers = []
     for name in job.metrics.trackers:
@@ -112,8 +112,8 @@ def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
 
 
 def recorded(directory: Path) -> Iterator[dict[str, Any]]:
-    """Return the rows of metrics.jsonl and events.jsonl as trackers take them, by step; a truncated line is left
-    out.
+    """Return the rows of metrics.jsonl and events.jsonl in the form for trackers, ordered by step; truncated lines are
+    skipped.
     """
     rows = layout.METRICS.rows(directory)[0] + layout.EVENTS.rows(directory)[0]
     return iter(sorted(map(trackable, rows), key=lambda row: row["step"]))

@@ -1,5 +1,5 @@
-"""The watchdog thread: records the rank's position, handles signals that a blocked main thread does not, ends a rank
-that is stuck.
+"""The watchdog thread: it records the rank's position, handles signals while the main thread is blocked, and ends a
+stuck rank.
 
 The main thread only records its phase (`at`). Signals reach this thread through Python's wakeup descriptor, to which
 the interpreter's C handler writes at once; Python handlers in the main thread would wait until a collective in C
@@ -34,27 +34,26 @@ from titan_hydra.runs.run import Run
 from . import flight, memory
 
 TICK = 0.5  # seconds between two checks of this rank's progress
-BEATS = 50  # heartbeat files that all ranks together may write in a second
+BEATS = 50  # most heartbeat files per second that all ranks together write
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
-# Phases without a limit: reading and writing take as long as the disk does, a meeting as long as the slowest replica
-# group.
+# Phases without a time limit: I/O depends on the file system, a meeting on the slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
 HELD = ("meeting", "checkpoint")  # phases without a limit in which a rank may wait for another rank of its world
 AFTER = ("validation", "checkpoint", "end")  # phases after the step itself, in which the ranks have agreed on a stop
-BLOCKED = 30  # seconds beyond the limit until a process is ended whose main thread keeps this thread from running
-MARGIN = 5  # fewest seconds from a collective's time-out until a rank without progress is ended
+BLOCKED = 30  # seconds beyond the limit after which a process is ended even if its main thread blocks this thread
+MARGIN = 5  # minimum seconds between a collective's time-out and the end of a rank without progress
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where the main thread is. It is replaced as a whole, so that the watchdog's thread never reads half of a
+    """The position of the main thread. It is replaced as a whole, so that the watchdog's thread never reads a partial
     change.
     """
 
     step: int
     phase: str
     since: float  # time at which the phase began
-    count: int  # phases begun, and calls of `moves`, until here
+    count: int  # number of phases begun and of calls of `moves` so far
 
 
 class Watchdog:
@@ -74,13 +73,13 @@ class Watchdog:
         self.asked = self.beaten = 0.0  # times (monotonic) of the first request to stop, and of the last heartbeat; 0: none
         self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this one checks
         self.heard: float | None = None  # time in the neighbour's last heartbeat, by the neighbour's clock
-        self.unheard = 0.0  # seconds for which that heartbeat has been its last
+        self.unheard = 0.0  # seconds since the neighbour's heartbeat last changed
         self.seen: tuple | None = None
         self.moved, self.dumped = time.monotonic(), False
         self.thread = thread(self.watch, "watchdog")
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """Record the phase that the main thread begins, in this step or in the current one."""
+        """Record the phase that the main thread begins, in `step` or, without it, in the current step."""
         now, before = time.time(), self.where
         if step is not None and step != before.step:
             self.steps.append((step, now))
@@ -109,7 +108,7 @@ class Watchdog:
             os.set_blocking(end, False)
         self.before = signal.set_wakeup_fd(self.wakeup_writer, warn_on_full_buffer=False)
         os.register_at_fork(before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child)
-        # True if the worker had registered it, which __exit__ then does again
+        # True if the worker had registered the signal; __exit__ registers it again
         self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]
         # A signal reaches the wakeup descriptor only if it has a handler in Python.
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}
@@ -162,7 +161,7 @@ class Watchdog:
         """Handle signals, write heartbeats and check progress until the `with` block ends: the body of the thread."""
         while self.thread is not None:
             ready, _, _ = select.select([self.wakeup_reader], [], [], TICK)
-            with contextlib.suppress(OSError):  # a full or slow disk is no reason to stop watching
+            with contextlib.suppress(OSError):  # the watchdog continues on a full or slow disk
                 for number in os.read(self.wakeup_reader, 64) if ready else b"":
                     self.handle(number)
                 if time.monotonic() - self.beaten > self.interval:
@@ -177,7 +176,7 @@ class Watchdog:
         """Handle a signal: a request to stop (several count as one), or a request to dump the flight recorder."""
         if number in STOP:
             self.asked = self.asked or time.monotonic()
-            self.beat()  # at once, as the launcher searches the heartbeats for the rank that was not asked to stop
+            self.beat()  # immediately: the launcher looks in the heartbeats for the rank that was not asked to stop
         elif number in DUMP:
             self.dump(f"asked by {signal.Signals(number).name}")
 
@@ -208,7 +207,7 @@ class Watchdog:
         if phase not in HELD or self.run.world_size == 1:
             self.heard, self.unheard = None, 0.0
             return
-        beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # {}: it has frozen before its first one
+        beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # {} if it froze before its first heartbeat
         if beat.get("phase") == "end" or beat.get("time") != self.heard:
             self.heard, self.unheard = beat.get("time"), 0.0
             return
@@ -233,7 +232,7 @@ class Watchdog:
         if self.run.world_size > 1 and phase not in UNLIMITED:
             if still > limit:
                 self.end(Exit.HANG, f"step {step}, {phase}: no progress for {still:.0f} s")
-            # faulthandler ends the process without Python's help if a main thread in C keeps this thread from running.
+            # faulthandler ends the process even if the main thread holds the GIL, so that this thread cannot run.
             faulthandler.dump_traceback_later(limit + BLOCKED, exit=True, file=2)
         else:
             faulthandler.cancel_dump_traceback_later()
@@ -245,10 +244,10 @@ class Watchdog:
             flight.dump(self.run, where, self.mesh, why, error)
 
     def mark_stopped(self, how: str = "agreed") -> None:
-        """Mark for the batch script that this attempt ends because it was asked to. If its ranks have `agreed` on that,
-        whatever their exit statuses; a rank that was `blocked` does not know why it was asked: another may have failed.
+        """Mark for the batch script that this attempt ends because it was asked to. `agreed`: its ranks agreed on the
+        stop, whatever their exit statuses. `blocked`: this rank could not agree; another may have failed.
         """
-        with contextlib.suppress(OSError):  # a full disk: the exit status says it too
+        with contextlib.suppress(OSError):  # a full disk: the exit status has the same information
             layout.STOPPED.of(self.run.attempt).write_text(f"{how}\n")
 
     def end(self, status: Exit, message: str) -> None:

@@ -1,8 +1,8 @@
 """Activation checkpointing: what a block's forward does not save, its backward recomputes.
 
 A block is checkpointed by replacing its class with one whose forward is wrapped; its name and its parameters' names
-stay. A block draws no random numbers, so the random state need not be restored. Where experts are compiled, op and lean
-checkpoint each compiled part by itself.
+stay. A block draws no random numbers, so the random state need not be restored. If experts are compiled, op and lean
+checkpoint each compiled part separately.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAVED = (  # results that are expensive to recompute, or need communication
     "titan_hydra.attend_documents",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_reduce",
-    "aten.max",  # Float8's amax: one number that costs a pass over a whole tensor
+    "aten.max",  # Float8's amax: one number, but computed in a pass over a whole tensor
 )
 SAVED_OF_EXPERTS = ("_c10d_functional.all_to_all_single",)
 
@@ -51,7 +51,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that this torch does not
     have.
 
-    The record of the mode (config/registry.py) says which blocks, and what they save beside their input.
+    The mode's record (config/registry.py) determines which blocks, and what they save beside their input.
     """
     config, mode, blocks = job.ac, mode_of(job), family_of(job.model).blocks(module)
     functorch_config.activation_memory_budget = mode.budget(config) if mode.budget else 1.0
@@ -59,14 +59,14 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode.contexts:
         options["context_fn"] = resolve(mode.contexts)(config, bool(sparse_layers(module)))
-    # one for all equal blocks: the compiler compiles once for each class
+    # equal blocks share one class: the compiler compiles once per class
     classes: dict[tuple[type, str, bool], type] = {}
     for name, block in blocks.items():
         if every == 0 or int(name) % every:
             continue
         sparse = bool(sparse_layers(block))
-        # No policy may be around compiled parts: inductor's code writes into memory that is reused, and what the policy
-        # saved would change.
+        # No policy may wrap compiled parts: inductor's code reuses memory, which would overwrite tensors that the
+        # policy saved.
         apart = sparse and "context_fn" in options and job.compile.name != "off"
         own = options | {"context_fn": partial(keeping, options.get("context_fn"))} if sparse and not apart else options
         for owner, method in compiled_parts(block) if apart else [(block, "forward")]:
@@ -92,7 +92,7 @@ def every_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[], tuple
 
 
 def every_second_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[], tuple]:
-    """Return the context_fn of ac=op, which saves those of every second matmul only."""
+    """Return the context_fn of ac=op, which saves the results of the listed operators, but of every second matmul only."""
     return partial(selective_contexts, _saved(config, sparse), True)
 
 

@@ -29,11 +29,11 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     itself.
 
     compile=model compiles the whole module instead, as one graph with the communication of SimpleFSDP: the compiler
-    joins the parameters of a block into one message, as FSDP2 does, and communicates while it computes.
+    merges the parameters of a block into one all-gather, as FSDP2 does, and overlaps communication with computation.
 
-    Code for DTensors contains constants of its rank: its rows of the vocabulary, and the names of its process groups.
-    torch's cache on disk does not distinguish them: from the second run on, ranks would load another rank's code and
-    compute wrong results without an error. The cache key tag prevents that.
+    Compiled code for DTensors contains constants of a rank: its rows of the vocabulary, and the names of its process
+    groups. torch's cache on disk does not distinguish them: from the second run on, ranks would load another rank's
+    code and compute wrong results without an error. The cache key tag prevents that.
     """
     torch.compiler.config.cache_key_tag = place(mesh)
     config, blocks = job.compile, family_of(job.model).blocks(module)
@@ -43,7 +43,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         for block in [module] if whole else blocks.values():
             for owner, method in compiled_parts(block):
                 options = {"fullgraph": True, "backend": config.backend, "dynamic": getattr(owner, "dynamic", None)}
-                if method == "forward":  # as a module, whose hooks stay outside
+                if method == "forward":  # compiled as a module, so that its hooks stay outside
                     owner.compile(**options)
                 else:
                     setattr(owner, method, torch.compile(getattr(owner, method), **options))

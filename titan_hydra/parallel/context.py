@@ -99,7 +99,7 @@ def enable_ring(job: Job, device_type: str) -> None:
         from . import ring_cpu
 
         ring_cpu.register_ring()
-    # else all queries cost the same, in any order
+    # without causal attention all queries cost the same, in any order
     OPTIONS.enable_load_balance = job.parallelism.balanced and job.model.causal
     private.set_rotate_method(job.parallelism.cp_rotate)
     private.enable_ring_dispatcher()

@@ -33,7 +33,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     # Inputs are not cast: what is computed in fp32 (the rotary table) is the same fp32 with and without FSDP.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy}
-    default = mesh.degrees.pp == 1  # with microbatches, ZeRO-3 would gather every block once for each
+    default = mesh.degrees.pp == 1  # with microbatches, ZeRO-3 would gather every block once per microbatch
     reshard = {"always": True, "never": False, "default": default}[job.parallelism.reshard_after_forward]
     for block in family.blocks(module).values():
         shard_block(block, mesh, options | {"reshard_after_forward": reshard})
@@ -44,8 +44,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         if last:
             fully_shard(last, **options, reshard_after_forward=always)
     fully_shard(module, **options, reshard_after_forward=reshard)
-    # FSDP warns of modules that return views, as heads under tp and modulations: nothing here changes an output
-    # in place.
+    # FSDP warns of modules that return views, such as heads under tp; the warning is suppressed, as no output is
+    # changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if mesh.degrees.ep > 1:
         gather_ahead(list(family.blocks(module).values()))
@@ -62,8 +62,8 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
     """Shard a block. Its experts are sharded over the ranks that hold the same ones: by expert if these divide evenly,
     else by width.
 
-    Where this torch can (not 2.11), one group of hooks gathers both: one inside the block would run again when the
-    block is recomputed.
+    If torch supports it (not 2.11), one group of hooks gathers both: a second group, inside the block, would run again
+    when the block is recomputed.
     """
     layers = sparse_layers(block) if mesh.experts is not None else []
     if not layers:
@@ -84,9 +84,9 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
 
 
 def gather_ahead(blocks: list[Any]) -> None:
-    """Let each block start the gathers of the next one when its forward begins: inside it the host waits for the
-    device, for the numbers of tokens. No backward waits, so what FSDP starts there by itself comes in time. In torch
-    2.11 experts are gathered by themselves.
+    """Let each block start the gathers of the next one when its forward begins: in the forward the host waits for the
+    device, for the numbers of tokens. In the backward it does not wait, so FSDP's own prefetching suffices. In torch
+    2.11 experts are gathered separately.
     """
     for block, later in pairwise(blocks):
         block.set_modules_to_forward_prefetch([part for part in later.modules() if isinstance(part, FSDPModule)])
@@ -105,7 +105,7 @@ def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module],
 def last_microbatch(module: nn.Module, last: bool) -> None:
     """Set whether this backward is the step's last: replicas reduce their gradients only then (TorchTitan #1929).
 
-    FSDP itself takes every backward for the last: else it would keep the order of earlier forwards, and gather their
+    For FSDP itself every backward is the last: otherwise it would keep the order of earlier forwards, and gather their
     heads again.
     """
     if isinstance(module, FSDPModule):

@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank of an `ep` group holds some of the experts; tokens travel to theirs and back.
+"""Expert parallelism: each rank of an `ep` group holds some of the experts; tokens are sent to them and back.
 
-Experts are split over their first dimension, and what a rank has is sharded by FSDP over the ranks that hold the same
-experts. Their gradient is a plain sum: every token that reached an expert is in it. Under tensor parallelism the tokens
+Experts are split over their first dimension, and a rank's experts are sharded by FSDP over the ranks that hold the same
+experts. Their gradient is a plain sum over all tokens that were sent to the expert. Under tensor parallelism the tokens
 are split over the sequence.
 """
 
@@ -25,7 +25,7 @@ from .mesh import Mesh, local_part
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Split the experts of a meta-device stage over the ep ranks, in place, and let its tokens travel."""
+    """Split the experts of a meta-device stage over the ep ranks, in place, and exchange their tokens."""
     for layer in sparse_layers(module):
         layer.router.balanced = job.debug.balance_experts
         layer.router.scale = 1 / (job.data.global_batch * job.data.seq_len)
@@ -37,7 +37,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         for name, weight in list(layer.experts.named_parameters()):
             layer.experts.register_parameter(name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None)))
         layer.experts.read = local_part
-        layer.experts.dynamic = True  # for the compiler: the number of rows is another one in each step
+        layer.experts.dynamic = True  # for the compiler: the number of rows differs in each step
         layer.exchange = AllToAll(ep.get_group(), job.debug.balance_experts)
 
 
@@ -48,11 +48,11 @@ def sparse_layers(module: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a step's tokens went to the experts of this rank's stages: on the device, as tensors."""
+    """How evenly a step's tokens were distributed over the experts of this rank's stages, as tensors on the device."""
 
-    loads: Tensor  # [layers, experts]: tokens
+    loads: Tensor  # [layers, experts]: numbers of tokens
     worst: Tensor  # [2]: the largest number of tokens over the mean, of an expert and of an ep rank, in any layer
-    entropy: Tensor  # [2]: summed over tokens and layers, and their number
+    entropy: Tensor  # [2]: the sum over tokens and layers, and the number of summands
 
     def read(self) -> dict[str, float]:
         """Return the numbers of all stages for a row of metrics. This is a collective over all ranks."""
@@ -64,13 +64,13 @@ class Balance:
 
 @torch.no_grad()
 def after_step(module: nn.Module, mesh: Mesh, model: Any, finite: Tensor) -> Balance | None:
-    """Move the biases of all routers against the loads of the step, summed over all ranks of the stage, unless its loss
-    or norm is not `finite`. Returns how even the loads were.
+    """Update the biases of all routers against the step's loads, which are summed over all ranks of the stage, unless
+    its loss or norm is not `finite`. Returns the step's Balance.
     """
     if not model.sparse:
         return None
     routers = [layer.router for layer in sparse_layers(module)]
-    if not routers:  # a stage of dense blocks
+    if not routers:  # the stage has only dense blocks
         nothing = torch.zeros(2, dtype=torch.float64, device=next(module.parameters()).device)
         return Balance(nothing[:0], nothing, nothing.clone())
     sums = torch.stack([torch.cat([router.load.double(), router.entropy.double().reshape(1)]) for router in routers])
@@ -87,7 +87,7 @@ def after_step(module: nn.Module, mesh: Mesh, model: Any, finite: Tensor) -> Bal
 
 
 def forget(module: nn.Module) -> None:
-    """Start to count the tokens of a new step."""
+    """Reset the counts of tokens for a new step."""
     for layer in sparse_layers(module):
         layer.router.load.zero_()
         layer.router.entropy.zero_()
@@ -108,7 +108,7 @@ class Summed(nn.Module):
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a rank's rows to their experts' ranks and back: how many each rank is sent and sends."""
+    """The all-to-all of rows to their experts' ranks and back: how many go to, and come from, each rank."""
 
     group: dist.ProcessGroup
     sent: list[int]
@@ -126,7 +126,7 @@ class Route:
 
 
 class Travel(torch.autograd.Function):
-    """Sends rows one way of a route, and their gradients the other way."""
+    """Sends rows in one direction of a route, and their gradients in the other."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: Callable[[Tensor], Tensor], opposite: Callable[[Tensor], Tensor]) -> Tensor:
@@ -143,8 +143,8 @@ class AllToAll(nn.Module):
     """Computes a rank's rows [tokens, dim] on the ranks that hold their experts. Returns [tokens * k, dim], k rows for
     each token.
 
-    The host waits once for the device, for the numbers of rows, and not in a recomputation. If experts are balanced by
-    force, it knows the numbers.
+    The host waits once for the device, for the numbers of rows, but not in a recomputation, and not with
+    debug.balance_experts, which fixes the numbers.
     """
 
     def __init__(self, group: dist.ProcessGroup, balanced: bool):
@@ -179,7 +179,7 @@ def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the order (int32) that puts `total` rows from [source, expert] into [expert, source], and the order that
     undoes it.
 
-    Rows of one source for one expert stay together: a row moves as far as the first of them.
+    Rows of one source for one expert stay together: all move by the same distance.
     """
     places = torch.arange(total, device=counts.device, dtype=torch.int32)
     ends, ends_by_expert = (part.flatten().cumsum(0, dtype=torch.int32) for part in (counts, counts.t()))

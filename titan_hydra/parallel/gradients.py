@@ -15,7 +15,7 @@ from titan_hydra.base.private import foreach_norm
 
 from .mesh import local_part
 
-CHUNK = 1024  # elements whose squares are added in float32
+CHUNK = 1024  # number of elements whose squares are summed in float32
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGrou
     gives the total, whatever the meshes. Separate reductions over each mesh dimension could differ between ranks in the
     last bit, and copies of a weight that are scaled differently drift apart.
 
-    Kernels of devices add up chunks of a tensor first, for which float32 is enough.
+    GPU kernels sum chunks of a tensor first, for which float32 suffices.
     """
     stage_ranks = dist.get_world_size() // (1 if pipeline is None else dist.get_world_size(pipeline))
     by_copies = defaultdict(list)
@@ -44,8 +44,8 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _norm_on_cpu(x: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a tensor in float64, from chunks in float32: torch's kernel adds squares one by one, which was
-    off by 5e-3 for 38 million elements; in float64 it takes eight times as long.
+    """Return the norm of a tensor in float64, from chunks in float32: torch's kernel sums squares one by one, with an
+    error of 5e-3 for 38 million elements; in float64 it takes eight times as long.
     """
     flat = x.reshape(-1)
     whole = flat.numel() // CHUNK

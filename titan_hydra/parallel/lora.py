@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): linears whose weight stays as it is, plus the product of two thin
-matrices that are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): linears with a frozen weight, plus the product of two thin matrices that
+are trained.
 
 An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts normal, with the standard deviation of
-the paper's code and PEFT, and B [outputs, rank] at zero, so the model starts as it was. The weight keeps its name:
-checkpoints, Hugging Face names and the family's plan for tensor parallelism hold as without adapters.
+the paper's code and PEFT, and B [outputs, rank] at zero, so the model is unchanged at the start. The weight keeps its
+name: checkpoints, Hugging Face names and the plan of tensor parallelism are the same as without adapters.
 """
 
 from typing import cast
@@ -31,8 +31,8 @@ class LoraLinear(nn.Linear):
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     factor: float
-    reduce_dtype: torch.dtype  # in which gradients are summed over the tensor-parallel ranks
-    initial_std: dict[str, float]  # of A and B (models/init.py)
+    reduce_dtype: torch.dtype  # dtype in which gradients are summed over the tensor-parallel ranks
+    initial_std: dict[str, float]  # standard deviations of A and B at the start (models/init.py)
 
     def forward(self, x: Tensor) -> Tensor:
         base = super().forward(x)
@@ -46,7 +46,7 @@ class LoraLinear(nn.Linear):
         return base + DTensor.from_local(product, x.device_mesh, [Shard(-1) if whole else Partial()], run_check=False)
 
     def _here(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a matrix. Of one that all ranks hold, each gives a part of the gradient."""
+        """Return this rank's part of a matrix. If it is replicated, each rank contributes a part of its gradient."""
         return parameter.to_local() if parameter.placements[0].is_shard() else read_whole(parameter, self.reduce_dtype, Partial())
 
 
@@ -55,15 +55,15 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     place.
 
     Call this after tensor parallelism: the adapters are split to match the weight. For a column linear A is whole and B
-    is split by rows; for a row linear A is split by columns and B is whole. Every forward would round frozen weights to
-    the compute dtype anyway.
+    is split by rows; for a row linear A is split by columns and B is whole. Frozen weights need no more precision:
+    every forward rounds them to the compute dtype.
     """
     if not adapts(job):
         return
     adapt = resolve(ADAPTERS[job.adapter.name].adapt)
     dtype = getattr(torch, job.precision.compute_dtype)
     for owner in module.modules():
-        # not by `data`, which keeps the dtype of a DTensor's own part
+        # not by assigning `data`, which keeps the dtype of a DTensor's local tensor
         for name, parameter in list(owner.named_parameters(recurse=False)):
             owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
     wanted = {linear.name for linear in adapted(job)}

@@ -68,8 +68,8 @@ class Vocabulary:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None) -> Tensor:
-    """Compute the cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab]: summed for targets [batch,
-    seq], that of each token [batch, seq] for targets [batch, seq, 1]. That of a negative target is 0.
+    """Compute the cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab]: the sum for targets [batch,
+    seq], the losses of all tokens for targets [batch, seq, 1]. The loss of a negative target is 0.
 
     Matmuls run in the dtype of the arguments, softmax and sums in float32.
     """
@@ -82,8 +82,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients together with the loss, while a chunk's logits are in memory; the backward only scales
     them.
 
-    The head's matmul is therefore not repeated. Between forward and backward the weight's gradient is held, in float32
-    if several chunks accumulate in it: a schedule that runs all forwards first holds one for each microbatch.
+    The head's matmul is therefore not repeated. The weight's gradient is kept from forward to backward, in float32 if
+    several chunks accumulate in it: a schedule that runs all forwards first keeps one per microbatch.
     """
 
     @staticmethod
@@ -94,7 +94,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             weight_gradient = None if chunk >= len(hidden) else torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), chunk):
             part, right = hidden[start : start + chunk], targets[start : start + chunk].unsqueeze(1)
-            slopes = part @ weight.T  # the logits, until `losses_of` has replaced them
+            slopes = part @ weight.T  # the logits, until `losses_of` replaces them
             total += losses_of(slopes, right, vocabulary, 1.0 if train else None).sum()
             if train:
                 torch.mm(slopes, weight, out=hidden_gradient[start : start + chunk])
@@ -115,15 +115,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 def scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values times a scalar in float32, rounded once to `dtype`, without a float32 copy on CUDA.
 
-    The factor is a tensor of one dimension: CUDA would round one of none to the other factor's bfloat16 first, and bias
-    the whole gradient.
+    The factor is a one-dimensional tensor: CUDA would round a zero-dimensional one to bfloat16 first, which biases the
+    whole gradient.
     """
     return torch.mul(values, factor.reshape(1), out=torch.empty_like(values, dtype=dtype))
 
 
 class TokenCrossEntropy(torch.autograd.Function):
-    """Computes the loss of each token. What the gradient weighs it with is known only in the backward, which computes
-    each chunk's logits again.
+    """Computes the loss of each token. The weights of the losses are known only in the backward, which recomputes each
+    chunk's logits.
     """
 
     @staticmethod

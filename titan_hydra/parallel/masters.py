@@ -22,7 +22,7 @@ class Masters:
 
     The casts are those of FSDP2's mixed precision: weights once a step; each microbatch's gradient, which is in the
     compute dtype, to the masters' dtype before it is accumulated. If FSDP casts itself, or nothing is cast, there are
-    no copies and `weights` is the model; under adapters it is a tree of what is trained.
+    no copies and `weights` is the model; with adapters `weights` is a tree of the trained parameters.
     """
 
     weights: nn.Module
@@ -43,9 +43,7 @@ class Masters:
 
 def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
     """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing
-    to cast.
-
-    What adapters leave frozen is in the compute dtype already, and the optimizers do not see it.
+    to cast. Weights that adapters leave frozen are in the compute dtype already, and no optimizer has them.
     """
     dtype = getattr(torch, precision.compute_dtype)
     parameters = dict(model.named_parameters())
@@ -69,8 +67,8 @@ def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
 
 
 class Tree(nn.Module):
-    """Parameters and buffers under their names, in modules that cannot be run. `frozen` is the tree of what is not
-    trained; it is no part of this one.
+    """Parameters and buffers under their names, in modules that cannot be run. `frozen` is the tree of parameters that
+    are not trained; it is not a submodule.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], frozen: Tree | None = None):

@@ -20,10 +20,10 @@ class Norm(ParallelStyle):
     """Every rank holds the norm's whole weight and applies it to its part of the residual stream: all of it or, if
     `split`, a shard of the sequence.
 
-    A shard gives only a partial gradient of the weight. torch's SequenceParallel leaves the sum over ranks to the next
-    reader of the gradient, in the gradient's dtype: FSDP's reduce_dtype=float32 would not cover it (pytorch#190626).
-    Here the gradient is summed in `reduce_dtype` in the backward. Norms of single heads are always split, since each
-    rank has heads of its own.
+    A shard gives only a partial gradient of the weight. torch's SequenceParallel leaves the sum over ranks to the
+    gradient's next consumer, in the gradient's dtype: FSDP's reduce_dtype=float32 would not apply to it
+    (pytorch#190626). Here the gradient is summed in `reduce_dtype` in the backward. Norms of single heads are always
+    split, since each rank has different heads.
 
     Raises ConfigError for a module that is not nn.RMSNorm itself, whose own forward would be lost.
     """

@@ -1,5 +1,5 @@
 """Ways of training beside plain text, a folder each, with all that one needs: sources, objective, family, rules,
-commands. A recipe registers its parts as a module of `train.imports` does; without its folder it does not exist.
+commands. A recipe registers its parts as a module of `train.imports` does; deleting its folder removes it completely.
 """
 
 import importlib
@@ -11,7 +11,7 @@ RECIPES = [importlib.import_module(f"titan_hydra.recipes.{name}") for name in NA
 
 
 def of_all(table: str) -> dict[str, Any]:
-    """Return a table of all recipes that have it. COMMANDS: the subcommands of `titan` that they bring, by name: the
-    module, and what it does. RENAMED: what they were called before, a subcommand and a word behind it.
+    """Merge the tables of this name over all recipes. COMMANDS: the subcommands of `titan` that they bring, by name:
+    the module, and what it does. RENAMED: former subcommands, (subcommand, word after it) of the new one.
     """
     return {name: entry for recipe in RECIPES for name, entry in getattr(recipe, table, {}).items()}

@@ -4,14 +4,14 @@ import torch
 
 
 class Agreement:
-    """What all ranks know of a step once its gradients are computed: at once on the device, on the host when `read` is
-    called.
+    """Values of a step on which all ranks agree once its gradients are computed: on the device immediately, on the host
+    when `read` is called.
     """
 
     def __init__(self, norm: torch.Tensor, sums: torch.Tensor) -> None:
         """Take sums over all ranks (float64): the loss, the number of ranks that were asked to stop, votes."""
         self.norm, self.finite = norm, sums[0].isfinite() & norm.isfinite()
-        # waits for nothing that is queued later
+        # the copy does not wait for work that is queued later
         self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)
         self.copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
 

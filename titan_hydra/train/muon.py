@@ -20,7 +20,7 @@ from titan_hydra.parallel.mesh import local_part
 
 class Muon(torch.optim.Muon):
     """torch's Muon with the same updates, for matrices that the ranks of `group` shard or replicate; None: plain
-    tensors. Of stacked experts [experts, rows, columns] each is a matrix of its own.
+    tensors. In stacked experts [experts, rows, columns] each expert is a matrix.
 
     Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1, without
     a host synchronization.
@@ -32,7 +32,7 @@ class Muon(torch.optim.Muon):
         matrices = list(matrices)
         super().__init__([matrix for matrix in matrices if matrix.ndim == 2], **options)
         if stacks := [matrix for matrix in matrices if matrix.ndim > 2]:
-            self.add_param_group({"params": stacks})  # which torch's constructor refuses
+            self.add_param_group({"params": stacks})  # added here, as torch's constructor refuses stacks
         self.group = group
         self.grad_scale: Tensor | float = 1.0
         self.found_inf: Tensor | float = 0.0
@@ -78,7 +78,7 @@ class Muon(torch.optim.Muon):
         nothing = directions[0].new_empty(0)
         own = matrices[rank] if rank < len(matrices) else None
         parts = [] if own is None else [part_of(own, coordinate(own, other)) for other in ranks]
-        # The owner wants each part once, from the ranks that hold the same copy of the matrix as it does.
+        # The owner receives each part once, from the ranks that hold the same copy of the matrix as the owner.
         given = [
             direction.flatten() if same_copy(matrix, rank, owner) else nothing
             for owner, (matrix, direction) in enumerate(zip(matrices, directions, strict=True))

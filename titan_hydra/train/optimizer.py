@@ -44,7 +44,7 @@ def muon(model: nn.Module, config: MuonAndAdamW, mesh: Mesh) -> list[torch.optim
 
 
 def sgd(model: nn.Module, config: SGD, mesh: Mesh) -> list[torch.optim.Optimizer]:
-    """Build SGD for all parameters. It is not fused: torch shards no fused SGD."""
+    """Build SGD for all parameters. It is not fused, as torch's fused SGD does not support DTensors."""
     return [
         torch.optim.SGD(
             _groups(list(model.parameters()), config), lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay
@@ -73,13 +73,12 @@ def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
 
 def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite: torch.Tensor) -> None:
     """Update the weights by the gradients / `divisor`, unless `finite` is false; both are scalars on the device.
-
-    torch's fused optimizers, and Muon, do both in their own pass over the gradients without a host synchronization. For
-    others the gradients are divided in place, and the host waits for `finite`.
+    torch's fused optimizers, and Muon, apply both within the update, without a host synchronization. For others the
+    gradients are divided in place, and the host waits for `finite`.
     """
     for optimizer in optimizers:
         if scales_gradients(optimizer):
-            fused: Any = optimizer  # AMP's interface of the fused kernels
+            fused: Any = optimizer  # with the two attributes by which AMP controls fused kernels
             fused.grad_scale, fused.found_inf = divisor, (~finite).float()
         elif finite:
             gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
@@ -98,7 +97,7 @@ def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
 
 
 def lr_factor(step: int, steps: int, config: LrSchedule) -> float:
-    """Return the share of the peak rate at a step, counted from 1: linear warm-up, then as `lr_scheduler.name` chooses.
+    """Return a step's learning rate relative to the peak: linear warm-up, then the schedule `lr_scheduler.name`.
 
     The last warm-up step has the full rate.
     """
@@ -113,7 +112,7 @@ def constant(step: int, steps: int, config: LrSchedule) -> float:
 
 
 def cosine(step: int, steps: int, config: Decay) -> float:
-    """Return half a cosine, from the end of the warm-up to the last step."""
+    """Return a half-period of a cosine, from the end of the warm-up to the last step."""
     return _decay(step, steps, config, steps - config.warmup_steps, "cosine")
 
 
@@ -123,8 +122,8 @@ def wsd(step: int, steps: int, config: StableDecay) -> float:
 
 
 def _decay(step: int, steps: int, config: Decay, decay_steps: int, shape: str) -> float:
-    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more followed, so that the last
-    still learns.
+    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more step followed, so that the
+    last step has a rate above 0.
     """
     decay_steps = min(decay_steps, steps - config.warmup_steps)
     if step <= steps + 1 - decay_steps:

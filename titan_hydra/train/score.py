@@ -21,16 +21,16 @@ from titan_hydra.data.files import texts
 from .generate import load_model
 
 TOGETHER = 1000  # texts that are sorted by length at a time: the texts of a forward are then about equally long
-LOGITS = 2**28  # at most in a forward; a single text may need more
+LOGITS = 2**28  # maximum number of logits in a forward, unless a single text needs more
 
 
 def score_texts(place: Path, file: Path, text_key: str, context: int | None, dtype: str) -> Iterator[dict[str, float]]:
     """Yield for each text of a file its row, counted from 1, the negative log-probability in nats of its tokens and of
     the end-of-text after them, and their number. `place` is a run, a checkpoint or an export.
 
-    A text of more than `context` tokens is scored in windows of so many, each of which begins in the middle of the one
-    before: a token is predicted from half a context at least. The default is the run's data.seq_len; of an export, what
-    its model reads at most. Raises ConfigError for a file without text, or with a row that cannot be read.
+    A text of more than `context` tokens is scored in windows of that length, each of which begins in the middle of the
+    previous one: a token is predicted from at least half a context. The default is the run's data.seq_len; of an
+    export, its model.max_seq_len. Raises ConfigError for a file without text, or with a row that cannot be read.
     """
     if initial.is_hf(place):
         reader, at_most = Folder(place), None
@@ -44,7 +44,7 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
     context = context or at_most or config.max_seq_len
     if context > config.max_seq_len:
         raise ConfigError(f"--context={context}: is more than model.max_seq_len; nearest legal: {config.max_seq_len}")
-    before = [words.eos_id] if words.bos_id is None else []  # in training the end of a document stood there
+    before = [words.eos_id] if words.bos_id is None else []  # in training the previous document's end-of-text is there
     rows = ((row, before + words.document(text)) for row, text in texts(file, text_key))
     model = None
     while some := list(islice(rows, TOGETHER)):
@@ -63,7 +63,7 @@ def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) ->
     while parts:
         length = len(parts[0][1])
         now, parts = parts[: max(room // length, 1)], parts[max(room // length, 1) :]
-        # what follows a token does not change its loss
+        # later tokens, and so padding, do not change a token's loss
         tokens = np.stack([np.pad(part, (0, length - len(part))) for _, part, _ in now])
         for (number, part, first), losses in zip(now, token_losses(model, torch.from_numpy(tokens)), strict=True):
             totals[number] += losses[first - 1 : len(part) - 1].sum().item()

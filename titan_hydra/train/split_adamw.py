@@ -1,4 +1,4 @@
-"""AdamW of split masters: the state, its checkpoints and the bits of its steps are those of torch's fused AdamW of
+"""AdamW of split masters: its state, checkpoints and steps are bitwise equal to those of torch's fused AdamW with
 float32 weights.
 """
 
@@ -15,8 +15,8 @@ from titan_hydra.parallel.mesh import local_part
 class SplitAdamW(torch.optim.AdamW):
     """Takes parameters with a `lower_half` (parallel/split_masters.py), and gradients of any dtype.
 
-    The state is there from the start: torch makes that of a bfloat16 parameter in bfloat16, and a checkpoint's loading
-    makes it by a step.
+    The state is created in the constructor: torch would create it in the dtype of a bfloat16 parameter, and by a step
+    when a checkpoint is loaded.
     """
 
     grad_scale: Tensor | None = None
@@ -68,8 +68,8 @@ class SplitAdamW(torch.optim.AdamW):
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient, sharded as the parameter is: tensor parallelism leaves that of an embedding
-    whole.
+    """Return a parameter's gradient, sharded as the parameter is: tensor parallelism does not shard an embedding's
+    gradient.
     """
     gradient: Any = parameter.grad
     return (gradient.redistribute(placements=parameter.placements) if isinstance(parameter, DTensor) else gradient).contiguous()

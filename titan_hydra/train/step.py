@@ -28,7 +28,7 @@ def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.devi
     loss, measure = (compile.function(function, job.compile) for function in (objective.loss, objective.measure))
     if mesh.degrees.pp == 1:
         return Plain(stages[0], objective.inputs, loss, measure)
-    from titan_hydra.parallel.pipeline import Pipeline  # a second of imports that other jobs need not wait for
+    from titan_hydra.parallel.pipeline import Pipeline  # importing it takes a second, which jobs without a pipeline save
 
     microbatch = objective.example(microbatch_size(job))
     first, _ = objective.inputs(context_parallel.shard_batch(microbatch, mesh).tensors)
@@ -38,14 +38,14 @@ def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.devi
 class Plain:
     """Runs local batches through a whole model. `inputs`, `loss` and `measure` are an objective's."""
 
-    has_loss = True  # on every rank; in a pipeline only on the rank of the last stage
+    has_loss = True  # True on every rank; with a pipeline only on the rank of the last stage
 
     def __init__(self, model: nn.Module, inputs: Inputs, loss: Summed, measure: Summed):
         self.model, self.inputs, self.loss, self.measure = model, inputs, loss, measure
 
     def forward_backward(self, batch: Batch, count: Tensor, last: bool) -> Tensor:
-        """Accumulate a local batch's gradients of its summed loss / `count`; return that loss. Replicas reduce theirs
-        at the `last`.
+        """Accumulate a local batch's gradients of its summed loss / `count`; return that loss. Replicas reduce
+        gradients only at the `last` local batch of a step.
         """
         data_parallel.last_microbatch(self.model, last)
         loss = self._sum(self.loss, batch) / count

@@ -48,12 +48,12 @@ class Trainer:
     masters: Masters  # the parameters as the optimizers hold them
     step: Plain | Pipeline
     optimizers: list[torch.optim.Optimizer]
-    parameters: int  # of the whole model, over all ranks
-    notes: list[str] = field(default_factory=list)  # what was done to the model, for the log
+    parameters: int  # number of parameters of the whole model, over all ranks
+    notes: list[str] = field(default_factory=list)  # lines for the log about how the model was changed
     stop_requested: list[int] = field(default_factory=list)  # signals received
-    progress: Callable[[], None] = lambda: None  # called for every local batch, for the watchdog
+    progress: Callable[[], None] = lambda: None  # called for every local batch, to show the watchdog that the rank is not stuck
     groups: Groups = field(default_factory=Groups)  # the run's replica groups
-    balance: experts.Balance | None = None  # of the experts in the last step
+    balance: experts.Balance | None = None  # balance of the experts in the last step
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the
@@ -98,7 +98,7 @@ class Trainer:
 
     def update(self, agreement: Agreement) -> None:
         """Apply the optimizer's step with clipping, and drop the gradients. If loss or norm is not finite, the weights
-        stay.
+        do not change.
         """
         limit = self.job.optimizer.max_norm
         divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
@@ -108,7 +108,7 @@ class Trainer:
         formats.after_step(self.model, self.job)
 
     def drop_gradients(self) -> None:
-        """Drop this step's gradients and what its experts counted."""
+        """Delete this step's gradients, and reset the experts' counts."""
         experts.forget(self.model)
         for optimizer in self.optimizers:
             optimizer.zero_grad()

@@ -19,7 +19,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.observe import flight, health
 from titan_hydra.runs.run import Run
 
-FILES = 2**16  # open files that a rank may need at most: rank 0 has a connection with every other
+FILES = 2**16  # maximum number of open files that a rank needs: rank 0 has a connection with every other rank
 CONNECTED = 256  # ranks that gloo may connect with each other at the start
 RECOMPILE = 30  # seconds in which a rank compiles a transformer block, on a busy host
 

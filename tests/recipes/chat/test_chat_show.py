@@ -30,7 +30,7 @@ def test_what_cannot_be_used_is_counted(tmp_path, capsys):
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert "4 conversations: 2 cannot be used, 1 have more than data.seq_len=64 + 1 tokens" in shown
-    assert f"  {tmp_path}/a.jsonl:4: no message of the assistant's in it" in shown
+    assert f"  {tmp_path}/a.jsonl:4: it has no message of the assistant" in shown
     assert cli.main([*words, "--row", "2"]) == 2
     assert capsys.readouterr().err.startswith(f"{tmp_path}/a.jsonl:2: not a JSON line")
 

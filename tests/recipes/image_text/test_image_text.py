@@ -278,8 +278,8 @@ def test_what_is_no_sample_is_one_line(tmp_path, members, reason):
         ),
         (
             ["precision=float8_emulate", "parallelism.backend=simple_fsdp"],
-            "precision.converter=float8: the tower of model.family=llama3_vision needs plain linears; nearest legal: null\n"
-            "parallelism.backend=simple_fsdp: the tower of model.family=llama3_vision is sharded by FSDP2; nearest legal: fsdp2",
+            "precision.converter=float8: the tower of model.family=llama3_vision has no number format; nearest legal: null\n"
+            "parallelism.backend=simple_fsdp: the tower of model.family=llama3_vision can only be sharded by FSDP2; nearest legal: fsdp2",
         ),
         (
             ["adapter=lora"],

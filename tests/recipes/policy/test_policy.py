@@ -216,14 +216,14 @@ def test_what_cannot_hold_is_one_line(pairs, words, line):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"chosen": "a"}, "no pair in it: 'chosen' and 'rejected' are texts or lists of messages, as is 'prompt'"),
+        ({"chosen": "a"}, "no pair in it: 'chosen', 'rejected' and 'prompt' must be texts or lists of messages"),
         (
             {"prompt": "q", "chosen": "a", "rejected": [{"role": "user", "content": "b"}]},
             "the last message of 'rejected' is not the assistant's",
         ),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b"},
-            "'ref_chosen_logps' is None, not a number: `titan score-pairs` adds the reference's",
+            "'ref_chosen_logps' is None, not a number: `titan score-pairs` adds the reference's log-probabilities",
         ),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_row_that_is_no_pair_is_one_line(tmp_path, row, reason):
         ({"tokens": [1, 5000]}, "'tokens' is not a list of ids below model.vocab_size=4096"),
         (
             {"tokens": [1, 2], "old_logprobs": [-1.0, -2.0]},
-            "'old_logprobs' is not a list of numbers, one for each sampled token, and fewer than all 2",
+            "'old_logprobs' must be a list of numbers, one for each sampled token, and shorter than all 2",
         ),
         (
             {"tokens": [1, 2, 3], "old_logprobs": [-1.0, -2.0], "advantages": [1.0]},

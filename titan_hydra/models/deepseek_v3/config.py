@@ -15,11 +15,11 @@ from titan_hydra.models.sparse import SparseModel, active_parameters, shared_lin
 
 @dataclass
 class Yarn:
-    factor: float = key(1.0, "stretch the low frequencies by this factor (arXiv 2309.00071); 1 turns YaRN off", Interval(1))
-    beta_fast: float = key(32.0, "frequencies with more turns than this over original_max_seq_len are left alone", POSITIVE)
-    beta_slow: float = key(1.0, "frequencies with fewer turns than this over original_max_seq_len are stretched fully", POSITIVE)
+    factor: float = key(1.0, "divisor of the low frequencies (YaRN, arXiv 2309.00071); 1 disables YaRN", Interval(1))
+    beta_fast: float = key(32.0, "frequencies with more rotations than this over original_max_seq_len are not scaled", POSITIVE)
+    beta_slow: float = key(1.0, "frequencies with fewer rotations than this over original_max_seq_len are divided by `factor`", POSITIVE)
     temperature: float = key(1.0, "attention's logits are multiplied by (1 + 0.1 * temperature * ln(factor)) squared", NOT_NEGATIVE)
-    original_max_seq_len: int = key(4096, "sequence length before the stretch", COUNT)
+    original_max_seq_len: int = key(4096, "sequence length of pre-training, before YaRN", COUNT)
 
 
 @dataclass
@@ -30,7 +30,7 @@ class DeepSeekV3Config(SparseModel):
     qk_nope_head_dim: int = key(..., "width of the part of a query and a key that is not rotated", WIDTH)
     qk_rope_head_dim: int = key(..., "width of the part of a query that is rotated, and of the rotated key that all heads share", WIDTH)
     v_head_dim: int = key(..., "width of a head's value", WIDTH)
-    yarn: Yarn = key(Yarn, "stretch of the rotary frequencies for sequences longer than in pre-training")
+    yarn: Yarn = key(Yarn, "YaRN: scales rotary frequencies for longer sequences than in pre-training")
 
     @property
     def head_width(self) -> int:
@@ -75,8 +75,8 @@ def parameters(config: DeepSeekV3Config) -> int:
 
 
 def flops(config: DeepSeekV3Config, seq_len: int, parameters: int) -> int:
-    """Return the FLOPs of a token, forward and backward: 6 for each weight that it passes, and attention's two products
-    of each head.
+    """Return the FLOPs of a token, forward and backward: 6 for each weight that multiplies it, and attention's two
+    products of each head.
     """
     lookups = 0 if config.tie_embeddings else config.vocab_size * config.dim
     products = 6 * config.n_layers * config.n_heads * (config.head_width + config.v_head_dim) * seq_len

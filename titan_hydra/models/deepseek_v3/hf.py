@@ -1,4 +1,4 @@
-"""DeepSeek-V3 at Hugging Face: DeepseekV3ForCausalLM. Weights need no permutation, as both rotate neighbouring
+"""DeepSeek-V3 in Hugging Face's format, DeepseekV3ForCausalLM. Weights need no permutation, as both rotate neighbouring
 pairs.
 """
 
@@ -43,8 +43,8 @@ BIAS_UPDATE_RATE = 1e-3  # the paper's; config.json has none
 
 
 def to_config(config: DeepSeekV3Config, dtype: torch.dtype) -> dict:
-    """Return the config.json of a DeepseekV3ForCausalLM, without token ids. Raises ConfigError for routers that it does
-    not have.
+    """Return the config.json of a DeepseekV3ForCausalLM, without token ids. Raises ConfigError for routers that Hugging
+    Face's class does not support.
     """
     only_these(config, {"router": "sigmoid"})
     if not config.router_bias_update_rate:
@@ -80,8 +80,8 @@ def _scaling(yarn: Yarn) -> dict:
 
 
 def from_config(data: dict, file: Path) -> DeepSeekV3Config:
-    """Return the model section for a DeepSeek-V3's config.json. Raises ConfigError for features that it does not
-    have.
+    """Return the model section for a DeepSeek-V3's config.json. Raises ConfigError for features that this model does
+    not support.
     """
     common = decoder_from_config(data, file, ONLY) | {"head_dim": None}
     return DeepSeekV3Config(

@@ -11,7 +11,7 @@ from ..layers import SDPA, Decoder, rotate
 from ..moe import set_experts
 from .config import DeepSeekV3Config, Yarn
 
-LATENT_EPS = 1e-6  # of the latents' norms: DeepSeek's code has it there whatever rms_norm_eps is
+LATENT_EPS = 1e-6  # epsilon of the latents' norms, which in DeepSeek's code does not depend on rms_norm_eps
 
 
 class DeepSeekV3(Decoder):
@@ -32,7 +32,7 @@ class DeepSeekV3(Decoder):
 class LatentAttention(nn.Module):
     """Causal attention whose keys and values are computed from a latent of each token (arXiv 2405.04434, section 2.1).
 
-    Of a head's query and key one part is plain and one is rotated; all heads share the rotated key.
+    One part of each query and key has no position (nope), the other is rotated (rope); all heads share the rotated key.
     """
 
     def __init__(self, config: DeepSeekV3Config):
@@ -68,9 +68,7 @@ class LatentAttention(nn.Module):
 
 
 def split_pairs(x: Tensor) -> Tensor:
-    """Return heads whose pairs to rotate are neighbours, as DeepSeek's weights have them, with the two members in the
-    two halves.
-    """
+    """Return heads with the members of each rotated pair in the two halves; in DeepSeek's weights they are neighbours."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
@@ -88,7 +86,7 @@ def yarn_of(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
     count = len(frequencies)
 
     def index(turns: float) -> float:
-        """Return the index of the frequency that makes so many turns over the original length."""
+        """Return the index of the frequency that makes this number of rotations over the original length."""
         return count * math.log(yarn.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
 
     low, high = max(math.floor(index(yarn.beta_fast)), 0), min(math.ceil(index(yarn.beta_slow)), 2 * count - 1)

@@ -35,8 +35,8 @@ def to_config(config: Qwen3MoeConfig, dtype: torch.dtype) -> dict:
 
 
 def from_config(data: dict, file: Path) -> Qwen3MoeConfig:
-    """Return the model section for a Qwen3-MoE's config.json. Raises ConfigError for sliding windows, stretched
-    positions, and dense blocks after sparse ones.
+    """Return the model section for a Qwen3-MoE's config.json. Raises ConfigError for sliding windows, RoPE scaling, and
+    dense blocks after sparse ones.
     """
     only_values(rope_of(data), file, {"rope_type": "default"})
     dense = data.get("mlp_only_layers") or []

@@ -1,7 +1,7 @@
-"""Number formats of linears: what the rest of the package asks of the job's format, whose record is in
+"""Number formats of linears: the functions that the rest of the package calls for the job's format, whose record is in
 config/registry.py.
 
-A format is a file of this folder, or of the user's own. No other file knows one by name.
+A format is a file of this folder or a user's module. No other file names a format.
 """
 
 from __future__ import annotations

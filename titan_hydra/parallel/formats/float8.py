@@ -55,7 +55,7 @@ def after_step(model: nn.Module) -> None:
     """Compute the scales of all weights that FSDP gathers as Float8, with one reduction over ranks instead of one for
     each weight.
     """
-    if "torchao" not in sys.modules:  # linears with our own kernels, none of which is gathered as Float8
+    if "torchao" not in sys.modules:  # all linears use this package's kernels, and none is gathered as Float8
         return
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -1,4 +1,4 @@
-"""What formats share: which linears are converted, the report of it, and the hardware that a format needs."""
+"""Functions that number formats share: which linears are converted, the report, and the hardware that a format needs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def needs_hardware(
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module computes what nn.Linear does: one that replaces it would drop anything else, without an
-    error.
+    """Whether a module computes exactly what nn.Linear does: replacing any other module would change its result without
+    an error.
     """
     return type(module).forward is nn.Linear.forward
 

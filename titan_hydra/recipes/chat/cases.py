@@ -1,6 +1,6 @@
-"""What `titan verify` proves of conversations."""
+"""The cases of `titan verify` for conversations."""
 
 from titan_hydra.verify.matrix import in_bf16
 
-# The loss is a mean over the assistant's tokens alone: one process differs from itself by 8e-5, with sums in another order.
+# The loss is a mean over the assistant's tokens only: with another order of sums one process differs by 8e-5.
 CASES = in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096")

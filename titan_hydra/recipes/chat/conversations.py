@@ -14,8 +14,8 @@ from titan_hydra.config.files import PACKED
 from titan_hydra.data.files import UNREADABLE, opened, place_in
 from titan_hydra.data.shards import BadShard, BadShards
 
-ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT calls them
-# the names of a message's reasoning; templates know the first or the second
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of the roles
+# keys of a message's reasoning in data files; templates use one of the first two
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -28,15 +28,15 @@ class Conversation:
 
     @functools.cached_property
     def everything(self) -> str:
-        """All of its texts, as JSON."""
+        """Messages and tools as one JSON text."""
         return json.dumps([self.messages, self.tools], ensure_ascii=False)
 
 
 class ConversationFiles:
-    """The rows of some files by number, over all of them; blank lines are none. A file is mapped into memory, a packed
-    one is unpacked.
+    """The rows of some files, numbered over all files; blank lines do not count. A file is mapped into memory, a
+    compressed one is decompressed.
 
-    With `most`, only so many lines of each file are read.
+    With `most`, at most that many lines of each file are read.
     """
 
     def __init__(self, files: list[Path], bad: BadShards, most: int | None = None):
@@ -65,7 +65,7 @@ class ConversationFiles:
 
 
 def _open(file: Path, most: int | None) -> tuple[bytes | mmap.mmap, np.ndarray]:
-    """Return the content of a file, and where its lines begin, with the end of the last."""
+    """Return the content of a file and the offsets of its lines, with the end of the last line."""
     with opened(file) as stream:
         packed = file.suffix in PACKED
         lines = [*islice(stream, most)] if packed else islice(stream, most)
@@ -93,8 +93,8 @@ def record_of(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except RecursionError as error:
-        raise ValueError("not a JSON line: too deep") from error
-    except ValueError as error:  # also a line that is not UTF-8
+        raise ValueError("not a JSON line: nested too deeply") from error
+    except ValueError as error:  # a line that is not UTF-8 raises one too
         raise ValueError(f"not a JSON line: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"not a record but {type(row).__name__}")
@@ -102,16 +102,12 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def conversation(messages: list[Any], tools: Any = None) -> Conversation:
-    """Return messages and tools, as they stand in a row, as a conversation. Raises ValueError with what is wrong with
-    them.
-    """
+    """Return a conversation from the `messages` and `tools` of a row. Raises ValueError with what is wrong with them."""
     return Conversation([_message(message, number) for number, message in enumerate(messages, start=1)], _tools(tools))
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """Return a message with role, content and, where it has them, reasoning and calls, under the names that templates
-    know.
-    """
+    """Return a message with role, content and, if present, reasoning and calls, under the keys that templates use."""
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is {type(message).__name__}, not a record")
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
@@ -136,7 +132,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Return a call with its arguments as a table: as text they would be quoted once more."""
+    """Return a call with its arguments as a dict: a template would quote a text again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"message {number} has a call without the name of a function")
@@ -150,7 +146,7 @@ def _call(call: Any, number: int) -> dict[str, Any]:
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
-    """Return the functions of a row; some files hold them as text."""
+    """Return the functions (tools) of a row; some files hold them as JSON text."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)

@@ -1,4 +1,4 @@
-"""`titan data show`: what a run would learn of packed rows."""
+"""`titan data show`: which tokens of packed rows a run would learn."""
 
 import argparse
 import os
@@ -25,21 +25,21 @@ from titan_hydra.job.sources import data_sources
 from .rows import WINDOW, Chat, ConversationReader, Turns, first_fit
 
 BAR = 40  # characters of the longest bar
-SHOWN = 5  # rows that cannot be used
+SHOWN = 5  # number of unusable rows that are printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand and options of `titan data`."""
     commands = parser.add_subparsers(dest="data_command", required=True)
-    show = commands.add_parser("show", help="print a row with what is learned of it, lengths, shares, and the steps of an epoch")
+    show = commands.add_parser("show", help="print a row with its learned tokens marked, and lengths, shares and the steps of an epoch")
     show.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=...")
     show.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
-    show.add_argument("--row", type=int, default=1, metavar="N", help="show the N-th row (1)")
-    show.add_argument("--split", choices=("train", "validation"), default="train", help="of what is trained on, or held out (train)")
+    show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row to show (default: 1)")
+    show.add_argument("--split", choices=("train", "validation"), default="train", help="split whose rows are shown (default: train)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print one row and what all of them hold, for each source of the job that packs rows into samples."""
+    """Print one row and a summary of all rows, for each source of the job that packs rows into samples."""
     job = freeze(compose_unchecked(*args.overrides, config_dir=args.config_dir))
     shown = [name for name, record in DATA_SOURCES.items() if "trained" in record.gives]
     found = {key: source for key, source in data_sources(job.data).items() if source.name in shown}
@@ -80,7 +80,7 @@ def coloured() -> bool:
 
 
 def marked(reader: ConversationReader, turns: Turns) -> str:
-    """Return the text of a row with marks around what is learned, or in green."""
+    """Return the text of a row, with the learned part between marks or in green."""
     before, behind = (f"\x1b[{COLOURS['green']}m", "\x1b[0m") if coloured() else (">>>", "<<<")
     edges = [0, *(np.flatnonzero(np.diff(turns.trained)) + 1).tolist(), len(turns.tokens)]
     pieces = [(reader.text(turns, begin, end), turns.trained[begin]) for begin, end in pairwise(edges)]

@@ -1,9 +1,9 @@
-"""Conversations as samples: a template makes text of each, one tokenization its tokens, and short ones share a sample.
+"""Conversations as samples: a template turns each into text, which is tokenized as a whole; short ones share a sample.
 
 The conversations of an epoch, in its order, are cut into windows of WINDOW. Those of a window are packed into samples
-by first-fit decreasing, none of them split; the samples of all windows are one sequence, whose numbers the slots share
-out. So nothing depends on the layout, and where a slot is consists of a window and the number of its first sample.
-Every rank encodes all conversations, as it must know how long they are.
+by first-fit decreasing, none of them split; the samples of all windows form one sequence, which is distributed over the
+slots. So nothing depends on the layout, and the position of a slot is a window and the number of its first sample.
+Every rank encodes all conversations, as it needs their lengths.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from .sources import ConversationSource, TemplateSource
 if TYPE_CHECKING:
     from titan_hydra.data import Wanted
 
-# conversations that are packed together; of 200 tokens, in samples of 8,192, they leave 2 % of the places empty
+# number of conversations packed together; with 200 tokens each, in samples of 8,192, they leave 2 % padding
 WINDOW = 1000
 SUFFIXES = (".jsonl", ".json")
-TRIED = 10  # seconds that a template may take on the first row, when the launcher tries it
-MARK = re.compile(r"<\|?[\w-]+\|?>")  # of a template: <|im_end|>, <start_of_turn>
+TRIED = 10  # seconds that a template may take for the first row when the launcher checks it
+MARK = re.compile(r"<\|?[\w-]+\|?>")  # special tokens in a template, such as <|im_end|> and <start_of_turn>
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The tokens of a conversation, or of documents that stay together, and which of them are to be learned."""
+    """The tokens of a conversation, or of documents that must share a sample, and which of them are learned."""
 
     tokens: np.ndarray
     trained: np.ndarray
-    documents: tuple[int, ...] = ()  # their lengths, if they are several
-    values: dict[str, np.ndarray] = field(default_factory=dict)  # numbers for each token, by name
+    documents: tuple[int, ...] = ()  # lengths of the documents, if there are several
+    values: dict[str, np.ndarray] = field(default_factory=dict)  # arrays of a number per token, by name
 
     @property
     def size(self) -> dict[str, int]:
-        """What it takes of the room of a sample, by unit."""
+        """The room that it needs in a sample, by unit."""
         return {"tokens": len(self.tokens)}
 
 
 class ConversationReader:
-    """Conversations by number, encoded. Another kind of rows is another `read`; `rows` is what they are called."""
+    """Conversations by number, encoded. A subclass for other rows overrides `read`; `rows` is their name in messages."""
 
     rows = "conversations"
 
@@ -68,7 +68,7 @@ class ConversationReader:
 
     @property
     def signature(self) -> dict[str, Any]:
-        """What decides which tokens the rows have."""
+        """Everything that determines the tokens of the rows."""
         source = hashlib.sha256(self.template.source.encode()).hexdigest()
         return {"tokenizer": self.tokenizer.sha256, "chat_template": source, "train_on": self.train_on}
 
@@ -87,11 +87,11 @@ class ConversationReader:
         return self.encode(parse(line))
 
     def encode(self, conversation: Conversation) -> Turns:
-        """Encode a conversation. A token that lies only partly in what is learned is learned. Raises ValueError if it
-        cannot be used.
+        """Encode a conversation. A token that lies partly in a learned range is learned. Raises ValueError if it cannot
+        be used.
         """
         if name := self.special.search(conversation.everything):
-            raise ValueError(f"it holds {name[0]}, which would become the special token of that name")
+            raise ValueError(f"it holds {name[0]}, whose characters would be encoded as that special token")
         text, spans = self.template.spans(conversation, self.train_on)
         try:
             found = self.tokenizer.locate(text)
@@ -101,27 +101,27 @@ class ConversationReader:
         for begin, end in spans:
             trained |= (found.begins < end) & (found.ends > begin)
         if not trained[1:].any():
-            raise ValueError("nothing to learn in it: no token of the assistant's")
+            raise ValueError("nothing to learn in it: the assistant has no token")
         return Turns(np.array(found.ids, dtype=np.int32), trained)
 
     def text(self, turns: Turns, begin: int, end: int) -> str:
-        """Return how tokens of a row are shown, from `begin` to `end`: a range of which all are learned, or none."""
+        """Return the text to show for the tokens from `begin` to `end`, of which all are learned or none."""
         return self.tokenizer.decode(turns.tokens[begin:end].tolist())
 
 
 class Chat:
-    """Packed samples {tokens, trained, documents}, each [seq_len + 1]. Places that are left over are a document of
-    end-of-text tokens.
+    """Packed samples {tokens, trained, documents}, each [seq_len + 1]. The rest of a sample is filled with a document
+    of end-of-text tokens.
     """
 
-    separators = (None, None)  # documents are numbered
+    separators = (None, None)  # no separator tokens, as `documents` numbers the documents
 
     def __init__(self, key: str, reader: ConversationReader, wanted: Wanted, seed: int):
         self.key, self.reader, self.seq_len, self.seed, self.bad = key, reader, wanted.job.data.seq_len, wanted.order(seed), wanted.bad
         self.tokenizer = reader.tokenizer.sha256
-        self.room = {"tokens": self.seq_len + 1}  # of a sample, by unit
-        self.limit = f"data.seq_len={self.seq_len} + 1 tokens"  # the same for messages
-        self.windows = -(-len(reader.lines) // WINDOW)  # of an epoch
+        self.room = {"tokens": self.seq_len + 1}  # capacity of a sample, by unit
+        self.limit = f"data.seq_len={self.seq_len} + 1 tokens"  # the capacity as messages print it
+        self.windows = -(-len(reader.lines) // WINDOW)  # windows of an epoch
         # the window of a slot's last sample, and that window's first sample
         self.places = dict.fromkeys(wanted.slots, (0, 0))
         self.packed = functools.lru_cache(4)(self._pack)
@@ -133,7 +133,7 @@ class Chat:
         while number >= first + len(found := self.packed(window)):
             empty = 0 if found else empty + 1
             if empty == self.windows:
-                raise ConfigError(f"{self.key}: no conversation in it that can be used")
+                raise ConfigError(f"{self.key}: no usable conversation in it")
             window, first = window + 1, first + len(found)
         self.places[slot] = window, first
         return self._filled(found[number - first])
@@ -150,7 +150,7 @@ class Chat:
         return all(turns.size[unit] <= room for unit, room in self.room.items())
 
     def _pack(self, window: int) -> list[list[Turns]]:
-        """Return the samples of a window. What is too long is left out, and counted in the first epoch."""
+        """Return the samples of a window. Conversations that are too long are left out, and counted in the first epoch."""
         epoch, place = divmod(window, self.windows)
         first, rows = place * WINDOW, len(self.reader.lines)
         turns, long = [], []
@@ -173,7 +173,7 @@ class Chat:
         return [packed[index if self.seed is None else permute(index, len(packed), self.seed, window, 0)] for index in range(len(packed))]
 
     def _filled(self, together: list[Turns]) -> dict[str, np.ndarray]:
-        """Return conversations as one sample."""
+        """Return the arrays of one sample from its conversations."""
         room = self.seq_len + 1 - sum(len(turns.tokens) for turns in together)
         values = {name: np.zeros(room, dtype=np.float32) for name in together[0].values}
         rest = Turns(np.full(room, self.reader.tokenizer.eos_id, dtype=np.int32), np.zeros(room, dtype=bool), values=values)
@@ -210,7 +210,7 @@ def open_chat(key: str, source: ConversationSource, wanted: Wanted, seed: int) -
 
 
 def place_of_rows(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
-    """Return the key that gives the files of a split, and its value."""
+    """Return the key that names the files of a split, and its value."""
     if source.name == "embedded_chat":
         return f"{key}.name", str(Path(__file__).parent / "assets" / f"{split}.jsonl")
     return files.path_of(key, source, split)
@@ -226,14 +226,14 @@ def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFi
 
 
 def faults(key: str, source: ConversationSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield what is wrong with the template, which is tried on the first conversation, or with that conversation.
+    """Yield what is wrong with the template, which is applied to the first conversation, or with that conversation.
     Imports no torch.
     """
     return faults_of_first(key, source, job, "conversation", _texts)
 
 
 def warnings_of_chat(key: str, source: ConversationSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about what the tokenizer does not know."""
+    """Yield a warning about text that the tokenizer encodes as unknown tokens."""
     return warnings_of_first(key, source, job, _texts)
 
 
@@ -245,7 +245,7 @@ Texts = Callable[[template.Template, Any, bytes], list[str]]
 
 
 def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str, texts: Texts) -> Iterator[Fault]:
-    """Yield what is wrong with the template, or with the first row, which is called `what`. `texts` applies the
+    """Yield what is wrong with the template, or with the first row, which messages call `what`. `texts` applies the
     template to a row.
     """
     _, path = place_of_rows(key, source, "train")
@@ -260,7 +260,7 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
         own = template.load_template(key, source, job.tokenizer)
         bad = BadShards(job.data.max_bad_shards)
         lines = ConversationFiles(found[:1], bad, unknown.ROWS)
-        lines = lines if len(lines) else ConversationFiles(found[:1], bad)  # it begins with blank lines
+        lines = lines if len(lines) else ConversationFiles(found[:1], bad)  # the file begins with blank lines
         if len(lines):
             with template.time_limit(TRIED):
                 first = texts(own, source, lines.row(0)[1])
@@ -281,7 +281,7 @@ def _refuse_unknown_marks(key: str, source: TemplateSource, job: schema.Job, own
     mostly be the unknown token.
     """
     if job.tokenizer.name != "hf":
-        return  # tokens of bytes, which know everything
+        return  # a tokenizer of bytes encodes any text
     try:
         known = unknown.tokenizer_at(job.tokenizer.path or "")
     except ConfigError:
@@ -297,7 +297,7 @@ def _refuse_unknown_marks(key: str, source: TemplateSource, job: schema.Job, own
 
 
 def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: Texts) -> Iterator[Fault]:
-    """Yield a warning if the tokenizer does not know much of the first rows. Rows that cannot be used are left out."""
+    """Yield a warning if the tokenizer encodes much of the first rows as unknown tokens. Unusable rows are skipped."""
 
     def of_file(file: Path) -> Iterator[str]:
         own, lines = template.load_template(key, source, job.tokenizer), ConversationFiles([file], BadShards(1), unknown.ROWS)

@@ -23,7 +23,7 @@ class TemplateSource(Source):
 class ConversationSource(TemplateSource):
     train_on: str = key(
         "assistant",
-        "the tokens that are learned: what the assistant says, its last message alone, or all",
+        "the tokens that are learned: all of the assistant's messages, its last message, or all tokens",
         choices=("assistant", "last", "all"),
     )
 

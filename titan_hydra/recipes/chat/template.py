@@ -1,9 +1,9 @@
 """Chat templates: how a conversation becomes text, and which characters of it the assistant has generated.
 
-A template is a Jinja program that comes with a tokenizer, from whoever made that, so it runs in a sandbox. It marks
-what the assistant says with {% generation %} tags. For one without tags the text decides: a conversation up to the
-answer and the prompt for it must begin the conversation with the answer. Tokens are never compared: those of a
-beginning need not be the first tokens of the whole.
+A template is a Jinja program that comes with a tokenizer, from any author, so it runs in a sandbox. {% generation %}
+tags in it mark the assistant's text. Without tags, the assistant's text is found by comparison: the text of a
+conversation before an answer, with the generation prompt, must be the beginning of its text with the answer. Tokens are
+never compared: the tokens of a prefix of a text need not be a prefix of its tokens.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ from .conversations import Conversation
 from .sources import TemplateSource
 
 BUILT_IN = {file.stem: file for file in sorted((Path(__file__).parent / "assets/templates").glob("*.jinja"))}
-BEGIN, END = "\ufdd0", "\ufdd1"  # around what is generated; Unicode keeps them out of texts
+BEGIN, END = "\ufdd0", "\ufdd1"  # marks around the assistant's text: noncharacters of Unicode, which texts do not contain
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# for templates that ask: what a run learns must not depend on its day. Llama 3's takes this one by default
+# the date for templates that ask for it, as a run must not depend on the day; the default of Llama 3's template
 TODAY = date(2024, 7, 26)
-LARGEST = 10_000_000  # of a number, or characters of a text, that a template may make by * or **
+LARGEST = 10_000_000  # largest number, and most characters of a text, that a template may compute by * or **
 
 Spans = list[tuple[int, int]]
 
 
 class Generation(Extension):
-    """The tag {% generation %} ... {% endgeneration %}: its text is put between two marks."""
+    """The tag {% generation %} ... {% endgeneration %}: its text gets a mark before and after it."""
 
     tags = {"generation"}
 
@@ -63,7 +63,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute a product or a power, of a text with a number too."""
+        """Compute a product or a power; a text may be repeated too."""
         sizes = [len(value) if isinstance(value, str | list) else abs(value) for value in (left, right)]
         if sizes[0] * sizes[1] > LARGEST or (operator == "**" and sizes[1] > 64):
             raise jinja2.sandbox.SecurityError(f"a result of `{operator}` is larger than {LARGEST:,}")
@@ -71,12 +71,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class TookTooLong(BaseException):
-    """A template has not ended in time. No Exception, as Template.render takes those for what a template refuses."""
+    """A template has not ended in time. Not an Exception: Template.render takes those for refusals by the template."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong if the block takes longer. Only in the main thread, where signals are handled."""
+    """Raise TookTooLong if the block takes longer; without effect outside the main thread, which alone handles signals."""
 
     def stop(*_: object) -> None:
         raise TookTooLong
@@ -94,10 +94,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 class Template:
-    """A chat template with the names of its tokenizer's special tokens."""
+    """A chat template, with the special tokens of its tokenizer by name."""
 
     def __init__(self, where: str, source: str, names: dict[str, str]):
-        """Compile it. `where` is its key and value, for errors. Raises ConfigError if it is no Jinja template."""
+        """Compile it. `where` is its key and value, for messages. Raises ConfigError if it is not a Jinja template."""
         self.where, self.source, self.names, self.tagged = where, source, names, bool(TAG.search(source))
         extensions = [Generation, "jinja2.ext.loopcontrols"]
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -109,20 +109,19 @@ class Template:
             raise ConfigError(f"{where}: line {error.lineno}: {error.message}") from error
 
     def render(self, conversation: Conversation, prompt: bool = False) -> str:
-        """Return the text of a conversation, with the marks of the tags; with `prompt` it ends where the assistant is
-        to answer.
+        """Return the text of a conversation, with the marks of the tags; with `prompt` it ends with the generation
+        prompt.
 
-        Raises ValueError if the template does not accept the conversation, ConfigError if it reaches out of the
-        sandbox.
+        Raises ValueError if the template does not accept the conversation, ConfigError if it violates the sandbox.
         """
         try:
             return self.compiled.render(
                 messages=conversation.messages, tools=conversation.tools or None, add_generation_prompt=prompt, **self.names
             )
         except jinja2.sandbox.SecurityError as error:
-            raise ConfigError(f"{self.where}: it does what no template may: {error}") from error
-        except Exception as error:  # a template is a program, and fails as programs do
-            raise ValueError(f"the template does not take it: {error or type(error).__name__}") from error
+            raise ConfigError(f"{self.where}: it is not allowed in a template: {error}") from error
+        except Exception as error:  # a template is a program, which may raise anything
+            raise ValueError(f"the template refuses it: {error or type(error).__name__}") from error
 
     def prompt(self, messages: list[dict[str, Any]]) -> str:
         """Return the text after which the assistant answers."""
@@ -130,7 +129,7 @@ class Template:
 
     def spans(self, conversation: Conversation, train_on: str) -> tuple[str, Spans]:
         """Return the text of a conversation and the ranges of characters to learn. Raises ValueError if the
-        conversation cannot be used, ConfigError if the template tells nothing of who says what.
+        conversation cannot be used, ConfigError if the template does not show which text is the assistant's.
         """
         if BEGIN in conversation.everything or END in conversation.everything:
             raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
@@ -140,14 +139,14 @@ class Template:
             return text, [(0, len(text))]
         turns = [place for place, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         if not turns:
-            raise ValueError("no message of the assistant's in it")
+            raise ValueError("it has no message of the assistant")
         if self.tagged:
             before = _spans(self.render(_beginning(conversation, turns[-1]))) if train_on == "last" else []
             return text, _spans(marked)[len(before) :]
         return text, [self._difference(conversation, turn, text) for turn in (turns[-1:] if train_on == "last" else turns)]
 
     def _difference(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int]:
-        """Return where the message of a turn stands in the text of the conversation, without the blanks behind its end
+        """Return the range of a turn's message in the text of the conversation, without the whitespace after its end
         mark.
         """
         messages = conversation.messages
@@ -172,7 +171,7 @@ def _plain(marked: str) -> str:
 
 
 def _spans(marked: str) -> Spans:
-    """Return the ranges between marks, as they are in the text without marks."""
+    """Return the ranges between marks, as positions in the text without marks."""
     spans, place = [], 0
     for part in re.split(f"({BEGIN}.*?{END})", marked, flags=re.S):
         end = place + len(_plain(part))
@@ -185,7 +184,7 @@ def _spans(marked: str) -> Spans:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
-    """Format JSON as transformers does for templates: keys in their order, nothing escaped for HTML."""
+    """Format JSON as transformers does for templates: keys unsorted, no escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -206,7 +205,7 @@ def load_template(key: str, source: TemplateSource, tokenizer: schema.Tokenizer)
 
 
 def special_names(config: schema.Tokenizer) -> dict[str, str]:
-    """Return the names of the special tokens as templates know them: `bos_token`, `eos_token` and others."""
+    """Return the special tokens by the names that templates use: `bos_token`, `eos_token` and others."""
     if config.name != "hf":
         return {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
     beside = tokenizer_file(config).with_name("tokenizer_config.json")
@@ -222,7 +221,7 @@ def _read(key: str, name: str) -> str:
     file = BUILT_IN.get(name, home(name))
     try:
         if file.exists() and not file.is_file():
-            raise OSError(errno.EINVAL, "not a file")  # a pipe would wait for its writer
+            raise OSError(errno.EINVAL, "not a file")  # reading a pipe would block until it has a writer
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         near = similar(name) or tuple(BUILT_IN)
@@ -231,7 +230,7 @@ def _read(key: str, name: str) -> str:
 
 
 def _of_tokenizer(key: str, file: Path) -> tuple[str, str]:
-    """Return the name and the text of the template that came with a tokenizer."""
+    """Return name and text of the template in a tokenizer's folder."""
     own, config = file.with_name("chat_template.jinja"), file.with_name("tokenizer_config.json")
     if own.is_file():
         return str(own), _read(key, str(own))
@@ -239,7 +238,7 @@ def _of_tokenizer(key: str, file: Path) -> tuple[str, str]:
         found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{key}.chat_template=null: {config} cannot be read: {error}") from error
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # a list of several templates, by name
         found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
     if not isinstance(found, str):
         raise ConfigError(

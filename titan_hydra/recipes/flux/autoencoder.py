@@ -37,7 +37,7 @@ class Autoencoder(nn.Module):
     def __init__(self, config: dict):
         super().__init__()
         self.scale, self.shift = config["scaling_factor"], config.get("shift_factor") or 0.0
-        self.factor = 2 ** (len(config["block_out_channels"]) - 1)  # pixels along each side of a latent
+        self.factor = 2 ** (len(config["block_out_channels"]) - 1)  # side length in pixels of a latent
         self.encoder, self.decoder = Downwards(config), Upwards(config)
         self.quant_conv = nn.Conv2d(2 * config["latent_channels"], 2 * config["latent_channels"], 1) if config["use_quant_conv"] else None
         self.post_quant_conv = nn.Conv2d(config["latent_channels"], config["latent_channels"], 1) if config["use_post_quant_conv"] else None
@@ -53,7 +53,7 @@ class Autoencoder(nn.Module):
 
 
 class Downwards(nn.Module):
-    """Convolutions to half the size at the end of all levels but the last."""
+    """The encoder's convolutions, which halve the size at the end of all levels but the last."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -75,7 +75,7 @@ class Downwards(nn.Module):
 
 
 class Upwards(nn.Module):
-    """The same backwards, with one part more on each level."""
+    """The decoder's: the same levels in reverse order, each with one residual block more."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -97,7 +97,7 @@ class Upwards(nn.Module):
 
 
 class Level(nn.Module):
-    """Parts of one size, then a change of the size: `shrink`, `grow` or none."""
+    """Residual blocks of one size, then a change of the size: `shrink`, `grow` or none."""
 
     def __init__(self, before: int, width: int, layers: int, groups: int, change: str | None):
         super().__init__()
@@ -128,7 +128,7 @@ class Residual(nn.Module):
 
 
 class Middle(nn.Module):
-    """Attention over all places between two parts."""
+    """Attention over all positions, between two residual blocks."""
 
     def __init__(self, width: int, groups: int):
         super().__init__()
@@ -140,7 +140,7 @@ class Middle(nn.Module):
 
 
 class Places(nn.Module):
-    """Attention of one head over the places of an image, added to it."""
+    """Single-head attention over the positions of an image, added to its input."""
 
     def __init__(self, width: int, groups: int):
         super().__init__()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ACTIVATIONS = {"quick_gelu": lambda x: x * torch.sigmoid(1.702 * x), "gelu": F.gelu}
-OLD_END = 2  # the end-of-text id that configurations before transformers 4.30 name; the real one is the largest
+OLD_END = 2  # the end-of-text id that configurations before transformers 4.30 name; the real end-of-text id is the largest
 
 
 class Clip(nn.Module):

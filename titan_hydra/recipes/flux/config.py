@@ -13,19 +13,21 @@ from titan_hydra.config.field import key
 from titan_hydra.config.model import Model
 from titan_hydra.config.ranges import COUNT, NOT_NEGATIVE, WIDTH, Interval
 
-PATCH = 2  # latents along each side of a token
-TIME = 256  # sines and cosines of the time
+PATCH = 2  # side length in latents of an image token
+TIME = 256  # number of sines and cosines in the embedding of the time
 
 
 @dataclass
 class FluxConfig(Model):
     double_layers: int = key(
-        19, "blocks, the first ones, in which image and text have weights of their own; in the others they share them", Interval(0, 10_000)
+        19,
+        "number of double-stream blocks (own weights for image and text), the first ones; the others are single-stream",
+        Interval(0, 10_000),
     )
     channels: int = key(16, "channels of the autoencoder's latents", WIDTH)
-    text_len: int = key(512, "tokens of a caption; the other tokens of data.seq_len are the image's, a square number", COUNT)
+    text_len: int = key(512, "number of caption tokens; the other tokens of data.seq_len are the image's, a square number", COUNT)
     text_dim: int = key(4096, "width of the text encoder's embeddings", WIDTH)
-    pooled_dim: int = key(768, "width of the embedding of a whole caption", WIDTH)
+    pooled_dim: int = key(768, "width of the pooled embedding of a caption", WIDTH)
     rope_first: int = key(
         16,
         "part of a head's width that RoPE rotates by the first of three coordinates, which is 0; rows and columns of "
@@ -43,17 +45,17 @@ class FluxConfig(Model):
 
     @property
     def patch_width(self) -> int:
-        """The elements of an image's token: a square of latents."""
+        """The number of elements of an image token, a square of latents."""
         return PATCH * PATCH * self.channels
 
     @property
     def rope_axes(self) -> tuple[int, int, int]:
-        """The parts of a head's width that RoPE rotates by each of three coordinates."""
+        """The numbers of elements of a head that RoPE rotates by each of the three coordinates."""
         rest = (self.head_width - self.rope_first) // 2
         return self.rope_first, rest, rest
 
     def latent_side(self, seq_len: int) -> int:
-        """Return the latents along each side of an image, a square of the tokens that the text leaves; 0 if it leaves
+        """Return the side length in latents of an image, which has the tokens that the text leaves; 0 if it leaves
         none.
         """
         return PATCH * isqrt(max(seq_len - self.text_len, 0))
@@ -62,9 +64,7 @@ class FluxConfig(Model):
         return super().arithmetic() | dict.fromkeys(("text_len", "vocab_size", "norm_eps")) | {"guidance": self.guidance is not None}
 
     def faults(self) -> Iterator[Fault]:
-        """Each of three coordinates turns pairs of a head's numbers, together all of them. Attention has no grouped
-        queries.
-        """
+        """RoPE rotates each element of a head, in pairs, by one of three coordinates. Attention has no grouped queries."""
         if self.rope_first % 2 or (self.head_width - self.rope_first) % 4 or self.rope_first > self.head_width:
             legal = range(self.head_width % 4, self.head_width + 1, 4)
             yield Fault(
@@ -76,9 +76,9 @@ class FluxConfig(Model):
         if self.double_layers > self.n_layers:
             yield Fault("model.double_layers", self.double_layers, f"the model has {self.n_layers} blocks", legal=(self.n_layers,))
         if self.n_kv_heads != self.n_heads:
-            yield Fault("model.n_kv_heads", self.n_kv_heads, "each query head has keys of its own", legal=(self.n_heads,))
+            yield Fault("model.n_kv_heads", self.n_kv_heads, "each query head has its own keys", legal=(self.n_heads,))
         if self.tie_embeddings:
-            yield Fault("model.tie_embeddings", True, "there is no embedding of tokens", legal=(False,))
+            yield Fault("model.tie_embeddings", True, "the model has no embedding of tokens", legal=(False,))
 
 
 def running_order(config: FluxConfig) -> list[str]:
@@ -89,7 +89,7 @@ def running_order(config: FluxConfig) -> list[str]:
 
 
 def no_linears(config: FluxConfig) -> tuple[Linear, ...]:
-    """Return nothing: the blocks are of two kinds, and what asks for one kind's linears (adapters, predictions) is
+    """Return none: there are two kinds of blocks, so features that need one list of linears (adapters, predictions) are
     refused.
     """
     return ()
@@ -120,8 +120,8 @@ def matrices(config: FluxConfig) -> tuple[int, int, int, int]:
 
 
 def flops(config: FluxConfig, seq_len: int, parameters: int) -> int:
-    """Return the FLOPs of forward and backward of a sample, for each of its tokens: 6 per weight that a token meets,
-    and attention over all tokens.
+    """Return the FLOPs of forward and backward of a sample, for each of its tokens: 6 per weight that multiplies the
+    token, and attention over all tokens.
     """
     per_image, per_text, per_both, per_sample = matrices(config)
     image = seq_len - config.text_len

@@ -1,6 +1,4 @@
-"""Rectified flow (arXiv 2209.03003): from an image mixed with noise, predict the direction from the image to the
-noise.
-"""
+"""Rectified flow (arXiv 2209.03003): from an image mixed with noise, predict the velocity, noise minus image."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +31,7 @@ class Diffusion(Objective):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.model: Any = job.model  # of a family that takes latents
+        self.model: Any = job.model  # the model section of a family that takes latents
 
     def blank_sample(self) -> Sample:
         model = self.model

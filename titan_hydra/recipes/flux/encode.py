@@ -98,7 +98,7 @@ def caption_of(text: str, tools: Encoders, length: int) -> Caption:
 
 
 def pixels_of(file: Path, size: int) -> np.ndarray:
-    """Return the middle square of an image as [3, size, size] of -1 to 1. Raises ConfigError if it cannot be read."""
+    """Return an image's central square as [3, size, size] in -1 to 1. Raises ConfigError if it cannot be read."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -115,8 +115,8 @@ def pixels_of(file: Path, size: int) -> np.ndarray:
 
 
 def open_image_files(key: str, source: ImageFilesSource, wanted: Wanted, seed: int) -> CaptionedImages:
-    """Encode images one by one in the data thread, on this rank's device, in a stream of its own: in the step's stream,
-    each would wait for all that is queued there. Its few small kernels go first.
+    """Encode images one by one in the data thread, on this rank's device, in a separate stream of high priority: in the
+    step's stream each image would wait for all work that is queued there.
     """
     model: Any = wanted.job.model
     tools = Encoders(home(source.encoders), device_here())
@@ -125,7 +125,7 @@ def open_image_files(key: str, source: ImageFilesSource, wanted: Wanted, seed: i
 
     stream = torch.cuda.Stream(priority=-1) if tools.device.type == "cuda" else None
     if stream:
-        torch.cuda.synchronize()  # the encoders' weights are complete
+        torch.cuda.synchronize()  # waits until the encoders' weights are on the device
 
     def read(index: int) -> Example:
         with torch.cuda.stream(stream):

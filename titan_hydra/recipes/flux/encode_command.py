@@ -9,20 +9,20 @@ from titan_hydra.config import Fault
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `titan encode-images`."""
-    parser.add_argument("lines", type=Path, metavar="FILE", help='.jsonl: {"image": path beside it, "caption": text} on each line')
+    parser.add_argument("lines", type=Path, metavar="FILE", help='.jsonl: {"image": path relative to it, "caption": text} on each line')
     parser.add_argument("target", type=Path, metavar="FOLDER", help="folder to write; new or empty")
     parser.add_argument(
         "--encoders",
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="text_encoder, text_encoder_2, vae, tokenizer, tokenizer_2, as Hugging Face has them for FLUX",
+        help="folder of FLUX in Hugging Face's format: text_encoder, text_encoder_2, vae, tokenizer, tokenizer_2",
     )
-    parser.add_argument("--size", type=int, default=256, metavar="N", help="pixels along each side; the middle of an image is scaled (256)")
-    parser.add_argument("--text-len", type=int, default=256, metavar="N", help="tokens of a caption: model.text_len (256)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="number format (bfloat16)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="images that are encoded together (8)")
-    parser.add_argument("--per-file", type=int, default=1000, metavar="N", help="images in a file (1000)")
+    parser.add_argument("--size", type=int, default=256, metavar="N", help="side length in pixels of the scaled central square (256)")
+    parser.add_argument("--text-len", type=int, default=256, metavar="N", help="tokens per caption, model.text_len (256)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="dtype of the computation (bfloat16)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="images per batch (8)")
+    parser.add_argument("--per-file", type=int, default=1000, metavar="N", help="images per file (1000)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
-"""The frozen parts around FLUX, read from a folder as Hugging Face has it: text_encoder is CLIP, text_encoder_2 is T5,
-vae, two tokenizers.
+"""FLUX's frozen encoders, read from a folder in Hugging Face's format: text_encoder (CLIP), text_encoder_2 (T5), vae,
+and two tokenizers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Encoders:
 
     @torch.no_grad()
     def captions(self, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of the first `length` tokens of each text, and of each text as a whole. Padding is
-        embedded too, as FLUX is trained with it.
+        """Return the embeddings of the first `length` tokens of each text, and of each text as a whole. Padding tokens
+        are embedded too, as FLUX is trained with them.
         """
         begin, end = (self.clip_words.token_to_id(f"<|{name}oftext|>") for name in ("start", "end"))
         room = self.clip.positions.num_embeddings
@@ -52,8 +52,8 @@ class Encoders:
 
 
 def read_frozen(kind: Any, folder: Path, device: torch.device) -> Any:
-    """Build a module by a folder's config.json with the weights beside it, frozen. Raises ConfigError if a weight is
-    missing or has another shape.
+    """Build a frozen module from a folder's config.json and weights. Raises ConfigError if a weight is missing or has
+    another shape.
     """
     try:
         with torch.device("meta"):
@@ -85,7 +85,7 @@ def words_of(folder: Path) -> Tokenizer:
             return Tokenizer.from_file(str(folder / "tokenizer.json"))
         vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
         words = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges), end_of_word_suffix="</w>", unk_token="<|endoftext|>"))
-    except Exception as error:  # tokenizers raises no other kind
+    except Exception as error:  # tokenizers only raises this class
         raise ConfigError(f"{folder}: has neither a tokenizer.json nor a vocab.json with merges.txt that can be read ({error})") from error
     words.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()])
     words.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,4 +1,4 @@
-"""FLUX.1 at Hugging Face: the folder `transformer` of black-forest-labs/FLUX.1-schnell and -dev, diffusers'
+"""FLUX.1 in Hugging Face's format: the folder `transformer` of black-forest-labs/FLUX.1-schnell and -dev, diffusers'
 FluxTransformer2DModel.
 """
 
@@ -95,8 +95,8 @@ def to_config(config: FluxConfig, dtype: torch.dtype) -> dict:
 
 
 def from_config(data: dict, file: Path) -> FluxConfig:
-    """Return the model section for a FluxTransformer2DModel's config.json. Raises ConfigError for what cannot be
-    had.
+    """Return the model section for a FluxTransformer2DModel's config.json. Raises ConfigError for values that this
+    model does not support.
     """
     heads, width, (first, rows, columns) = data["num_attention_heads"], data["attention_head_dim"], data.get("axes_dims_rope", (16, 56, 56))
     given = data | {"out_channels": data.get("out_channels") or data["in_channels"], "axes_dims_rope": [first, rows, columns]}

@@ -1,9 +1,8 @@
-"""Captioned images as samples of the objective `diffusion`, and what is drawn for them; synthetic ones of coloured
+"""Captioned images as samples of the objective `diffusion`, with their random numbers; synthetic images of coloured
 shapes.
 
-All that is random in a sample (its place in the epoch, time, noise, which embeddings of its caption are left out)
-follows from the seed and the sample's number, which is step * global batch + slot: every layout and every resumed run
-sees the same.
+All random numbers of a sample (its place in the epoch, time, noise, which caption embeddings are dropped) follow from
+the seed and the sample's number, which is step * global batch + slot: every layout and every resumed run sees the same.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ if TYPE_CHECKING:
 
     from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
 
-# files of encoded images, beside images-00000.safetensors and so on
+# files in a folder of encoded images, beside images-00000.safetensors and so on
 DESCRIPTION, EMPTY = "images.json", "empty.safetensors"
-TIMES = 8  # at which a validation measures, one a sample in turn
+TIMES = 8  # number of fixed times at which validation measures; samples take them in turn
 
 
 @dataclass(frozen=True)
 class Caption:
-    """What the text encoders make of a caption: an embedding of each token, and one of the whole."""
+    """The embeddings of a caption: one per token (T5) and one of the whole (CLIP)."""
 
     text: np.ndarray  # [tokens, width]
     pooled: np.ndarray  # [width]
@@ -48,8 +47,8 @@ class Caption:
 
 @dataclass(frozen=True)
 class Example:
-    """An image as the autoencoder sees it, the mean and the standard deviation of its latents [channels, side, side],
-    with its caption.
+    """A captioned image: mean and standard deviation of its latents [channels, side, side], and its caption's
+    embeddings.
     """
 
     mean: np.ndarray
@@ -66,7 +65,7 @@ class CaptionedImages(Numbered):
         self.signature = {"images": size}
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
-        """Return a sample with its noise and time. A held-out one has a fixed time, and its caption whole."""
+        """Return a sample with its noise and time. A held-out sample has a fixed time and its full caption."""
         epoch, index = divmod(number, self.size)
         example = self.read(permute(index, self.size, self.seed, epoch) if self.shuffle else index)
         dice = dice_of(self.seed, number)
@@ -88,13 +87,13 @@ class EncodedImages:
     """Examples from the files that `titan encode-images` has written into a folder, by index."""
 
     def __init__(self, key: str, folder: Path):
-        """Read the description. Raises ConfigError if the folder has none, or not the files that it lists."""
+        """Read the description. Raises ConfigError if the folder has none, or lacks files that the description lists."""
         described = description_of(key, folder)
         files = [folder / f"images-{number:05d}.safetensors" for number in range(len(described["images"]))]
         if missing := [file for file in (*files, folder / EMPTY) if not file.is_file()]:
             raise ConfigError(f"{key}={folder}: has no {missing[0].name}, which its {DESCRIPTION} lists")
         self.ends = list(accumulate(described["images"]))
-        from safetensors import safe_open  # here, as the rules import this module without torch
+        from safetensors import safe_open  # imported here, as the rules import this module on login nodes
         from safetensors.torch import load_file
 
         self.open = functools.lru_cache(OPEN_FILES)(lambda number: safe_open(files[number], framework="pt"))
@@ -116,7 +115,7 @@ def description_of(key: str, folder: Path) -> dict[str, Any]:
 
 
 def faults(key: str, source: EncodedImagesSource, job: Job) -> Iterator[Fault]:
-    """Yield what keeps the encoded images of a source from the model: another size, other encoders."""
+    """Yield why the model cannot train on the encoded images of a source: another size, or other encoders."""
     model: Any = job.model
     side = model.latent_side(job.data.seq_len)
     needed = {"mean": [model.channels, side, side], "text": [model.text_len, model.text_dim], "pooled": [model.pooled_dim]}
@@ -139,7 +138,7 @@ def faults(key: str, source: EncodedImagesSource, job: Job) -> Iterator[Fault]:
 
 
 def faults_of_files(key: str, source: ImageFilesSource, job: Job) -> Iterator[Fault]:
-    """Yield what is missing of the encoders of images that are encoded in the run."""
+    """Yield the missing files of the encoders, if images are encoded during the run."""
     wanted = [f"{part}/config.json" for part in ("text_encoder", "text_encoder_2", "vae")]
     if not source.encoders:
         yield Fault(f"{key}.encoders", None, f"data={source.name} needs it")
@@ -148,8 +147,8 @@ def faults_of_files(key: str, source: ImageFilesSource, job: Job) -> Iterator[Fa
 
 
 def unknown_words(key: str, source: ImageFilesSource, job: Job) -> Iterator[Fault]:
-    """Yield a warning about captions that the second text encoder, T5, does not know. CLIP's tokenizer has tokens of
-    bytes.
+    """Yield a warning about captions that the tokenizer of T5, the second text encoder, encodes as unknown tokens.
+    CLIP's tokenizer has tokens of bytes.
     """
     words = Tokenizer(name="hf", path=str(home(source.encoders or "") / "tokenizer_2" / "tokenizer.json"))
     yield from in_rows(key, source, words, (".jsonl",), "caption")
@@ -174,7 +173,7 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "cross")
 CAPTIONS = tuple(f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES)
-CELL = 8  # pixels along each side of a latent
+CELL = 8  # side length in pixels of a latent
 
 
 def draw_images(key: str, source: CaptionSource, wanted: Wanted, seed: int) -> CaptionedImages:

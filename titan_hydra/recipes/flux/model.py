@@ -1,10 +1,10 @@
 """FLUX.1 on one device: a transformer over the tokens of an image and of its caption, which predicts the velocity of a
 rectified flow.
 
-The first blocks have weights of their own for image and text and join them in attention; in the others both are one
-sequence. Every block is modulated by one vector a sample: time, the whole caption's embedding and, in distilled models,
-the strength of guidance. Linears are those of Hugging Face's files, so weights need no permutation; image and text are
-separate in all names ("txt_" is the text's).
+The first blocks (double-stream) have separate weights for image and text and join them in attention; in the others
+(single-stream) both are one sequence. Every block is modulated by one vector per sample: time, the whole caption's
+embedding and, in distilled models, the strength of guidance. Linears are those of Hugging Face's files, so weights need
+no permutation; image and text are separate in all names ("txt_" is the text's).
 """
 
 import math
@@ -76,9 +76,9 @@ class Flux(nn.Module):
 
 
 class Embedder(nn.Module):
-    """Two linears with SiLU between them, for what modulates the blocks."""
+    """Two linears with SiLU between them: embeds one of the inputs that modulate the blocks."""
 
-    per_sample = True  # one row a sample: a number format leaves such linears as they are
+    per_sample = True  # one row per sample: number formats do not convert such linears
 
     def __init__(self, inputs: int, dim: int):
         super().__init__()
@@ -89,7 +89,7 @@ class Embedder(nn.Module):
 
 
 class Modulation(nn.Linear):
-    """A vector to `parts` vectors [batch, 1, dim] that shift, scale and gate."""
+    """Maps a vector to `parts` vectors [batch, 1, dim], which shift, scale and gate."""
 
     def __init__(self, dim: int, parts: int):
         super().__init__(dim, parts * dim)
@@ -140,7 +140,7 @@ class Wide(nn.Module):
 
 
 class DoubleBlock(nn.Module):
-    """A block in which image and text have weights of their own, and one attention."""
+    """A double-stream block: separate weights for image and text, and one joint attention."""
 
     def __init__(self, config: FluxConfig):
         super().__init__()
@@ -163,7 +163,7 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """A block of one sequence, the text's tokens before the image's, with attention and feed-forward side by side."""
+    """A single-stream block: one sequence, text before image, with attention and feed-forward in parallel."""
 
     def __init__(self, config: FluxConfig):
         super().__init__()
@@ -209,6 +209,6 @@ def turned(x: Tensor, rotary: Tensor) -> Tensor:
     dtype of x.
     """
     cos, sin = rotary.unsqueeze(-3).unbind(-2)
-    # casts inside: compiled code may write out what is stacked
+    # the cast is inside `stack`: compiled code may materialize the stacked tensors
     a, b = (part.float() for part in x.unflatten(-1, (-1, 2)).unbind(-1))
     return torch.stack([part.type_as(x) for part in (a * cos - b * sin, a * sin + b * cos)], dim=-1).flatten(-2)

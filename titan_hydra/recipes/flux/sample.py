@@ -29,8 +29,8 @@ def sample(
     checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, shift: float, seed: int, dtype: str, encoders: str | None = None
 ) -> list[np.ndarray]:
     """Return an image [side, side, 3] in bytes for each prompt, with a checkpoint's model. `scale` is the guidance
-    strength: how far a step goes beyond that of the empty prompt, or the guidance input of a distilled model. Raises
-    ConfigError if the model draws no images.
+    strength: the weight of classifier-free guidance, or the guidance input of a distilled model. Raises ConfigError if
+    the model draws no images.
     """
     config: Any = read_model_config(checkpoint)
     if family_of(config).takes != "latents":
@@ -47,8 +47,8 @@ def sample(
 
 
 def encoders_of(section: dict, folder: str | None) -> Encoders:
-    """Return the encoders of a folder, or of that which the run's data section names. Raises ConfigError if there is
-    none.
+    """Return the encoders of a folder, or of the folder that the run's data section names. Raises ConfigError if there
+    is none.
     """
     if not (named := folder or section.get("encoders")):
         raise ConfigError(
@@ -64,7 +64,7 @@ def decoded(latents: Tensor, tools: Encoders) -> np.ndarray:
 
 
 def times(steps: int, shift: float) -> list[float]:
-    """Return the times of the steps from 1, noise, to 0, the image. A `shift` above 0 makes more of them noisy, as
+    """Return the times of the steps from 1, noise, to 0, the image. A `shift` above 0 moves more of them towards 1, as
     large images need.
     """
     even = [1 - step / steps for step in range(steps + 1)]
@@ -73,7 +73,7 @@ def times(steps: int, shift: float) -> list[float]:
 
 @torch.no_grad()
 def flow(model: nn.Module, noise: Tensor, captions: Sequence[Caption], empty: Caption, times: Sequence[float], scale: float) -> Tensor:
-    """Return what noise [samples, tokens, width] becomes under each caption."""
+    """Return the latents into which noise [samples, tokens, width] is transformed for each caption."""
     weight = next(model.parameters())
     text = torch.from_numpy(np.stack([one.text for one in captions])).to(weight)
     pooled = torch.from_numpy(np.stack([one.pooled for one in captions])).to(weight)
@@ -93,5 +93,5 @@ def flow(model: nn.Module, noise: Tensor, captions: Sequence[Caption], empty: Ca
 
 
 def as_bytes(pixels: np.ndarray) -> np.ndarray:
-    """Return an image [3, height, width] of -1 to 1 as bytes [height, width, 3]."""
+    """Return an image [3, height, width] in the range -1 to 1 as bytes [height, width, 3]."""
     return ((pixels.clip(-1, 1) + 1) * 127.5).round().astype(np.uint8).transpose(1, 2, 0)

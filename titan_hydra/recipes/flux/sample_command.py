@@ -16,22 +16,20 @@ from titan_hydra.config import Fault
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="what each image shows")
-    parser.add_argument("--to", type=Path, default=Path("."), metavar="FOLDER", help="write 01-NAME.png and so on here (.)")
+    parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="prompts, one per image")
+    parser.add_argument("--to", type=Path, default=Path("."), metavar="FOLDER", help="folder for 01-NAME.png and so on (.)")
     parser.add_argument("--sheet", action="store_true", help="write all images side by side, as FOLDER/sheet.png")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="Euler steps from noise to image (50)")
-    parser.add_argument("--guidance", type=float, default=1.0, metavar="G", help="above 1: follow the prompt more than the model would (1)")
+    parser.add_argument("--guidance", type=float, default=1.0, metavar="G", help="guidance strength; above 1: closer to the prompt (1)")
     parser.add_argument(
         "--shift",
         type=float,
         default=0.0,
         metavar="MU",
-        help="above 0: more of the steps where there is much noise; FLUX.1-dev is made for 0.5 at 256 pixels and 1.15 at 1024 (0)",
+        help="above 0: more steps at high noise; FLUX.1-dev uses 0.5 for 256 pixels and 1.15 for 1024 (0)",
     )
     parser.add_argument(
-        "--encoders",
-        metavar="FOLDER",
-        help="text encoders and autoencoder, for a run on encoded images; those of data=synthetic_images need none",
+        "--encoders", metavar="FOLDER", help="folder of text encoders and autoencoder; a run on data=synthetic_images needs none"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
 
@@ -65,6 +63,6 @@ def png(image: np.ndarray) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
     height, width, _ = image.shape
-    rows = np.pad(image.reshape(height, -1), ((0, 0), (1, 0)))  # each row begins with its filter: none
+    rows = np.pad(image.reshape(height, -1), ((0, 0), (1, 0)))  # each row begins with the number of its filter: 0, none
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, red, green, blue
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)) + chunk(b"IEND", b"")

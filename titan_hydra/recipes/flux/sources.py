@@ -13,7 +13,7 @@ from titan_hydra.config.source import FileSource, Source
 class CaptionSource(Source):
     caption_dropout: float = key(
         0.447,
-        "share of the captions that are replaced by the empty one, drawn for each text encoder apart, so that samples can be guided",
+        "fraction of captions replaced by the empty caption, for each text encoder independently (classifier-free guidance)",
         SHARE,
     )
 
@@ -25,6 +25,4 @@ class EncodedImagesSource(CaptionSource, FileSource):
 
 @dataclass
 class ImageFilesSource(CaptionSource, FileSource):
-    encoders: str | None = key(
-        None, "folder with text_encoder, text_encoder_2, vae and two tokenizers, as Hugging Face has them for FLUX", PATH
-    )
+    encoders: str | None = key(None, "folder of FLUX in Hugging Face's format: text_encoder, text_encoder_2, vae and two tokenizers", PATH)

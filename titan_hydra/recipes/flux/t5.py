@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class T5(nn.Module):
-    """Token ids [batch, tokens] to embeddings [batch, tokens, width]. Every token sees all others, padding too."""
+    """Token ids [batch, tokens] to embeddings [batch, tokens, width]. Every token attends to all, padding included."""
 
     names = {
         "embedding": "shared",
@@ -43,7 +43,7 @@ class T5(nn.Module):
 
 
 class T5Block(nn.Module):
-    """Attention without scaling and with a bias for each distance, then a gated feed-forward."""
+    """Attention without scaling, with a relative position bias, then a gated feed-forward."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -65,8 +65,8 @@ class T5Block(nn.Module):
 
 
 def bucket_of(offset: Tensor, buckets: int, reach: int) -> Tensor:
-    """Return the bucket of each distance from a query to a key: half of them for keys behind; of a half, half for
-    single distances and the rest for ranges that grow, the last of all from `reach` on.
+    """Return the bucket of each distance from a query to a key: half of the buckets are for keys after the query. In
+    each half, the first half are single distances, the rest logarithmic ranges, the last from `reach` on.
     """
     half = buckets // 2
     single, far = half // 2, offset.abs()

@@ -18,7 +18,7 @@ for name, config in (("llama3_vision", Llama3VisionConfig), ("qwen3_vision", Qwe
             model=f"{__name__}.model:{config.__name__.removesuffix('Config')}",
             sharding=f"{__name__}.sharding:{name}",
             modules=modules_with_tower,
-            flops=None,  # the tower's depend on the images
+            flops=None,  # no formula: the tower's FLOPs depend on the images
             takes=TAKEN,
         )
     )

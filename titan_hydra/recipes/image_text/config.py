@@ -1,4 +1,4 @@
-"""The keys of a vision tower, beside those of the decoder that it stands before, and of the objective. Imports no torch."""
+"""The keys of a decoder with a vision tower before it, and of the objective. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from titan_hydra.models.qwen3.config import Qwen3Config
 @dataclass
 class Vision:
     dim: int = key(768, "width of the tower", WIDTH)
-    n_layers: int = key(12, "blocks of the tower", COUNT)
-    n_heads: int = key(12, "heads of its attention", WIDTH)
-    ffn_dim: int = key(3072, "width of its feed-forward", WIDTH)
-    patch: int = key(16, "pixels of a patch's side; a patch becomes a token", Interval(1, 256))
+    n_layers: int = key(12, "number of blocks of the tower", COUNT)
+    n_heads: int = key(12, "number of attention heads of the tower", WIDTH)
+    ffn_dim: int = key(3072, "feed-forward width of the tower", WIDTH)
+    patch: int = key(16, "side length of a patch in pixels; a patch becomes a token", Interval(1, 256))
     grid: int = key(
-        16, "rows and columns of the learned positions, which are interpolated to the rows and columns of each image", Interval(1, 256)
+        16, "rows, and columns, of the table of learned positions, which is interpolated to each image's size", Interval(1, 256)
     )
 
     def faults(self) -> Iterator[Fault]:
@@ -53,11 +53,11 @@ class Qwen3VisionConfig(KeysWithVision, Qwen3Config):
 
 @dataclass
 class IllustratedText(Objective):
-    patches: int = key(1024, "image patches that a sample has room for; tensors have this size, however many there are", COUNT)
-    image_patches: int = key(256, "an image with more patches is scaled down to this number; its aspect ratio stays", COUNT)
+    patches: int = key(1024, "capacity of a sample in image patches; tensors have this size even if there are fewer", COUNT)
+    image_patches: int = key(256, "maximum number of patches of an image; a larger image is scaled down, with its aspect ratio", COUNT)
 
 
 def modules_with_tower(config: Model) -> list[str]:
-    """Return the decoder's modules in running order, with the tower behind the embedding, into which it writes."""
+    """Return the decoder's modules in running order, with the tower after the embedding, whose output it changes."""
     embedding, *others = decoder_modules(config)
     return [embedding, "vision", *others]

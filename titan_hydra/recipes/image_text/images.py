@@ -1,8 +1,8 @@
 """Images with text as samples: documents in which texts and images alternate, packed by their tokens and patches.
 
-Each image keeps its aspect: it is scaled down to `objective.image_patches` patches if it has more, and has exactly as many
-tokens as patches. The size of an image is read from its header, so every rank knows all lengths, and decodes only the
-images of its own samples.
+Each image keeps its aspect ratio; it is scaled down to `objective.image_patches` patches if it has more, and each patch
+is one token. The size of an image is read from its header, so every rank knows all lengths, and decodes only the images
+of its own samples.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from titan_hydra.data import Wanted
 
 SUFFIXES = ("jpg", "jpeg", "png", "webp")
-TURNED = 274  # the EXIF tag of a camera's orientation; from 5 on, rows are columns
+TURNED = 274  # the EXIF tag of the orientation; values from 5 on exchange rows and columns
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 60, 220), "white": (240, 240, 240), "black": (10, 10, 10)}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image that is decoded when it is needed, with its size in patches."""
+    """An image with its size in patches, decoded only when it is used."""
 
     where: str
     open: Callable[[], Image]
@@ -59,7 +59,7 @@ class Picture:
             image = self.open()
             image = (ImageOps.exif_transpose(image) if image.format == "JPEG" else image).convert("RGB")
             image = image.resize((self.columns * side, self.rows * side))
-        except Exception as error:  # pillow has errors of many kinds for damaged files
+        except Exception as error:  # pillow raises many kinds of errors for damaged files
             raise BadShard(self.where, f"{self.where}: cannot be decoded: {error}") from error
         pixels = np.asarray(image).reshape(self.rows, side, self.columns, side, 3)
         return pixels.swapaxes(1, 2).reshape(self.rows * self.columns, -1)
@@ -67,7 +67,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Illustrated(Turns):
-    """The tokens of a document with images, and for each of these the place of its first token."""
+    """The tokens of a document with images, and for each image the position of its first token."""
 
     pictures: list[tuple[int, Picture]] = field(default_factory=list)
 
@@ -77,8 +77,8 @@ class Illustrated(Turns):
 
 
 def cells_of(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Return rows and columns of patches of an image, with its aspect as far as whole patches allow, and at most `most`
-    together.
+    """Return the numbers of rows and columns of an image's patches: at most `most` patches, with nearly its aspect
+    ratio.
     """
     rows, columns = max(1, round(height / side)), max(1, round(width / side))
     if rows * columns > most:
@@ -89,11 +89,11 @@ def cells_of(height: int, width: int, side: int, most: int) -> tuple[int, int]:
 
 
 class TarRows:
-    """The samples of webdataset tars by number: the members of a file whose names agree up to the first dot."""
+    """The samples of webdataset tars by number: a sample's members have the same name up to the first dot."""
 
     def __init__(self, files: list[Path], bad: BadShards, most: int | None = None):
-        """Find the samples among the first `most` members of each file; None: among all."""
-        # file, name, and of each member by its suffix where it is
+        """Find the samples among the first `most` members of each file, or among all if it is None."""
+        # (file, name, {suffix: place of the member})
         self.rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []
         self.open = functools.lru_cache(64)(lambda file: file.open("rb", buffering=0))
         for file in files:
@@ -133,7 +133,7 @@ class ImageReader(ConversationReader):
     """Documents of texts and images by number, encoded."""
 
     rows = "documents"
-    lines: Any  # TarRows
+    lines: Any  # a TarRows
 
     def __init__(self, lines: Any, tokenizer: Tokenizer, side: int, most: int):
         self.lines, self.tokenizer, self.side, self.most = lines, tokenizer, side, most
@@ -150,8 +150,8 @@ class ImageReader(ConversationReader):
             raise BadShard(where, f"{where}: {error}") from error
 
     def document(self, parts: list[str | Callable[[], Image]], where: str) -> Illustrated:
-        """Encode texts and images. Only text is learned; the ids of images stand for nothing, as the tower's output
-        takes their places.
+        """Encode texts and images. Only text is learned; the ids at an image's tokens have no meaning, as the tower's
+        output replaces their embeddings.
         """
         words = self.tokenizer
         ids, trained, pictures = [] if words.bos_id is None else [words.bos_id], [], list[tuple[int, Picture]]()
@@ -174,7 +174,7 @@ class ImageReader(ConversationReader):
     def picture(self, open: Callable[[], Image], where: str) -> Picture:
         """Return an image with its size, of which only the header is read."""
         image = open()
-        turned = image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5  # of a PNG it would decode the image
+        turned = image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5  # not asked of a PNG, as that would decode the image
         width, height = image.size[::-1] if turned else image.size
         return Picture(where, open, *cells_of(height, width, self.side, self.most))
 
@@ -182,8 +182,8 @@ class ImageReader(ConversationReader):
 def parts_of(members: dict[str, bytes]) -> list[str | Callable[[], Image]]:
     """Return the texts and images of a sample in order. Raises ValueError if it has neither.
 
-    An image and its .txt are an image with its caption; a .json has `parts`, each of `text` or of `image`, which names
-    a member.
+    An image and a .txt are an image with its caption; a .json has `parts`, each with `text` or with `image`, a member's
+    name.
     """
     if "json" not in members:
         images = [suffix for suffix in members if suffix in SUFFIXES]
@@ -261,8 +261,8 @@ class DrawnReader(ImageReader):
 class ImageSamples(Chat):
     """Packed samples: a chat's arrays, and for images `patches`, `cells`, `images`, `places` (model.py).
 
-    An image that is damaged behind its header is black, if data.max_bad_shards allows it: all ranks have reserved its
-    place.
+    An image that is damaged after its header becomes black, if data.max_bad_shards allows it, as all ranks have
+    reserved its place.
     """
 
     def __init__(self, reader: ImageReader, wanted: Wanted, seed: int):
@@ -313,29 +313,29 @@ def open_image_text(key: str, source: FileSource, wanted: Wanted, seed: int) -> 
 
 
 def _sizes(wanted: Wanted) -> tuple[int, int]:
-    """Return the side of a patch, and the most patches of an image."""
-    job: Any = wanted.job  # of a family with a tower, and of its objective: a rule holds that
+    """Return the side of a patch in pixels, and the maximum number of patches of an image."""
+    job: Any = wanted.job  # a rule ensures that the family has a tower, and the objective its keys
     return job.model.vision.patch, job.objective.image_patches
 
 
 def draw_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
-    """Draw the documents of data=synthetic_image_text; those for validation are others."""
+    """Draw the documents of data=synthetic_image_text; validation gets other documents."""
     return ImageSamples(DrawnReader(DrawnRows(wanted.drawn(seed), 10_000), wanted.tokenizer, *_sizes(wanted)), wanted, seed)
 
 
 def pillow_is_there(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
-    """Yield a fault if images cannot be read here. Imports no torch."""
+    """Yield a fault if pillow, which reads images, is not installed. Imports no torch."""
     if importlib.util.find_spec("PIL") is None:
         yield Fault(f"{key}.name", source.name, "needs pillow to read images: pip install pillow")
 
 
 def warnings_of_captions(key: str, source: FileSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about texts that the tokenizer does not know. Imports no torch."""
+    """Yield a warning about texts that the tokenizer encodes as unknown tokens. Imports no torch."""
     return unknown.warning(f"{key}.path", source.path, job.tokenizer, lambda: unknown.of_some(source.path, (".tar",), _first_texts))
 
 
 def _first_texts(file: Path) -> Iterator[str]:
-    """Yield the texts of the first samples of a tar. No image is read, and samples that cannot be used are left out."""
+    """Yield the texts of the first samples of a tar. No image is read, and unusable samples are skipped."""
     rows = TarRows([file], BadShards(1), 2 * unknown.ROWS)
     for number in range(len(rows)):
         with contextlib.suppress(ValueError):

@@ -1,9 +1,9 @@
-"""A vision tower of Siglip2's kind (arXiv 2502.14786) before a decoder: each patch of an image at its own aspect is a
-token.
+"""A vision tower of Siglip2's kind (arXiv 2502.14786) before a decoder: an image keeps its aspect ratio, and each of
+its patches is a token.
 
 The tower takes a fixed number of patches for each sample, those of all its images one after another, so that all shapes
-are the same whatever the images are. A sample without images has empty patches: the tower runs on every rank all the
-same, as its collectives must.
+are the same whatever the images are. A sample without images has empty patches: the tower still runs on every rank, as
+all ranks must take part in its collectives.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from titan_hydra.models.qwen3.model import Qwen3
 
 from .config import Llama3VisionConfig, Qwen3VisionConfig, Vision
 
-EPS = 1e-6  # of the tower's norms
+EPS = 1e-6  # epsilon of the tower's norms
 
 
 class WithVision(Decoder):
-    """A decoder that takes the places of images in its text from a tower. Batches have the tensors of `Tower.forward`
-    beside the text's.
+    """A decoder whose embeddings at images' tokens come from a vision tower. Batches have the tensors of
+    `Tower.forward` beside those of the text.
     """
 
     def __init__(self, config: Llama3VisionConfig | Qwen3VisionConfig, seq_len: int):
@@ -54,7 +54,7 @@ class Qwen3Vision(WithVision, Qwen3):
 
 
 class Tower(nn.Module):
-    """Writes images into the embedding of a text."""
+    """Replaces the embeddings at images' tokens by the features of their patches."""
 
     def __init__(self, config: Vision, dim: int):
         super().__init__()
@@ -66,7 +66,7 @@ class Tower(nn.Module):
         self.inner, self.outer = nn.Linear(config.dim, config.ffn_dim), nn.Linear(config.ffn_dim, dim)
 
     def forward(self, h: Tensor, patches: Tensor, cells: Tensor, images: Tensor, places: Tensor) -> Tensor:
-        """Return h [batch, seq, dim] with each place of an image replaced by the tower's output for its patch.
+        """Return h [batch, seq, dim] with each image token's embedding replaced by the tower's output for its patch.
 
         patches: bytes [batch, patches, 3 * patch**2]; cells: the row and column of each, and the rows and columns of
         its image [batch, patches, 4]; images: the number of its image in the sample, -1 of an empty one [batch,
@@ -81,16 +81,16 @@ class Tower(nn.Module):
         return torch.where((places >= 0).unsqueeze(-1), chosen.type_as(h), h)
 
     def mixture(self, cells: Tensor) -> Tensor:
-        """Return the share of each learned position in that of a patch [batch, patches, grid**2]: the table resized to
-        the image's rows and columns.
+        """Return the weight of each learned position in the position of a patch [batch, patches, grid**2]: the table
+        resized to the image's rows and columns.
         """
         row, column, rows, columns = cells.unbind(-1)
         return (resized(row, rows, self.grid).unsqueeze(-1) * resized(column, columns, self.grid).unsqueeze(-2)).flatten(2)
 
 
 def resized(index: Tensor, number: Tensor, size: int) -> Tensor:
-    """Return the shares [..., size] of `size` points in the point `index` of `number`: a triangle as wide as the
-    coarser spacing, as F.interpolate has with antialias=True.
+    """Return the weights [..., size] with which `size` points are interpolated at point `index` of `number`: a triangle
+    filter, as in F.interpolate with antialias=True.
     """
     step = size / number.clamp(min=1).float()
     centre = (index + 0.5) * step
@@ -106,7 +106,7 @@ class TowerBlock(nn.Module):
         super().__init__()
         self.heads, self.sdpa = config.n_heads, SDPA("auto", causal=False)
         self.attention_norm, self.ffn_norm = (nn.LayerNorm(config.dim, eps=EPS) for _ in range(2))
-        # A bias of the keys would add the same number to all scores of a query, which softmax ignores.
+        # Keys have no bias: it would add the same number to all scores of a query, which softmax ignores.
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=name != "wk") for name in ("wq", "wk", "wv", "wo"))
         self.w1, self.w2 = nn.Linear(config.dim, config.ffn_dim), nn.Linear(config.ffn_dim, config.dim)
 

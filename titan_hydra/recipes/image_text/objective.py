@@ -19,14 +19,14 @@ from .images import empty_images
 
 class ImageText(SupervisedFineTuning):
     """Fine-tuning's samples and the arrays of their images. All context-parallel ranks run the tower on all images of a
-    sample, and take the patches that stand in their part of the text, so that the sum of their gradients is the whole
-    one.
+    sample, and use the patches in their part of the text, so that the sum of the ranks' gradients is the whole
+    gradient.
     """
 
     dims = SupervisedFineTuning.dims | {"patches": Dims(), "cells": Dims(), "images": Dims(), "places": Dims(sequence=1)}
 
     def blank_sample(self) -> Sample:
-        model: Any = self.job.model  # of a family with a tower
+        model: Any = self.job.model  # the model section of a family with a tower
         return super().blank_sample() | empty_images(self.job.data.seq_len + 1, self.keys.patches, model.vision.patch)
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:

@@ -1,4 +1,4 @@
-"""What the objective `image_text`, and the tower that it trains, cannot be combined with."""
+"""With which options the objective `image_text` and its tower cannot be combined."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,15 +9,15 @@ from titan_hydra.job.adapter import adapts
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """A sample has room for any image. The tower is plain, and sharded by FSDP2."""
+    """A sample has room for any image. The tower has no number format and no adapters, and is sharded by FSDP2."""
     objective: Any = job.objective
     if objective.image_patches > objective.patches:
         reason = f"more than objective.patches={objective.patches} of a sample"
         yield Fault("objective.image_patches", objective.image_patches, reason, legal=(objective.patches,))
     tower = f"the tower of model.family={job.model.family}"
     if job.precision.converter:
-        yield Fault("precision.converter", job.precision.converter, f"{tower} needs plain linears", legal=("null",))
+        yield Fault("precision.converter", job.precision.converter, f"{tower} has no number format", legal=("null",))
     if adapts(job):
         yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
     if job.parallelism.backend != "fsdp2":
-        yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} is sharded by FSDP2", legal=("fsdp2",))
+        yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} can only be sharded by FSDP2", legal=("fsdp2",))

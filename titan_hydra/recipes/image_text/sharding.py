@@ -1,4 +1,4 @@
-"""How tensor parallelism splits decoders that read images: the decoder is split, the tower is whole on every rank."""
+"""How tensor parallelism splits decoders that read images: the decoder is split, the tower is replicated."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from titan_hydra.parallel.whole import WholeTree
 
 
 def llama3_vision(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Llama 3's split, with a whole tower."""
+    """Return Llama 3's plan, with a replicated tower."""
     return with_tower(llama3.plan(config, norm, linears), config, norm, linears)
 
 
 def qwen3_vision(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Qwen3's split, with a whole tower."""
+    """Return Qwen3's plan, with a replicated tower."""
     return with_tower(qwen3.plan(config, norm, linears), config, norm, linears)
 
 
 def with_tower(decoder: Plan, config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return a decoder's plan for one with a tower: the embedding is whole until the tower has written into it, and is
-    cut then.
-    """
+    """Return a decoder's plan for one with a tower: the embeddings are split only after the tower has changed them."""
     whole = llama3.plan(replace(config, sequence_parallel=False), norm, linears).around["tok_embeddings"]
     return Plan(decoder.around | {"tok_embeddings": whole, "vision": WholeTree(config.sequence_parallel)}, decoder.block)

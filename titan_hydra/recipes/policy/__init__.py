@@ -1,4 +1,4 @@
-"""Learning from whole answers: pairs of which one is preferred (dpo), and sampled tokens with advantages (policy)."""
+"""Learning from whole answers: pairs with a preferred answer (dpo), and sampled tokens with advantages (policy)."""
 
 from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 from titan_hydra.config.source import FileSource

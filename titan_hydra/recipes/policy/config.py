@@ -16,14 +16,14 @@ class PairSource(TemplateSource, FileSource):
 
 @dataclass
 class DirectPreference(Objective):
-    beta: float = key(0.1, "how strongly the model is held to its reference model", POSITIVE, changes="learning")
+    beta: float = key(0.1, "DPO's beta: a larger value keeps the model closer to the reference model", POSITIVE, changes="learning")
 
 
 @dataclass
 class PolicyGradient(Objective):
     clip: float = key(
         0.2,
-        "a token gives no gradient once its probability has changed by more than this share in the direction of its advantage",
+        "PPO's clip: a token has no gradient once its probability ratio is beyond 1 +- this in the direction of its advantage",
         POSITIVE,
         changes="learning",
     )

@@ -20,11 +20,9 @@ from titan_hydra.train.objectives.language import IGNORED
 
 
 class Likelihood(SupervisedFineTuning):
-    """Fine-tuning with a loss that reads the log-probability of each label, and further numbers of it that the samples
-    bring.
-    """
+    """Fine-tuning with a loss on the log-probability of each label, and on further numbers per label from the samples."""
 
-    values: tuple[str, ...]  # the names of those numbers, each [seq_len + 1] in a sample
+    values: tuple[str, ...]  # names of those arrays, each [seq_len + 1] in a sample
 
     def blank_sample(self) -> Sample:
         return super().blank_sample() | {name: np.zeros(self.job.data.seq_len + 1, np.float32) for name in self.values}
@@ -36,7 +34,7 @@ class Likelihood(SupervisedFineTuning):
     def inputs(self, batch: Tensors) -> tuple[Tensor, Tensors]:
         first, others = super().inputs(batch)
         if "targets" in others:
-            others["targets"] = others["targets"].unsqueeze(-1)  # asks the head for the loss of each token
+            others["targets"] = others["targets"].unsqueeze(-1)  # this shape asks the head for the loss of each token
         return first, others
 
     def log_probabilities(self, output: Tensor, batch: Tensors) -> Tensor:
@@ -50,10 +48,9 @@ class Likelihood(SupervisedFineTuning):
 
 class Preference(Likelihood):
     """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta * margin) of each pair, where the margin is
-    by how much the log-probability of the preferred answer has grown over the reference's, less the same of the other
-    answer.
+    the log-probability of the preferred answer minus the reference's, less the same difference of the rejected answer.
 
-    The answers of pair p of a sample are its documents 2p and 2p + 1. A pair is the element that counts.
+    The answers of pair p of a sample are its documents 2p and 2p + 1. The loss is a mean over pairs.
     """
 
     values = ("reference",)
@@ -62,7 +59,7 @@ class Preference(Likelihood):
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         batch = super().batch(samples, separators)
         learned = batch["documents"].masked_fill(batch["labels"] == IGNORED, -1)
-        # the most pairs that fit: each has two documents of at least two tokens
+        # the largest number of pairs in a sample: each has two documents of at least two tokens
         places = torch.arange(self.job.data.seq_len // 4 + 1)
         pairs = torch.stack([torch.isin(2 * places, row) for row in learned])
         return Batch(batch.tensors | {"pairs": pairs}, self.dims)
@@ -71,11 +68,11 @@ class Preference(Likelihood):
         return batch["pairs"].sum()
 
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
-        # sums of hundreds, whose small difference counts
+        # the loss depends on a small difference of sums in the hundreds
         grown = (self.log_probabilities(output, batch) - batch["reference"]).double()
         samples, places = grown.shape[0], 2 * batch["pairs"].shape[1]
         row = torch.arange(samples, device=grown.device).unsqueeze(1) * places
-        # the last document may be a filling, without a label
+        # the last document may be padding, without a label
         ids = (row + batch["documents"].clamp(max=places - 1)).flatten()
         sums = torch.zeros(samples * places, dtype=grown.dtype, device=grown.device).index_add(0, ids, grown.flatten())
         chosen, rejected = sums.view(samples, -1, 2).unbind(-1)
@@ -83,8 +80,8 @@ class Preference(Likelihood):
 
 
 class ClippedPolicy(Likelihood):
-    """The clipped objective of PPO (arXiv 1707.06347) for each label: the ratio of its probability to that when it was
-    sampled, times its advantage, with no gradient once the ratio has left 1 +- clip in the direction of the advantage.
+    """The clipped objective of PPO (arXiv 1707.06347) for each label: the ratio of its probability to that at sampling
+    time, times its advantage, with no gradient once the ratio has left 1 +- clip in the direction of the advantage.
     """
 
     values = ("old_logprobs", "advantages")

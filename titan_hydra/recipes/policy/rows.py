@@ -1,7 +1,7 @@
 """Data of preference and policy training: rows with a preferred and a rejected answer, or with sampled tokens and their
 advantages.
 
-They are packed as conversations are. The two answers of a pair are documents beside each other, so that no layout
+They are packed as conversations are. The two answers of a pair are adjacent documents of one sample, so that no layout
 separates them.
 """
 
@@ -29,7 +29,7 @@ REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # the columns that `tita
 
 
 class PairReader(ConversationReader):
-    """Pairs of answers by number; `scored` asks for the log-probabilities that the reference gives them."""
+    """Pairs of answers by number; with `scored`, rows must have the reference's log-probabilities."""
 
     rows = "pairs"
 
@@ -38,8 +38,8 @@ class PairReader(ConversationReader):
         self.scored = scored
 
     def read(self, line: bytes) -> Turns:
-        """Encode a pair. A document's log-probability stands at its last token, as only sums over documents are
-        used.
+        """Encode a pair. A document's reference log-probability is stored at its last token, as only sums over
+        documents are used.
         """
         row = record_of(line)
         answers = [self.encode(side) for side in pair_of(row)]
@@ -55,9 +55,9 @@ class PairReader(ConversationReader):
 
 
 def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
-    """Return the conversations with the preferred answer and with the other. Raises ValueError if the row holds none.
+    """Return the conversations with the preferred and the rejected answer. Raises ValueError if the row has none.
 
-    A row has `chosen` and `rejected`: each a text, or messages whose last is the answer. The messages of `prompt` stand
+    A row has `chosen` and `rejected`: each a text, or messages whose last is the answer. The messages of `prompt` come
     before both.
     """
     prompt = row.get("prompt", [])
@@ -67,7 +67,7 @@ def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
         answer = row.get(name)
         answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if not isinstance(prompt, list) or not isinstance(answer, list) or not answer:
-            raise ValueError("no pair in it: 'chosen' and 'rejected' are texts or lists of messages, as is 'prompt'")
+            raise ValueError("no pair in it: 'chosen', 'rejected' and 'prompt' must be texts or lists of messages")
         side = conversation([*prompt, *answer], row.get("tools"))
         if side.messages[-1]["role"] != "assistant":
             raise ValueError(f"the last message of {name!r} is not the assistant's")
@@ -78,7 +78,7 @@ def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
 def _number(row: dict[str, Any], column: str) -> float:
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{column!r} is {value!r}, not a number: `titan score-pairs` adds the reference's")
+        raise ValueError(f"{column!r} is {value!r}, not a number: `titan score-pairs` adds the reference's log-probabilities")
     return value
 
 
@@ -95,15 +95,16 @@ class RolloutReader(ConversationReader):
         return {"tokenizer": self.tokenizer.sha256}
 
     def read(self, line: bytes) -> Turns:
-        """Read a row of `tokens`, and of `old_logprobs` and `advantages` for the last of them: what stands before is
-        the prompt. One advantage holds for all. Tokens are never text, as to encode it again can give others.
+        """Read a row of `tokens`, and of `old_logprobs` and `advantages` for the last of them: the tokens before them
+        are the prompt. A single advantage applies to all tokens. Rows hold ids, as encoding a text again can give
+        others.
         """
         row = record_of(line)
         tokens, old, advantages = row.get("tokens"), row.get("old_logprobs"), row.get("advantages")
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
             raise ValueError(f"'tokens' is not a list of ids below model.vocab_size={self.vocab_size}")
         if not _numbers(old) or not 0 < len(old) < len(tokens):
-            raise ValueError(f"'old_logprobs' is not a list of numbers, one for each sampled token, and fewer than all {len(tokens)}")
+            raise ValueError(f"'old_logprobs' must be a list of numbers, one for each sampled token, and shorter than all {len(tokens)}")
         advantages = advantages if isinstance(advantages, list) else [advantages] * len(old)
         if not _numbers(advantages) or len(advantages) != len(old):
             raise ValueError(f"'advantages' is neither a number nor a list of {len(old)}, one for each of 'old_logprobs'")
@@ -144,7 +145,7 @@ def faults_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[F
 
 
 def warnings_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about what the tokenizer does not know."""
+    """Yield a warning about text that the tokenizer encodes as unknown tokens."""
     return warnings_of_first(key, source, job, _texts)
 
 

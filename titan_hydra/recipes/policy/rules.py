@@ -1,4 +1,4 @@
-"""What the objective `dpo` cannot be combined with."""
+"""With which options the objective `dpo` cannot be combined."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,8 @@ from titan_hydra.config.schema import Job
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """A loss of whole documents needs their numbers and all of their tokens on one rank. The balance loss of experts
-    counts tokens.
+    """A loss of whole documents needs their indices and all of their tokens on one rank. The experts' balance loss,
+    however, is a mean over tokens.
     """
     objective = f"objective={job.objective.name}"
     if not job.data.document_mask:

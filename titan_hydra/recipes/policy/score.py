@@ -22,7 +22,7 @@ from .rows import REFERENCE, PairReader
 
 def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
     """Write the pairs of a file into another, with the columns REFERENCE. Returns their number. Raises ConfigError at a
-    row that is no pair, or is longer than what the model reads; then nothing is written.
+    row that is no pair, or is longer than the model's sequence length; then nothing is written.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
@@ -42,7 +42,7 @@ def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
 
 
 def log_probabilities(model: nn.Module, turns: Turns) -> list[float]:
-    """Return the log-probability of what is to be learned in each document, from a forward of its own."""
+    """Return the log-probability of the learned tokens of each document, one forward per document."""
     found, begin = [], 0
     for length in turns.documents:
         losses = token_losses(model, torch.from_numpy(turns.tokens[None, begin : begin + length]))[0]

@@ -26,11 +26,11 @@ class Objective(ABC):
     batch.
     """
 
-    dims: Mapping[str, Dims]  # of every tensor that `batch` can give: what cuts the batch asks nothing else
+    dims: Mapping[str, Dims]  # for every tensor that `batch` can return; the code that cuts batches only uses these
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.keys: Any = job.objective  # with the keys of this objective
+        self.keys: Any = job.objective  # the job's section with this objective's keys
 
     @abstractmethod
     def blank_sample(self) -> Sample:
@@ -44,8 +44,8 @@ class Objective(ABC):
 
     @abstractmethod
     def count(self, batch: Tensors) -> Tensor:
-        """Return the number of elements that count, or their whole weight. The sequences are whole or a rank's part of
-        them.
+        """Return the number of elements that count, or the sum of their weights. The batch has whole sequences or a
+        rank's part of each.
         """
 
     @abstractmethod
@@ -56,12 +56,12 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
-        """Return the loss summed over the elements that count, from what the model returned. Compiled under
-        compile=block.
+        """Return the loss summed over the elements that count, from what the model returned. With compile=block this
+        function is compiled.
         """
 
     def measure(self, output: Tensor, batch: Tensors) -> Tensor:
-        """Return the sum whose mean over the elements that count a validation reports."""
+        """Return the sum that a validation divides by the number of elements that count."""
         return self.loss(output, batch)
 
     def example(self, samples: int) -> Batch:

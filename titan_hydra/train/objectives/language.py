@@ -17,11 +17,11 @@ IGNORED = -100  # the label of a token that does not count
 
 
 class Language(Objective):
-    """Samples are {tokens [seq_len + 1]}. A batch has tokens and labels, and positions, documents and their ends where
-    something asks for them.
+    """Samples are {tokens [seq_len + 1]}. A batch has tokens and labels and, if they are used, positions, documents and
+    the documents' ends.
     """
 
-    # Documents stay whole: only Ulysses can keep them apart, and there each rank's heads cover the whole sequence.
+    # Context parallelism does not cut documents: only Ulysses supports them, where each rank has whole sequences.
     dims = {
         "tokens": Dims(sequence=1),
         "labels": Dims(sequence=1),
@@ -38,8 +38,8 @@ class Language(Objective):
         return self.assembled(cut(tokens, separators if self.job.data.document_mask else None))
 
     def assembled(self, arrays: dict[str, np.ndarray]) -> Batch:
-        """Return arrays as a batch, with positions where context parallelism asks for them."""
-        # the model would count the positions of a part from 0
+        """Return arrays as a batch, with positions if context parallelism needs them."""
+        # otherwise the model would number a part's positions from 0
         if self.job.parallelism.cp > 1 and "positions" not in arrays:
             arrays["positions"] = np.broadcast_to(np.arange(self.job.data.seq_len), arrays["tokens"].shape).copy()
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, self.dims)
@@ -69,7 +69,7 @@ def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) ->
     """Split samples [n, S + 1] into tokens and labels; with separators also the document of each token, and its
     position in it.
 
-    The first token of a document is no label: the text before it does not predict it.
+    The first token of a document is not a label, as the text before it belongs to another document.
     """
     inputs, labels = tokens[:, :-1], tokens[:, 1:].copy()
     if separators is None:
@@ -77,7 +77,7 @@ def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) ->
     begins = _begins(tokens, *separators)
     labels[begins[:, 1:]] = IGNORED
     documents = begins[:, :-1].cumsum(axis=1)
-    documents -= documents[:, :1]  # a sample's first document is number 0, whether or not it begins there
+    documents -= documents[:, :1]  # a sample's first document is number 0, even if it begins in an earlier sample
     return {"tokens": inputs.copy(), "labels": labels} | packed(documents)
 
 
@@ -94,9 +94,9 @@ def packed(documents: np.ndarray) -> dict[str, np.ndarray]:
 def ends_of(documents: np.ndarray) -> np.ndarray:
     """Return where the documents of samples [n, seq] end: [n, m], rows of fewer than m filled with seq.
 
-    The kernels take as many as the host has made room for, without asking the device, and do a little for those that
-    are empty. m is a power of two up to 16, above it a multiple of 16. Compiled code sees two of them: the second is
-    compiled for any number.
+    The kernels are launched for m documents, which the host knows without waiting for the device; empty documents cost
+    little. m is a power of two up to 16, above it a multiple of 16. torch.compile compiles for the first m; the second
+    m is compiled for any number.
     """
     last = np.ones(documents.shape, bool)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
