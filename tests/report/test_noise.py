@@ -142,6 +142,7 @@ def test_seeds_are_averaged_with_their_errors(sweep, capsys):
     # Seed by seed: the seeds' own differences, a hundred times as large, are not in the error.
     assert table["optimizer.lr=0.002"]["to the baseline"] == f"{MINUS}0.0220 {PM} 0.0012"
     assert "seed differs" not in out
+    assert "- optimizer differs (on purpose): losses have no band\n" in out
     assert "- (noise): a difference smaller than twice a mean's standard error" in out
 
 

@@ -147,7 +147,7 @@ def longer(cell: Cell) -> None:
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":
         wanted = f" --step {steps[0]}" if len(steps) == 1 else ""
-        print(f"  train longer: titan extend{where(cell)} {cell.directory.name.rpartition('-')[2]} steps={2 * cell.job.steps}{wanted}")
+        print(f"  train longer: titan extend{where(cell)} {cell.directory.name} steps={2 * cell.job.steps}{wanted}")
 
 
 def last_word(directory: Path, state: State) -> str:

@@ -176,13 +176,12 @@ class Report:
             if difference.work and not compare.is_allowed(difference.key, self.allowed):
                 lost.append("no difference in tokens/s")
             if difference.learning:
-                lost.append("losses are not compared")
+                lost.append("losses have no band" if self.over else "losses are not compared")
             if held_out:
                 lost.append("held-out losses are not compared")
-            why = "" if held_out else " (allowed)"
-            if difference.purpose:
-                why = " (on purpose)"
-            values = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in difference.values.items())
+            why = " (on purpose)" if difference.purpose else "" if held_out else " (allowed)"
+            runs = {} if self.over and difference.purpose else difference.values  # means are named by what a sweep varies
+            values = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in runs.items())
             if lost or not difference.purpose:
                 notes.append(": ".join(filter(None, (f"{difference.key} differs{why}", values, ", ".join(lost)))))
         return notes
