@@ -198,7 +198,7 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], o
 def unknown_key(key: str) -> str:
     """Return the message for a key or group that does not exist, with the ones that were probably meant."""
     above, names = key.rpartition(".")[0], [*dict.fromkeys([*known_keys(), *default_options()])]
-    if dataclasses.is_dataclass(kind_of(above)):  # it may stand under a name of the user's own
+    if dataclasses.is_dataclass(kind_of(above)):  # the key may be below a name that the user chose
         names += [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))]
     elif kind_of(above) is not None:
         return f"{shown(key)}: {above} is {wanted(above)}, and has no keys below it"
