@@ -306,7 +306,7 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 646,  # 520
-    "config": 4878,  # 3,200
+    "config": 4881,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
     "runs": 2051,  # 2,100
@@ -319,7 +319,7 @@ LINES = {
     "fault_tolerance": 1114,  # 600
     "verify": 1998,  # 2,000
     "launch": 3161,  # 1,950
-    "report": 2271,  # 2,050
+    "report": 2270,  # 2,050
     "commands": 2547,  # 2,300
     "recipes": 3786,  # 3,100
     "plan": 1521,  # 1,800

@@ -79,7 +79,7 @@ def test_what_cannot_be_is_one_line(run, capsys, monkeypatch):
     status, line = refused("--to", "wandb", "seed=3")
     assert status == 2 and line.startswith(f"{run.name}: seed=3: is part of the experiment, which stays the same; another one goes on ")
     monkeypatch.setattr("wandb.init", lambda **_: 1 / 0)
-    assert refused("--to", "wandb") == (1, f"{run.name}: wandb took nothing: division by zero\n")
+    assert refused("--to", "wandb") == (1, f"{run.name}: wandb failed, nothing was copied: division by zero\n")
     (run / "metrics.jsonl").unlink()
     assert refused("--to", "tensorboard") == (2, f"{run.name}: has recorded nothing yet\n")
 

@@ -92,7 +92,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     # Muon: the two steps of torch's own optimizer, to be applied to sharded matrices.
     "muon_adjust_lr": "torch.optim._muon:_adjust_lr",
     "muon_orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
-    # A checkpoint's index is a pickle of these classes, among others. set_element puts a value into a nested dict.
+    # A checkpoint's index is a pickle of these and other classes. set_element puts a value into a nested dict.
     "MemoryFormat": "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "get_layout": "torch.serialization:_get_layout",
@@ -148,7 +148,7 @@ def wrap_stage_messages(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def settle_shapes(schedule: Any) -> None:
-    """Let the stages of torch 2.13 agree that all know their shapes without the vote, as fake tensors hold no votes."""
+    """Skip the vote in which the stages of torch 2.13 agree that they know their shapes: fake tensors hold no votes."""
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode
 
@@ -198,7 +198,7 @@ def swap_propagation(change: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 
 def forget_forward(stage: Any, microbatch: int) -> None:
-    """Drop what torch's pipeline stage keeps of a forward that no backward follows; torch 2.15 has another name for it."""
+    """Delete what torch's pipeline stage saves in a forward without backward; torch 2.15 renamed the attribute."""
     if hasattr(stage, "fwd_cache"):
         stage.fwd_cache[microbatch] = ((), [])
         return

@@ -2,8 +2,8 @@
 predictions.
 
 torch has checks of its own (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and takes the first kernel that
-passes them. Here stand those that decide how a call is prepared, and the calls that torch would compute wrongly, each
-with its issue.
+passes them. This file has the checks that determine how a call is prepared, and refuses calls that torch would compute
+wrongly, each with its issue.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from .fault import Fault
 from .registry import CP_ROTATIONS
 from .schema import Job
 
-# the order of auto: on an H200 cuDNN ran 1.7 to 1.9 times as fast as torch's flash
+# the order in which `auto` tries kernels: on an H200 cuDNN was 1.7 to 1.9 times as fast as torch's flash
 KERNELS = ("cudnn", "flash", "efficient", "math")
 HALF = ("bfloat16", "float16")
 
@@ -28,17 +28,17 @@ class Machine(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the choice of a kernel depends on. Without `machine`, as on a login node, nothing is refused for what the
-    machine is.
+    """The facts on which the choice of a kernel depends. Without `machine`, as on a login node, no check of the GPU
+    applies.
     """
 
     device: str
     dtype: str = "bfloat16"
-    width: int = 128  # of a query and of a key
+    width: int = 128  # width of a query and of a key
     value_width: int = 128
-    keys: int = 0  # in a sequence
+    keys: int = 0  # number of keys of a sequence
     causal: bool = True
-    masked: bool = False  # by a tensor
+    masked: bool = False  # whether a tensor masks pairs
     ring: bool = False
     deterministic: bool = False
     machine: Machine | None = None
@@ -68,7 +68,7 @@ def kernel_fault(asked: str, *calls: Call) -> Fault | None:
 def refusal(kernel: str, call: Call) -> str | None:
     """Return why a kernel may not compute a call; None if it may."""
     if kernel == "math":
-        # torch would take the order of the ranks for the order of the sequence, without an error.
+        # without an error, torch would compute as if the ranks' order were that of the sequence.
         return "has no ring (pytorch #147793)" if call.ring else None
     if call.device != "cuda":
         return None if kernel == "flash" else f"does not exist on the {call.device.upper()}"
@@ -84,8 +84,8 @@ def refusal(kernel: str, call: Call) -> str | None:
 
 
 def _of_cudnn(call: Call) -> str | None:
-    """Return why cuDNN may not compute a call on CUDA. What torch itself refuses is here too: a kernel that is asked
-    for must be one line.
+    """Return why cuDNN may not compute a call on CUDA. Calls that torch itself refuses are included, so that a kernel
+    that is asked for fails with one line.
 
     Not here: single queries, for which cuDNN is wrong on B200 before 9.24.1 (pytorch #193893); no call of this package
     has one.
@@ -99,14 +99,14 @@ def _of_cudnn(call: Call) -> str | None:
         return "is refused by debug.deterministic=true, as its backward is not deterministic"
     if call.masked:
         return "may compute gradients that are not finite under a mask (pytorch #196678)"
-    # 256 is later torch's, and not proven
+    # later torch accepts 256, which is not verified here
     if any(width % 8 for width in widths) or (max(widths) > 128 and widths != (192, 128)):
         return f"takes no heads of {call.width} with values of {call.value_width}, but up to 128 in steps of 8"
     if machine is None:
         return None
     if not machine.cuda:
         return "is not part of this torch, which is built for ROCm"
-    if machine.cuda < (12, 9):  # torch turns it off by default there; whoever names it turns it on again
+    if machine.cuda < (12, 9):  # torch disables it by default there; naming the kernel enables it
         has = ".".join(map(str, machine.cuda))
         return f"reads memory that is not its own before CUDA 12.9, and this torch has {has} (pytorch #169849)"
     if max(widths) > 128 and machine.capability[0] not in (9, 10):  # pytorch #172621

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-MOST_CELLS = 10_000  # of one command line
-PLAIN = (None, [])  # a file of conf/ without a package of its own and without a list of defaults
+MOST_CELLS = 10_000  # maximum number of cells of one command line
+PLAIN = (None, [])  # a file of conf/ that has neither a package nor a defaults list
 
 
 class Composition(NamedTuple):
@@ -30,7 +30,7 @@ class Composition(NamedTuple):
 
     config: DictConfig
     choices: dict[str, str | None]  # the option of each group
-    pickled: bytes  # nine times faster to copy from
+    pickled: bytes  # copying by unpickling is nine times faster
 
 
 class Composer:
@@ -59,7 +59,7 @@ class Composer:
 
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
-        # may add groups: leave all to Hydra
+        # such an override may add groups, so Hydra composes all of it
         elsewhere = any(override.key_or_group == "hydra.searchpath" for override in parsed)
         values = [] if elsewhere else [override for override in parsed if self._is_value(override)]
         config = self._with_options([override for override in parsed if override not in values])
@@ -163,7 +163,7 @@ class Cells:
 
     loader: ConfigLoader
     collect: Callable[..., Any]  # (configuration, overrides)
-    config: DictConfig  # what all cells share, with Hydra's own section
+    config: DictConfig  # the configuration before overrides, with Hydra's own section
 
     def sweep(self, arguments: list[str]) -> None:
         """Compose all cells. Raises what Hydra raises for the first cell that does not compose, and ConfigError if

@@ -1,5 +1,5 @@
-"""Change values of an existing job, typed as on the command line of launch.py. Only values: an option would have to be
-composed.
+"""Change values of an existing job, typed as on the command line of launch.py. Options cannot be changed, as they would
+have to be composed.
 """
 
 import copy
@@ -65,7 +65,7 @@ def _typed(text: str, job: Job) -> tuple[str, Any]:
         raise ConfigError(f"{key}: no such key" + did_you_mean(close))
     section: Any = job
     above = ""
-    for name in key.split("."):  # the schema knows it, which may be a key of another part than the job's
+    for name in key.split("."):  # the schema has it, but perhaps for another part than the job's
         if is_dataclass(section) and not hasattr(section, name):
             raise ConfigError(str(no_such_key(type(section), above, name, override.value(), vars(section))))
         section, above = getattr(section, name, None), f"{above}{name}."

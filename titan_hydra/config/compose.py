@@ -58,7 +58,7 @@ def own_composer(config_dir: Path | None = None) -> Composer:
         loader: Any = GlobalHydra.instance().config_loader()
     if config_dir:
         path = loader.get_search_path()
-        path.prepend("command-line", f"file://{config_dir.resolve()}", anchor="schema")  # which must be the last
+        path.prepend("command-line", f"file://{config_dir.resolve()}", anchor="schema")  # the schema must come last
         loader = type(loader)(path)
     return Composer(loader)
 

@@ -147,7 +147,7 @@ def _option_item(group: str, file: Path) -> str:
 
 
 def _shown_default(key: str) -> str:
-    """Return the value of a key that nobody sets. Keys without a group may get theirs in conf/config.yaml."""
+    """Return a key's default, also if it is set in conf/config.yaml, as for keys without a group."""
     if "." not in key:
         default = load_yaml(CONF / "config.yaml").get(key, default_of(KEYS[key]))
         return f"`{as_typed(default)}`" if default != "" else "empty"

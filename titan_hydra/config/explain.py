@@ -7,7 +7,7 @@ from collections.abc import Callable
 from .fault import shown
 from .overrides import unknown_key
 
-# packages whose exceptions are about what was typed, or stands in conf/
+# packages whose exceptions concern the command line or conf/
 THEIRS = ("hydra", "omegaconf", "antlr4", "yaml")
 OURS = ("titan_hydra", "__main__")
 

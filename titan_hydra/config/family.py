@@ -14,7 +14,7 @@ from titan_hydra.base.errors import ConfigError
 from .fault import Fault, suggest
 from .model import Model
 from .registry import REGISTRIES, Registry, resolve
-from .registry import register as register  # a family's folder needs this import alone
+from .registry import register as register  # so that a family's folder needs only this import
 
 
 def decoder_modules(config: Model) -> list[str]:
@@ -31,7 +31,8 @@ def decoder_flops(config: Model, seq_len: int, parameters: int) -> int:
     """Return the FLOPs of forward and backward for one token, counted as TorchTitan does: 6 per weight, 12 * layers *
     heads * head width * seq_len for attention.
 
-    An embedding is a look-up and costs nothing, unless it is also the head. No causal discount, no recomputation.
+    An embedding is a look-up without FLOPs, unless it is also the head. Causal attention counts in full; no
+    recomputation.
     """
     lookups = 0 if config.tie_embeddings else config.vocab_size * config.dim
     return 6 * (parameters - lookups) + 12 * config.n_layers * config.n_heads * config.head_width * seq_len
@@ -48,8 +49,8 @@ def decoder_parameters(config: Model) -> int:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of a block, as its widths. Under tensor parallelism a rank has part of the outputs if it is a column
-    linear, else part of the inputs, or, if it is `whole`, all.
+    """A linear of a block, as its widths. Under tensor parallelism a rank has a part of the outputs of a `column`
+    linear, all of a `whole` one, else a part of the inputs.
     """
 
     name: str
@@ -105,21 +106,21 @@ class Family:
     All but the first three have defaults: those of a decoder with the modules tok_embeddings, layers, norm and output.
     """
 
-    name: str  # what model.family says
+    name: str  # the value of model.family
     config: type[Model]  # its keys
     model: Callable[..., Any] | str  # (config, seq_len): the module, whole
     # (Parallelism, Norm, Linears): its Plan; None: tensor parallelism is refused
     sharding: Callable[..., Any] | str | None = None
     hf: Any = None  # models.hf.HuggingFace: names there and its config.json; None: conversion is refused
     modules: Callable[[Any], list[str]] = decoder_modules  # (config): names in running order; "layers.3" is block 3
-    # (module or stage): what FSDP, checkpointing and compile wrap, by number
+    # (module or stage): the blocks, which FSDP, checkpointing and compile wrap, by number
     blocks: Callable[[Any], Mapping[str, Any]] = decoder_blocks
-    # (config): their number, where it is wanted without torch; None: not known
+    # (config): the number of parameters, computed without torch; None: unknown
     parameters: Callable[[Any], int] | None = None
-    # (config, seq_len, parameters): of a token, forward and backward
+    # (config, seq_len, parameters): FLOPs of a token, forward and backward
     flops: Callable[[Any, int, int], int] | None = decoder_flops
-    linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config): of a block, for predictions and adapters
-    takes: str = "tokens"  # what its objectives make of samples: tokens or latents
+    linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config): the linears of a block, for predictions and adapters
+    takes: str = "tokens"  # the input of the model: tokens or latents
     pipeline: bool = True  # a stage passes one tensor to the next; False: pipeline parallelism is refused
 
     def part(self, name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """A rejected value, printed as `key=value: reason` with what would be legal: the nearest numbers, or all words."""
+    """A rejected value, printed as `key=value: reason` with the nearest legal numbers, or all legal words."""
 
     key: str
     value: Any

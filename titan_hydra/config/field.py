@@ -25,9 +25,9 @@ def key(
     value.
 
     Range and choices apply to each element where the key is a list or a table; `entry` is the dataclass of a table's
-    values. `changes` says what another value changes: what is learned, the work of a step (what it computes, or how
-    long it takes), both, the samples of the held-out loss, or only the technique; `changes_of` (load.py) says what None
-    means.
+    values. `changes` states what another value changes: what is learned, the work of a step (what it computes, or how
+    long it takes), both, the samples of the held-out loss, or only the technique; `changes_of` (load.py) defines what
+    None means.
     """
     metadata = {"help": help, "range": range, "only": only, "identity": identity, "choices": choices, "changes": changes, "entry": entry}
     if default is ...:

@@ -30,12 +30,12 @@ NUMPY = (
     "ids.size, 'dtype': 'uint32', 'vocab_size': int(ids.max()) + 1, 'bos_id': None, 'eos_id': 0, 'tokenizer_sha256': ''}, "
     "open('FILE.bin.json', 'w'))\""
 )
-CONVERTED = {  # endings that are not read, the data that reads what is made of them, and how
+CONVERTED = {  # suffixes that cannot be read: the `data` option for the converted files, and the command that converts
     **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), ("text_files", ".jsonl", FASTA)),
     ".npy": ("tokens", ".bin", NUMPY),
 }
-MOST_FILES = 1_000_000  # that one path may name
-LLAMA3_SPECIALS = [  # follow the ranks of every Llama 3 tokenizer.model, in Meta's order
+MOST_FILES = 1_000_000  # maximum number of files that one path may match
+LLAMA3_SPECIALS = [  # special tokens, whose ids follow the BPE ranks of every Llama 3 tokenizer.model, in Meta's order
     "<|begin_of_text|>",
     "<|end_of_text|>",
     "<|reserved_special_token_0|>",
@@ -55,7 +55,7 @@ def expand(pattern: str) -> list[Path]:
     than MOST_FILES.
     """
     path = home(pattern)
-    if path.is_file():  # also where its name would mean something as a glob
+    if path.is_file():  # also if its name has characters of a glob
         return [path]
     fixed, recursive, _ = str(path.absolute()).partition("/**")
     if (recursive or path.is_dir()) and os.path.normpath(fixed or "/") == "/":
@@ -100,7 +100,7 @@ def missing(pattern: str, found: list[Path]) -> list[Path]:
     }
     for folder, head, width, total, tail in sets:
         named = [folder / f"{head}{number:0{width}}-of-{total}{tail}" for number in range(int(total) + 1)]
-        gone |= set(named[1:] if named[-1] in there else named[:-1]) - there  # counted from 1, or from 0
+        gone |= set(named[1:] if named[-1] in there else named[:-1]) - there  # numbers may start at 1 or at 0
     path = home(pattern)
     return sorted(file for file in gone if path.is_dir() or (not path.is_file() and fnmatch(str(file), str(path))))
 
@@ -135,7 +135,7 @@ def unusable_options(folder: Path) -> list[str]:
     for file in sorted(folder.glob("*/*.yaml")):
         try:
             defaults = load_yaml(file).get("defaults") or []
-        except Exception:  # Hydra names the mistake where the file is chosen
+        except Exception:  # Hydra reports the mistake when the file is chosen
             continue
         lines += [
             f'{file}: {group}: YAML reads on and off as true and false; write "on" or "off" in quotes'
@@ -180,7 +180,7 @@ def vocabulary_size(config: Tokenizer) -> int:
 
 
 def size_of_hf(content: dict[str, Any]) -> int:
-    """Return one more than the largest id of a tokenizer.json."""
+    """Return the vocabulary size of a tokenizer.json: its largest id + 1."""
     vocabulary = content["model"]["vocab"]  # a unigram model has a list of pieces, the others a map to ids
     ids = set(range(len(vocabulary))) if isinstance(vocabulary, list) else set(vocabulary.values())
     return max(ids | {token["id"] for token in content.get("added_tokens", [])}) + 1

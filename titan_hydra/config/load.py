@@ -59,7 +59,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Parallelism: ("cp_rotate", CP_ROTATIONS),
     Precision: ("converter", FORMATS),
     Adapter: ("name", ADAPTERS),
-    Metrics: ("trackers", TRACKERS),  # several: each has a section of its own within
+    Metrics: ("trackers", TRACKERS),  # several parts: each has its own section below
     Cluster: ("executor", EXECUTORS),
 }
 Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # of PICKED: the section, and the dataclasses that type it
@@ -80,7 +80,7 @@ def from_dict(cls: Any, data: dict[str, Any]) -> Any:
     if cls is Job:
         require_user_modules(data["train"]["imports"])
     if cls is Validation and data["name"] == "off":
-        return cls()  # an option of `data` may have set its steps, which nothing reads
+        return cls()  # an option of `data` may have set validation.steps, which is not used
     cls = typed(cls, data)
     values = dict(data)
     for spec in dataclasses.fields(cls):
@@ -109,7 +109,7 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
 
 
 def picked_anew(values: Any, picked: str | list[str]) -> Any:
-    """Return a section that picks a part, or several, with others picked. The keys that both parts have keep their values."""
+    """Return a section with another part (or several) picked. The keys that both parts have keep their values."""
     section = next(section for section in PICKED if isinstance(values, section))
     pick = PICKED[section][0]
     cls = typed(section, {pick: picked})
@@ -155,8 +155,8 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
 
 
 def _part_faults(data: dict[str, Any]) -> Iterator[Fault]:
-    """Give each section that picks a part the types and defaults of that part's keys, in place. Yields a fault for what
-    does not suit it.
+    """Give each section that picks a part the types and defaults of that part's keys, in place. Yields a fault for each
+    value that does not fit.
 
     Hydra composes these sections before the user's modules are imported, so it takes any key there.
     """
@@ -181,7 +181,9 @@ def _part_faults(data: dict[str, Any]) -> Iterator[Fault]:
 
 
 def _type_section(section: Any, above: dict[str, Any], name: str, prefix: str, imports: list[str]) -> Iterator[Fault]:
-    """Replace a section that picks a part, in the table `above` it, by its typed values. Yields what does not suit."""
+    """Replace a section that picks a part, in the table `above` it, by its typed values. Yields a fault for each
+    misfit.
+    """
     from omegaconf.errors import OmegaConfBaseException
 
     values, (pick, parts) = above[name], PICKED[section]
@@ -250,12 +252,10 @@ def known_keys() -> dict[str, dataclasses.Field[Any]]:
 
 
 def changes_of(key: str) -> tuple[str, Changes]:
-    """Return what another value of a dotted key changes, and the name that says it: a section, if that says it for its
-    keys, else the key.
-
-    A key below a name of the user's own (data.mixture.web.weight) counts as the key above. One outside the hash changes
-    the technique, unless it says something else; one that no schema knows, as of a user's part, what its section
-    does.
+    """Return what another value of a dotted key changes, and the name that states it: a section that states it for its
+    keys, else the key. A key below a user's name (data.mixture.web.weight) counts as the key above. A key outside the
+    hash changes the technique, unless it states otherwise; a key that no schema has, as of a user's part, changes what
+    its section does.
     """
     return _changes(key, _sections())
 
@@ -279,7 +279,7 @@ def _keys(cls: Any, prefix: str, sections: Sections) -> dict[str, dataclasses.Fi
         if dataclasses.is_dataclass(kind):
             for inner in dict(sections).get(kind, (kind,)):
                 for name, field in _keys(inner, f"{prefix}{spec.name}.", sections).items():
-                    keys.setdefault(name, field)  # what all parts share is said once
+                    keys.setdefault(name, field)  # a key that all parts share is listed once
     return keys
 
 
@@ -387,7 +387,7 @@ def _not_a_choice(key: str, value: Any, element: Any, choices: Sequence[str], im
 
 
 def elements(value: Any) -> Iterator[Any]:
-    """Yield what ranges and choices apply to: the value, the elements of a list, or the names and values of a table."""
+    """Yield the values to which ranges and choices apply: a value, a list's elements, or a table's names and values."""
     if isinstance(value, dict):
         for name, entry in value.items():
             yield name
@@ -431,6 +431,6 @@ def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, An
     if section is None:
         return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))
     pick, readers = PICKED[section][0], _parts_with(section, name)
-    if readers and section is not Model:  # families have many keys in common, by other names too
+    if readers and section is not Model:  # families share many keys, also under other names
         return Fault(prefix + name, value, f"{prefix}{pick}={as_typed(data.get(pick))} does not read it; {' or '.join(readers)} would")
     return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, [f"{prefix}{own}" for own in _hints(cls)]))

@@ -1,4 +1,4 @@
-"""The keys of every model family. Those of one family alone stand in a dataclass that extends them
+"""The keys of every model family. A family's own keys are in a dataclass that extends these
 (titan_hydra/models/*/config.py).
 """
 
@@ -15,7 +15,7 @@ from .ranges import COUNT, NAME, POSITIVE, WIDTH, WORD, Interval
 
 @dataclass
 class Model:
-    name: str = key(..., "which option of conf/model this is", NAME)
+    name: str = key(..., "name of the option of conf/model", NAME)
     family: str = key("llama3", "model family: a folder of titan_hydra/models, or one that train.imports registers", WORD)
     vocab_size: int = key(..., "rows of the embedding and of the output head", Interval(1, 2**24))
     dim: int = key(..., "width of the residual stream", WIDTH)
@@ -26,7 +26,7 @@ class Model:
     ffn_dim: int | None = key(None, "width of the feed-forward; null: the family's rule", WIDTH)
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", Interval(0, 1, open_low=True))
     rope_theta: float = key(500000.0, "base of the rotary frequencies", POSITIVE)
-    max_seq_len: int = key(131072, "longest sequence the model is meant for", COUNT)
+    max_seq_len: int = key(131072, "longest sequence, in tokens, for which the model is made", COUNT)
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight")
     attention: str = key(
         "auto",
@@ -34,7 +34,7 @@ class Model:
         choices=("auto", "cudnn", "flash", "efficient", "math"),
         changes="technique",
     )
-    qk_norm: ClassVar[bool] = False  # whether queries and keys are normalized: a family's choice
+    qk_norm: ClassVar[bool] = False  # whether queries and keys are normalized; each family defines it
 
     @property
     def sparse(self) -> bool:
@@ -62,8 +62,8 @@ class Model:
         return self.ffn_dim or 4 * self.dim
 
     def arithmetic(self) -> dict[str, Any]:
-        """Return what decides which function the weights compute, by key: models that differ here cannot exchange
-        weights.
+        """Return, by key, everything that determines which function the weights compute: models that differ in it
+        cannot exchange weights.
         """
         others = ("name", "family", "max_seq_len", "attention")
         return {**vars(self), "head_dim": self.head_width, "ffn_dim": self.ffn_width} | dict.fromkeys(others)

@@ -1,4 +1,4 @@
-"""The sections of a job that say how it is kept, measured, watched and started. schema.py explains `key`."""
+"""The sections of a job for checkpoints, metrics, supervision and the start of ranks. schema.py explains `key`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Validation:
 
 @dataclass
 class Metrics:
-    name: str = key("console", "which option of conf/metrics this is", NAME, identity=False)
+    name: str = key("console", "name of the option of conf/metrics", NAME, identity=False)
     log_every: int = key(10, "steps between logged rows; the first and the last step are always logged", COUNT, identity=False)
     trackers: list[str] = key(list, "copies of metrics.jsonl", identity=False, choices=Names(TRACKERS))
     peak_flops: float | None = key(
@@ -117,7 +117,7 @@ class FaultTolerance:
     max_restarts: int = key(3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED, identity=False)
     lighthouse: str | None = key(
         None,
-        "torchft: address of a running lighthouse, which no other run may use; null: the groups start one",
+        "torchft: address of a lighthouse that runs already, for this run alone; null: the groups start it",
         ADDRESS,
         only=("torchft",),
         identity=False,
@@ -126,7 +126,7 @@ class FaultTolerance:
 
 @dataclass
 class Cluster:
-    name: str = key("local", "which option of conf/cluster this is", NAME, identity=False)
+    name: str = key("local", "name of the option of conf/cluster", NAME, identity=False)
     executor: str = key(
         "local",
         "what starts the ranks. inline: this process, one rank (pdb works); local: a process per rank; slurm: jobs of a cluster",
@@ -142,7 +142,7 @@ class Cluster:
 
 @dataclass
 class Hardware:
-    name: str = key("unknown", "which option of conf/hardware this is", NAME, identity=False)
+    name: str = key("unknown", "name of the option of conf/hardware", NAME, identity=False)
     measured: bool = key(True, "false: no run was timed on this device, its rates are scaled from another's", identity=False)
     memory_gib: float | None = key(None, "memory of a device that a process can allocate", POSITIVE, identity=False)
     gpus_per_node: int | None = key(None, "devices that fast links (NVLink) connect", Interval(1, 1024), identity=False)
@@ -162,14 +162,14 @@ class Hardware:
     nvlink_gbs: float | None = key(None, "bus bandwidth of a collective inside a node, 10^9 bytes/s per device", POSITIVE, identity=False)
     nic_gbs: float | None = key(None, "bandwidth between nodes, 10^9 bytes/s per device", POSITIVE, identity=False)
     passes_per_second: float | None = key(
-        None, "passes over an empty pipeline stage that a process can start; null: no limit", POSITIVE, identity=False
+        None, "forward or backward passes of a pipeline stage that a process can start per second; null: no limit", POSITIVE, identity=False
     )
 
 
 @dataclass
 class Debug:
-    name: str = key("off", "which option of conf/debug this is", NAME, changes="technique")
-    deterministic: bool = key(False, "only deterministic kernels; slower, same bits every time", changes="work")
+    name: str = key("off", "name of the option of conf/debug", NAME, changes="technique")
+    deterministic: bool = key(False, "only deterministic kernels: slower, bitwise equal results in every run", changes="work")
     anomaly: bool = key(False, "autograd anomaly detection: names the forward op of a NaN gradient; slow", identity=False, changes="work")
     nan_hunt: bool = key(
         False,
@@ -178,9 +178,7 @@ class Debug:
         changes="work",
     )
     balance_experts: bool = key(
-        False,
-        "give every expert the same number of tokens, whatever the router says: for benchmarks alone",
-        changes="learning and work",
+        False, "give every expert the same number of tokens, whatever the router's scores: only for benchmarks", changes="learning and work"
     )
     trace_activations: bool = key(
         False,
@@ -197,7 +195,7 @@ class Launch:
     retry: str = key("none", "which failed cells to run again", identity=False, choices=("none", "failed", "oom", "node", "all"))
     wait: bool = key(False, "slurm: stay attached until the jobs end", identity=False)
     packed: bool = key(False, "slurm: all cells one after another in one allocation", identity=False)
-    max_gpu_hours: float | None = key(None, "refuse to start cells that could take more than this together", POSITIVE, identity=False)
+    max_gpu_hours: float | None = key(None, "refuse to start cells whose GPU-hours together could exceed this", POSITIVE, identity=False)
     oom_check: str = key(
         "refuse",
         "a cell predicted not to fit its devices: refuse beyond 1.1 x their memory and warn below, always warn, or off",

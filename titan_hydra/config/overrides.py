@@ -16,9 +16,9 @@ from .files import CONF, default_options, unusable_options
 from .load import PICKED, holder_of, kind_of, known_keys
 from .ranges import range_of
 
-LONGEST = 20_000  # characters of an override; more takes Hydra's parser seconds, or ends it
+LONGEST = 20_000  # maximum length of an override in characters; for longer ones Hydra's parser takes seconds or crashes
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list, as [a,b]", dict: "a table, as {NAME: VALUE}"}
-SYNONYMS = {  # what other programs call our keys and groups
+SYNONYMS = {  # names that other programs give to our keys and groups
     "data.local_batch": "batch_size micro_batch_size per_device_train_batch_size bs",
     "optimizer.lr": "learning_rate max_lr",
     "data.global_batch": "batch_size gradient_accumulation_steps grad_accum accumulate_grad_batches",
@@ -61,14 +61,14 @@ SYNONYMS = {  # what other programs call our keys and groups
     "parallelism": "fsdp ddp strategy",
     "lr_scheduler": "scheduler lr_schedule",
 }
-NOT_OURS = {  # Hydra's keys that would do what this program does in another way
+NOT_OURS = {  # Hydra's keys for functions that this program has itself
     "hydra/launcher": "cells are started by this program itself; use cluster=slurm (or cluster=local)",
     "hydra/sweeper": "cells are composed by this program itself; -m with values or range() makes them",
     "hydra.run.dir": "Hydra writes nothing here; paths.runs is the folder of runs",
     "hydra.sweep.dir": "see paths.runs",
     "hydra.output_subdir": "Hydra writes nothing here; a run's config.json has the configuration",
 }
-ELSEWHERE = {  # what `hardware` has no option for, as nothing here runs on it
+ELSEWHERE = {  # devices without an option of `hardware`, as this package does not run on them
     r"mi\d|amd|rocm|radeon": "AMD's GPUs are not supported: nothing here has run on ROCm, and its kernels are for CUDA",
     r"tpu|v[2-7][ep]?$": "TPUs are not supported: PyTorch's distributed parts used here run on CUDA GPUs and CPUs; see docs/coming-from.md",
     r"gaudi|hpu|trn|trainium|inferentia|m[1-9]|mps": "is not supported: training runs on NVIDIA's GPUs and on CPUs",
@@ -76,12 +76,12 @@ ELSEWHERE = {  # what `hardware` has no option for, as nothing here runs on it
 
 
 def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """Return one line for each wrong override, and for each file that cannot be used in the user's folders, those after
-    the first.
+    """Return one line for each wrong override, and for each unusable file in the user's folders (all of `folders` but
+    the first).
 
     Options are looked up in `folders`; syntax that only Hydra understands is not checked.
     """
-    # may bring a part with keys of its own
+    # this may register a part with its own keys
     own = len(folders) > 1 or any("train.imports" in text for text in overrides)
     files = [line for folder in folders[1:] for line in unusable_options(folder)]
     found = (_mistake(text, folders, own) for text in overrides)
@@ -136,7 +136,7 @@ def _unreadable(text: str, error: BaseException) -> str:
     if not isinstance(error, ValueError) or "digits" not in str(error):
         key, _, value = text.partition("=")
         said = shown(str(error).splitlines()[0], 80)
-        if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # else it is no text
+        if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # only if the value is a text
             return f"cannot be parsed ({said}); as a text it is typed {quoted([f'{key}={as_value(value)}'])}"
         return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({said})"
     return "has too many digits"
@@ -198,7 +198,7 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], o
 def unknown_key(key: str) -> str:
     """Return the message for a key or group that does not exist, with the ones that were probably meant."""
     above, names = key.rpartition(".")[0], [*dict.fromkeys([*known_keys(), *default_options()])]
-    if dataclasses.is_dataclass(kind_of(above)):  # it may stand under a name of the user's own
+    if dataclasses.is_dataclass(kind_of(above)):  # the key may be below a name that the user chose
         names += [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))]
     elif kind_of(above) is not None:
         return f"{shown(key)}: {above} is {wanted(above)}, and has no keys below it"
@@ -220,8 +220,8 @@ def wanted(key: str) -> str:
 
 
 def _fits(key: str, value: Any) -> bool:
-    """Whether OmegaConf accepts a value for a key. Of numbers a bool takes 0 and 1 alone, though OmegaConf takes
-    any.
+    """Whether OmegaConf accepts a value for a key. For a bool only the numbers 0 and 1 are accepted, though OmegaConf
+    accepts any.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

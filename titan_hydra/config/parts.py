@@ -48,8 +48,8 @@ class AdamW(Optimizer):
 
 @dataclass
 class MuonAndAdamW(AdamW):
-    muon_lr: float = key(0.02, "learning rate of the matrices; everything else takes AdamW with lr", NOT_NEGATIVE)
-    muon_momentum: float = key(0.95, "momentum of the matrices", BELOW_ONE)
+    muon_lr: float = key(0.02, "Muon's learning rate, for matrices; all other parameters use AdamW with lr", NOT_NEGATIVE)
+    muon_momentum: float = key(0.95, "Muon's momentum, for matrices", BELOW_ONE)
 
 
 @dataclass
@@ -59,33 +59,33 @@ class SGD(Optimizer):
 
 @dataclass
 class Decay(LrSchedule):
-    min_factor: float = key(0.0, "the rate ends at this share of its peak", SHARE)
+    min_factor: float = key(0.0, "final learning rate as a fraction of the peak", SHARE)
 
 
 @dataclass
 class StableDecay(Decay):
-    decay_ratio: float = key(0.1, "share of the steps over which the rate decays at the end", SHARE)
+    decay_ratio: float = key(0.1, "fraction of the steps, at the end, over which the rate decays", SHARE)
     decay_type: str = key("linear", "shape of the decay", choices=("linear", "sqrt", "cosine"))
 
 
 @dataclass
 class LayerCheckpoint(ActivationCheckpoint):
-    every: int = key(2, "every n-th block is checkpointed, the others keep everything", COUNT)
+    every: int = key(2, "every n-th block is checkpointed; the others save all activations", COUNT)
 
 
 @dataclass
 class OperatorCheckpoint(ActivationCheckpoint):
-    save_ops: list[str] = key(list, "the aten operators whose results are kept; empty: the mode's own list", WORD)
+    save_ops: list[str] = key(list, "aten operators whose results are saved; empty: the mode's own list", WORD)
 
 
 @dataclass
 class MemoryBudget(ActivationCheckpoint):
-    budget: float = key(0.5, "share of the activation memory that the compiler keeps, 0 to 1", SHARE)
+    budget: float = key(0.5, "fraction of the activation memory that the compiler may use, 0 to 1", SHARE)
 
 
 @dataclass
 class WrittenSchedule(PipelineSchedule):
-    csv: str | None = key(None, "file with the schedule's actions, a line a rank", PATH)
+    csv: str | None = key(None, "file with the schedule's actions, one line per rank", PATH)
 
 
 @dataclass
@@ -95,7 +95,7 @@ class RingRotation(Parallelism):
 
 @dataclass
 class LowRank(Adapter):
-    rank: int = key(16, "width of the two thin matrices of a linear", Interval(1, 65_536))
+    rank: int = key(16, "rank of the low-rank product beside a linear", Interval(1, 65_536))
     alpha: float = key(32.0, "the product of the two matrices is scaled by alpha / rank", POSITIVE)
 
 
@@ -109,7 +109,7 @@ class Float8(Precision):
     float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
     kernels: str = key(
         "torchao",
-        "what casts: torchao's operators, which a compiler fuses, or fused kernels of our own (rowwise only)",
+        "implementation of casts: torchao's operators, which a compiler fuses, or this package's fused kernels (rowwise only)",
         choices=("torchao", "fused"),
     )
 
@@ -118,8 +118,10 @@ class Float8(Precision):
 class WandBTracker:
     project: str = key("titan_hydra", "project in wandb", WORD, identity=False)
     entity: str | None = key(None, "user or team in wandb; null: the default of the account", WORD, identity=False)
-    tags: list[str] = key(list, "tags of the run in wandb; its notes there are `notes`", identity=False)
-    mode: str = key("offline", "offline writes to the run, online sends", identity=False, choices=("offline", "online"))
+    tags: list[str] = key(list, "tags of the run in wandb (its notes come from the key `notes`)", identity=False)
+    mode: str = key(
+        "offline", "offline: write to the run directory; online: send to the server", identity=False, choices=("offline", "online")
+    )
 
 
 def _one_for_each_stage(microbatches: int, stages: int, ranks: int) -> str | None:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST = 2**31 - 1  # the limit of a count without a natural one: it fits an int of C
+LARGEST = 2**31 - 1  # limit of counts that have no natural one: the largest int of C
 # ends lines, moves cursors, or has no form in UTF-8
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -61,7 +61,7 @@ class Text:
     words: str
     pattern: str = ""
     longest: int = 10_000
-    longest_part: int = 10_000  # between slashes
+    longest_part: int = 10_000  # longest name between slashes, in bytes
 
     def __str__(self) -> str:
         return self.words
@@ -91,7 +91,7 @@ def range_of(spec: Any) -> Range | None:
 COUNT = Interval(1, LARGEST)
 NATURAL = Interval(0, LARGEST)
 DEGREE = Interval(1, 1_000_000)
-WIDTH = Interval(1, 2**20)  # of a model, in any of its dimensions
+WIDTH = Interval(1, 2**20)  # width of a model in any of its dimensions
 POSITIVE = Interval(0, open_low=True)
 NOT_NEGATIVE = Interval(0)
 SHARE = Interval(0, 1)
@@ -104,7 +104,7 @@ WORD = Text("a word without blanks", r"\S+", longest=1000)
 NAME = Text("a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200)
 PATH = Text("a path", ".+", longest=4095, longest_part=255)
 ADDRESS = Text("an address HOST:PORT", r"[\w.-]+:[1-9]\d{0,4}", longest=300)
-ANY = Text("")  # text of the user's own; control characters are refused all the same
+ANY = Text("")  # any text without control characters
 
 
 def _shown(number: float) -> str:

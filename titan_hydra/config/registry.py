@@ -1,8 +1,8 @@
 """The parts that a name in the configuration chooses, one record each. A module of `train.imports` adds its own with
 `register`.
 
-A record holds all that the checks and the trainer know of a part. What computes is given as a function, or as
-"module:name" of one, which is imported only on the ranks: so a record, and the module that registers it, need no torch.
+A record holds all that the checks and the trainer know of a part. Its functions may be given as "module:name", which is
+imported only on the ranks: so a record, and the module that registers it, need no torch.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class DataSourceKind:
     config: Any = None  # a dataclass that extends schema.Source: the source's own keys
     documents: bool = True
     needs_path: bool = False
-    suffixes: tuple[str, ...] = ()  # of the files that `path` and `validation_path` name; () if they name no files
+    suffixes: tuple[str, ...] = ()  # suffixes of the files in `path` and `validation_path`; () if the source reads no files
     gives: tuple[str, ...] = ("tokens",)  # the arrays of a sample, by name
     encodes: bool = False  # the job's tokenizer encodes its text, as it does all documents
     # (key, Source, Job): yields what is wrong with its files, on the launcher; imports no torch
     faults: Reference | None = None
-    warnings: Reference | None = None  # as `faults`, of what is legal and probably a mistake
+    warnings: Reference | None = None  # as `faults`, but for what is legal and probably a mistake
     # called with (checkpoint, config.json or None): returns files by name that an export writes beside the tokenizer's
     exports: Reference | None = None
 
 
 @dataclass(frozen=True)
 class ObjectiveKind:
-    """What is learned: `build(Job)` returns a titan_hydra.train.objectives.Objective. `faults(Job)` yields what it
-    cannot be combined with beyond what the other fields tell.
+    """What is learned: `build(Job)` returns a titan_hydra.train.objectives.Objective. `faults(Job)` yields combinations
+    that are impossible for other reasons than those in the other fields.
     """
 
     name: str
@@ -50,16 +50,16 @@ class ObjectiveKind:
     needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that it uses
     head_loss: bool = False  # the head can compute its loss (loss=linear_cross_entropy)
     split_logits: bool = False  # its loss takes logits that are split over the vocabulary (parallelism.loss_parallel)
-    cases: Reference | None = None  # the list of titan_hydra.verify.matrix.Case that `titan verify` proves of it
-    makes: str = "tokens"  # what it gives a model; only families that take it suit
+    cases: Reference | None = None  # the list of titan_hydra.verify.matrix.Case for `titan verify`
+    makes: str = "tokens"  # the input that it gives a model; families must take this input
     faults: Reference = lambda job: ()
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
     """An optimizer: `build(model, Optimizer, Mesh)` returns a list of torch optimizers with peak rates.
-    `moments(Optimizer)` is how many numbers it keeps for each parameter, for the estimate of memory. `splits_masters`:
-    it updates parameters with a `lower_half` (optimizer.masters=split).
+    `moments(Optimizer)` is the number of states per parameter, for the estimate of memory. `splits_masters`: it updates
+    parameters with a `lower_half` (optimizer.masters=split).
     """
 
     name: str
@@ -72,7 +72,7 @@ class OptimizerKind:
 
 @dataclass(frozen=True)
 class LrScheduleKind:
-    """A learning rate over time: `factor(step, steps, LrSchedule)` is the share of the peak rate after the warm-up;
+    """A learning rate over time: `factor(step, steps, LrSchedule)` is the rate after the warm-up relative to the peak;
     steps count from 1.
     """
 
@@ -107,7 +107,7 @@ class PipelineScheduleKind:
     v_shaped: bool = False  # rank r holds stages r and 2 * pp - 1 - r, so the first rank holds the first and the last
     splits_backward: bool = False  # the backward computes the inputs' gradients first, the weights' later
     late: bool = False  # no backward runs before the last forward
-    from_file: bool = False  # its order stands in the file `pp_schedule.csv`
+    from_file: bool = False  # its order is in the file `pp_schedule.csv`
     objection: Callable[[int, int, int], str | None] = lambda microbatches, stages, ranks: None
 
 
@@ -152,7 +152,7 @@ class RotationKind:
     attention: Reference
     config: Any = None  # a dataclass that extends schema.Parallelism: the rotation's own keys
     ring: bool = False  # torch's ring, which replaces the kernel: keys and values travel, queries stay
-    gathers: bool = False  # of a ring: a rank holds all keys and values at once
+    gathers: bool = False  # a ring in which each rank gathers all keys and values at once
     splits_heads: bool = False  # a rank computes some of the heads on whole sequences, so the heads must divide
 
 
@@ -181,9 +181,9 @@ class Format:
 
     name: str
     convert: Reference
-    step: int = 1  # the matmuls take dimensions in steps of this
-    bytes: int = 1  # of an element
-    rounding: float = 4e-3  # share of the loss that a mean may be off by rounding alone
+    step: int = 1  # dimensions of matmuls must be multiples of this
+    bytes: int = 1  # bytes of an element
+    rounding: float = 4e-3  # fraction of the loss by which rounding alone may change a mean
     config: Any = None  # a dataclass that extends schema.Precision: the format's own keys
     # (Precision): whether the weights' gradients are computed in the compute dtype; whether a tensor has one scale; whether
     # FSDP gathers weights in the format; whether kernels compute several modules in one, into which no compiler sees
@@ -194,12 +194,12 @@ class Format:
     faults: Reference | None = None  # (Job): yields what it cannot be combined with beyond that
     tensor_parallel: bool = True  # its linears can be split over ranks
     linears: Reference | None = None  # (Job): the styles with which tensor parallelism splits them
-    after_step: Reference | None = None  # (model): after the weights have changed
-    plain: Reference | None = None  # (weight): what a checkpoint holds of it, in the same memory
+    after_step: Reference | None = None  # (model): called after the weights have changed
+    plain: Reference | None = None  # (weight): the plain weight for a checkpoint, in the same memory
 
 
 class Named(Protocol):
-    """What all records have."""
+    """The field that all records have."""
 
     @property
     def name(self) -> str: ...

@@ -8,7 +8,7 @@ of another group that read the key: with any other it must stay at its default. 
 without making it another experiment (where it runs, how it is logged): such a field is left out of the hash that names
 the run directory. `changes` says what another value of the key changes, and so which runs may be compared: "learning",
 "work" (what a step computes or how long it takes), both, "held-out loss" (the samples that it is measured on, and
-nothing of the training), or "technique". What a section says holds for all its keys; where neither says anything, it is
+nothing of the training), or "technique". The `changes` of a section apply to all its keys; without any it is
 "learning".
 """
 
@@ -41,16 +41,16 @@ DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
 
 @dataclass
 class Parallelism:
-    name: str = key(..., "which option of conf/parallelism this is", NAME)
+    name: str = key(..., "name of the option of conf/parallelism", NAME)
     dp_replicate: int = key(1, "data-parallel replicas that hold whole copies (DDP, or the outer half of HSDP)", DEGREE_OR_REST)
-    dp_shard: int = key(1, "data-parallel ranks that share one copy (FSDP); -1 takes what the others leave of `gpus`", DEGREE_OR_REST)
+    dp_shard: int = key(1, "data-parallel ranks that share one copy (FSDP); -1: `gpus` divided by the other degrees", DEGREE_OR_REST)
     cp: int = key(1, "context-parallel ranks: the sequence is split over them", DEGREE)
     tp: int = key(1, "tensor-parallel ranks: every matrix is split over them", DEGREE)
     pp: int = key(1, "pipeline-parallel ranks: the layers are split over them", DEGREE)
     ep: int = key(1, "expert-parallel ranks: experts are split over them; they are taken from dp_shard x cp x tp", DEGREE)
     backend: str = key(
         "fsdp2",
-        "what shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler sees",
+        "what shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler can optimize",
         choices=("fsdp2", "simple_fsdp"),
     )
     reshard_after_forward: str = key(
@@ -92,7 +92,7 @@ class ActivationCheckpoint:
 
 @dataclass
 class Precision:
-    name: str = key("bf16", "which option of conf/precision this is", NAME)
+    name: str = key("bf16", "name of the option of conf/precision", NAME)
     param_dtype: str = key("float32", "dtype of the weights that the optimizer updates", choices=("float32", "bfloat16"))
     compute_dtype: str = key("bfloat16", "dtype of forward and backward", choices=("float32", "bfloat16"))
     reduce_dtype: str = key("float32", "dtype in which gradients are summed over ranks", choices=("float32", "bfloat16"))
@@ -103,13 +103,13 @@ class Precision:
 
 @dataclass
 class Adapter:
-    name: str = key("none", "what is trained beside a model that stays as it is", choices=Names(ADAPTERS))
+    name: str = key("none", "what is trained beside a frozen model", choices=Names(ADAPTERS))
     linears: list[str] = key(list, "names of the linears that get adapters, as [wq,wv]; empty: all of a block", WORD)
 
 
 @dataclass
 class Compile:
-    name: str = key("off", "what torch.compile sees", choices=("off", "block", "model"))
+    name: str = key("off", "what torch.compile compiles", choices=("off", "block", "model"))
     backend: str = key("inductor", "torch.compile back end", WORD, only=("block", "model"))
 
 
@@ -145,7 +145,7 @@ class Loss:
     name: str = key("cross_entropy", "loss function", choices=("cross_entropy", "linear_cross_entropy"))
     chunk_tokens: int = key(
         2048,
-        "linear_cross_entropy: tokens whose logits are held at a time; more are faster, fewer save memory",
+        "linear_cross_entropy: tokens whose logits are computed at a time; more are faster, fewer save memory",
         COUNT,
         only=("linear_cross_entropy",),
     )
@@ -183,7 +183,7 @@ class Job:
     steps: int = key(200, "optimizer steps", COUNT)
     seed: int = key(0, "seed of initial weights and data order", Interval(0, 2**63 - 1))
     model: Model = key(Model, "the network", changes="learning and work")
-    parallelism: Parallelism = key(Parallelism, "how it is split over ranks", changes="technique")
+    parallelism: Parallelism = key(Parallelism, "how the model and the batch are split over ranks", changes="technique")
     pp_schedule: PipelineSchedule = key(PipelineSchedule, "in which order pipeline stages work", changes="technique")
     ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing", changes="technique")
     precision: Precision = key(Precision, "number formats", changes="technique")
@@ -200,9 +200,9 @@ class Job:
     metrics: Metrics = key(Metrics, "what is logged and where to")
     profiling: Profiling = key(Profiling, "traces of some steps")
     comm: Comm = key(Comm, "process groups and their time limits", changes="learning and work")
-    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups, which go on when one of them dies", changes="learning")
-    cluster: Cluster = key(Cluster, "where it runs")
-    hardware: Hardware = key(Hardware, "the device that predictions are for: what it holds and how fast it is")
+    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups, which continue when one of them dies", changes="learning")
+    cluster: Cluster = key(Cluster, "where the ranks run")
+    hardware: Hardware = key(Hardware, "the device of predictions: its memory and its rates")
     debug: Debug = key(Debug, "checks and traces that slow a run down")
     train: Train = key(Train, "modules of your own, garbage collection")
     launch: Launch = key(Launch, "what launch.py does with the cell")

@@ -146,8 +146,8 @@ def _files_of(module: str) -> Iterator[tuple[str, Path, Path]]:
 
 
 def _belongs(name: str, root: Path, package: str, home: Path) -> bool:
-    """Whether a module that the user's code names is the user's own: of the same package or, where nothing is
-    installed, folder.
+    """Whether a module that the user's code names is the user's own: of the same package or, if it is not installed, in
+    the same folder.
     """
     top = name.partition(".")[0]
     if top == package:

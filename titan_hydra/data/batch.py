@@ -16,7 +16,7 @@ class Dims:
 
     samples: int = 0  # microbatches cut it
     sequence: int | None = None  # context parallelism cuts it; None: there is none, or every rank needs all of it
-    host: bool = False  # it does not go to the device: neither the model nor the loss reads it
+    host: bool = False  # it stays on the host: neither the model nor the loss reads it
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Batch:
     """The tensors of some samples."""
 
     tensors: dict[str, torch.Tensor]
-    dims: Mapping[str, Dims]  # of each tensor, and perhaps of others
+    dims: Mapping[str, Dims]  # of each tensor; may have further names
 
     def __post_init__(self) -> None:
         if missing := self.tensors.keys() - self.dims.keys():

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 from titan_hydra.config.files import ASSETS
 
-# Characters after which a text is cut at the next blank line, so that a slot does not read one text for a whole run.
+# A text is cut at the first blank line after so many characters, so that a slot does not read one text for a whole run.
 PIECE = 4096
 HELD_OUT = 20  # one of 20 texts is kept for validation
 
 
 class Embedded:
-    """The corpus as a source of documents: a unit is a piece of a text."""
+    """The corpus as a source of documents; each unit is a piece of a text."""
 
     def __init__(self, split: str = "train") -> None:
         texts = (ASSETS / "corpus.txt").read_text(encoding="utf-8").split("\f")

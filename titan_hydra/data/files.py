@@ -101,7 +101,7 @@ def _lines(file: Path, text_key: str, start: int, every: int) -> Rows:
 
 
 def _csv(file: Path, text_key: str, start: int, every: int) -> Rows:
-    csv.field_size_limit(2**31 - 1)  # most bytes of a text, for which the default is 128 KiB
+    csv.field_size_limit(2**31 - 1)  # maximum bytes of a text; the default is 128 KiB
     with opened(file) as stream:
         reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
         try:
@@ -142,7 +142,7 @@ def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[
     elif kind(file) == ".parquet":
         import pyarrow.parquet
 
-        # Without these arguments a whole row group is read.
+        # By default pyarrow would read a whole row group.
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)
         for batch in islice(table.iter_batches(number, columns=[text_key]), 1):
             yield from batch[text_key].to_pylist()

@@ -18,8 +18,8 @@ from . import files
 from .permutation import permute
 from .shards import BadShard, BadShards
 
-OPEN_FILES = 64  # most files that are open at a time, as a process has a limited number of descriptors
-TRIES = 1000  # samples that are tried in place of one that cannot be read
+OPEN_FILES = 64  # maximum number of open files, as a process has a limited number of descriptors
+TRIES = 1000  # number of samples to try as a replacement of an unreadable one
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class TokenFiles(Numbered):
         return None
 
     def _files(self, path: str | None) -> list[Path]:
-        """Return the files of a path, and those of which nothing but the header is left."""
+        """Return the files of a path, and those of which only the header exists."""
         found = files.require(self.key, path, (".bin",))
         headers = expand(path if Path(path).expanduser().is_dir() else f"{path}.json")
         named = {header.with_suffix("") for header in headers if header.name.endswith(".bin.json")}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 
-ROUNDS = 6  # of the Feistel network
+ROUNDS = 6  # rounds of the Feistel network
 MASK = (1 << 64) - 1
 
 
 def permute(index: int, size: int, *seed: int) -> int:
     """Return the image of `index` under the permutation of range(size) that `seed` chooses.
 
-    A Feistel network permutes range(n), n the next power of four. Applied again until the result is below `size`, it
-    permutes range(size); fewer than four times on average, whatever the size.
+    A Feistel network permutes range(n), n the next power of four. Applied repeatedly until the result is below `size`,
+    it permutes range(size); that takes fewer than four applications on average.
     """
     if size < 2:
         return 0

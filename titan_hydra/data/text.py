@@ -15,8 +15,8 @@ C4 = {"path": "allenai/c4", "subset": "en"}
 
 
 class TextFiles:
-    """Text files as units. If there are fewer files than slots, every n-th row of a file is a unit, so that each slot has
-    rows of its own.
+    """Text files as units. If there are fewer files than slots, every n-th row of a file is a unit, so that each slot
+    has different rows.
     """
 
     def __init__(self, key: str, path: str | None, text_key: str, slots: int):
@@ -33,7 +33,7 @@ class TextFiles:
 
 
 class Hub:
-    """The shards of a dataset as units. If there are fewer shards than slots, every n-th row of a shard is a unit."""
+    """The documents of a streamed dataset; units are shards, or every n-th row of a shard if slots outnumber shards."""
 
     def __init__(self, key: str, data: HubSource, split: str, slots: int):
         """Open the dataset. Raises ConfigError, with the library's message, if dataset, subset or split are not
@@ -64,5 +64,5 @@ class Hub:
         try:
             rows = iter(self.dataset.shard(self.dataset.num_shards, shard).skip(start))
             yield from zip(range(start, 1 << 62, self.every), islice(rows, 0, None, self.every), strict=False)
-        except Exception as error:  # each format and file system has errors of its own
+        except Exception as error:  # each format and file system raises its own errors
             raise BadShard(where, f"{where}: cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error

@@ -28,8 +28,8 @@ LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Blanks in a row after which a text is cut: tiktoken's regular expression fails, with a panic of Rust, on about a
-# million.
+# A text is cut after this number of consecutive blanks: at about a million, tiktoken's regular expression fails with a
+# Rust panic.
 MANY_BLANKS = 400_000
 LONG_RUN = re.compile(rf"(\s{{{MANY_BLANKS}}})")
 
@@ -55,8 +55,8 @@ class Tokenizer:
     vocab_size: int
     bos_id: int | None  # begin-of-text; None if documents have none
     eos_id: int  # end-of-text
-    sha256: str  # of its file
-    locate: Callable[[str], Located]  # encodes a text in which names of special tokens are the tokens
+    sha256: str  # SHA-256 of its file
+    locate: Callable[[str], Located]  # encodes a text; names of special tokens in it become these tokens
     special: dict[str, int] = field(default_factory=dict)  # ids of the special tokens by name
     unknown: int | None = None  # id of text that has no token; None if all text has tokens
 

@@ -1,4 +1,4 @@
-"""Count the text that a tokenizer does not know in the first documents of a source. Imports no torch."""
+"""Count the text in a source's first documents that a tokenizer encodes as unknown tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def warning(key: str, value: str | None, tokenizer: schema.Tokenizer, read: Call
     be read, which another rule reports.
     """
     if tokenizer.name != "hf" or not tokenizer.path:
-        return  # its tokens are bytes, so it knows every text
+        return  # a byte-level tokenizer, which can encode every text
     try:
         found = count(tokenizer.path, tuple(text[:LENGTH].encode(errors="ignore").decode() for text in islice(read(), FILES * ROWS)))
     except Exception:  # files can be damaged in any way

@@ -56,7 +56,7 @@ class HuggingFace:
     files: str = "model"  # prefix of the names of its weight files
 
     def of(self, config: Any) -> HuggingFace:
-        """Return the side of this model, where names depend on it."""
+        """Return the HuggingFace record for this model; overridden where names depend on the model."""
         return self
 
     def name(self, fqn: str) -> str:
@@ -76,7 +76,7 @@ class HuggingFace:
 
 
 def hf_of(config: Model) -> HuggingFace:
-    """Return the Hugging Face side of a model's family. Raises ConfigError if it has none."""
+    """Return the HuggingFace record of a model's family. Raises ConfigError if it has none."""
     side = family_of(config).part("hf")
     if side is None:
         raise ConfigError(f"model.family={config.family}: has no Hugging Face format")

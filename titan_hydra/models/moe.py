@@ -72,7 +72,7 @@ class Destinations(NamedTuple):
 
     chosen: Tensor  # [tokens, k]: the experts of each token
     order: Tensor  # [tokens * k], int32: the pair at each place
-    inverse: Tensor  # [tokens * k], int32: the place of each pair
+    inverse: Tensor  # [tokens * k], int32: the row of each (token, expert) pair
     counts: Tensor  # [experts], int32: the tokens of each expert
 
     def spread(self, rows: Tensor) -> Tensor:
@@ -212,8 +212,8 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
         """Compute rows [n, dim] with k experts each. `order` [n * k] sorts the pairs of a row and an expert by expert,
-        of which there are counts[0] with expert 0, counts[1] with expert 1, ... (as in `Destinations`). Returns a row
-        for each pair, in their order.
+        of which there are counts[0] with expert 0, counts[1] with expert 1, ... (as in `Destinations`). Returns one row
+        per pair, in the order of the pairs.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         w1, w2, w3 = (self.read(weight) for weight in (self.w1, self.w2, self.w3))

@@ -22,7 +22,7 @@ from titan_hydra.job.schedules import TIME, actions_of
 
 from .mesh import Mesh, local_part
 
-Tensors = dict[str, Tensor]  # of a batch, by name
+Tensors = dict[str, Tensor]  # the tensors of a batch, by name
 # the first argument of the model's forward, and the others by name
 Inputs = Callable[[Tensors], tuple[Tensor, Tensors]]
 Summed = Callable[[Tensor, Tensors], Tensor]  # of what the model returned, and the batch

@@ -69,7 +69,7 @@ def ask(directories: list[Path]) -> dict[str, Queue]:
     """Return what the executors know of the newest attempts of these runs, by their names: one question to each."""
     asked: dict[str, tuple[Any, list[tuple[Path, Owner]]]] = {}
     for directory in directories:
-        with contextlib.suppress(PermissionError, ConfigError):  # `inspect` names it
+        with contextlib.suppress(PermissionError, ConfigError):  # `inspect` reports such a run
             owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
             if owner and not layout.RESULT.of(directory).exists():
                 executor = executor_of(directory, owner)

@@ -55,7 +55,7 @@ class State:
     job: QueuedJob | None = None  # its job in the executor's queue
     damage: str = ""  # of a damaged run: which of its files cannot be read
     refused: str = ""  # why the executor has refused a run that is not submitted
-    groups: tuple[State, ...] = ()  # of replica groups that are jobs of their own, each with its own attempts
+    groups: tuple[State, ...] = ()  # states of replica groups that are separate jobs, each with its own attempts
 
     @property
     def active(self) -> bool:

@@ -35,7 +35,7 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
         torch.compiler.reset()
     flight.configure(run)
     device = health.check_device(run, job.comm)
-    # what an earlier run in this process (cluster=inline) still holds would count for this one's peak
+    # frees memory of an earlier run in this process (cluster=inline), which would count in this run's peak
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,1 +1,1 @@
-"""What cells must keep, by subject."""
+"""The rules that cells must satisfy, by subject."""

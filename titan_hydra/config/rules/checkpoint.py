@@ -9,7 +9,7 @@ from titan_hydra.config.schema import Job
 
 
 def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
-    """A run that keeps checkpoints must save at least once; one of weeks must not end without having saved."""
+    """A run that keeps checkpoints must save at least once, so that a run of weeks does not end without one."""
     config = job.checkpoint
     if config.name != "off" and config.interval == 0 and config.interval_minutes is None and not config.last_step:
         yield Fault("checkpoint.interval", 0, "nothing would be saved; choose that with checkpoint=off", legal=(100,))

@@ -85,7 +85,7 @@ def secrets_stay_out(job: Job) -> Iterator[Fault]:
     """The configuration, which every run directory and report shows, holds no secret. Ranks inherit the launcher's
     environment.
     """
-    for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy: it is read for every text
+    for key, what in redact.found(to_dict(job), dict(os.environ)):  # the environment is copied once, as it is read for every text
         yield Fault(
             key,
             "...",
@@ -129,14 +129,14 @@ VALUES.extend(cluster.RULES)
 
 @rule(LAYOUT)
 def family_can_be_split_over_tensor_ranks(job: Job) -> Iterator[Fault]:
-    """A family says how tensor parallelism splits its modules; nobody else can."""
+    """Tensor parallelism needs a plan for the family's modules, which only the family can give."""
     if job.parallelism.tp > 1 and family_of(job.model).sharding is None:
         yield Fault("parallelism.tp", job.parallelism.tp, f"family {job.model.family} has no tensor-parallel sharding", legal=(1,))
 
 
 @rule(LAYOUT)
 def family_can_be_cut_into_stages(job: Job) -> Iterator[Fault]:
-    """A stage of a pipeline passes one tensor to the next: a model with two streams has no such place."""
+    """A stage of a pipeline passes one tensor to the next: a model with two streams cannot be cut so."""
     if job.parallelism.pp > 1 and not family_of(job.model).pipeline:
         yield Fault("parallelism.pp", job.parallelism.pp, f"family {job.model.family} cannot be cut into stages", legal=(1,))
 
@@ -249,8 +249,8 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
-    """A kernel that is asked for computes this attention on a CPU or on a GPU. What depends on the very GPU, a rank
-    checks.
+    """A kernel that is asked for computes this attention on a CPU or on a GPU. Checks that depend on the GPU are made
+    by the ranks.
     """
     if fault := kernel_fault(job.model.attention, *(call_of(job, device) for device in ("cpu", "cuda"))):
         yield fault
@@ -285,9 +285,7 @@ RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES
 
 @rule(RECIPE)
 def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
-    """SimpleFSDP keeps gathered parameters until the backward. Freeing them and gathering again is what ac=full
-    does.
-    """
+    """SimpleFSDP keeps gathered parameters until the backward. With ac=full they are freed, and gathered again."""
     if job.parallelism.backend == "simple_fsdp" and job.parallelism.reshard_after_forward != "default":
         yield Fault(
             "parallelism.reshard_after_forward",
@@ -327,8 +325,8 @@ def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def masters_can_be_split(job: Job) -> Iterator[Fault]:
-    """Split masters are float32 weights whose upper half the model computes with; all that reads or sums weights has to
-    know of it.
+    """Split masters are float32 weights whose upper half the model computes with; whatever reads or sums weights must
+    support them.
     """
     if job.optimizer.masters == "whole":
         return
@@ -384,8 +382,8 @@ PLACE += [memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_a
 
 
 def warnings(job: Job) -> Iterator[Fault]:
-    """Yield what is legal but probably a mistake, for a frozen job without faults: printed before it starts, refused by
-    nothing.
+    """Yield what is legal but probably a mistake, for a frozen job without faults. It is printed before the start, and
+    never refused.
     """
     if job.lr_scheduler.warmup_steps > job.steps:
         yield Fault(

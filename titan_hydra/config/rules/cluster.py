@@ -1,4 +1,4 @@
-"""The rules of where a job runs: what its executor needs, and the rules that the executor brings."""
+"""The rules of a job's executor: what every executor needs, and the executor's own rules."""
 
 from collections.abc import Iterator
 

@@ -14,9 +14,7 @@ BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cud
 
 
 def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
-    """A torch.compile back end is torch's own, announced by an installed package, or registered by a module of the
-    user's.
-    """
+    """A torch.compile back end is torch's own, announced by an installed package, or registered by a user's module."""
     name = job.compile.backend
     if job.compile.name == "off" or name in BACKENDS or job.train.imports:
         return

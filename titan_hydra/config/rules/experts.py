@@ -1,4 +1,4 @@
-"""The rules of models with experts: over which ranks experts are split, and what their kernels take."""
+"""The rules of models with experts: over which ranks experts are split, and which shapes their kernels accept."""
 
 from __future__ import annotations
 
@@ -77,15 +77,15 @@ def tokens_of_experts_are_split(job: Job) -> Iterator[Fault]:
 
 
 def experts_are_trained_by_one_group(job: Job) -> Iterator[Fault]:
-    """The bias of a balanced router follows the tokens of all ranks; replica groups that meet every few steps would
-    have different ones.
+    """The bias of a balanced router follows the tokens of all ranks; replica groups that synchronize every few steps
+    would have different biases.
     """
     if job.model.sparse and job.fault_tolerance.name != "off":
         yield Fault("fault_tolerance.name", job.fault_tolerance.name, "replica groups do not share the loads of experts", legal=("off",))
 
 
 def fake_experts_have_kernels(job: Job) -> Iterator[Fault]:
-    """Without data torch knows its grouped matmul in bfloat16 alone."""
+    """On tensors without data torch supports its grouped matmul only in bfloat16."""
     if job.model.sparse and job.comm.name == "fake" and job.precision.compute_dtype != "bfloat16":
         yield Fault(
             "precision.compute_dtype", job.precision.compute_dtype, "comm=fake computes experts only in bfloat16", legal=("bfloat16",)

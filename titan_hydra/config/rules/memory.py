@@ -21,11 +21,11 @@ from titan_hydra.job.dtypes import GIB, SIZE, gradient_dtype
 from titan_hydra.job.ranks import devices_here, processes, runs_here
 
 PROCESS = 0.25 * GIB  # a rank before it has a model: Python and torch
-PROCESSES_PER_CORE = 8  # without GPUs; more would wait for each other past every time-out
+PROCESSES_PER_CORE = 8  # limit without GPUs: more processes would exceed every time-out
 
 
 def _parameters(model: Model) -> int | None:
-    """Count the parameters of a model; None if its family cannot without torch."""
+    """Count the parameters of a model; None if its family needs torch for that."""
     count = family_of(model).parameters
     return count(model) if count else None
 

@@ -15,7 +15,7 @@ from titan_hydra.job.schedules import play
 
 
 def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
-    """Return why the actions are no schedule for the job's ranks and stages; None if they are.
+    """Return why the actions are not a valid schedule for the job's ranks and stages; None if they are.
 
     Every stage is on one rank, every microbatch runs its forward and its backward once on each stage, and no action
     waits for ever.

@@ -25,7 +25,7 @@ class FluxConfig(Model):
         Interval(0, 10_000),
     )
     channels: int = key(16, "channels of the autoencoder's latents", WIDTH)
-    text_len: int = key(512, "number of caption tokens; the other tokens of data.seq_len are the image's, a square number", COUNT)
+    text_len: int = key(512, "tokens of a caption; the rest of data.seq_len, a square number, are the image's tokens", COUNT)
     text_dim: int = key(4096, "width of the text encoder's embeddings", WIDTH)
     pooled_dim: int = key(768, "width of the pooled embedding of a caption", WIDTH)
     rope_first: int = key(
