@@ -71,6 +71,7 @@ LONG = (
     "launch/test_replicas.py",
     "launch/test_secrets.py",
     "launch/test_stuck.py",
+    "launch/test_worked_examples.py",
     "models/test_stranger.py::test_six_layouts_learn_what_one_process_learns",
     "plan/test_tracker.py",
     "plan/test_tune.py",
