@@ -76,6 +76,7 @@ LONG = (
     "launch/test_ends.py::test_two_launchers_run_a_line_once",
     "launch/test_ends.py::test_wandb_sees_one_run_with_rising_steps_after_kills",
     "launch/test_secrets.py",
+    "launch/test_worked_examples.py",
     "models/test_stranger.py::test_six_layouts_learn_what_one_process_learns",
     "observe/test_flight.py",
     "observe/test_nan_hunt.py",

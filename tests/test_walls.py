@@ -306,7 +306,7 @@ def test_public_names_are_unique():
 # What is more than part 13 plans (the second number) is to go.
 LINES = {
     "base": 646,  # 520
-    "config": 4881,  # 3,200
+    "config": 4875,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
     "runs": 2051,  # 2,100

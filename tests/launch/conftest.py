@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,25 @@ class Launcher:
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=300)
+
+    def page(self, name: str, *more: str) -> Iterator[tuple[str, subprocess.CompletedProcess]]:
+        """Run the lines of a page of docs/ that stand in blocks marked `sh`, those of launch.py with `more`. A comment names an
+        exit status other than 0; runs/NAME-HASH is the run of that name. Yields each line and its process.
+        """
+        blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / name).read_text(), re.S)
+        for line in "".join(blocks).splitlines():
+            typed = line
+            for run in self.folder.glob("runs/*-*"):
+                typed = typed.replace(f"{run.name.rpartition('-')[0]}-HASH", run.name)
+            program, *words = shlex.split(typed, comments=True)
+            if program == "titan":
+                words = ["-m", "titan_hydra.cli", *words]
+            elif words[0] == "launch.py":
+                words = [str(ROOT / "launch.py"), *words[1:], *more]
+            done = self.python(*words)
+            status = re.search(r"# exit status (\d+)", line)
+            assert done.returncode == int(status[1] if status else 0), line + done.stdout + done.stderr
+            yield line, done
 
     def sabotage(self, code: str) -> None:
         """Run `code` in every rank once the training loop is imported; it sees `loop`, `trainer`, `rank` and `os`."""
