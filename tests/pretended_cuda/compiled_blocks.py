@@ -117,7 +117,9 @@ class Compiler:
 
 def of_objective(module: Any) -> bool:
     """Whether what is compiled is the loss, from what the compiler remembers of its operators' sources."""
-    return any(re.search(r"/objectives?/|/objectives?\.py|/diffusion\.py", node.meta.get("stack_trace") or "") for node in module.graph.nodes)
+    return any(
+        re.search(r"/objectives?/|/objectives?\.py|/diffusion\.py", node.meta.get("stack_trace") or "") for node in module.graph.nodes
+    )
 
 
 def graph_of(graph: Any) -> Graph:
