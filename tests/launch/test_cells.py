@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -144,6 +145,15 @@ def test_done_run_is_not_run_again_unless_forced(launcher):
     assert [path.name for path in (launcher.run_directory / "attempts").iterdir()] == ["1"]
     rows = (launcher.run_directory / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+def test_a_sweep_in_one_process_ends_with_the_cell_that_was_stopped(launcher):
+    process = launcher.start("-m", *launcher.ENDLESS, "seed=0,1", "cluster=inline")
+    launcher.wait(lambda: any("step" in file.read_text() for file in launcher.folder.glob("runs/*/metrics.jsonl")))
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 143 and "the same command line resumes it" in err, out + err
+    assert len(list(launcher.folder.glob("runs/*/attempts/1"))) == 1
 
 
 def test_identical_cells_run_once(launcher):

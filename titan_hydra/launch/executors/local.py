@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_hydra.base.errors import Exit
 from titan_hydra.config import Fault, Job
 from titan_hydra.launch.attach import Interrupts, attach, stop
 from titan_hydra.launch.executor import Executor
@@ -88,8 +89,11 @@ class Inline(Processes):
         """Run the rank of a claimed attempt. Raises KeyboardInterrupt if it was interrupted."""
         from titan_hydra.launch import worker
 
-        if worker.run_rank(str(cell.directory), int(attempt.name), inline=True) == 130:
+        status = worker.run_rank(str(cell.directory), int(attempt.name), inline=True)
+        if status == 130:
             raise KeyboardInterrupt
+        if status == Exit.REQUEUED:  # its trainer has received the signal that this process was sent, and no cell follows
+            interrupts.received.append(signal.SIGTERM)
 
 
 def started(attempt: Path, seconds: float = 15) -> bool:
