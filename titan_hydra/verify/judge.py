@@ -96,9 +96,11 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     return Outcome(case, differ(run, reference), changed, misrouted(run, reference), run.drift, run.rounded)
 
 
-def differ(run: Trace, reference: Trace) -> Differences:
-    """Return the relative differences of a run from its reference, by column and entry."""
-    steps, start = len(run.losses), reference.start
+def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:
+    """Return the relative differences of a run from its reference, by column and entry. Those of a `draw` are rounding
+    throughout, so nothing is subtracted from them.
+    """
+    steps, start = 0 if draw else len(run.losses), reference.start
     return {
         "loss": {"loss": _largest(run.losses, reference.losses)},
         "norm": {"norm": _largest(run.norms, reference.norms)},

@@ -328,7 +328,7 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
             job = from_dict(Job, config)
             job.data.local_batch = job.data.global_batch // math.gcd(job.data.global_batch, parts)
             with CutLinears(tp, seed or 0) if tp > 1 else contextlib.nullcontext():
-                spread = widen(spread, differ(trace(job, device, case, seed), reference))
+                spread = widen(spread, differ(trace(job, device, case, seed), reference, draw=True))
             outcomes = [_read(folder, number, case) for number in numbers]
             outcomes = [dataclasses.replace(outcome, band=beyond(outcome.differences, spread, once)) for outcome in outcomes]
             for number, outcome in zip(numbers, outcomes, strict=True):
