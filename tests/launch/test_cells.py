@@ -111,7 +111,7 @@ def test_a_full_disk_at_the_start_is_one_line(launcher, cluster):
     assert done.returncode == 1
     # a slow machine counts
     assert len([line for line in done.stderr.splitlines() if not line.startswith("composed")]) == 1, done.stderr
-    assert f"{runs}" in done.stderr and "No space left on device; make room" in done.stderr, done.stderr
+    assert f"{runs}" in done.stderr and "No space left on device; free disk space" in done.stderr, done.stderr
 
 
 def test_inline_run_leaves_a_whole_run_directory(launcher):

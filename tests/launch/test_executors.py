@@ -30,7 +30,7 @@ def titan(launcher, *arguments: str):
         ((*NICED, "cluster.partition=main"), "cluster.partition=main: cluster.executor=niced does not read it; slurm would"),
         ((NICED[0], "cluster.nice=5"), "cluster.nice=5: cluster.executor=local does not read it; niced would"),
         (("cluster.executor=niced",), "one of your own needs train.imports=[ITS_MODULE]"),
-        ((*NICED, "launch.packed=true"), "launch.packed=true: is for jobs"),
+        ((*NICED, "launch.packed=true"), "launch.packed=true: applies to batch jobs"),
     ],
 )
 def test_its_keys_are_its_own(niced, line, words):
