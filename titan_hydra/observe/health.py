@@ -24,6 +24,8 @@ from titan_hydra.runs.run import Run
 
 TAKEN = 0.1  # fraction of a device's memory that other processes may use: a desktop uses less, another job more
 PATIENCE = 20  # seconds that an earlier process has to release its memory
+# Seconds by which the rank at fault ends before the others, whose end stops it: it must have written its record by then.
+HEAD_START = 2.0
 
 
 def check_device(run: Run, comm: Comm) -> torch.device:
@@ -46,6 +48,7 @@ def check_device(run: Run, comm: Comm) -> torch.device:
     if fault:
         raise fault
     if verdict["fault"]:
+        time.sleep(HEAD_START)
         raise error_of_another(verdict, run)
     return device
 
