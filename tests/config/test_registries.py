@@ -32,8 +32,7 @@ def launch(project, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_one_run_with_a_source_a_tracker_an_optimizer_and_a_rate_of_ones_own(project):
-    run = launch(
-        project,
+    line = (
         "train.imports=[parts]",
         "data.name=lines",
         "data.path=*.txt",
@@ -43,19 +42,10 @@ def test_one_run_with_a_source_a_tracker_an_optimizer_and_a_rate_of_ones_own(pro
         "metrics.trackers=[csv]",
         "steps=8",
     )
+    run = launch(project, *line)
     assert run.returncode == 2 and "data.path=*.txt: no such file" in run.stderr and run.stderr.count("\n") == 1, run.stdout + run.stderr
     (project / "poem.txt").write_text("\n".join(f"The {number}th line of a long poem." for number in range(200)))
-    run = launch(
-        project,
-        "train.imports=[parts]",
-        "data.name=lines",
-        "data.path=*.txt",
-        "data.at_least=10",
-        "optimizer=adagrad",
-        "lr_scheduler.name=steps",
-        "metrics.trackers=[csv]",
-        "steps=8",
-    )
+    run = launch(project, *line)
     assert run.returncode == 0, run.stdout + run.stderr
     (table,) = project.glob("runs/*/metrics.csv")
     rows = [line.split(",") for line in table.read_text().splitlines()]

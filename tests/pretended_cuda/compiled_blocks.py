@@ -117,9 +117,10 @@ class Compiler:
 
 def of_objective(module: Any) -> bool:
     """Whether what is compiled is the loss, from what the compiler remembers of its operators' sources."""
-    return any(
-        re.search(r"/objectives?/|/objectives?\.py|/diffusion\.py", node.meta.get("stack_trace") or "") for node in module.graph.nodes
-    )
+    from titan_hydra.config.registry import OBJECTIVES
+
+    files = [kind.build.partition(":")[0].replace(".", "/") + ".py" for kind in OBJECTIVES.values()]
+    return any(file in (node.meta.get("stack_trace") or "") for node in module.graph.nodes for file in files)
 
 
 def graph_of(graph: Any) -> Graph:
