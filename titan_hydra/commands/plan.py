@@ -22,7 +22,7 @@ from titan_hydra.plan.search import Row, prepared, search
 from titan_hydra.plan.shape import NotPredictable, shape_of
 from titan_hydra.runs.view import add_runs
 
-from . import calibrate, tune
+from . import calibrate, plan_score, tune
 
 BAR = 40  # characters of the longest bar
 
@@ -56,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="run the K best layouts for --steps steps, fit the rates to them, and plan again, until prediction and measurement agree",
     )
+    parser.add_argument(
+        "--score",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help="instead, predict published measurements (default: those in the package), and print how far predictions are off",
+    )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)")
     parser.add_argument("--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml")
     add_runs(parser)
@@ -77,6 +85,10 @@ def main(args: argparse.Namespace) -> int:
             raise ConfigError(str(Fault(f"--{name}", value, reason, legal=(least,))))
     if args.into and not (args.calibrate or args.tune):
         raise ConfigError(f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written")
+    if args.score is not None:
+        if args.overrides:
+            raise ConfigError(f"{args.overrides[0]}: --score takes no overrides, as each row says its own job")
+        return plan_score.scored(args.score if args.score.name else None, args.json)
     into = calibrate.target_file(args.into) if args.into else None
     own = [*args.overrides, *(args.why or "").split()]
     job = compose_unchecked(*own, config_dir=args.config_dir)

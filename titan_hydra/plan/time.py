@@ -38,9 +38,17 @@ class Factors:
     # memory traffic of Float8 casts as a multiple of the count for tensorwise scaling (H200: 2.1; not fitted)
     cast: float = 2.0
     rowwise: float = 2.1  # casts of rowwise over those of tensorwise scaling (H200: 120 against 56 ms)
-    async_tp: float = 0.67  # fraction of tensor-parallel communication that async TP does not overlap
+    async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
     ring: float = 0.84  # rate of ring attention (context parallelism) over that on one rank
     memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
+    # The following were fitted to published rows (`titan plan --score`).
+    contention: float = 0.35  # seconds that computation loses to a second of a collective at NVLink's rate, if both overlap
+    straggler: float = 23e-6  # seconds that a collective waits for its last rank, for each node; nothing hides them
+    message: float = 40e6  # bytes of a collective that reaches half of its link's rate
+    launch: float = 2e-3  # seconds in which the host starts the kernels of a block's forward, in eager mode
+    launch_tp: float = 2.0  # the same under tensor parallelism, as a multiple: every operator goes through DTensor
+    imbalance: float = 1.6  # rows of the rank whose experts have most, over the mean
+    dispatch: float = 0.3  # fraction of a link's rate that all-to-alls of rows reach
 
 
 @dataclass(frozen=True)
@@ -89,12 +97,15 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
         parts["pipeline calls"] = _call(job) * passes * shape.rounds
         span = _span(shape, (forward, backward), head, exact)
         parts["pipeline idle"] = (span - (sum(parts.values()) - parts["optimizer"]) / shape.rounds) * shape.rounds
-    gather, reduce = _sharding(shape)
+    gather, reduce, replicas = _sharding(shape, factors)
+    blocks = max(shape.layers) * len(shape.stages[0])
     if len(shape.stages) > 1:
-        parts["FSDP"] = max(shape.layers) * len(shape.stages[0]) * (gather + reduce) * shape.rounds
+        parts["FSDP"] = blocks * ((gather + reduce).seconds * shape.rounds + replicas.seconds)
     else:
-        shown = max(gather - forward, 0) + max(gather + reduce - backward, 0)
-        parts["FSDP"] = (shown * job.model.n_layers + 2 * gather + reduce) * shape.rounds
+        again = gather * (job.parallelism.reshard_after_forward != "never")
+        passes = [(gather, forward, shape.rounds), (again + reduce, backward, shape.rounds - 1), (again + reduce + replicas, backward, 1)]
+        shown = sum(sent.behind(seconds) * times for sent, seconds, times in passes)
+        parts["FSDP"] = shown * job.model.n_layers + (gather + again + reduce).seconds * shape.rounds
     step = sum(parts.values())
     return Speed(step, job.data.global_batch * job.data.seq_len / all_ranks(job) / step, parts)
 
@@ -103,23 +114,53 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
     """Return the seconds of one block for one microbatch."""
     job, tokens, tp = shape.job, shape.tokens, shape.job.parallelism.tp
     again, attention_again, rest_again = recomputed(shape)
-    matmuls = sum(2 * tokens * one.size(tp) / _rate(shape, one) for one in shape.linears) + _experts(shape)
+    matmuls = sum(2 * tokens * one.size(tp) / _rate(shape, one) for one in shape.linears) + _experts(shape, factors)
     attention = tokens * job.data.seq_len * (shape.queries + shape.values) / _attention_rate(job, factors)
     traffic = 2 * tokens * (4 * shape.residual + shape.queries + shape.keys + 2 * shape.ffn_width)
     traffic *= factors.compiled if shape.compiled else factors.eager
     elements = (traffic + (tokens * shape.experts.traffic if shape.experts else 0)) / _bandwidth(shape, factors)
-    inputs, outputs = (casts * tokens / _bandwidth(shape, factors) for casts in _casts(shape, factors))
+    inputs, outputs = ((casts * tokens + _weight_casts(shape, factors)) / _bandwidth(shape, factors) for casts in _casts(shape, factors))
     sends = _tensor_parallel(shape, factors)
-    ring_sends = _context_parallel(shape)
+    ring, ring_back = _context_parallel(shape, factors, attention, (2.5 + attention_again) * attention, attention_again)
+    kernels = matmuls + attention + elements + inputs
+    late = max(_launch(shape, factors) - kernels, 0)
     return {
         "matmuls": (matmuls, (2 + again) * matmuls),
         "attention": (attention, (2.5 + attention_again) * attention),
         "element-wise": (elements, (2 + rest_again) * elements),
         "Float8 casts": (inputs, outputs + again * inputs),
         "TP communication": sends,
-        "CP communication": (ring_sends, (2 + attention_again) * ring_sends),
-        "EP communication": _exchange(shape),
+        "CP communication": (ring, ring_back),
+        "EP communication": _exchange(shape, factors),
+        "host": (late, (1 + (shape.whole_again or shape.recomputes / 2)) * late),
     }
+
+
+def _launch(shape: Shape, factors: Factors) -> float:
+    """Return the seconds in which the host starts the kernels of a block's forward."""
+    if shape.compiled or shape.job.hardware.passes_per_second:  # a CPU has no kernels that run behind the host
+        return 0.0
+    return factors.launch * (factors.launch_tp if shape.job.parallelism.tp > 1 else 1)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Messages of a rank: `seconds` on their link if nothing else runs, and the seconds that they take from computation
+    with which they overlap: waits for other ranks, multiprocessors, copies into and out of buffers.
+    """
+
+    seconds: float = 0.0
+    taken: float = 0.0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.seconds + other.seconds, self.taken + other.taken)
+
+    def __mul__(self, times: float) -> Sent:
+        return Sent(self.seconds * times, self.taken * times)
+
+    def behind(self, seconds: float) -> float:
+        """Return the seconds by which the messages delay a step if they overlap with `seconds` of computation."""
+        return max(self.seconds - seconds, 0) + self.taken
 
 
 def recomputed(shape: Shape) -> tuple[float, float, float]:
@@ -140,7 +181,7 @@ def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:
     return matmul + 4 * logits, 2 * matmul + 5 * logits
 
 
-def _experts(shape: Shape) -> float:
+def _experts(shape: Shape, factors: Factors) -> float:
     """Return the seconds of the experts' matmuls in one forward of a microbatch. An expert has few rows, so its rate is
     low.
     """
@@ -149,16 +190,22 @@ def _experts(shape: Shape) -> float:
     hardware, rows = shape.job.hardware, shape.tokens * shape.experts.rows
     smallest = min(rows * shape.experts.ep / shape.experts.number, shape.experts.dim, shape.experts.width)
     rate = hardware.bf16_tflops * 1e12 * smallest / (smallest + hardware.small_matmul) / (shape.used / 2)
-    return 6 * rows * shape.experts.dim * shape.experts.width / rate
+    return _imbalance(shape, factors) * 6 * rows * shape.experts.dim * shape.experts.width / rate
 
 
-def _exchange(shape: Shape) -> tuple[float, float]:
+def _imbalance(shape: Shape, factors: Factors) -> float:
+    """Return the rows of the rank whose experts have most, over the mean of all ranks."""
+    return 1.0 if shape.job.debug.balance_experts else factors.imbalance
+
+
+def _exchange(shape: Shape, factors: Factors) -> tuple[float, float]:
     """Return the seconds of the all-to-alls to experts and back, (forward, backward); each device has its own NIC."""
     if not shape.experts or shape.experts.ep == 1:
         return 0.0, 0.0
     hardware, ep = shape.job.hardware, shape.experts.ep
     near = min(ep, hardware.gpus_per_node)
     share = max((near - 1) / ep / (hardware.nvlink_gbs * 1e9), (ep - near) / ep / (hardware.nic_gbs * 0.9e9))
+    share *= _imbalance(shape, factors) / factors.dispatch
     forward, backward = (shape.tokens * shape.experts.sent * times * share for times in messages.exchanges(shape))
     return forward, backward
 
@@ -205,47 +252,72 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     return scale * 5 * inputs, scale * (5 * (columns + 2 * dim / shape.sequence) + transposed)
 
 
-def _link(shape: Shape, ranks_inside: int, ranks: int) -> float:
-    """Return a device's bytes/s in a collective over `ranks` ranks; neighbours in it are `ranks_inside` ranks apart."""
+def _weight_casts(shape: Shape, factors: Factors) -> float:
+    """Return the bytes of memory traffic of a block's weights as they are cast to Float8, in its forward as in its
+    backward. Weights that FSDP gathers in Float8 are cast as shards.
+    """
+    if not shape.format:
+        return 0.0
+    weights = sum(one.size(shape.job.parallelism.tp) for one in shape.linears)
+    return 5 * weights * (1 if shape.one_scale else factors.rowwise) / (shape.shards if shape.gathered < shape.used else 1)
+
+
+def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:
+    """Return an all-gather or reduce-scatter of `size` bytes over `ranks` ranks that are `inside` ranks apart: a ring's
+    bytes at the rate of its slowest link, and a latency for each rank and node that the ring visits.
+    """
+    if ranks == 1 or not size:
+        return Sent()
     hardware = shape.job.hardware
-    if ranks_inside * ranks <= hardware.gpus_per_node:
-        return hardware.nvlink_gbs * 1e9
-    # the collective's devices in a node; each has its own NIC
-    lanes = max(hardware.gpus_per_node // ranks_inside, 1)
-    return min(hardware.nic_gbs * lanes * 0.9, hardware.nvlink_gbs) * 1e9
+    lanes = max(hardware.gpus_per_node // inside, 1)  # the collective's devices in a node; each has its own NIC
+    nodes, size = -(-ranks // lanes), size * (ranks - 1) / ranks
+    taken = factors.contention * size / (hardware.nvlink_gbs * 1e9)
+    rate = hardware.nvlink_gbs
+    if nodes > 1:
+        rate, taken = min(hardware.nic_gbs * lanes * 0.9, rate), taken + factors.straggler * nodes
+    return Sent((size + factors.message) / (rate * 1e9), taken)
 
 
 def _tensor_parallel(shape: Shape, factors: Factors) -> tuple[float, float]:
     """Return the seconds of gathers and reduce-scatters of a block, forward and backward, recomputation included."""
     layout = shape.job.parallelism
-    if layout.tp == 1:
-        return 0, 0
     seen = factors.async_tp if layout.async_tp else 1
-    forward, backward = (seen * sent * (layout.tp - 1) / layout.tp / _link(shape, 1, layout.tp) for sent in messages.tensor(shape))
+    forward, backward = (seen * _collective(shape, factors, sent, 1, layout.tp).seconds for sent in messages.tensor(shape))
     return forward, backward
 
 
-def _context_parallel(shape: Shape) -> float:
-    """Return the seconds of context parallelism's communication in one forward of a block's attention."""
+def _context_parallel(shape: Shape, factors: Factors, forward: float, backward: float, again: float) -> tuple[float, float]:
+    """Return the seconds by which context parallelism's communication delays a block, (forward, backward). A ring
+    passes keys and values on while attention computes for `forward` and `backward` seconds.
+    """
     job, cp, tp = shape.job, shape.job.parallelism.cp, shape.job.parallelism.tp
-    if cp == 1:
-        return 0
-    sent = (2 * shape.queries + 2 * shape.keys) / cp if not rotation(job).ring else 2 * shape.keys
-    return shape.tokens * shape.used * sent * (cp - 1) / _link(shape, tp, cp)
+    ring = rotation(job).ring
+    sent = 2 * shape.keys if ring else (2 * shape.queries + 2 * shape.keys) / cp
+    once = _collective(shape, factors, shape.tokens * shape.used * sent * cp, tp, cp)
+    if not ring:
+        return once.seconds, (2 + again) * once.seconds
+    return once.behind(forward), (once * (2 + again)).behind(backward)
 
 
-def _sharding(shape: Shape) -> tuple[float, float]:
-    """Return the seconds to gather a block's weights and to reduce its gradients, over shards and replicas."""
+def _sharding(shape: Shape, factors: Factors) -> tuple[Sent, Sent, Sent]:
+    """Return the messages that gather a block's weights, that reduce its gradients over shards, and that, once in a
+    step, sum them over replicas. FSDP copies gathered weights out of its buffer, and gradients into it.
+    """
     layout = shape.job.parallelism
     if not shape.wrapped:
-        return 0, 0
+        return Sent(), Sent(), Sent()
     experts = shape.experts.parameters if shape.experts else 0
-    gather = (shape.whole - experts) * (shape.shards - 1) / shape.shards / _link(shape, layout.tp, shape.shards)
+    gather = _collective(shape, factors, shape.gathered * (shape.whole - experts), layout.tp, shape.shards)
+    reduce = _collective(shape, factors, shape.reduced * (shape.whole - experts), layout.tp, shape.shards)
     if shape.experts:
-        gather += experts * (shape.experts.shards - 1) / shape.experts.shards / _link(shape, shape.experts.ep, shape.experts.shards)
-    copies = 2 * (layout.dp_replicate - 1) / layout.dp_replicate / shape.shards
-    replicas = copies * shape.block * shape.reduced / _link(shape, layout.tp * shape.shards, layout.dp_replicate)
-    return gather * shape.gathered, gather * shape.reduced + replicas
+        apart = shape.experts.ep, shape.experts.shards
+        gather += _collective(shape, factors, shape.gathered * experts, *apart)
+        reduce += _collective(shape, factors, shape.reduced * experts, *apart)
+    if shape.shards > 1:
+        gather += Sent(taken=2 * shape.gathered * shape.whole / _bandwidth(shape, factors))
+        reduce += Sent(taken=(shape.used + shape.reduced) * shape.whole / _bandwidth(shape, factors))
+    size = 2 * shape.block * shape.reduced / shape.shards
+    return gather, reduce, _collective(shape, factors, size, layout.tp * shape.shards, layout.dp_replicate)
 
 
 def _call(job: Job) -> float:

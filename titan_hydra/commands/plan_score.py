@@ -1,0 +1,77 @@
+"""`titan plan --score`: how far predictions of published measurements are off."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.text import table
+from titan_hydra.plan.published import Scored, rows_of, score
+from titan_hydra.plan.shape import NotPredictable
+
+TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "GiB: median error", "worst")
+
+
+def scored(file: Path | None, as_json: bool) -> int:
+    """Predict the rows of a file, or those that the package ships, and print the errors by source, device and
+    technique. Returns 0, or 2 if no row can be predicted.
+    """
+    found, skipped = [], []
+    for row in rows_of(file):
+        try:
+            found.append(score(row))
+        except (NotPredictable, ConfigError, KeyError, ValueError) as error:
+            skipped.append((row["id"], f"{error.args[0]} is not given" if isinstance(error, KeyError) else str(error).splitlines()[0]))
+    if as_json:
+        print(json.dumps({"rows": [*map(_as_json, found)], "skipped": dict(skipped)}, indent=2))
+        return Exit.DONE if found else Exit.CONFIG
+    counted, apart = [one for one in found if not one.apart], [one for one in found if one.apart]
+    for title, rows, name in (
+        ("by source", counted, lambda one: str(one.row.get("source", "no source")).split(",")[0][:60]),
+        ("by device and technique", counted, lambda one: f"{one.row['hardware']}, {one.technique}"),
+        ("apart", apart, lambda one: one.apart),
+        ("together", counted, lambda one: one.technique.split(",")[0]),
+    ):
+        if rows:
+            print(title, *table(TITLES, _groups(rows, name), TITLES[1:]), "", sep="\n")
+    for one in sorted(counted, key=lambda one: -abs(one.error))[:5]:
+        print(f"{one.error:+.1%}  {one.row['id']}: {one.speed[0]:,.0f} tokens/s, predicted {one.speed[1]:,.0f}")
+    for name, reason in skipped:
+        print(f"skipped  {name}: {reason}")
+    return Exit.DONE if found else Exit.CONFIG
+
+
+def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple]:
+    """Return a row of the table for each group of rows that `name` calls the same."""
+    groups = defaultdict(list)
+    for one in rows:
+        groups[name(one)].append(one)
+    return [(title, len(own), *_speeds(own), *_memories(own)) for title, own in groups.items()]
+
+
+def _speeds(rows: list[Scored]) -> tuple[str, str, str]:
+    errors = [one.error for one in rows]
+    return f"{median(map(abs, errors)):.1%}", f"{median(errors):+.1%}", f"{max(errors, key=abs):+.1%}"
+
+
+def _memories(rows: list[Scored]) -> tuple[str, str]:
+    errors = [one.memory[1] / one.memory[0] - 1 for one in rows if one.memory]
+    return (f"{median(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}") if errors else ("-", "-")
+
+
+def _as_json(one: Scored) -> dict[str, Any]:
+    return {
+        "id": one.row["id"],
+        "source": one.row.get("source"),
+        "technique": one.technique,
+        "overrides": " ".join(one.overrides),
+        "tokens_per_second": one.speed,
+        "memory_gib": one.memory,
+        "error": one.error,
+        "apart": one.apart,
+    }

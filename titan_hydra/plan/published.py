@@ -1,0 +1,230 @@
+"""Published measurements of training as jobs of this trainer, and how far their predictions are off.
+
+assets/published.yaml has the rows, with their sources. A row of a model, a format or a device that cannot be predicted
+is skipped with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.describe import option_files
+from titan_hydra.config.files import ASSETS
+from titan_hydra.config.schema import Job
+from titan_hydra.job.dtypes import GIB
+from titan_hydra.job.freeze import freeze
+
+from . import memory, time
+from .predict import TIGHT
+from .shape import NotPredictable, shape_of
+
+SHIPPED = ASSETS / "published.yaml"
+# what TorchTitan holds beyond this trainer: an eager loss, and pools of several streams (docs/plan.md)
+OLDER = memory.Constants(reserve=1.17, logits=12), memory.Constants(reserve=1.17, logits=16)  # without, with tensor parallelism
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row beside its prediction: tokens/s per device and GiB, each (measured, predicted); `apart` says why the row
+    does not count.
+    """
+
+    row: Row
+    overrides: tuple[str, ...]
+    speed: tuple[float, float]
+    memory: tuple[float, float] | None
+    apart: str | None
+
+    @property
+    def error(self) -> float:
+        """The relative error of the predicted speed: above 0 it is too fast."""
+        return self.speed[1] / self.speed[0] - 1
+
+    @property
+    def technique(self) -> str:
+        """What the row's layout consists of, such as `dense, tp pp`."""
+        degrees = [name for name in ("tp", "cp", "pp", "ep") if self.row.get(name, 1) > 1]
+        return f"{'experts' if 'ep' in degrees else 'dense'}, {' '.join(degrees) or 'data parallel'}"
+
+
+def rows_of(file: Path | None = None) -> list[Row]:
+    """Return the rows of a file, each with what its source has in common and with the `stack` of its source. A file is
+    a list of rows, or has the form of assets/published.yaml. Raises ConfigError.
+    """
+    shipped = yaml.safe_load(SHIPPED.read_text())
+    try:
+        content = yaml.safe_load(file.read_text()) if file else shipped
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--score {file}: cannot be read: {str(error).splitlines()[0]}") from error
+    if isinstance(content, dict):
+        content = [
+            source["common"] | row | {"source": source["source"]} for source in content.get("sources", ()) for row in source.get("rows", ())
+        ]
+    if not isinstance(content, list) or not content or not all(isinstance(row, dict) and "id" in row for row in content):
+        raise ConfigError(f"--score {file}: is not a list of rows with an id each, as titan_hydra/assets/published.yaml has")
+    for row in content:
+        stacks = [stack for stack in shipped["stacks"] if stack["match"] in str(row.get("source"))]
+        row["stack"] = stacks[0] if stacks else {}
+        row.setdefault("shape", shipped["shapes"].get(row.get("model")))
+    return content
+
+
+def score(row: Row) -> Scored:
+    """Predict a row. Raises NotPredictable or ConfigError with the reason if it cannot be predicted."""
+    hardware = _hardware(row)
+    if missing := [name for name in ("gpus", "global_batch", "seq_len", "precision") if name not in row]:
+        raise NotPredictable(f"{missing[0]}: is not given")
+    if row["global_batch"] % row.get("dp", 1):
+        raise NotPredictable(f"global_batch={row['global_batch']}: is no multiple of dp={row['dp']}")
+    modes = [mode] if (mode := _recomputation(row)) else ["none", "op", "full"]
+    jobs = [(mode, freeze(compose_unchecked(*overrides_of(row, hardware, mode)))) for mode in modes]
+    mode, job = _likely(row, jobs)
+    peak = memory.peak(job, OLDER[row.get("tp", 1) > 1] if "memory_gib" in row else memory.Constants()).gib
+    overrides = overrides_of(row, hardware, mode, timed=True)
+    job = freeze(compose_unchecked(*overrides))
+    shape = shape_of(job)
+    if _of_megatron(row) and job.parallelism.pp > 1:  # it sends weights and gradients while the pipeline fills and drains
+        shape = replace(shape, wrapped=False)
+    apart = row.get("apart")
+    if apart is None and "power limited" in row.get("device", ""):
+        apart = "power-limited cards, as the source says"
+    said = _recomputation(row) is not None and "graph" not in str(row.get("compile")) and "Simple" not in str(row.get("compile"))
+    return Scored(
+        row,
+        tuple(overrides),
+        (measured_speed(row, job), time.speed(job, shape=shape).tokens_per_second),
+        (row["memory_gib"], peak) if "memory_gib" in row and said else None,
+        apart,
+    )
+
+
+def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:
+    """Return the job whose recomputation a source that names none probably used: the nearest in memory or, without a
+    measurement, that which recomputes least and fits. Buffers of all microbatches are this trainer's alone.
+    """
+    constants = OLDER[row.get("tp", 1) > 1]
+    if "memory_gib" in row:
+        return min(jobs, key=lambda pair: abs(memory.peak(pair[1], constants).gib - row["memory_gib"]))
+
+    def needed(job: Job) -> float:
+        terms = memory.peak(job).terms
+        return sum(term.bytes for term in terms if term.name != "receive buffers") / GIB
+
+    return next((pair for pair in jobs if needed(pair[1]) <= TIGHT * pair[1].hardware.memory_gib), jobs[-1])
+
+
+def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> list[str]:
+    """Return a row as overrides of a job. For its time, ZeRO-1 sends what replicas do: gradients once in a step."""
+    tp, pp, cp, dp = (row.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
+    kind, samples, micro = str(row.get("dp_kind")), row["global_batch"] // dp, row.get("micro_batch", 1)
+    replicas = 1
+    if kind.startswith(("ddp", "none")) or (timed and kind == "zero1"):
+        replicas = dp
+    elif kind.startswith("hsdp"):
+        replicas = max(dp // 8, 1)
+    lines = ["data=synthetic", "comm=fake", f"hardware={hardware}", *_model(row), *_precision(row), f"ac={mode}"]
+    lines += [f"data.seq_len={row['seq_len']}", f"model.max_seq_len={row['seq_len']}", f"data.global_batch={row['global_batch']}"]
+    degrees = {"dp_replicate": replicas, "dp_shard": dp // replicas, "tp": tp, "cp": cp, "pp": pp, "ep": row.get("ep", 1)}
+    lines += [f"gpus={row['gpus']}", *(f"parallelism.{name}={degree}" for name, degree in degrees.items())]
+    if "ZeRO-2" in kind or (kind == "zero1" and not timed) or "never" in str(row.get("note")):
+        lines.append("parallelism.reshard_after_forward=never")
+    if pp > 1:
+        stages = row.get("virtual_stages", 1)
+        lines += [f"pp_schedule={row.get('schedule', 'interleaved_1f1b' if stages > 1 else '1f1b')}", f"data.local_batch={samples}"]
+        lines += [f"pp_schedule.stages_per_rank={stages}"] * (stages > 1) + [f"pp_schedule.microbatches={samples // micro}"]
+    else:
+        lines.append(f"data.local_batch={max(min(micro, samples), 1)}")
+    if _of_megatron(row):  # fused kernels, gathers behind matmuls, cuDNN's attention in its ring
+        lines += ["compile=block", "hardware.flash_tflops=null"] + ["parallelism.async_tp=true"] * (tp > 1)
+    else:
+        lines.append(f"compile={'off' if _eager(row) else 'block'}")
+    lines += ["debug.balance_experts=true"] * bool(row.get("routing"))
+    nic = [f"hardware.nic_gbs={row['nic_gbs']}"] if "nic_gbs" in row else []
+    return lines + nic + row["stack"].get("overrides", [])
+
+
+def measured_speed(row: Row, job: Job) -> float:
+    """Return the tokens/s per device of a row, from its TFLOP/s or its time of a step if it has no other."""
+    if "tokens_per_second_per_gpu" in row:
+        return float(row["tokens_per_second_per_gpu"])
+    if "step_seconds" in row:
+        return row["global_batch"] * row["seq_len"] / row["step_seconds"] / row["gpus"]
+    model, length = job.model, row["seq_len"]
+    if row.get("formula") == "hardware":  # arXiv 2104.04473, equation 3: 96 B s l h^2 (1 + s / 6h + V / 16lh)
+        layers, dim = model.n_layers, model.dim
+        flops = 96 * layers * dim**2 * (1 + length / (6 * dim) + model.vocab_size / (16 * layers * dim))
+    else:  # Megatron: causal attention counts half
+        block = 2 * model.dim**2 * (1 + model.n_kv_heads / model.n_heads) + 3 * model.dim * model.ffn_width + length * model.dim
+        flops = 6 * (model.n_layers * block + model.dim * model.vocab_size)
+    return row["tflops_per_gpu"] * 1e12 / flops
+
+
+def _of_megatron(row: Row) -> bool:
+    return row.get("dp_kind") == "zero1"
+
+
+def _eager(row: Row) -> bool:
+    compiled = str(row.get("compile", False))
+    return compiled == "False" or "aot_eager" in compiled
+
+
+def _hardware(row: Row) -> str:
+    """Return the preset of a row: that of its device and, if there is one, of its software's year."""
+    name = row["hardware"]
+    if name == "h100" and ("95 GiB" in row.get("device", "") or "500 W" in row.get("device", "")):
+        name = "h100_500w"
+    known = {file.stem for file in option_files("hardware")}
+    dated = f"{name}_{row['stack'].get('software')}"
+    if name not in known:
+        raise NotPredictable(f"hardware={name}: has no preset")
+    return dated if dated in known else name
+
+
+def _model(row: Row) -> Iterator[str]:
+    """Yield the overrides of a row's model. Two matrices of an ungated feed-forward count as three of two thirds."""
+    shape = row.get("shape")
+    if not shape:
+        if row["model"] not in {file.stem for file in option_files("model")}:
+            raise NotPredictable(f"model={row['model']}: its shape is not known")
+        yield f"model={row['model']}"
+        return
+    yield "model=llama3_8b"
+    gated = shape.get("gated", "ungated" not in str(shape.get("ffn")))
+    ffn = shape["ffn"] if isinstance(shape["ffn"], int) else 4 * shape["dim"]
+    yield f"model.ffn_dim={ffn if gated else round(ffn / 96) * 64}"
+    yield f"model.head_dim={shape['dim'] // shape['n_heads']}"
+    yield f"model.tie_embeddings={str(shape.get('tied', False)).lower()}"
+    yield from (f"model.{name}={shape[name]}" for name in ("dim", "n_heads", "n_kv_heads", "n_layers", "vocab_size"))
+
+
+def _precision(row: Row) -> list[str]:
+    """Return the overrides of a row's number format. Raises NotPredictable."""
+    name = row["precision"]
+    if name.startswith("bf16 weights"):
+        return ["precision=bf16_full"]
+    if name.startswith(("bf16", "fp16")):
+        return ["precision=bf16"]
+    if name.startswith("fp8") or "tensorwise" in name:
+        return ["precision=float8_tensorwise"]
+    if "rowwise" in name:
+        return ["precision=float8_rowwise", *(["precision.recipe=rowwise_with_gw_hp"] if "gw_hp" in name else [])]
+    if name.startswith("mxfp8"):
+        return ["precision=mxfp8"]
+    raise NotPredictable(f"precision={name}: is not a format of this trainer")
+
+
+def _recomputation(row: Row) -> str | None:
+    """Return the mode of activation checkpointing that a row names; None if its source does not say it."""
+    said = row.get("recompute", "not said")
+    if "not said" in said and "share" not in said:
+        return None
+    modes = {"full": "full", "none": "none", "op": "op", "graph SAC": "op", "selective (attention": "op", "selective": "layer"}
+    return next((mode for start, mode in modes.items() if said.startswith(start)), None)
