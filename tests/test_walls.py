@@ -317,7 +317,7 @@ LINES = {
     "checkpoint": 1579,  # 1,400
     "train": 1504,  # 1,550
     "fault_tolerance": 1114,  # 600
-    "verify": 2000,  # 2,000
+    "verify": 2002,  # 2,000
     "launch": 3165,  # 1,950
     "report": 2293,  # 2,050
     "commands": 2549,  # 2,300
