@@ -212,7 +212,7 @@ def build(
     compare.refuse(found, allowed)
     own, waiting = selection.baseline, ""
     if over:
-        cells, waiting, missing = started(cells)
+        cells, waiting, missing = begun_cells(cells)
         if baseline in missing:
             raise ConfigError(f"--baseline {baseline}: has not started")
         own = None if own in missing else own
@@ -224,7 +224,7 @@ def build(
     return Report(selection.name, rows, repeats, found, allowed, selection, over, waiting)
 
 
-def started(cells: list[ReportCell]) -> tuple[list[ReportCell], str, set[str]]:
+def begun_cells(cells: list[ReportCell]) -> tuple[list[ReportCell], str, set[str]]:
     """Return the cells that have started (all if none has), a line that counts the others and those that still run, and
     the names of the others.
     """
