@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_hydra.verify import verify as program
+from titan_hydra.verify.matrix import MATRIX
 from titan_hydra.verify.sampler import draw_jobs
 from titan_hydra.verify.verify import verify
 
@@ -57,3 +58,11 @@ def test_every_planted_fault_still_has_its_place():
     program = runpy.run_path(str(Path(__file__).with_name("planted.py")))
     for name, (file, right, *_) in program["FAULTS"].items():
         assert (program["ROOT"] / "titan_hydra" / file).read_text().count(right) == 1, name
+
+
+def test_what_is_composed_is_counted_before_it_is_composed(monkeypatch, capsys):
+    """Composing the whole matrix takes a minute, and nothing else would be printed in it."""
+    monkeypatch.setattr(program, "job_of", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        verify(case for case in MATRIX[:2])
+    assert capsys.readouterr().err == "composing the jobs of 2 cases and 1 reference\n"

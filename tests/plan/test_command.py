@@ -51,6 +51,16 @@ def test_one_cell_as_json(capsys):
     assert low < found["tokens_per_second"] < high
 
 
+def test_a_cell_that_does_not_fit_is_status_2_as_in_a_search(capsys):
+    line = [*LINE, "gpus=8", "data.local_batch=8", "--cell"]
+    status, out, err = plan(capsys, *line)
+    assert status == 2 and err == "" and ": does not fit; " in out and "saved activations (counted)" in out
+    status, out, _ = plan(capsys, *line, "--json")
+    assert status == 2 and json.loads(out)["fits"] == "no"
+    status, out, _ = plan(capsys, *line[:-1], "--why", "ac=none")  # a question, which has its answer
+    assert status == 0 and ": does not fit; " in out
+
+
 def test_why_names_the_rule_or_the_terms(capsys):
     status, out, _ = plan(capsys, *LINE, "--gpus", "8", "--why", "parallelism.dp_shard=4 parallelism.tp=2 ac=full")
     assert status == 0 and out.startswith("dropped: ac.name=full: this torch cannot compile it")

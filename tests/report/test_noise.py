@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from titan_hydra.report.charts import curves
 from titan_hydra.report.digits import digits_of, percent, rate, with_error
 from titan_hydra.report.table import build
 from titan_hydra.runs.find import select_runs
+from titan_hydra.runs.rundir import State
 
 MINUS, PM = "\N{MINUS SIGN}", "\N{PLUS-MINUS SIGN}"
 
@@ -169,6 +171,22 @@ def test_seeds_that_failed_are_named(sweep, capsys):
     assert "- optimizer.lr=0.001: seed=7: OOM, and left out" in out and f"| 1,005.0 {PM} 5.0 |" in out
     status, _, err = sweep.report(capsys, "--over", "sed")
     assert (status, err) == (2, "--over sed: no cell has such a key; did you mean seed?\n")
+
+
+def test_a_sweep_that_runs_still_has_rows_of_what_has_begun_alone(sweep, capsys):
+    sweep.cells += [{"name": f"optimizer.lr={lr} seed=7", "overrides": [], "directory": f"later-{lr}"} for lr in (0.001, 0.004)]
+    seeds(sweep, {"optimizer.lr": 0.001}, 0.0, (1000.0, 1010.0))
+    sweep.cell("optimizer.lr=0.002 seed=0", {"optimizer.lr": 0.002, "seed": 0}, losses=[4.0] * 20)  # no result: it has not ended
+    status, out, _ = sweep.report(capsys, "--md", "--over", "seed", baseline="optimizer.lr=0.004 seed=7")
+    assert status == 0 and [*rows_of(out)] == ["optimizer.lr=0.001", "optimizer.lr=0.002"]
+    assert "- not started, and left out: 2 of 5 cells\n" in out and "later" not in out
+    out = sweep.report(capsys, "--md")[1]
+    assert out.count("not started") == 2 and "left out" not in out  # each cell has its row
+    status, _, err = sweep.report(capsys, "--over", "seed", "--baseline", "optimizer.lr=0.004 seed=7")
+    assert (status, err) == (2, "--baseline optimizer.lr=0.004 seed=7: has not started\n")
+    selection = select_runs(sweep.name, sweep.runs)
+    cells = [replace(cell, state=State("running")) if "seed=0" in cell.name else cell for cell in gather(selection)]
+    assert "not started, and left out: 2 of 5 cells; still running: 2" in build(selection, cells, over="seed").notes
 
 
 def test_means_are_drawn_with_their_errors(sweep, capsys, tmp_path):

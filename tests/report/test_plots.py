@@ -31,7 +31,9 @@ def test_bars_say_what_the_table_says(sweep, capsys, tmp_path):
     status, out, _ = sweep.report(capsys, "--plots", "-o", str(tmp_path))
     assert status == 0
     names = ("throughput", "memory", "loss", "difference")
-    assert out.split() == [str(tmp_path / f"{name}.{ending}") for name in names for ending in ("png", "svg")]
+    paths = [str(tmp_path / f"{name}.{ending}") for name in names for ending in ("png", "svg")]
+    assert out == sweep.report(capsys)[1] + "\n" + "".join(f"{path}\n" for path in paths)  # below the table
+    assert sweep.report(capsys, "--md", "--plots", "-o", str(tmp_path))[1].split() == [str(tmp_path / "report.md"), *paths]
     for said in (">150<", ">+50 %, loss left the band<", ">baseline<", ">tokens/s per device (thin lines: half the IQR to each side)<"):
         assert said in text(tmp_path / "throughput.svg")
     for said in (">7.5<", "\N{MINUS SIGN}25.00 %", "GiB"):

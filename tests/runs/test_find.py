@@ -6,7 +6,7 @@ import pytest
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.runs import layout
-from titan_hydra.runs.view import choose
+from titan_hydra.runs.view import choose, choose_one
 
 
 @pytest.fixture
@@ -59,3 +59,34 @@ def test_what_fits_several_or_none_is_one_line_with_names(runs, target, said):
     with pytest.raises(ConfigError) as raised:
         choose(target, runs)
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def study(runs):
+    """Two starts of `-m name=study optimizer.lr=...`: run directories are created one after the other."""
+    for place, lrs in (("lr-4", {"0.1": "study-abababab"}), ("lr-5", {"0.1": "study-abababab", "0.2": "study-cdcdcdcd"})):
+        folder = layout.SWEEPS.of(runs) / place
+        folder.mkdir()
+        entries = [{"name": f"optimizer.lr={lr}", "overrides": [], "directory": run} for lr, run in lrs.items()]
+        layout.SWEEP.write(folder, {"name": "lr", "command": [], "baseline": None, "cells": entries})
+        os.utime(layout.SWEEP.of(folder), (int(place[-1]),) * 2)
+    (runs / "study-abababab/attempts").mkdir(parents=True)
+    return runs
+
+
+def test_the_name_of_all_runs_of_a_sweep_means_the_newest_such_sweep(study):
+    (study / "study-cdcdcdcd/attempts").mkdir(parents=True)
+    assert choose("study", study).manifest == layout.SWEEPS.of(study) / "lr-5"
+    with pytest.raises(ConfigError) as raised:
+        choose_one("study", study)
+    assert str(raised.value) == "study: 2 runs, and one is needed: optimizer.lr=0.1 (abababab), optimizer.lr=0.2 (cdcdcdcd)"
+
+
+def test_a_sweep_of_which_one_run_has_begun_has_the_name_already(study):
+    assert choose("study", study).manifest == layout.SWEEPS.of(study) / "lr-5"
+
+
+def test_another_run_of_that_name_is_a_choice_beside_the_sweep(study):
+    (study / "study-eeffeeff/attempts").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="study: could be any of 2: study-eeffeeff, lr-5"):
+        choose("study", study)

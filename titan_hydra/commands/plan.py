@@ -144,7 +144,7 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
 
 def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
     """Predict the layout of the command line. Raises ConfigError for broken rules; rules about techniques that torch
-    cannot combine only print their faults.
+    cannot combine only print their faults. Returns 2 with --cell if the layout does not fit.
     """
     job = freeze(predict.on_nodes(job, gpus))
     if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT)):
@@ -162,7 +162,7 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
     else:
         print(*(f"not to be started here: {line}" for line in broken), *explained(found), sep="\n")
         show_proofs(proofs)
-    return Exit.DONE
+    return Exit.CONFIG if args.cell and found.fits == "no" else Exit.DONE
 
 
 def show(rows: list[Row], points: int) -> None:

@@ -57,6 +57,10 @@ def main(args: argparse.Namespace) -> int:
                 print(text(report), end="")
         if "csv" in texts:  # CSV has no place for notes
             print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
+        if not texts and not args.html:
+            write.terminal(report)
+            if args.plots:
+                print()
         if args.plots:
             from titan_hydra.report import plots
 
@@ -67,8 +71,6 @@ def main(args: argparse.Namespace) -> int:
 
             write_text(folder / "report.html", page.page(report))
             print(folder / "report.html")
-        if not texts and not args.plots and not args.html:
-            write.terminal(report)
     except OSError as error:
         raise ConfigError(f"-o {folder}: cannot be written: {error.strerror}") from error
     return Exit.DONE

@@ -67,6 +67,11 @@ class ReportCell:
             return "failed" if kind is Kind.UNKNOWN else SHORT.get(kind, str(kind))
         return {"new": "not started"}.get(self.state.kind, self.state.kind)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether it has not started; a requeued run has."""
+        return self.state.kind in ("new", "not submitted", "queued") and not self.losses
+
     @cached_property
     def steady(self) -> list[float]:
         """Tokens per second of the logged rows, without the first row (warm-up), profiled rows, and rows that are

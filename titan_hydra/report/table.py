@@ -33,6 +33,7 @@ class Report:
     allowed: set[str]
     selection: Selection
     over: str | None = None  # the key of --over: rows are means over its values
+    waiting: str = ""  # with --over: how many cells have not started, and are no rows, and how many still run
 
     @property
     def baseline(self) -> ReportRow:
@@ -104,7 +105,8 @@ class Report:
     @cached_property
     def notes(self) -> list[str]:
         """The notes below the table."""
-        return [*self._states(), *self._noise(), *self._bands(), *self._drift(), *self._slow(), *self._mixed(), *self._forced()]
+        counted = [self.waiting] if self.waiting else []
+        return [*counted, *self._states(), *self._noise(), *self._bands(), *self._drift(), *self._slow(), *self._mixed(), *self._forced()]
 
     def _slow(self) -> list[str]:
         return [
@@ -208,13 +210,29 @@ def build(
     found = compare.differences([cell for cell, _ in known], [label for _, label in known], swept)
     allowed = {*allowed, *([over] if over else [])}
     compare.refuse(found, allowed)
+    own, waiting = selection.baseline, ""
     if over:
+        cells, waiting, missing = begun_cells(cells)
+        if baseline in missing:
+            raise ConfigError(f"--baseline {baseline}: has not started")
+        own = None if own in missing else own
         cells, found = averaged(cells, over), [difference for difference in found if difference.key != over]
     shown = labels(cells, sweep)
-    chosen = choose_baseline(cells, shown, baseline or selection.baseline)
+    chosen = choose_baseline(cells, shown, baseline or own)
     drift = max((abs(cell.rate / chosen.rate - 1) for cell in repeats if cell.rate and chosen.rate), default=0.0)
     rows = [against(cell, label, chosen, allowed, drift) for cell, label in zip(cells, shown, strict=True)]
-    return Report(selection.name, rows, repeats, found, allowed, selection, over)
+    return Report(selection.name, rows, repeats, found, allowed, selection, over, waiting)
+
+
+def begun_cells(cells: list[ReportCell]) -> tuple[list[ReportCell], str, set[str]]:
+    """Return the cells that have started (all if none has), a line that counts the others and those that still run, and
+    the names of the others.
+    """
+    missing = {cell.name for cell in cells if cell.waiting} if not all(cell.waiting for cell in cells) else set()
+    running = sum(cell.state.kind == "running" for cell in cells)
+    parts = [f"not started, and left out: {len(missing)} of {len(cells)} cells"] if missing else []
+    parts += [f"still running: {running}"] if running else []
+    return [cell for cell in cells if cell.name not in missing], "; ".join(parts), missing
 
 
 def choose_baseline(cells: list[ReportCell], shown: list[str], name: str | None) -> ReportCell:

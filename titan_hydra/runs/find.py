@@ -63,9 +63,12 @@ def select_runs(target: str, runs: Path) -> Selection:
     latest = [folder for folder in named if layout.SWEEP.read(folder).get("name") == target]
     if latest:
         return sweep(latest[-1])
-    every = {run: run.name.rpartition("-")[::2] for run in all_runs(runs)}  # the name and the hash of each
+    # Sweeps all of whose runs have this name, as after `-m name=...`: the newest of them stands for these runs.
+    whole = [folder for folder in named if {cell.directory.name.rpartition("-")[0] for cell in sweep(folder).cells} == {target}]
+    inside = {cell.directory for folder in whole for cell in sweep(folder).cells}
+    every = {run: run.name.rpartition("-")[::2] for run in all_runs(runs) if run not in inside}  # the name and the hash of each
     matches = [run for run, (name, digest) in every.items() if target in (run.name, name) or digest.startswith(target)]
-    matches += [folder for folder in named if folder.name.startswith(target)]
+    matches += whole[-1:] or [folder for folder in named if folder.name.startswith(target)]
     if len(matches) == 1:
         match = matches[0]
         return sweep(match) if match in named else Selection(match.name, [run_cell(match)])

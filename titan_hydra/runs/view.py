@@ -107,8 +107,10 @@ def choose_one(target: str, runs: Path) -> RunCell:
     """Return the run that `target` selects. Raises ConfigError if it selects several."""
     selection = choose(target, runs)
     if len(selection.cells) != 1:
-        names = ", ".join(cell.name for cell in selection.cells[:6])
-        raise ConfigError(f"{target}: {len(selection.cells)} runs, and one is needed: {names}{', ...' if len(selection.cells) > 6 else ''}")
+        hashes = [cell.directory.name.rpartition("-")[2] for cell in selection.cells[:6]]
+        names = [f"{name} ({digest})" for name, digest in zip(short_names(selection.cells), hashes, strict=False)]
+        more = ["..."] if len(selection.cells) > 6 else []
+        raise ConfigError(f"{target}: {len(selection.cells)} runs, and one is needed: {', '.join([*names, *more])}")
     return selection.cells[0]
 
 

@@ -28,6 +28,7 @@ from titan_hydra import data, models
 from titan_hydra.base.threads import cores
 from titan_hydra.config import Job, from_dict, to_dict
 from titan_hydra.config.compose import compose_job
+from titan_hydra.config.fault import counted
 from titan_hydra.data.batch import Batch
 from titan_hydra.job.batches import local_batches, microbatches
 from titan_hydra.job.ranks import DEGREES
@@ -219,10 +220,11 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
     case, in their order.
     """
     cases = list(cases)
-    jobs = [job_of(case, steps) for case in cases]
     firsts: dict[str, Case] = {}
     for case in cases:
         firsts.setdefault(_key(case), case)
+    _tell(f"composing the jobs of {counted(len(cases), 'case')} and {counted(len(firsts), 'reference')}")
+    jobs = [job_of(case, steps) for case in cases]
     references = {key: (case, reference_of(case, steps)) for key, case in firsts.items()}
     by_ranks: dict[int, list[tuple[int, Case, dict]]] = defaultdict(list)
     for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
