@@ -309,20 +309,20 @@ LINES = {
     "config": 4875,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
-    "runs": 2051,  # 2,100
+    "runs": 2127,  # 2,100
     "kernels": 1224,  # 900
     "parallel": 2539,  # 2,450
     "data": 1492,  # 1,450
-    "observe": 1410,  # 1,400
+    "observe": 1417,  # 1,400
     "checkpoint": 1579,  # 1,400
     "train": 1504,  # 1,550
     "fault_tolerance": 1114,  # 600
     "verify": 2000,  # 2,000
     "launch": 3165,  # 1,950
-    "report": 2270,  # 2,050
-    "commands": 2547,  # 2,300
+    "report": 2280,  # 2,050
+    "commands": 2739,  # 2,300
     "recipes": 3786,  # 3,100
-    "plan": 1521,  # 1,800
+    "plan": 1702,  # 1,800
 }
 
 
