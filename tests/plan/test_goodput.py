@@ -89,7 +89,7 @@ def plan(capsys, *words: str) -> tuple[int, str, str]:
 
 def test_the_table_says_what_would_raise_the_goodput(capsys, tmp_path):
     status, out, _ = plan(capsys, "checkpoint.interval=500", "--plot", str(tmp_path / "new"))
-    assert status == 0 and "a failure every 49.5 h (llama3: 419 in 884,736 GPU-days)" in out
+    assert status == 0 and "a failure every 2.06 days (llama3: 419 in 884,736 GPU-days)" in out
     names = ["this job: checkpoint=sync", "checkpoint=sync", "checkpoint=async_pinned", "and spare nodes", "and 8 replica groups"]
     rows = [line for name in names for line in out.splitlines() if line.startswith(name)]
     assert len(rows) == 5
