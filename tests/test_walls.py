@@ -309,20 +309,20 @@ LINES = {
     "config": 4875,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
-    "runs": 2056,  # 2,100
+    "runs": 2132,  # 2,100
     "kernels": 1224,  # 900
     "parallel": 2539,  # 2,450
     "data": 1492,  # 1,450
-    "observe": 1410,  # 1,400
+    "observe": 1417,  # 1,400
     "checkpoint": 1579,  # 1,400
     "train": 1504,  # 1,550
     "fault_tolerance": 1114,  # 600
     "verify": 2002,  # 2,000
     "launch": 3165,  # 1,950
-    "report": 2293,  # 2,050
-    "commands": 2638,  # 2,300
+    "report": 2303,  # 2,050
+    "commands": 2834,  # 2,300
     "recipes": 3786,  # 3,100
-    "plan": 1823,  # 1,800
+    "plan": 2004,  # 1,800
 }
 
 

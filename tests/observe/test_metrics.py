@@ -39,6 +39,7 @@ RESULT = {
     "mfu",
     "seconds",
     "gpu_hours",
+    "goodput",
     "world_size",
     "versions",
     "git_sha",
@@ -61,6 +62,7 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
     directory = run_job(job)
     rows, result = run_job.rows(directory), json.loads((directory / "result.json").read_text())
     assert [row["step"] for row in rows] == [1, 2, 4, 6]
+    assert [row.get("first_step") for row in rows] == [True, None, None, None]
     for row in rows:
         assert row.keys() >= ROW
         rate = 8 * 64 / row["step_seconds"] / 2

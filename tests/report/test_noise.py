@@ -220,3 +220,13 @@ def test_the_plot_of_losses_draws_means(sweep, capsys):
     selection = select_runs("table", sweep.runs)
     loss = next(curves(build(selection, gather(selection))))
     assert [line.y for line in loss.lines] == [[4.0, 3.0, 2.0], [9.0, 9.0, 9.0]]
+
+
+def test_goodput_is_shown_where_a_run_was_started_twice(sweep, capsys):
+    directory = sweep.cell("base", result=result(1000.0, 1.0, goodput=0.875))
+    sweep.cell("other", result=result(1000.0, 1.0, goodput=0.9))
+    assert "goodput" not in rows_of(sweep.report(capsys, "--md")[1])["base"]
+    assert [row["goodput"] for row in csv.DictReader(io.StringIO(sweep.report(capsys, "--csv")[1]))] == ["0.875", "0.9"]
+    for number in (1, 2):
+        (directory / f"attempts/{number}").mkdir(parents=True)
+    assert [row["goodput"] for row in rows_of(sweep.report(capsys, "--md")[1]).values()] == ["87.5%", "90.0%"]

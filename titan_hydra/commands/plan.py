@@ -22,7 +22,12 @@ from titan_hydra.plan.search import Row, prepared, search
 from titan_hydra.plan.shape import NotPredictable, shape_of
 from titan_hydra.runs.view import add_runs
 
+<<<<<<< HEAD
 from . import calibrate, plan_score, tune
+=======
+from . import calibrate, tune
+from .goodput import add_goodput, goodput
+>>>>>>> h-goodput
 
 BAR = 40  # characters of the longest bar
 
@@ -69,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="plot memory by term, and speed over the number of GPUs")
+    add_goodput(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -93,12 +99,15 @@ def main(args: argparse.Namespace) -> int:
     own = [*args.overrides, *(args.why or "").split()]
     job = compose_unchecked(*own, config_dir=args.config_dir)
     gpus = job.gpus if args.gpus is None else args.gpus
-    if job.hardware.name == "unknown":
+    if job.hardware.name == "unknown" and not (args.goodput and args.step_seconds):
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
         raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names)))
     try:
         if args.calibrate:
             return calibrate.calibrated(args.calibrate, args.runs, job.hardware, into)
+        if args.goodput:
+            make_folder(args.plot)
+            return goodput(legal_job(job, gpus), args)
         if args.cell or args.why:
             return one_layout(job, gpus, args)
         if gpus is None:
@@ -146,9 +155,7 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
     """Predict the layout of the command line. Raises ConfigError for broken rules; rules about techniques that torch
     cannot combine only print their faults. Returns 2 with --cell if the layout does not fit.
     """
-    job = freeze(predict.on_nodes(job, gpus))
-    if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT)):
-        raise ConfigError("\n".join(map(str, faults)))
+    job = legal_job(job, gpus)
     broken = [*map(str, checks.check(job, (checks.RECIPE, checks.PLACE)))]
     if broken and args.why:
         print(*(f"dropped: {line}" for line in broken), sep="\n")
@@ -163,6 +170,14 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
         print(*(f"not to be started here: {line}" for line in broken), *explained(found), sep="\n")
         show_proofs(proofs)
     return Exit.CONFIG if args.cell and found.fits == "no" else Exit.DONE
+
+
+def legal_job(job: Job, gpus: int | None) -> Job:
+    """Return the frozen job on that many devices. Raises ConfigError for broken rules."""
+    job = freeze(predict.on_nodes(job, gpus))
+    if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT)):
+        raise ConfigError("\n".join(map(str, faults)))
+    return job
 
 
 def show(rows: list[Row], points: int) -> None:
@@ -267,6 +282,15 @@ def halves(gpus: int) -> list[int]:
     return [gpus // times for times in (4, 2, 1) if gpus % times == 0 and gpus // times]
 
 
+def make_folder(folder: Path | None) -> None:
+    """Make the folder of --plot, if it is given. Raises ConfigError if it cannot be written."""
+    try:
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(str(Fault("--plot", folder, f"cannot be written: {error.strerror}"))) from error
+
+
 def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
     """Draw the memory of each layout, stacked by term, and the speed of the fastest against the number of GPUs; print
     the files.
@@ -276,10 +300,7 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
     from titan_hydra.report.plots import figure
     from titan_hydra.report.style import LIGHT, settings
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(str(Fault("--plot", folder, f"cannot be written: {error.strerror}"))) from error
+    make_folder(folder)
     with matplotlib.rc_context(settings("plan")):
         drawn, axes = figure(2.2 + 0.36 * len(rows))
         names = dict.fromkeys(term.name for row in rows for term in row.prediction.peak.terms)

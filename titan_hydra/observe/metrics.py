@@ -26,6 +26,7 @@ from titan_hydra.parallel.experts import Balance
 from titan_hydra.runs import layout
 from titan_hydra.runs.checkpoints import lowest_held_out
 from titan_hydra.runs.run import Run
+from titan_hydra.runs.useful import goodput_of
 
 from .trackers import Tracker, open_trackers, trackable
 
@@ -136,6 +137,7 @@ class Metrics:
 
     def _record(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None) -> None:
         """Write the row of a step, with means over the steps since the last row."""
+        first = self.mean_loss is None
         self.mean_loss = sum(self.losses) / len(self.losses)
         self.losses.clear()
         memory, reserved = self._memory()
@@ -159,6 +161,8 @@ class Metrics:
         } | (balance.read() if balance else {})
         if self.job.debug.balance_experts:
             row["balanced_experts"] = True
+        if first:  # of this process: its time includes compilation
+            row["first_step"] = True
         if self.clock.disturbed:  # the times of this row are not comparable with those of other rows
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
         if self.rows:
@@ -182,7 +186,9 @@ class Metrics:
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
         seconds = time.time() - self.began
-        lowest, lowest_step = lowest_held_out(self.run.directory)  # read from the file, which has validations of earlier processes too
+        # both are read from files, which have validations and steps of earlier processes too
+        lowest, lowest_step = lowest_held_out(self.run.directory)
+        goodput = goodput_of(self.run.directory, layout.METRICS.rows(self.run.directory)[0], time.time())
         return {
             "steps": step,
             "final_loss": self.mean_loss,
@@ -198,6 +204,7 @@ class Metrics:
             "memory_gib": self.memory_reserved,
             "mfu": self._mfu(rate),
             "seconds": seconds,
+            "goodput": goodput if self.job.fault_tolerance.replicas == 1 else None,
             "gpu_hours": seconds * self.ranks / 3600 if self.device.type == "cuda" else None,
             "world_size": self.ranks,
             "device": device_name(self.device),

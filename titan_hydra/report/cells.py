@@ -22,6 +22,7 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell, Selection
 from titan_hydra.runs.records import flat
 from titan_hydra.runs.rundir import State, inspect_all
+from titan_hydra.runs.useful import goodput_of
 from titan_hydra.runs.view import short_names
 
 from .columns import Column, columns_of
@@ -45,6 +46,7 @@ class ReportCell:
     result: dict[str, Any] = field(default_factory=dict)  # result.json of a run that is done
     columns: dict[str, Column] = field(default_factory=dict)  # columns of metrics.jsonl; "step" has every step
     events: list[dict[str, Any]] = field(default_factory=list)  # rows of events.jsonl
+    goodput: float | None = None  # useful steps' time over all time of all attempts, so far
     load: dict[str, float] = field(default_factory=dict)  # "cores" of the machine, load averages at "start" and "end"
     unreadable: tuple[str, ...] = ()  # damaged files and rows, which were left out
     repeat: bool = False  # whether it is the second run of the baseline, at the end of a packed sweep
@@ -316,13 +318,15 @@ def read_cell(chosen: RunCell, now: State) -> ReportCell:
     unreadable = [f"rows of {file}: {count}" for file, count in ((layout.METRICS.name, damaged), (layout.EVENTS.name, other)) if count]
     if not environment and layout.ENV.of(chosen.directory).exists():
         unreadable.append(layout.ENV.name)
+    result = layout.RESULT.read(chosen.directory) if now.kind == "done" else {}
     return replace(
         cell,
         config=flat(layout.CONFIG.read(chosen.directory)),
         env=environment,
-        result=layout.RESULT.read(chosen.directory) if now.kind == "done" else {},
+        result=result,
         columns=columns_of(rows),
         events=events,
+        goodput=result.get("goodput") if result or now.failure else goodput_of(chosen.directory, rows),
         load=rank.get("load") or {},
         unreadable=tuple(unreadable),
     )
@@ -355,6 +359,7 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
         first.result,
         first.columns,
         first.events,
+        mean([cell.goodput for cell in cells if cell.goodput is not None]),
         first.load,
         unreadable,
         members={as_typed(cell.config.get(over)): cell for cell in cells},

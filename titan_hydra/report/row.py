@@ -85,6 +85,7 @@ COLUMNS: tuple[Column, ...] = (
     ("IQR", "tokens_per_second_iqr", lambda row: rate(row.cell.iqr, row.cell.iqr), lambda row: row.cell.iqr),
     ("steps", "measured_steps", lambda row: _number(row.cell.measured), lambda row: row.cell.measured),
     ("difference", "difference_percent", lambda row: row.speed, lambda row: truncated_percent(row.difference)),
+    ("goodput", "goodput", lambda row: _number(row.cell.goodput, ".1%"), lambda row: row.cell.goodput),
     ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
     ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
     ("lowest held out", "lowest_held_out_loss", lambda row: _lowest(row), lambda row: row.cell.lowest and row.cell.lowest[0]),

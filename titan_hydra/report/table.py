@@ -60,8 +60,12 @@ class Report:
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The columns of the table: those with a value in at least one row, without those in `shared`."""
-        return [column for column in self.every if any(column[2](row) is not None for row in self.rows) and column[0] not in self.shared]
+        """The columns of the table: those with a value in at least one row, without those in `shared`, and without goodput
+        where no run has been started twice.
+        """
+        again = any(cell.state.attempt > 1 for row in self.rows for cell in row.cell.single)
+        left_out = {*self.shared, *([] if again else ["goodput"])}
+        return [column for column in self.every if any(column[2](row) is not None for row in self.rows) and column[0] not in left_out]
 
     @property
     def every(self) -> tuple[Column, ...]:

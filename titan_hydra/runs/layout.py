@@ -126,7 +126,7 @@ EVENTS = Entry("events.jsonl", FIRST, "validations, checkpoints, changes of repl
     {"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER}))
 RESULT = Entry("result.json", FIRST, "the result, once the run is done", Fields({}, dict.fromkeys((
     "final_loss", "validation_loss", "lowest_validation_loss", "tokens_per_second", "tokens_per_second_iqr", "memory_gib", "mfu", "seconds",
-    "gpu_hours", "flops_per_token"), NUMBER) | {
+    "goodput", "gpu_hours", "flops_per_token"), NUMBER) | {
     "status": str, "steps": int, "measured_steps": int | None, "lowest_validation_step": int | None,
     "best_checkpoint": str | None, "tokens": int, "parameters": int,
     "world_size": int, "device": str | None, "git_sha": str | None,

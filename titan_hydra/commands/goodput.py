@@ -1,0 +1,175 @@
+"""`titan plan --goodput`: the share of a job's time in which it makes steps that count, and what would raise it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.text import table
+from titan_hydra.config import Fault, Job
+from titan_hydra.config.ranges import NOT_NEGATIVE, POSITIVE, Interval
+from titan_hydra.job.ranks import all_ranks
+from titan_hydra.plan import predict
+from titan_hydra.plan.goodput import FAILURES, Site, Way, daly_interval, ways, young_interval
+from titan_hydra.runs.find import all_runs
+from titan_hydra.runs.useful import count_interruptions
+
+OPTIONS: dict[str, tuple[float | None, Interval, str]] = {  # name: default, range, help
+    "step-seconds": (None, POSITIVE, "seconds of a step (default: predicted)"),
+    "save-seconds": (None, NOT_NEGATIVE, "seconds until a checkpoint is complete (default: its bytes by --write-gbs)"),
+    "copy-seconds": (None, NOT_NEGATIVE, "seconds for which an async save holds training (default: by its bytes)"),
+    "write-gbs": (1.0, POSITIVE, "GB/s that a node writes (default: 1)"),
+    "queue-minutes": (10.0, NOT_NEGATIVE, "wait for a node in the place of one that failed (default: 10)"),
+    "restart-minutes": (5.0, NOT_NEGATIVE, "from then to the next step: start, load, compile (default: 5)"),
+}
+INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # steps between two saves, on the curve
+
+
+def add_goodput(parser: argparse.ArgumentParser) -> None:
+    """Add --goodput and its options."""
+    group = parser.add_argument_group("useful time")
+    group.add_argument(
+        "--goodput", action="store_true", help="the share of time in which the layout of the command line makes steps that count"
+    )
+    group.add_argument("--failures", default="llama3", metavar="RATE", help="per GPU-day, or llama3 (default), or runs: those of --runs")
+    for name, (default, _, text) in OPTIONS.items():
+        group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=text)
+
+
+def goodput(job: Job, args: argparse.Namespace) -> int:
+    """Print the shares of a frozen job's time, as it is and in better ways; draw them if --plot names a folder."""
+    given: dict[str, Any] = {name: getattr(args, name.replace("-", "_")) for name in OPTIONS}
+    for name, (_, allowed, _) in OPTIONS.items():
+        if given[name] is not None and (reason := allowed.objection(given[name])):
+            raise ConfigError(str(Fault(f"--{name}", given[name], reason, legal=allowed.nearest(given[name]))))
+    rate, source = rate_of(args)
+    minutes = (60 * given["queue-minutes"], 60 * given["restart-minutes"])
+    step = given["step-seconds"] or predicted_step(job)
+    at = Site(job, all_ranks(job), rate, step, *minutes, 1e9 * given["write-gbs"], given["save-seconds"], given["copy-seconds"])
+    if at.bytes is None and None in (at.save_seconds, at.copy_seconds):
+        raise ConfigError(str(Fault("model.family", job.model.family, "has no known bytes; give --save-seconds and --copy-seconds")))
+    rows = list(ways(at))
+    curves = {"steps": list(by_interval(at, rows)), "gpus": list(by_gpus(at, rows))}
+    if args.json:
+        print(json.dumps(as_values(at, rows, source) | {f"by_{name}": curve for name, curve in curves.items()}, indent=2))
+    else:
+        show_shares(at, rows, source)
+    if args.plot:
+        draw_goodput(args.plot, at, curves)
+    return Exit.DONE
+
+
+def rate_of(args: argparse.Namespace) -> tuple[float, str]:
+    """Return the failures per GPU-day, and where they are from."""
+    words = (*FAILURES, "runs", "a number")
+    if args.failures in FAILURES:
+        failures, days = FAILURES[args.failures]
+    elif args.failures == "runs":
+        failures, days = count_interruptions(all_runs(args.runs))
+        if not failures:
+            raise ConfigError(
+                str(Fault("--failures", "runs", f"{days:,.6g} GPU-days of {args.runs} had none", legal=(*FAILURES, "a number")))
+            )
+    else:
+        try:
+            rate = float(args.failures)
+        except ValueError as error:
+            raise ConfigError(str(Fault("--failures", args.failures, "is no rate", legal=words))) from error
+        if reason := POSITIVE.objection(rate):
+            raise ConfigError(str(Fault("--failures", args.failures, f"failures per GPU-day: {reason}")))
+        return rate, f"{rate:g} per GPU-day"
+    return failures / days, f"{args.failures}: {failures} in {days:,.6g} GPU-days"
+
+
+def predicted_step(job: Job) -> float:
+    """Return the predicted seconds of a step."""
+    found = predict.predict(job)
+    if not found.speed:
+        raise ConfigError(f"{found.reason}; --step-seconds gives it")
+    return found.speed.step_seconds
+
+
+def by_interval(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
+    """Yield the goodput of each way of saving with other numbers of steps between two saves."""
+    saving = {way.kind: way for way in rows if way.groups == 1 and way.queue and way.kind != "off"}
+    for steps in INTERVALS:
+        yield {"steps": steps} | {f"checkpoint={kind}": at.shares(way, steps).goodput for kind, way in saving.items()}
+
+
+def by_gpus(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
+    """Yield the goodput of each way on other numbers of devices, from an eighth to eight times as many."""
+    for gpus in (at.gpus * 2**power // 8 for power in range(7)):
+        there = replace(at, gpus=gpus)
+        yield {"gpus": gpus} | {way.name: there.shares(way).goodput for way in rows if gpus >= way.groups * at.node}
+
+
+def as_values(at: Site, rows: list[Way], source: str) -> dict[str, Any]:
+    """Return what the table says as JSON values."""
+    own = at.costs(rows[0])
+    return {
+        "gpus": at.gpus,
+        "failures_per_gpu_day": at.rate,
+        "source": source,
+        "hours_between_failures": at.between / 3600,
+        "step_seconds": at.step,
+        "checkpoint_bytes": at.bytes,
+        "save_seconds": at.save(),
+        "copy_seconds": at.copy("async_pinned"),
+        "daly_seconds": daly_interval(own),
+        "young_seconds": young_interval(own),
+        "rows": [{"name": way.name, "interval_steps": at.steps(way)} | asdict(at.shares(way)) for way in rows],
+    }
+
+
+def show_shares(at: Site, rows: list[Way], source: str) -> None:
+    """Print the table."""
+    size = "" if at.bytes is None else f" of {at.bytes / 1e12:,.2f} TB"
+    print(f"{at.job.model.name} on {at.gpus:,} GPUs: a step takes {lasting(at.step)}; a failure every {lasting(at.between)} ({source})")
+    print(
+        f"a checkpoint{size} is complete in {lasting(at.save())}, copied in {lasting(at.copy('async_pinned'))} (async_pinned); "
+        f"a failure costs {at.queue / 60:g} min in the queue and {at.restart / 60:g} min to the next step\n"
+    )
+    cells = []
+    for way in rows:
+        steps, shares = at.steps(way), at.shares(way)
+        parts = (shares.goodput, shares.saving, shares.redone, shares.restarting)
+        cells.append((way.name, f"{steps:,}", f"{steps * at.step / 60:,.1f}", *(f"{part:.1%}" for part in parts)))
+    titles = ("", "steps", "minutes", "goodput", "saving", "done again", "restarting")
+    print(*table(titles, cells, titles[1:]), sep="\n")
+    print("steps, minutes: between two saves")
+
+
+def lasting(seconds: float) -> str:
+    """Format a duration with three digits, in the unit that suits it."""
+    size, unit = next(((size, unit) for size, unit in ((86400, "days"), (3600, "h"), (60, "min")) if seconds >= 2 * size), (1, "s"))
+    return f"{seconds / size:,.3g} {unit}"
+
+
+def draw_goodput(folder: Path, at: Site, curves: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw the goodput over the interval and over the number of devices; print the files."""
+    import matplotlib
+
+    from titan_hydra.report.plots import figure
+    from titan_hydra.report.style import settings
+
+    for name, rows in curves.items():
+        with matplotlib.rc_context(settings("plan")):
+            drawn, axes = figure(4.2)
+            for line in [line for line in rows[-1] if line != name]:
+                known = [row for row in rows if line in row]
+                axes.plot([row[name] for row in known], [row[line] for row in known], marker="o", label=line)
+            axes.set_xscale("log")
+            axes.set_xticks([row[name] for row in rows], [f"{row[name]:,}" for row in rows])
+            axes.minorticks_off()
+            axes.set_ylim(0, 1.03)
+            axes.set_xlabel("steps between two saves" if name == "steps" else "GPUs", loc="right")
+            axes.set_title(f"{at.job.model.name}, {at.rate:.2g} failures per GPU-day: goodput", loc="left")
+            drawn.legend(loc="outside lower center", ncols=2)
+            for ending in ("png", "svg"):
+                drawn.savefig(folder / f"goodput-{name}.{ending}", facecolor="white")
+                print(folder / f"goodput-{name}.{ending}")

@@ -1,0 +1,181 @@
+"""The goodput of a job whose devices fail at random: the share of its time in which it makes steps that count.
+
+The time to the next failure has an exponential distribution, and a failure may come at any moment: while the job works,
+saves, or restarts. The mean times are then known in closed form (J. T. Daly, "A higher order estimate of the optimum
+checkpoint interval for restart dumps", 2006). tests/plan/test_goodput.py simulates the failures. All times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil, exp, expm1, sqrt
+
+from titan_hydra.config.family import family_of
+from titan_hydra.config.registry import OPTIMIZERS
+from titan_hydra.config.schema import Job
+from titan_hydra.job.adapter import adapter_parameters, adapts
+from titan_hydra.job.dtypes import SIZE
+
+FAILURES = {"llama3": (419, 54 * 16384)}  # unexpected interruptions, and GPU-days in which they came (arXiv 2407.21783, table 5)
+# bytes per second that a device copies to pageable and to pinned memory of the host, while its neighbours do: assumed
+COPIED = {"async": 3e9, "async_pinned": 20e9}
+LONGEST = 700.0  # of an exponent, as exp() overflows beyond 709
+GROUPS = (8, 4, 2)  # replica groups that are proposed, the first number that gives whole nodes
+WAIT = 5  # seconds until groups go on without one that is gone: conf/fault_tolerance/torchft.yaml
+
+
+@dataclass(frozen=True)
+class Interruptions:
+    """What a job loses time to: a failure every `between` on average, a `restart` until the next step, and saves."""
+
+    between: float
+    restart: float
+    held: float  # how long training waits for a save
+    behind: float = 0.0  # how long it takes after that, while training goes on, until the checkpoint is complete
+
+
+@dataclass(frozen=True)
+class TimeShares:
+    """The shares of a job's time. `redone` is work that a failure cost, and saves that did not become complete."""
+
+    goodput: float
+    saving: float
+    redone: float
+    restarting: float
+
+
+def young_interval(costs: Interruptions) -> float:
+    """Return the best time between two saves to first order (J. W. Young, 1974)."""
+    return sqrt(2 * costs.held * costs.between)
+
+
+def daly_interval(costs: Interruptions) -> float:
+    """Return Daly's higher-order estimate of the best time between two saves, but at least that of a save in the
+    background, as the next one waits for it.
+    """
+    held, between = costs.held, costs.between
+    if held >= 2 * between:
+        return max(between, costs.behind)
+    ratio = held / (2 * between)
+    return max(young_interval(costs) * (1 + sqrt(ratio) / 3 + ratio / 9) - held, costs.behind)
+
+
+def shares_of_job(interval: float, costs: Interruptions) -> TimeShares:
+    """Return the shares of a job that saves after every `interval` of work, and restarts as a whole after a failure.
+
+    From one complete checkpoint to the next the job needs a `period` without a failure. After a failure it needs the
+    restart, the work that it did while the last complete checkpoint was still being written, and the period, without a
+    failure. With probability p that a period has none, the mean of all attempts together is
+    between * (1 - p) * exp((restart + behind + period) / between), which Daly writes as below.
+    """
+    between, period = costs.between, max(interval, costs.behind) + costs.held
+    alive = exp(-costs.restart / between)  # the share of time in which the job is not restarting
+    again = exp(-costs.behind / between) / (between * expm1(min(period / between, LONGEST)))
+    goodput, saving = alive * again * interval, alive * again * (period - interval)
+    return TimeShares(goodput, saving, alive - goodput - saving, 1 - alive)
+
+
+def shares_of_groups(groups: int, interval: float, costs: Interruptions, wait: float) -> TimeShares:
+    """Return the shares of a job in `groups` replica groups, of which a failure restarts one. The others wait for `wait`,
+    and lose no work, as they go on from their own state.
+
+    A group makes steps while none of its devices has failed within the last `restart`, and none of another group's
+    within the last `wait`. That all groups are gone at once is not counted.
+    """
+    own, others = exp(-costs.restart / (groups * costs.between)), exp(-wait * (groups - 1) / (groups * costs.between))
+    period = max(interval, costs.behind) + costs.held
+    return TimeShares(own * others * interval / period, own * others * (1 - interval / period), own * (1 - others), 1 - own)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a job: how it saves and how often (None: at the best interval), and what a failure costs."""
+
+    name: str
+    kind: str  # of checkpoint.name
+    interval: float | None = None
+    groups: int = 1
+    queue: bool = True  # whether a node in the place of one that failed is waited for
+    lost: float = 0.0  # a group's work that is lost with it
+    wait: float = 0.0  # how long the other groups wait
+
+
+@dataclass(frozen=True)
+class Site:
+    """A job, and what is known of its cluster."""
+
+    job: Job
+    gpus: int  # of all replica groups
+    rate: float  # failures per GPU-day
+    step: float
+    queue: float  # wait for a node in the place of one that failed
+    restart: float  # from then to the next step
+    node_write: float  # bytes per second that a node writes
+    save_seconds: float | None = None  # until a checkpoint is complete; None: from its bytes
+    copy_seconds: float | None = None  # for which a save in the background holds training; None: from its bytes
+
+    @property
+    def node(self) -> int:
+        return self.job.cluster.gpus_per_node or 8
+
+    @property
+    def between(self) -> float:
+        """The mean time between two failures."""
+        return 86400 / (self.gpus * self.rate)
+
+    @property
+    def bytes(self) -> int | None:
+        """The size of a checkpoint: weights and the optimizer's states; None if the number of parameters is unknown."""
+        job, count = self.job, family_of(self.job.model).parameters
+        states = SIZE[job.precision.param_dtype] * (1 + OPTIMIZERS[job.optimizer.name].moments(job.optimizer))
+        return adapter_parameters(job) * states if adapts(job) else count(job.model) * states if count else None
+
+    def save(self, groups: int = 1) -> float:
+        """Return the time until a checkpoint is complete; each replica group writes its own."""
+        if self.save_seconds is not None:
+            return self.save_seconds
+        return self.bytes / (self.node_write * max(self.gpus / groups / self.node, 1))
+
+    def copy(self, kind: str, groups: int = 1) -> float:
+        """Return the time for which a save in the background holds training."""
+        if self.copy_seconds is not None:
+            return self.copy_seconds
+        return self.bytes * groups * self.job.parallelism.dp_replicate / self.gpus / COPIED[kind]
+
+    def costs(self, way: Way) -> Interruptions:
+        """Return what interrupts the job if it runs in that way."""
+        restart = self.restart + self.queue * way.queue + way.lost
+        if way.kind == "off":
+            return Interruptions(self.between, restart, 0.0)
+        save = self.save(way.groups)
+        return Interruptions(self.between, restart, *((save,) if way.kind == "sync" else (self.copy(way.kind, way.groups), save)))
+
+    def steps(self, way: Way) -> int:
+        """Return the steps between two saves."""
+        return max(ceil(daly_interval(self.costs(way)) / self.step) if way.interval is None else round(way.interval / self.step), 1)
+
+    def shares(self, way: Way, steps: int | None = None) -> TimeShares:
+        """Return the shares of time, with so many steps between two saves, or the way's own."""
+        interval, costs = self.step * (steps or self.steps(way)), self.costs(way)
+        return shares_of_groups(way.groups, interval, costs, way.wait) if way.groups > 1 else shares_of_job(interval, costs)
+
+
+def ways(at: Site) -> Iterator[Way]:
+    """Yield the job as it is configured, then with one improvement after another."""
+    saves, groups = at.job.checkpoint, at.job.fault_tolerance
+    limits = [seconds for seconds in (saves.interval * at.step, 60 * (saves.interval_minutes or 0)) if seconds and saves.name != "off"]
+    way = Way(f"this job: checkpoint={saves.name}", saves.name, min(limits, default=at.job.steps * at.step))
+    if groups.replicas > 1:
+        often = groups.name == "torchft"  # a step that is given up is made again
+        lost, wait = at.step * (1 if often else groups.sync_every), groups.timeout_seconds + at.step * often
+        yield replace(way, name=f"{way.name}, {groups.replicas} replica groups", groups=groups.replicas, lost=lost, wait=wait)
+        way = replace(way, name="without replica groups")
+    yield way
+    kinds = ["sync" if saves.name == "off" else saves.name] + ["async_pinned"] * (saves.name != "async_pinned")
+    for kind in kinds:
+        yield (way := replace(way, name=f"checkpoint={kind}, best interval", kind=kind, interval=None))
+    yield (way := replace(way, name="and spare nodes: no queue", queue=False))
+    count = next((count for count in GROUPS if at.gpus % (count * at.node) == 0), 1)
+    if groups.replicas == 1 < count:
+        yield replace(way, name=f"and {count} replica groups", groups=count, lost=at.step, wait=WAIT + at.step)

@@ -1,0 +1,76 @@
+"""How much of a run's time was useful, and how often the runs of a folder were interrupted, from their rows and attempts."""
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from titan_hydra.base.errors import Kind
+
+from . import layout
+from .failure import guilty
+from .rundir import inspect_all
+
+# What the job does to itself: the same command would fail again.
+OWN_FAULTS = {Kind.CONFIG, Kind.OUT_OF_MEMORY, Kind.NOT_FINITE, Kind.TIME_LIMIT, Kind.PREEMPTED}
+
+
+def useful_seconds(rows: list[dict[str, Any]]) -> float | None:
+    """Return the seconds of all steps that count, each once. The first step of a process, which compiles, counts no more
+    than the median; so do steps before it whose own row a kill has prevented. None if no other step is known.
+    """
+    known = [row for row in rows if row.get("step_seconds") is not None]
+    steady = [row["step_seconds"] for row in known[1:] if not row.get("first_step")]
+    if not steady:
+        return None
+    usual, seconds, before = median(steady), 0.0, known[0]["step"] - 1
+    for row in known:
+        first = row.get("first_step") or row is known[0]
+        seconds += (row["step"] - before) * (min(row["step_seconds"], usual) if first else row["step_seconds"])
+        before = row["step"]
+    return seconds
+
+
+def goodput_of(directory: Path, rows: list[dict[str, Any]], now: float | None = None) -> float | None:
+    """Return the useful time over all time from the first start of a run to `now`, or to its last sign of life. None for
+    replica groups, as rows are those of one of them, and if a time is unknown.
+    """
+    attempts = [life for attempt in layout.ATTEMPT.all(directory).values() if (life := _life(attempt))]
+    useful = useful_seconds(rows)
+    if useful is None or not attempts or layout.REPLICA.all(directory):
+        return None
+    total = (now or max(end for _, end in attempts)) - min(begin for begin, _ in attempts)
+    return min(useful / total, 1.0) if total > 0 else None
+
+
+def count_interruptions(runs: list[Path]) -> tuple[int, float]:
+    """Count the attempts that had made a step and then ended without being asked to, through no fault of the job. Returns
+    their number, and the GPU-days of all attempts that had made a step.
+    """
+    failures, seconds = 0, 0.0
+    for directory, state in zip(runs, inspect_all(runs), strict=True):
+        config = layout.CONFIG.read(directory)
+        homes = [home for home in (directory, *layout.REPLICA.all(directory).values()) if layout.ATTEMPT.all(home)]
+        groups = (config.get("fault_tolerance") or {}).get("replicas") or 1
+        for home in homes:
+            attempts = layout.ATTEMPT.all(home)
+            for number, attempt in attempts.items():
+                if (life := _life(attempt)) and layout.STATUS.read(attempt):
+                    seconds += (life[1] - life[0]) * (config.get("gpus") or 1) * groups / len(homes)
+                    failures += _interrupted(attempt, number < max(attempts) or not state.active)
+    return failures, seconds / 86400
+
+
+def _life(attempt: Path) -> tuple[float, float] | None:
+    """Return when rank 0 of an attempt started, and its last sign of life; None if it left no record."""
+    rank, status = layout.RANK.read(attempt), layout.STATUS.read(attempt)
+    begin = rank.get("started")
+    return None if begin is None else (begin, max(rank.get("ended", begin), status.get("time", begin)))
+
+
+def _interrupted(attempt: Path, over: bool) -> bool:
+    """Whether an attempt failed through no fault of the job, or ended without a word (a power cut)."""
+    if layout.CANCELLED.of(attempt).exists():
+        return False
+    if failure := guilty(attempt):
+        return failure.kind not in OWN_FAULTS
+    return over and "exit_status" not in layout.RANK.read(attempt)
