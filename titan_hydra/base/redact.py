@@ -68,7 +68,7 @@ def _mixed(value: str) -> bool:
 
 def _without_values(lines: list[str]) -> Iterator[str]:
     """Yield lines of code without the literals in lines that assign to a secret's name, or that continue such a line."""
-    sure, block = 0, False  # whether the next line continues an expression (and how sure it is a secret), or a text
+    sure, block = 0, False  # sureness of the expression that the next line continues; whether it continues a text
     for line in lines:
         if block:
             yield f"{line[:1]}[redacted]"

@@ -65,8 +65,8 @@ class ExpertShape:
         return self.rows * (self.used * (2 * self.dim + 4 * self.width) + orders) + 12 * self.number / self.sequence
 
     def backward(self, again: bool) -> float:
-        """Return the bytes of a token by which the backward, at its peak, exceeds `everything`: in the experts or, if
-        the block is recomputed (`again`), where rows are unpermuted.
+        """Return the bytes of a token by which the peak of the backward exceeds `everything`. The peak is in the experts or,
+        if the block is recomputed (`again`), at the point where rows are unpermuted.
         """
         return self.rows * self.used * max(self.width, 2 * self.width - self.dim, again * (2 + (self.ep > 1)) * self.dim)
 
