@@ -14,9 +14,9 @@ PACKAGE = TESTS.parent / "titan_hydra"
 GROUND = {"base", "config", "job"}
 ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a file
     "base": set(),
-    "config": {"base", "job"},  # its rules and compose.py alone, which stand above job/, as the schema stands below it
+    "config": {"base", "job"},  # only config/rules and compose.py, which stand above job/, import it; the schema is below job/
     "job": {"base", "config"},
-    "models": GROUND | {"kernels", "parallel"},  # the styles of parallel in sharding.py alone
+    "models": GROUND | {"kernels", "parallel"},  # only sharding.py files import parallel, for its styles
     "runs": GROUND,
     "plan": GROUND,  # and the families' config.py, by their records
     "kernels": GROUND,
