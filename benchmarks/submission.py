@@ -1,9 +1,9 @@
 """What a large sweep costs the login node and SLURM: python benchmarks/submission.py [--nodes 64] [--seeds 200]
 
-Cells of five shapes, from 2 nodes to all of a SLURM of this machine (tests/slurm/slurm-cluster; needs root), are
-submitted on hold, then again, looked at and cancelled. For each command: CPU seconds of its process and of the commands
-of SLURM that it calls, its largest resident memory, and how often it calls each command of SLURM. Walls are left out:
-they are those of the machine's load.
+Cells of five shapes, from 2 nodes to all nodes of a SLURM cluster on this machine (tests/slurm/slurm-cluster; needs
+root), are submitted on hold, submitted again, listed and cancelled. For each command, this measures the CPU seconds of
+its process and of the SLURM commands that it calls, its largest resident memory, and how often it calls each SLURM
+command. Wall-clock times are left out, as they depend on the load of the machine.
 """
 
 import argparse

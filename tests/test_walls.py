@@ -14,9 +14,9 @@ PACKAGE = TESTS.parent / "titan_hydra"
 GROUND = {"base", "config", "job"}
 ALLOWED = {  # the rooms, and what each may import beside itself, wherever in a file
     "base": set(),
-    "config": {"base", "job"},  # its rules and compose.py alone, which stand above job/, as the schema stands below it
+    "config": {"base", "job"},  # only config/rules and compose.py, which stand above job/, import it; the schema is below job/
     "job": {"base", "config"},
-    "models": GROUND | {"kernels", "parallel"},  # the styles of parallel in sharding.py alone
+    "models": GROUND | {"kernels", "parallel"},  # only sharding.py files import parallel, for its styles
     "runs": GROUND,
     "plan": GROUND,  # and the families' config.py, by their records
     "kernels": GROUND,
@@ -322,7 +322,7 @@ LINES = {
     "report": 2303,  # 2,050
     "commands": 2834,  # 2,300
     "recipes": 3786,  # 3,100
-    "plan": 2004,  # 1,800
+    "plan": 2010,  # 1,800
 }
 
 

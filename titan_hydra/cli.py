@@ -40,7 +40,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     **recipes.of_all("COMMANDS"),
     "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete all this"),
 }
-RENAMED = {  # words of before: what replaces them
+RENAMED = {  # former subcommands, and what replaces each
     "ls": "titan status --all",
     "flight": "titan logs RUN --hang",
     "diff": "titan compare A B",
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(error, file=sys.stderr)
         return error.status
-    except PermissionError as error:  # a colleague's runs
+    except PermissionError as error:  # for example, the runs belong to another user
         print(denied(error, "--runs", getattr(args, "runs", None) or Path()), file=sys.stderr)
         return Exit.CONFIG
     except KeyboardInterrupt:

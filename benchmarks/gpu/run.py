@@ -118,7 +118,7 @@ def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
     if row.tool == "torchtitan":
         more = {"dimensions": row.dimensions, "experts": row.experts, "trace": str(trace or "")}
         settings = json.dumps(dataclasses.asdict(row) | more)
-        # this folder's profile.py is not Python's
+        # -P: the profile.py of this folder must not replace Python's module profile
         return [sys.executable, "-P", str(HERE / "torchtitan_row.py"), settings]
     profiled = [] if trace is None else ["profiling=on", f"profiling.first_step={row.steps - 1}", "profiling.steps=2"]
     return [sys.executable, str(ROOT / "launch.py"), *overrides(row), *profiled, f"paths.runs={scratch}/runs"]

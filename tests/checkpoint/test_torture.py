@@ -1,5 +1,5 @@
-"""A few of torture.py's cases, one of each kind, by default; all of them with -m slow. As a program: its ranks are
-forked from it.
+"""Run cases of torture.py: by default one of each kind, with -m slow all of them. torture.py runs as a program, as its ranks
+are forked from it.
 """
 
 import subprocess

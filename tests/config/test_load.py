@@ -220,8 +220,8 @@ def test_the_validations_of_the_embedded_corpus_are_short():
 
 
 def validations_are_short(data):
-    """Ten of them, of a forward each, take at most a tenth of the time of the README's run, whose hash they leave
-    alone.
+    """Ten validations, with one forward each, take at most a tenth of the time of the README's run, and do not change the
+    run's hash.
     """
     job = compose_job(f"data={data}")
     batches = 10 * job.validation.steps

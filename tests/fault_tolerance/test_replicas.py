@@ -1,4 +1,4 @@
-"""Replica groups under launch.py: real processes, killed. The others go on, and who comes back has their weights."""
+"""Replica groups under launch.py, as real processes. When a group is killed, the others go on; its weights come from them."""
 
 import json
 import os

@@ -77,6 +77,6 @@ def logits():
 if __name__ == "__main__":
     logits()
     float8()
-    # as rows and norms of large models are computed
+    # smaller limits, so that these small matrices are computed like the rows and norms of large models
     kernels.WIDEST, kernels.PART, kernels.KEPT = 64, 64, tl.constexpr(64)
     float8()

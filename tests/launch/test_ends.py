@@ -118,8 +118,8 @@ def test_guilty_rank_is_named_and_the_others_end(launcher, action, blamed, statu
 
 
 def test_peers_of_a_dead_rank_are_ended(launcher):
-    """The launcher also ends peers that would never notice: here they sleep, as one that waits in a collective for ever
-    does.
+    """The launcher also ends ranks that would never notice the death of another. Here they sleep, in place of waiting for
+    ever in a collective.
     """
     launcher.sabotage(
         "import time\nif rank != 1: trainer.Trainer.update = lambda self, *given: time.sleep(1000)\n"

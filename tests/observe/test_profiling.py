@@ -1,4 +1,4 @@
-"""profiling=on: files that open, and rates that it does not disturb."""
+"""profiling=on writes files that can be opened, and does not disturb the rates."""
 
 import gzip
 import json

@@ -87,7 +87,7 @@ def test_exchanged_tokens_are_freed(on_ranks):
 
 
 def choices_are_kept(rank):
-    """A choice that would be another one each time, as that of a kernel without fixed sums, is made once in a forward."""
+    """A choice of experts that would differ each time (with a kernel of varying sums) is made only once in a forward."""
     found = {}
     for words in ("ac=none", "ac=full", "ac=layer", "ac=op", "ac=lean"):
         asked: dict[Router, int] = {}

@@ -88,7 +88,7 @@ def test_the_quick_estimate_of_a_pipeline_is_near_the_played_one():
 
 
 def test_a_process_that_starts_passes_slowly_is_slower_with_every_pass():
-    """One stage of a rank makes two passes for a microbatch, two stages with a backward in halves six."""
+    """A rank with one stage makes two passes for a microbatch; a rank with two stages and halved backwards makes six."""
 
     def seconds(*overrides: str) -> float:
         job = job_of("parallelism=pp", "parallelism.pp=8", "data.local_batch=16", "pp_schedule.microbatches=16", *overrides)

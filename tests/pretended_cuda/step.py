@@ -1,8 +1,8 @@
 """Step layouts on the pretended device: `python -m tests.pretended_cuda.step GUARD OUT layouts|matrix|planted [NAME
 ...]`.
 
-Writes the records of all ranks to OUT as JSON. A process of its own: it changes torch for good, and loads the library
-GUARD before torch.
+Writes the records of all ranks to OUT as JSON. It needs a process of its own, as it loads the library GUARD before torch,
+and changes torch for the rest of the process.
 """
 
 import json

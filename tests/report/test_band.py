@@ -38,8 +38,8 @@ def test_rounding_stays_in_the_band(sweep, capsys):
     ("wrong", "first"),
     [
         (lambda step, loss: loss * 1.01, 1),  # a loss that is divided by the wrong number of tokens, seen before any update
-        (lambda step, loss: loss * 0.98, 1),  # better than it can be is wrong too
-        (lambda step, loss: loss + 1e-3 * step, 26),  # learns more slowly
+        (lambda step, loss: loss * 0.98, 1),  # a loss lower than it can be, which is wrong too
+        (lambda step, loss: loss + 1e-3 * step, 26),  # a run that learns more slowly
         (lambda step, loss: math.nan if step == 30 else loss, 31),
     ],
 )

@@ -35,7 +35,7 @@ class Cluster:
         enforce: str = "none",
         timeouts: str = "short",
     ) -> None:
-        self.home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))  # short: it holds unix sockets
+        self.home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))  # a short path, as it has unix sockets
         self.env = {
             **os.environ,
             "SLURM_HOME": str(self.home),

@@ -43,7 +43,7 @@ class Kind(StrEnum):
     UNKNOWN = "unknown"
 
 
-KIND_OF: dict[int, Kind] = {  # the class of each exit status that a rank chooses itself; any other is a bug
+KIND_OF: dict[int, Kind] = {  # the class of each exit status that a rank chooses itself; any other status means a bug
     Exit.CONFIG: Kind.CONFIG,
     Exit.OUT_OF_MEMORY: Kind.OUT_OF_MEMORY,
     Exit.HANG: Kind.HANG,
@@ -56,7 +56,7 @@ class RunError(Exception):
     """Ends a run for a known reason, printed as one line without a traceback. Subclasses set the exit status."""
 
     status = Exit.BUG
-    facts: dict[str, Any]  # step, phase and other facts that the rank's record gets
+    facts: dict[str, Any]  # step, phase and other facts, which are added to the rank's record
 
 
 class ConfigError(RunError):
@@ -90,8 +90,8 @@ class Unhealthy(RunError):
 
 
 def denied(error: PermissionError, key: str = "", folder: Path = Path()) -> str:
-    """Return a message with the file or folder that is closed, its owner and its mode; and with `key`, if the file lies
-    in `folder`, the value of that key.
+    """Return a message with the file or folder that this user may not use, its owner and its mode. If the file lies in
+    `folder`, the message begins with `key` and its value.
     """
     path = Path(error.filename or ".").absolute()
     where = f"{key}={folder}: " if key and path.is_relative_to(folder.absolute()) else ""

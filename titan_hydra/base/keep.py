@@ -18,8 +18,8 @@ def keep(compute: Callable[..., Any], *args: Any) -> Any:
 
 
 def kept() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Return two contexts: that of a forward, which records the values of `keep`, and that of its recomputation, which
-    gives them back in the same order.
+    """Return two contexts. That of a forward records the values of `keep`; that of its recomputation returns these values
+    in the same order.
     """
     values: list[Any] = []
 

@@ -1,8 +1,8 @@
-"""Private members of torch, torchao, Hydra, submitit and argparse that this package uses, with the reason; no other
-file names one.
+"""Private members of torch, torchao, Hydra, submitit and argparse that this package uses, each with the reason. No other
+file names a private member.
 
-`from titan_hydra.base.private import NAME` resolves a name at that moment: a login node imports no torch, a rank only
-what it uses. For a new release of a library, check this file.
+`from titan_hydra.base.private import NAME` resolves a name only then, so that a login node imports no torch, and a rank
+only what it uses. For a new release of a library, check this file.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def flight_recorders() -> list[Callable[[bool, bool, bool], bytes]]:
 
 
 def wrap_stage_messages(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the function that exchanges tensors between pipeline stages, once: torch's recorder sees only collectives
-    over gloo.
+    """Wrap, once, the function that exchanges tensors between pipeline stages, as torch's recorder for gloo records
+    collectives alone.
     """
     from torch.distributed.pipelining import schedules
 
@@ -148,7 +148,7 @@ def wrap_stage_messages(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def settle_shapes(schedule: Any) -> None:
-    """Skip the vote in which the stages of torch 2.13 agree that they know their shapes: fake tensors hold no votes."""
+    """Skip the vote by which the stages of torch 2.13 agree that they know their shapes, as fake tensors hold no votes."""
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode
 
@@ -172,7 +172,7 @@ def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
 
 
 def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
-    """Make FSDP2 leave a module's gradients in `dtype`, not in the weights' dtype, which it reads at the first forward."""
+    """Make FSDP2 leave a module's gradients in `dtype`. By default it uses the weights' dtype at the first forward."""
     state = module._get_fsdp_state()
     # A list in torch 2.13, a single group in torch 2.11.
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
@@ -216,7 +216,7 @@ def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def set_async_tp(on: bool) -> None:
-    """Let the compiler split matmuls that stand next to collectives, to overlap both."""
+    """Let the compiler split matmuls next to collectives, so that it can overlap them."""
     import torch._inductor.config
 
     torch._inductor.config._micro_pipeline_tp = on
@@ -233,8 +233,8 @@ def share_memory(group_name: Any) -> None:
 
 
 def join_collectives(size: int) -> None:
-    """Let the compiler join the all-gathers, and the reductions, of a graph into messages of up to `size` MiB, and start
-    each early, without more peak memory; 0: neither. The passes are those that torch's configuration recommends.
+    """Let the compiler join the all-gathers of a graph, and its reductions, into messages of up to `size` MiB, and start
+    each early without more peak memory. For 0 it does neither. The passes are those that torch's configuration recommends.
     """
     import torch._inductor.config as inductor
 
@@ -264,7 +264,7 @@ def without_wrapper(local: Tensor) -> Tensor | None:
 
 
 def keep_staged(stager: DefaultStager) -> None:
-    """Let a checkpoint's stager copy into the same memory at every save, which torch 2.11 frees and pins anew."""
+    """Let a checkpoint's stager copy into the same memory at every save. torch 2.11 would free it and pin new memory."""
     stager._state_dict_stager.close = lambda: None
 
 

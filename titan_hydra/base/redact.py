@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-# Parts of a name, between underscores, that make it a secret's.
+# Parts of a variable's name, between underscores, that show that it holds a secret.
 SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}
-LAST = {"PASS", "PWD"}  # parts that make a name a secret's only as the last of several parts
+LAST = {"PASS", "PWD"}  # parts that show this only as the last of several parts
 PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # parts that may have another meaning in code
-SHORTEST = 8  # minimum length of a secret's value: a shorter one would match ordinary text
+SHORTEST = 8  # minimum length of a secret's value, as a shorter one would match ordinary text
 SHAPES = re.compile(  # tokens with known prefixes, passwords in addresses, authorization headers, private keys
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{16,}"
     r"|\bA[KS]IA[0-9A-Z]{16}\b|\bxox[abprs]-[\w-]{10,}|\bwandb_v1_\w{20,}|\beyJ[\w-]{8,}\.[\w-]{4,}\.[\w-]*"
@@ -68,7 +68,7 @@ def _mixed(value: str) -> bool:
 
 def _without_values(lines: list[str]) -> Iterator[str]:
     """Yield lines of code without the literals in lines that assign to a secret's name, or that continue such a line."""
-    sure, block = 0, False  # whether the next line continues an expression (and how sure it is a secret), or a text
+    sure, block = 0, False  # sureness of the expression that the next line continues; whether it continues a text
     for line in lines:
         if block:
             yield f"{line[:1]}[redacted]"

@@ -1,4 +1,4 @@
-"""Tables for the terminal. rich needs half a second for 500 rows, longer than reading the runs takes."""
+"""Tables for the terminal. (rich needs half a second for 500 rows, which is longer than it takes to read the runs.)"""
 
 import os
 import re
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36", "dim": "2", "bold": "1"}
-GAP = "  "  # between columns
+GAP = "  "  # the text between two columns
 NARROWEST = 12  # characters that a truncated column keeps
 
 

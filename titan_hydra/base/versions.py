@@ -1,4 +1,4 @@
-"""The versions of what a run depends on."""
+"""The versions of the packages on which a run depends."""
 
 import contextlib
 import functools

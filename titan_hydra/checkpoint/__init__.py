@@ -1,6 +1,6 @@
-"""Checkpoints: complete or absent, intact or refused.
+"""Checkpoints. A step on disk is complete or absent; a damaged one is refused.
 
-`folder` lists the steps on disk and needs no torch; `safe` reads DCP's files without running code from them; `writer`
-writes a step, computes its checksums and renames it; `state` defines the contents; `checkpointer` decides when to save,
-and what to do when a save fails.
+`checkpointer` decides when to save, and what to do when a save fails; `state` defines the contents; `writer` writes a
+step, computes its checksums and renames it; `safe` reads DCP's files without running code from them; `convert` converts
+to and from Hugging Face, whose folders `folder` reads. The steps on disk are listed by runs/checkpoints.py.
 """

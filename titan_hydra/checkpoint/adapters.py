@@ -1,4 +1,4 @@
-"""Export the adapters of a run, without the weights beside them, in the format of Hugging Face's PEFT:
+"""Export the adapters of a run, without the model's weights, in the format of Hugging Face's PEFT: the two files
 adapter_model.safetensors and adapter_config.json.
 """
 
@@ -16,8 +16,8 @@ from .reader import Merged
 
 
 def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Path | None = None) -> int:
-    """Write the adapters of a checkpoint or run. Returns the number of linears that have one. Raises ConfigError if the
-    run was trained without adapters.
+    """Write the adapters of a checkpoint or run. Return the number of linears that have an adapter. Raises ConfigError if
+    the run was trained without adapters.
     """
     checkpoint = find_checkpoint(source)
     config, reader = read_model_config(checkpoint, config_file), reader_of(checkpoint, config_file)

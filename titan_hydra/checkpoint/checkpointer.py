@@ -1,7 +1,7 @@
 """When a checkpoint is written, what happens when that fails, and which one a run resumes from.
 
-A failed save is tried again one step later, while training continues. If two saves in a row that were due have failed
-with their second tries, the run stops: no more than two intervals are then lost. Rules: docs/reliability.md.
+A failed save is tried once more, one step later, while training continues. If two saves in a row fail, each with its
+second try, the run stops; no more than two intervals are lost then. The rules are in docs/reliability.md.
 """
 
 import json
@@ -39,8 +39,8 @@ from .planner import LOWER, MODEL, SavePlanner
 from .writer import Writer
 
 PARTS = {"model", "optimizer", "outer"}  # parts of a step that DCP writes; each rank's data state is a file of its own
-TRIES = 4  # failures in a row that end a run: two saves that were due, each tried twice
-LONGEST = timedelta(hours=1)  # time that a rank waits for the disk of another rank
+TRIES = 4  # number of failures in a row that end a run: two saves, each tried twice
+LONGEST = timedelta(hours=1)  # time-out of the group's collectives, in which a rank waits for the disks of other ranks
 
 
 @dataclass
@@ -49,12 +49,12 @@ class PendingSave:
 
     step: int
     writer: Writer
-    began: float
-    staged: Future | None = None  # DCP's: the weights are copied
-    written: Future | None = None  # DCP's: the step is complete
-    held: float = 0.0  # seconds for which it has blocked the training thread so far
-    held_out: float = inf  # held-out loss of its weights
-    seconds: float | None = None  # from `began` until it was complete
+    began: float  # by time.perf_counter
+    staged: Future | None = None  # DCP's future that is done once the weights are copied
+    written: Future | None = None  # DCP's future that is done once the step is complete
+    held: float = 0.0  # seconds for which the save has blocked the training thread so far
+    held_out: float = inf  # held-out loss of the weights that are saved
+    seconds: float | None = None  # seconds from `began` until the step was complete
 
 
 @dataclass
@@ -68,20 +68,20 @@ class Checkpointer:
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     outer: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's outer state of Local SGD or DiLoCo
-    report: Callable[..., None] = lambda event, step, **values: None  # Metrics.event
+    report: Callable[..., None] = lambda event, step, **values: None  # writes a row of events.jsonl: Metrics.event
     pending: PendingSave | None = None
-    failures: int = 0  # saves that have failed in a row
+    failures: int = 0  # number of tries to save that have failed in a row
     again: bool = False  # whether the last save failed and is to be tried once more
     saved: int = -1  # newest complete step that this process has written or read
-    best: float = inf  # lowest held-out loss of a complete step
+    best: float = inf  # lowest held-out loss of all complete steps
     read_back: bool = False  # whether this process has written a step and read some of it back
     bin: checkpoints.Bin = field(default_factory=checkpoints.Bin)
 
     def __post_init__(self) -> None:
         self.clock = time.monotonic()
         self.on = self.config.name != "off"
-        # A separate group, so that a saving thread cannot interleave with the step's collectives; gloo, as the data are
-        # on the host.
+        # A separate group, so that the collectives of a saving thread cannot mix with those of the step. Its backend is
+        # gloo, as the data are on the host.
         self.group = dist.new_group(backend="gloo", timeout=LONGEST) if self.on else None
         self.stager = self._new_stager() if self.config.name in ("async", "async_pinned") else None
 
@@ -94,7 +94,7 @@ class Checkpointer:
 
     @property
     def base(self) -> nn.Module:
-        """The parameters that initial_load_path gives: those that are frozen under adapters, else all."""
+        """The module whose parameters initial_load_path gives: with adapters the frozen ones, else the whole model."""
         return getattr(self.model, "frozen", None) or self.model
 
     @property
@@ -104,16 +104,16 @@ class Checkpointer:
     # --- in the loop --------------------------------------------------------------------------------------------------
 
     def votes(self) -> list[float]:
-        """Return two flags for the all-reduce of each step: whether interval_minutes have passed (rank 0 alone knows),
-        and whether the pending save has ended on this rank.
+        """Return two flags for the all-reduce of each step: whether interval_minutes have passed (which rank 0 alone
+        decides), and whether the pending save has ended on this rank.
         """
         minutes = self.config.interval_minutes
         late = self.run.rank == 0 and minutes is not None and time.monotonic() - self.clock >= 60 * minutes
         return [float(late), float(self.pending is not None and self.pending.written.done())]
 
     def wait_for_staging(self) -> float:
-        """Wait until the pending save has copied the weights; call before the optimizer changes them. Returns the seconds
-        it waited.
+        """Wait until the pending save has copied the weights, and return the seconds of waiting. This must be called
+        before the optimizer changes the weights.
         """
         if self.pending is None or self.pending.staged is None:
             return 0.0
@@ -125,8 +125,8 @@ class Checkpointer:
         return held
 
     def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool, held_out: float = inf) -> None:
-        """Save if a save is due; at the end of the run wait until it is complete. `votes` are the sums of `votes()` over
-        all ranks; `held_out` is the held-out loss, if it was measured at this step.
+        """Save if a save is due; at the end of the run, wait until the save is complete. `votes` are the sums of
+        `votes()` over all ranks; `held_out` is the held-out loss, if it was measured at this step.
         """
         if not self.on:
             return
@@ -138,7 +138,7 @@ class Checkpointer:
             self.save(step, data_state, held_out)
         if last or stop:
             self.finish_pending()
-            if self.again:  # at once, as no further step comes
+            if self.again:  # the second try comes at once, as no further step follows
                 self.save(step, data_state, held_out)
                 self.finish_pending()
             if self.failures and (stop or self.config.last_step):
@@ -150,7 +150,7 @@ class Checkpointer:
         return late or (step == 1 and self.config.first_step) or bool(self.config.interval and step % self.config.interval == 0)
 
     def save(self, step: int, data_state: dict[str, Any], held_out: float = inf) -> None:
-        """Begin a save, after the pending one has ended, as two copies of the weights may not fit."""
+        """Begin a save. Wait for the pending one first, as two copies of the weights may not fit in the host's memory."""
         if step == self.saved:
             return
         self.finish_pending()
@@ -172,7 +172,7 @@ class Checkpointer:
             self.finish_pending()
 
     def _start(self, pending: PendingSave, content: dict[str, Any]) -> None:
-        """Write the content in this thread (checkpoint=sync), or copy and write it in other threads."""
+        """Write the content in this thread (checkpoint=sync), or copy it and write it in other threads."""
         if self.stager is None:
             pending.written = Future()
             try:
@@ -184,7 +184,7 @@ class Checkpointer:
             pending.seconds = time.perf_counter() - pending.began
             return
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copy has a stream of its own, and the last update may still run in this one
+            torch.cuda.synchronize()  # the copy runs on its own stream, while the last update may still run on this one
         response: Any = dcp.async_save(
             content, storage_writer=pending.writer, planner=SavePlanner(), process_group=self.group, async_stager=self.stager
         )
@@ -192,8 +192,8 @@ class Checkpointer:
         pending.written.add_done_callback(lambda _: setattr(pending, "seconds", time.perf_counter() - pending.began))
 
     def finish_pending(self) -> None:
-        """Wait for the pending save, if there is one, and report whether it is complete. Raises CheckpointError after TRIES
-        failures.
+        """Wait for the pending save, if there is one, and report whether it is complete. Raises CheckpointError after
+        TRIES failures in a row.
         """
         pending, self.pending = self.pending, None
         if pending is None:
@@ -207,7 +207,7 @@ class Checkpointer:
             seconds = pending.seconds or time.perf_counter() - pending.began
             self.report("checkpoint", pending.step, seconds=seconds, seconds_held=pending.held)
             return
-        # An error that only this rank has seen, such as a lost rank: the ranks cannot agree on another try.
+        # DCP has not sent this error to all ranks (another rank may be lost), so they cannot agree on another try.
         if not isinstance(failure, CheckpointException):
             raise failure
         if self.run.rank == 0:
@@ -232,7 +232,7 @@ class Checkpointer:
         )
 
     def _purge(self) -> None:
-        """Delete the steps that need not be kept. Runs on rank 0 when a step is complete."""
+        """Delete the steps that need not be kept. The writer calls this on rank 0 when a step is complete."""
         self.bin.throw(checkpoints.surplus(self.folder, self.config.keep_latest_k, self.config.keep_every, self.config.keep_best))
 
     def close(self) -> None:
@@ -244,8 +244,8 @@ class Checkpointer:
     # --- at the start and the end -------------------------------------------------------------------------------------
 
     def resume(self) -> tuple[int, dict[str, Any] | None]:
-        """Load the newest complete and intact step. Returns its number and the merged data state; (0, None) if there is
-        none.
+        """Load the newest complete and intact step. Return its number and the merged data state; (0, None) if there is no
+        such step.
         """
         if not self.on:
             return 0, None
@@ -254,7 +254,7 @@ class Checkpointer:
         path = self._newest_intact()
         if path is None:
             return 0, None
-        if self.base is not self.model and self.config.initial_load_path:  # the step holds only adapters
+        if self.base is not self.model and self.config.initial_load_path:  # a step of such a run holds only adapters
             self.start_from(self.config.initial_load_path, read_model_config(path))
         self._load(path, PARTS, self.model)
         self.saved = checkpoints.step_of(path)
@@ -262,10 +262,10 @@ class Checkpointer:
 
     def start_from(self, path: str, model: Model) -> tuple[int, dict[str, Any] | None]:
         """Load another run's checkpoint, without the parts in exclude_from_loading, or the weights of a Hugging Face
-        folder. Returns the step and the merged data state to continue from; (0, None) to begin at step 1.
+        folder. Return the step and the merged data state to continue from; (0, None) to begin at step 1.
         """
         found = [initial.find(path)]
-        # All ranks take what rank 0 has found: the other run may complete a step meanwhile.
+        # All ranks load what rank 0 has found, as the other run may complete a step meanwhile.
         dist.broadcast_object_list(found, src=0, group=self.group)
         source, left_out = found[0], set(self.config.exclude_from_loading)
         if initial.is_hf(source):
@@ -278,8 +278,8 @@ class Checkpointer:
         return 0 if "lr_scheduler" in left_out else checkpoints.step_of(source), data_state
 
     def save_weights(self, path: Path, model: Model, dtype: str) -> None:
-        """Write `model.*` only, with the model's configuration, in the number format `dtype`; complete or absent."""
-        # they accumulate values too small for 16 bits
+        """Write `model.*` alone, with the model's configuration, in the dtype `dtype`. The folder is complete or absent."""
+        # Buffers keep their dtype, as they accumulate values that are too small for 16 bits.
         buffers = {clean_name(name) for name, _ in self.model.named_buffers()}
         content = self._content({MODEL}, self.model)
         dtypes = {f"{MODEL}.{name}": getattr(torch, dtype) for name in content[MODEL] if name not in buffers}
@@ -293,7 +293,7 @@ class Checkpointer:
             raise CheckpointError(f"{path} could not be written: {reason_of(error)}") from error
 
     def _content(self, parts: set[str], model: nn.Module) -> dict[str, Any]:
-        """Return this rank's share of some PARTS of a step, with the weights of `model`."""
+        """Return this rank's share of the given PARTS of a step, with the weights of `model`."""
         content: dict[str, Any] = {MODEL: state.weights(model), LOWER: state.lower_halves(model)} if MODEL in parts else {}
         if "optimizer" in parts:
             content["optimizer"] = state.of_optimizers(self.model, self.optimizers)
@@ -313,8 +313,8 @@ class Checkpointer:
             state.into_optimizers(self.model, self.optimizers, content["optimizer"])
 
     def _newest_intact(self) -> Path | None:
-        """Return the step to resume from; None if there is none. Damaged steps are moved aside. Raises CheckpointError if
-        all are damaged.
+        """Return the folder of the step to resume from; None if there is no step. Damaged steps are moved aside. Raises
+        CheckpointError if all steps are damaged.
         """
         set_aside = any(self.folder.glob(f"*{checkpoints.DAMAGED}"))
         best = checkpoints.best(self.folder) if self.config.keep_best else None
@@ -323,7 +323,7 @@ class Checkpointer:
             set_aside,
             checkpoints.held_out_loss(best) if best else inf,
         ]
-        dist.broadcast_object_list(names, src=0, group=self.group)  # a file system may show other ranks an older state
+        dist.broadcast_object_list(names, src=0, group=self.group)  # as a file system may show other ranks an older state
         self.best = names[2]
         damaged: list[tuple[Path, list[str]]] = []
         found = None
@@ -343,19 +343,19 @@ class Checkpointer:
             print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
             for path, _ in damaged:
                 aside = path.with_name(path.name + checkpoints.DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)  # the same step, set aside earlier
+                shutil.rmtree(aside, ignore_errors=True)  # a folder of the same step that was set aside earlier
                 path.rename(aside)
         return found
 
     def _problems(self, path: Path) -> list[str]:
-        """Return what is wrong with a step's files, of which each rank reads a share. A collective."""
+        """Return what is wrong with a step's files. Each rank reads a share of them; all ranks must call this together."""
         found: list[Any] = [None] * self.run.world_size
         dist.all_gather_object(found, checkpoints.damage(path, self.run.rank, self.run.world_size), group=self.group)
         return [problem for part in found for problem in part]
 
 
 def reason_of(failure: BaseException) -> str:
-    """Return the error of the lowest rank that failed, in one line, where DCP has the tracebacks of all ranks."""
+    """Return one line for a failure. Of DCP's errors, which have the tracebacks of all ranks, it is the lowest rank's."""
     where = ""
     if isinstance(failure, CheckpointException):
         rank, (failure, _) = min(failure.failures.items())

@@ -1,9 +1,9 @@
 """Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start
 from.
 
-Both directions stream: an export holds one file's tensors in memory, an import one tensor (a block's experts are one
-tensor). The file that marks completeness is written last (config.json of an export, `.metadata` of a checkpoint), so an
-interrupted folder is never taken for a complete one.
+An export holds the tensors of one file in memory, an import a single tensor (all experts of a block are one tensor). An
+export writes its config.json last, and an import its `.metadata`; a folder without that file counts as incomplete, so an
+interrupted conversion is never taken for a complete one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def export_hf(
     max_shard_gb: float = 5.0,
     config_file: Path | None = None,
 ) -> tuple[list[str], torch.dtype]:
-    """Write the model of a checkpoint or run in its family's Hugging Face format, in `dtype` or as each tensor is stored.
-    Returns the names of the weight files, and the dtype that most weights have.
+    """Write the model of a checkpoint or run in its family's Hugging Face format. Tensors are written in `dtype`, or if it
+    is None as they are stored. Return the names of the weight files, and the dtype that most tensors have.
     """
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
@@ -71,7 +71,7 @@ def export_hf(
             tensors |= hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name]))
         weight_map |= dict.fromkeys(tensors, file)
         (target / file).touch()
-        mode = (target / file).stat().st_mode  # the umask's mode, as safetensors makes a file that only its owner may read
+        mode = (target / file).stat().st_mode  # the mode by the umask: safetensors' own files can be read by their owner alone
         save_file(tensors, target / file, metadata={"format": "pt"})
         (target / file).chmod(mode)
     if len(files) > 1:
@@ -84,8 +84,8 @@ def export_hf(
 
 
 def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
-    """Write the run's tokenizer, what its data sources add, and generation_config.json. Returns the ids of begin and end of text; {},
-    with a warning, if the run has no tokenizer.
+    """Write the run's tokenizer, the files that its data sources add, and generation_config.json. Return the ids of begin
+    and end of text. If the run has no tokenizer, print a warning and return {}.
     """
     try:
         ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
@@ -99,8 +99,8 @@ def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, 
 
 
 def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, imports: Sequence[str] = ()) -> None:
-    """Write a Hugging Face folder as a checkpoint of `model.*` alone, with the model section as its config.json. `imports`
-    are modules of the user's, which may bring the family.
+    """Write a Hugging Face folder as a checkpoint of `model.*` alone. Its config.json has the model section. `imports` are
+    modules of the user's, one of which may define the family.
     """
     require_user_modules(list(imports))
     if not source.is_dir():
@@ -128,8 +128,8 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return `source` if it is a complete checkpoint, else the newest one of the run, or of the checkpoints folder, there.
-    Raises ConfigError if there is none.
+    """Return `source` if it is a complete checkpoint, else the newest checkpoint in it, if it is a run or a checkpoints
+    folder. Raises ConfigError if there is none.
     """
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
@@ -140,8 +140,8 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
-    """Read the model section of a checkpoint's config.json, after importing the user's modules, of which one may bring
-    the family. Raises ConfigError if there is no such section.
+    """Read the model section of a checkpoint's config.json. The user's modules are imported first, as one of them may
+    define the family. Raises ConfigError if there is no such section.
     """
     candidates = [config_file] if config_file else config_files(checkpoint)
     there = [file for file in candidates if file.is_file()]
@@ -176,8 +176,8 @@ def as_started(config_file: Path, path: str) -> str:
 
 
 def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Merged:
-    """Return a reader of a checkpoint's weights. If it holds adapters, they are merged into the weights of
-    initial_load_path.
+    """Return a reader of a checkpoint's weights. If the checkpoint holds adapters, the reader merges them into the weights
+    of initial_load_path.
     """
     _, adapter = find_section("adapter", checkpoint, config_file)
     if adapter.get("name", "none") == "none":
@@ -193,7 +193,7 @@ def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Mer
 
 
 def _files_of_sources(checkpoint: Path, config_file: Path | None) -> dict[str, str]:
-    """Return the files that the data sources of a run add to an export, by name."""
+    """Return the content of each file that the data sources of a run add to an export, by the file's name."""
     _, section = find_section("data", checkpoint, config_file)
     kinds = [DATA_SOURCES.get(source.get("name")) for source in sources_of(section)]
     files: dict[str, str] = {}
@@ -203,12 +203,12 @@ def _files_of_sources(checkpoint: Path, config_file: Path | None) -> dict[str, s
 
 
 def sources_of(section: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the sources of a data section: the parts of a mixture, or itself."""
+    """Return the sources in a data section: the parts of a mixture, or the section itself."""
     return [*section["mixture"].values()] if section.get("name") == "mixture" else [section]
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
-    """Return the file and the content of a section of a checkpoint's config.json; {} if no file has the section."""
+    """Return the config.json of a checkpoint that has a section, and the section; {} for it if no file has the section."""
     candidates = [config_file] if config_file else config_files(checkpoint)
     for file in candidates:
         if section := (read_json(file) or {}).get(name):
@@ -217,8 +217,8 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
 
 
 def config_files(checkpoint: Path) -> list[Path]:
-    """Return the places of a checkpoint's config.json: in it (of an import), one folder up (the run of an export), or two
-    (the run of a step).
+    """Return the paths at which a checkpoint's config.json may lie: in the checkpoint (if `import_hf` wrote it), one folder
+    up (in the run whose export/ it is), or two folders up (in the run whose step it is).
     """
     return [layout.CONFIG.of(folder) for folder in (checkpoint, *checkpoint.absolute().parents[:2])]
 
@@ -247,7 +247,7 @@ def _check_stored(metadata: Metadata, shapes: dict[str, torch.Size], checkpoint:
 
 
 def _plan_shards(sizes: dict[str, int], limit: float) -> list[list[str]]:
-    """Distribute tensors over files, in order. A file has more than `limit` bytes only if a tensor has."""
+    """Distribute tensors over files, in order. A file has more than `limit` bytes only if it is a single tensor."""
     shards, used = [[]], 0
     for name, size in sizes.items():
         if shards[-1] and used + size > limit:
@@ -263,7 +263,7 @@ def _shard_name(stem: str, index: int, count: int) -> str:
 
 
 def make_target(target: Path) -> None:
-    """Create the folder of an export. Raises ConfigError if it is not empty or cannot be written."""
+    """Create the folder of a conversion. Raises ConfigError if the folder is not empty or cannot be written."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         occupied = any(target.iterdir())

@@ -1,8 +1,8 @@
-"""Read a Hugging Face folder (safetensors) as the tensors of a model, or any part of one.
+"""Read the tensors of a model, or any part of a tensor, from a Hugging Face folder (safetensors).
 
-A stack of experts may be a tensor for each expert, or packed as transformers 5 has it in memory: the first and third
-matrices of all experts in one tensor. Weights in float8 are multiplied by the scales of their blocks, which lie beside
-them.
+Here a matrix of all experts is one tensor. A folder may store it as one tensor for each expert, or packed as transformers
+5 has it in memory: the gate and up projections of all experts in one tensor. Weights in float8 are multiplied by the
+scales of their blocks, which are tensors beside them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from titan_hydra.models.hf import HuggingFace
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SCALE = "_scale_inv"  # suffix of the tensor with a float8 weight's scales
-PACKED = {  # matrix of an expert: (tensor that packs it for all experts, its part of the rows there, number of parts)
+PACKED = {  # matrix of an expert: (tensor that packs it for all experts, index of its part of the rows, number of parts)
     "gate_proj.weight": ("gate_up_proj", 0, 2),
     "up_proj.weight": ("gate_up_proj", 1, 2),
     "down_proj.weight": ("down_proj", 0, 1),
 }
-UNUSED = ("rotary_emb.inv_freq", SCALE)  # suffixes of tensors that are no weights
+UNUSED = ("rotary_emb.inv_freq", SCALE)  # suffixes of tensors in a folder that are not weights
 
 
 class Folder:
-    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` is the family's adapter;
-    without it the family is found by config.json's model_type. Raises ConfigError if the folder cannot be read.
+    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` is the family's adapter for
+    the format; by default, the model_type in config.json names it. Raises ConfigError if the folder cannot be read.
     """
 
     def __init__(self, source: Path, hf: HuggingFace | None = None):
@@ -46,19 +46,19 @@ class Folder:
         except KeyError as error:
             raise ConfigError(f"{config_file}: lacks {error}") from error
         self.hf = self.hf.of(self.config)
-        # Blocks that predict further tokens (multi-token prediction) stand behind the others; the model has none.
+        # Blocks of multi-token prediction are numbered after the model's blocks. The models here do not have them.
         layers = self.config.n_layers
         self.unused = tuple(f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0))
         self.block = block_of(content.get("quantization_config"), config_file)
         self.files = weight_files(source, self.hf.files)
 
     def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
-        """Return the dtype in which each tensor of a model is stored, float8 as bfloat16. Raises ConfigError if a tensor
-        is missing or has another shape, or if the folder has weights that the model has not.
+        """Return the dtype in which each tensor of a model is stored; bfloat16 for float8. Raises ConfigError if a tensor
+        is missing or has another shape, or if the folder has weights that the model lacks.
         """
         found, seen = {}, set()
         for fqn, tensor in state.items():
-            if isinstance(tensor, nn.Parameter) or fqn in self:  # a buffer that is missing keeps its initial value
+            if isinstance(tensor, nn.Parameter) or fqn in self:  # buffers may be missing: they keep their initial values
                 wanted = self.shapes(fqn, tensor.shape)
                 found[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
                 seen |= wanted.keys()
@@ -72,7 +72,7 @@ class Folder:
         return self.hf.name(fqn).format(0) in self.files
 
     def shapes(self, fqn: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return the name and the shape of each stored tensor that holds the model's tensor `fqn`, or a part of it."""
+        """Return name and shape of each tensor in the folder that holds the model's tensor `fqn` or a part of it."""
         name = self.hf.name(fqn)
         if packed := self._packed(name):
             theirs, _, parts = packed
@@ -88,8 +88,8 @@ class Folder:
         return found
 
     def read(self, fqn: str, shape: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
-        """Read a part of the tensor `fqn`, which as a whole has `shape`, into `target`: the part begins at `offsets` and
-        has the shape of `target`.
+        """Read a part of the tensor `fqn` into `target`. The part begins at `offsets` and has the shape of `target`;
+        `shape` is that of the whole tensor.
         """
         name = self.hf.name(fqn)
         if target.numel() == 0:
@@ -104,7 +104,7 @@ class Folder:
             target.copy_(self._part(name, offsets, target.shape))
 
     def _packed(self, name: str) -> tuple[str, int, int] | None:
-        """Return (tensor, part, number of parts) as PACKED has it, if a stack of experts is packed; else None."""
+        """Return (tensor, index of the part, number of parts), as in PACKED, for a packed matrix of experts; else None."""
         experts, _, kind = name.partition("{}.")
         if kind not in PACKED or experts + PACKED[kind][0] not in self.files:
             return None
@@ -124,7 +124,7 @@ class Folder:
         return values.float() * scales
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
-        """Return a tensor's dtype. Raises ConfigError if it is missing, or has another shape or an unknown dtype."""
+        """Return a tensor's dtype; bfloat16 for float8. Raises ConfigError for a missing tensor, or a wrong shape."""
         entry = self._entry(name)
         if (found := tuple(entry.get_shape())) != shape:
             raise ConfigError(f"{self.files[name]}: {name} is {found}; the model needs {shape}")
@@ -149,7 +149,7 @@ class Folder:
             raise ConfigError(f"{self.files[name]}: {name} cannot be read ({error})") from error
 
     def _open(self, name: str) -> Any:
-        """Return the open file of a tensor. Each is opened once: a large model has tens of thousands of tensors."""
+        """Return the open file of a tensor. Each file is opened once, as a model may have tens of thousands of tensors."""
         file = self.files[name]
         if file not in self.handles:
             self.handles[file] = safe_open(file, framework="pt")
@@ -157,8 +157,8 @@ class Folder:
 
 
 def side_of(content: dict, file: Path) -> HuggingFace:
-    """Return the Hugging Face adapter of the family whose models a config.json describes. Raises ConfigError if no family
-    has that model_type.
+    """Return the Hugging Face adapter of the family whose model a config.json describes. Raises ConfigError if no family
+    has the model_type in it.
     """
     sides = {side.model_type: side for family in FAMILIES.values() if (side := family.part("hf"))}
     kind = content.get("model_type") or content.get("_class_name")
@@ -168,7 +168,7 @@ def side_of(content: dict, file: Path) -> HuggingFace:
 
 
 def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
-    """Return (rows, columns) of the blocks in which float8 weights have a common scale; None if weights are not
+    """Return (rows, columns) of the blocks of a float8 weight that have one scale each; None if weights are not
     quantized. Raises ConfigError for other quantizations.
     """
     if not quantization:
@@ -182,7 +182,7 @@ def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
 
 
 def weight_files(source: Path, stem: str) -> dict[str, Path]:
-    """Return the file in a folder that holds each tensor. Names of files begin with `stem`."""
+    """Return for each tensor the file in a folder that holds it. The names of weight files begin with `stem`."""
     index = source / f"{stem}.safetensors.index.json"
     if index.is_file():
         return {name: source / file for name, file in content_of(index)["weight_map"].items()}
@@ -203,5 +203,5 @@ def content_of(file: Path) -> Any:
 
 
 def write_content(file: Path, content: dict) -> None:
-    """Write a JSON file as Hugging Face's libraries do: indented, with the keys in their order."""
+    """Write a JSON file as Hugging Face's libraries do: indented, with the keys in the order of `content`."""
     file.write_text(json.dumps(content, indent=2) + "\n")

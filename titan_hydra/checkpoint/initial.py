@@ -1,5 +1,5 @@
-"""Load the initial weights of a new run from another run's checkpoint or a Hugging Face folder, slice by slice into
-this rank's shards.
+"""Find the initial weights of a new run, in another run's checkpoint or in a Hugging Face folder. Load those of a Hugging
+Face folder slice by slice into this rank's shards.
 """
 
 from pathlib import Path
@@ -30,8 +30,8 @@ def find(path: str) -> Path:
 
 
 def complete_at(place: Path) -> Path | None:
-    """Return `place` if it is a complete checkpoint, else the newest step of the run, or of the checkpoints folder, there;
-    None if there is none.
+    """Return `place` if it is a complete checkpoint, else the newest step in it, if it is a run or a checkpoints folder;
+    None if there is no step.
     """
     return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)
 
@@ -43,7 +43,7 @@ def is_hf(source: Path) -> bool:
 
 @torch.no_grad()
 def load_hf(model: nn.Module, config: Model, source: Path) -> None:
-    """Read this rank's slices of the weights of a Hugging Face folder, a tensor at a time, into the model's shards."""
+    """Read this rank's slices of a Hugging Face folder's weights into the model's shards, one tensor at a time."""
     state_of_all = meta_state(config)
     try:
         folder = Folder(source, hf_of(config))

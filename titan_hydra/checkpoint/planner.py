@@ -1,6 +1,6 @@
-"""Plans of what DCP writes and reads. A checkpoint's weights are float32 also where a rank holds them as two halves
-(split masters): they are joined on the host when they are written, and split there when they are read, so that the
-device never holds a second copy.
+"""Plans of what DCP writes and reads. A checkpoint's weights are float32 even if a rank holds them as two 16-bit halves
+(split masters). The halves are joined on the host when they are written, and split on the host when they are read, so
+that the device never holds a second copy.
 """
 
 import dataclasses
@@ -16,24 +16,24 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from titan_hydra.base.private import set_element
 from titan_hydra.kernels.split_masters import halve_into, join
 
-MODEL, LOWER = "model", "lower_halves"  # parts of a content; no checkpoint has the second
+MODEL, LOWER = "model", "lower_halves"  # parts of a content; a checkpoint never has the second, as halves are joined
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Writes split masters as float32, and other tensors, by flat name, in the `dtypes` that are given."""
+    """Writes split masters as float32, and other tensors in the dtype that `dtypes` has for their flat name, if any."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype] = {}) -> None:
         super().__init__()
         self.dtypes = dtypes
 
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Take the content to write, or its copy on the host."""
+        """Receive the content to write, or its copy on the host."""
         content, self.lower = without_lower(state_dict)
         self.dtypes = dict.fromkeys(self.lower, torch.float32) | dict(self.dtypes)
         super().set_up_planner(content, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """Plan with the dtypes that are written, not those that the rank holds."""
+        """Return DCP's plan with the dtypes that are written, where they differ from those that the rank holds."""
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=list(map(self._planned, plan.items)))
         return self.plan
@@ -45,7 +45,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return dataclasses.replace(item, tensor_data=dataclasses.replace(item.tensor_data, properties=properties))
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return the tensor that is written; if its dtype is another, on the host."""
+        """Return the tensor that is written. A tensor whose dtype changes is converted on the host."""
         name = write_item.index.fqn
         if name not in self.dtypes:
             return super().transform_object(write_item, object)
@@ -54,16 +54,16 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads into the tensors of a content. Other values (learning rates, flags) are read without running code."""
+    """Reads into the tensors of a content. Other values (learning rates, flags) are unpickled without running code."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Take the content whose tensors are read into."""
+        """Receive the content into whose tensors DCP reads."""
         content, self.lower = without_lower(state_dict)
         super().set_up_planner(content, metadata, is_coordinator)
         self.original_state_dict = state_dict
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the tensor that a piece is read into: a float32 one on the host for split masters."""
+        """Return the tensor into which a piece is read. For split masters, this is a float32 tensor on the host."""
         if read_item.dest_index.fqn in self.lower:
             return torch.empty(read_item.lengths, dtype=torch.float32)
         return super().resolve_tensor(read_item)
@@ -75,7 +75,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             halve_into(tensor, self.transform_tensor(read_item, upper), self.transform_tensor(read_item, lower))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read a value that is no tensor into its place in the content."""
+        """Read a value that is not a tensor into its place in the content."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 

@@ -1,4 +1,4 @@
-"""Read single tensors of a checkpoint, or of adapters merged into the weights beside which they were trained."""
+"""Read single tensors of a checkpoint, or of adapters merged into the frozen weights with which they were trained."""
 
 import pickle
 from pathlib import Path
@@ -25,12 +25,12 @@ class Reader:
         self.metadata = self.reader.index
 
     def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
-        """Return the dtype in which each tensor of a model is stored, without those that are missing."""
+        """Return the dtype in which each tensor of a model is stored. Missing tensors are left out."""
         stored = self.metadata.state_dict_metadata
         return {name: entry.properties.dtype for name in state if isinstance(entry := stored.get(PREFIX + name), TensorStorageMetadata)}
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Read a whole parameter and convert it to `dtype`, however many ranks wrote it."""
+        """Read a whole parameter, whose shards any number of ranks may have written, and convert it to `dtype`."""
         state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
         try:
             dcp.load(state, storage_reader=self.reader, planner=LoadPlanner(), no_dist=True)

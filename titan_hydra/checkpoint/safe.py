@@ -1,6 +1,6 @@
 """Read a checkpoint without running code from it. DCP stores its index, `.metadata`, as a pickle, and reads values that
-are not tensors with an unrestricted torch.load. Here the index may name only the classes it consists of, and everything
-else is read with weights_only=True.
+are not tensors with an unrestricted torch.load. Here an index that names other classes than CLASSES is refused, and all
+other values are read with weights_only=True.
 """
 
 import pickle
@@ -39,8 +39,8 @@ CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isi
 
 
 def member(kind: Any, name: Any) -> Any:
-    """Return a memory format by its name, in place of getattr, with which Python 3.11.0 to 3.11.3 pickle the members of
-    an Enum (cpython#105332). Raises UnpicklingError for anything else.
+    """Return a memory format by its name. It replaces getattr, which Python 3.11.0 to 3.11.3 write into the pickle of an
+    Enum's member (cpython#105332). Raises UnpicklingError for anything else.
     """
     if kind is not MemoryFormat or name not in MemoryFormat.__members__:
         raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs: refused, as it could run code")
@@ -48,7 +48,7 @@ def member(kind: Any, name: Any) -> Any:
 
 
 CLASSES["builtins", "getattr"] = member
-# The path at which the checkpoint was written, which is never used, becomes a text.
+# The index may have the path at which the checkpoint was written. It is never used, and is read as a string.
 CLASSES |= {
     (module, name): lambda *parts: "/".join(map(str, parts))
     for module in ("pathlib", "pathlib._local")
@@ -66,7 +66,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader with an index that cannot run code. Raises CheckpointError if the index cannot be read."""
+    """DCP's reader, with an index that is read without running code. Raises CheckpointError if that fails."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -74,7 +74,7 @@ class SafeReader(dcp.FileSystemReader):
         self.index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
 
     def read_metadata(self) -> Metadata:
-        """Return the index that __init__ has read, as it can be large."""
+        """Return the index that __init__ has read, which can be too large to read it for each tensor."""
         return self.index
 
 
@@ -95,8 +95,8 @@ def read_index(path: Path) -> Metadata:
 
 
 def check_readable(path: Path) -> None:
-    """Read a checkpoint's index, and the tensor that has the fewest parts, as a resumed run would. Raises CheckpointError
-    if that fails.
+    """Read a checkpoint's index and one tensor (that with the fewest parts), in the way a resumed run does. Raises
+    CheckpointError if that fails.
     """
     reader = SafeReader(path)
     tensors = {name: entry for name, entry in reader.index.state_dict_metadata.items() if isinstance(entry, metadata.TensorStorageMetadata)}

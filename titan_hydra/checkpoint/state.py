@@ -1,5 +1,5 @@
-"""The contents of a checkpoint: `model.*` and `optimizer.*` as DCP shards, which load on any layout, and for each rank
-a `rank_R.json` with the states of its data streams and its random generators.
+"""The contents of a checkpoint: `model.*` and `optimizer.*` as DCP shards, which any layout can load, and for each rank a
+file `rank_R.json` with the states of its data streams and its random generators.
 """
 
 import base64
@@ -22,18 +22,18 @@ from titan_hydra.models.init import clean_name
 from titan_hydra.parallel import formats
 from titan_hydra.parallel.split_masters import is_split, lower_half
 
-OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter name, so that any layout can load it
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # keys by parameter name, so that any layout can load them
 Optimizers = list[torch.optim.Optimizer]
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's shards of the parameters, not copied; of split masters the upper halves."""
+    """Return this rank's shards of the parameters, without copying them. For split masters, return the upper halves."""
     held: dict[str, Any] = get_model_state_dict(model)
     return {name: formats.plain(weight) for name, weight in held.items()}
 
 
 def lower_halves(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's lower halves of split masters, not copied."""
+    """Return this rank's lower halves of split masters, without copying them."""
     return {clean_name(name): lower_half(parameter) for name, parameter in model.named_parameters() if is_split(parameter)}
 
 
@@ -43,7 +43,7 @@ def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 
 
 def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
-    """Load the optimizers' state without the learning rates, which this job's configuration gives."""
+    """Load the optimizers' state, but not their learning rates, which come from this job's configuration."""
     set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -51,7 +51,7 @@ def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, A
 
 
 def of_rank(world_size: int, data: dict[str, Any]) -> str:
-    """Return the content of rank_R.json: the rank's state of the data, and of its random generators."""
+    """Return the content of rank_R.json: the state of the rank's data streams, and of its random generators."""
     random = {"cpu": _encode(torch.get_rng_state())}
     if torch.cuda.is_available():
         random["cuda"] = _encode(torch.cuda.get_rng_state())
@@ -63,8 +63,8 @@ def rank_file(rank: int) -> str:
 
 
 def into_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """Return the merged data states of all ranks. Restores this rank's random generators, if the number of ranks is that
-    of the checkpoint.
+    """Return the merged data states of all ranks. Also restore this rank's random generators, if the run has as many ranks
+    as the checkpoint.
     """
     states = [json.loads(file.read_text()) for file in sorted(path.glob(f"rank_{'[0-9]' * 5}.json"))]
     if not states:

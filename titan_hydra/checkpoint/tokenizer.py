@@ -1,8 +1,8 @@
 """Export a job's tokenizer as Hugging Face's files: tokenizer.json and tokenizer_config.json, with the same ids for the
 same text.
 
-Two things follow Hugging Face: a text begins with begin-of-text, as documents here do, and names of special tokens in a
-text become the tokens.
+The exported tokenizer follows Hugging Face in two points. It puts begin-of-text before each text, as is done here with
+documents. And where a text has the name of a special token, it gives the id of that token.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def write_tokenizer(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
-    """Write a tokenizer's two files into a folder. Returns the ids of begin and end of text, as config.json has them.
-    Raises ConfigError if the job has no tokenizer.
+    """Write a tokenizer's two files into a folder. Return the ids of begin and end of text under their names in a
+    config.json. Raises ConfigError if the job has no tokenizer.
     """
     ours = tokenizer.load(config)
     theirs = _read(config)
@@ -53,8 +53,8 @@ def _read(config: schema.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
-    """Build the tokenizer of a tokenizer.model. tiktoken merges the neighbours whose joint bytes have the lowest rank,
-    however they were formed, so every way to cut a token into two tokens is a merge, ordered by the token's rank.
+    """Build a tokenizer from the ranks of a tokenizer.model. tiktoken merges the neighbours whose joint bytes have the
+    lowest rank, whatever the two are. So every way to cut a token into two tokens is a merge, in the order of the ranks.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -76,8 +76,8 @@ def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
 
 
 def letters_of_bytes() -> list[str]:
-    """Return the character that stands for each byte in a byte-level vocabulary, as GPT-2 has them: the byte's own if it
-    is printable in Latin-1, else the next of those from 256 on.
+    """Return for each byte the character that stands for it in GPT-2's byte-level vocabulary: the byte's own character if
+    it is printable in Latin-1, else the next unused one from code point 256 on.
     """
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

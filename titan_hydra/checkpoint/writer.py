@@ -1,8 +1,8 @@
-"""Write one step: DCP's writer, which also computes checksums, adds the rank's own file and the manifest, and renames
-the folder.
+"""Write one step with DCP's writer, extended: it also computes checksums, adds the rank's own file and the manifest, and
+renames the folder.
 
-All of it happens inside DCP's two collectives (plan, write), in the thread in which DCP saves: DCP reports a failure on
-one rank to all.
+All of this happens inside DCP's two collectives (plan and write), in the thread in which DCP saves, so that DCP reports
+a failure on one rank to all ranks.
 """
 
 import errno
@@ -27,15 +27,15 @@ from titan_hydra.runs import checkpoints
 
 from . import safe
 
-SUMS = ""  # name of the entry in a rank's results that has (size, CRC-32) of each of its files
-SPARE = 2**20  # bytes that a save needs beside its tensors, for the index and the ranks' own files
+SUMS = ""  # name of the entry in a rank's results that has (size, CRC-32) of each file of the rank
+SPARE = 2**20  # bytes that a save needs beside those of its tensors, for the index and the ranks' own files
 
 
 class Writer(dcp.FileSystemWriter):
     """Writes a step to `path`.writing and renames it to `path` when every rank has written its part.
 
-    `own` is (name, content) of this rank's own file. `done` is called on rank 0 when the step is complete. With `check`
-    some of the step is read back first. `held_out` is the held-out loss of the weights, if it was measured.
+    `own` is (name, content) of this rank's own file. With `check`, a part of the step is read back before the rename.
+    `done` is called on rank 0 after it. `held_out` is the held-out loss of the weights, if it was measured.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Writer(dcp.FileSystemWriter):
         self.step, self.world_size, self.own, self.done, self.check, self.held_out = step, world_size, own, done, check, held_out
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        """Delete on rank 0 what an earlier try has left; the ranks plan their writes after it. Runs in DCP's thread."""
+        """On rank 0, delete what an earlier try has left, before the ranks plan their writes. Runs in DCP's thread."""
         self.set_device()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             shutil.rmtree(self.writing, ignore_errors=True)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Raise OSError on rank 0, which knows the sizes of all ranks' writes, if the disk has no room for them."""
+        """Raise OSError if the disk has no room for the writes of all ranks. DCP calls this on rank 0 alone."""
         needed = SPARE + sum(_bytes(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.writing).free
         if free < needed:
@@ -71,14 +71,14 @@ class Writer(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors and its own file. The results, which DCP sends to rank 0, hold the checksums."""
+        """Write this rank's tensors and its own file. The results, which DCP sends to rank 0, also hold the checksums."""
         try:
             results = super().write_data(plan, planner).wait()
             self._write_own()
         except Exception as error:
             if isinstance(error, OSError) or shutil.disk_usage(self.writing).free >= SPARE:
                 raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error  # torch's zip writer hides the cause
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error  # torch's zip writer hides this cause
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(SUMS), 0, dict(self.fs.sums))])
         return future
@@ -92,8 +92,8 @@ class Writer(dcp.FileSystemWriter):
                 os.fsync(stream.fileno())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write index and manifest on rank 0, after all ranks have written, and rename the folder. Raises CheckpointError
-        if the step cannot be read back.
+        """Write the index and the manifest, and rename the folder. DCP calls this on rank 0 after all ranks have written.
+        Raises CheckpointError if the step cannot be read back.
         """
         sums = {}
         for part in results:
@@ -108,8 +108,8 @@ class Writer(dcp.FileSystemWriter):
         self.done()
 
     def commit(self) -> None:
-        """Rename the step to its final name. A damaged step of that name is moved aside, as a rename does not replace a
-        folder that holds files.
+        """Rename the step to its final name. An existing folder of that name, such as a damaged step, is renamed first, as
+        a rename cannot replace a folder that holds files.
         """
         if self.final.exists():
             self.final.rename(self.final.with_name(f"{self.final.name}.{os.getpid()}{checkpoints.DELETING}"))
@@ -121,19 +121,19 @@ class Writer(dcp.FileSystemWriter):
         shutil.rmtree(self.writing, ignore_errors=True)
 
     def storage_meta(self) -> StorageMeta:
-        """Return DCP's metadata without the path, as a checkpoint should not disclose where it was written."""
+        """Return DCP's metadata of a save without its path, as a checkpoint should not disclose where it was written."""
         return StorageMeta(save_id=self.save_id)
 
 
 class SummingFiles(FileSystem):
-    """DCP's file system, which computes the checksums of files while it writes them."""
+    """DCP's file system, extended: it computes the checksums of files while it writes them."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[int, int]] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        """Open a file. Once it is closed, `sums` has its (size, CRC-32) by name."""
+        """Open a file. Once a written file is closed, `sums` has its (size, CRC-32) under its name."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -150,7 +150,7 @@ class SummedFile(io.FileIO):
     size = crc = 0
 
     def write(self, data) -> int:
-        """Write data, and add what the system has accepted of it to the checksum."""
+        """Write data, and add to the checksum the part of it that the system has accepted."""
         written = super().write(data)
         with memoryview(data).cast("B") as view:
             self.crc = zlib.crc32(view[:written], self.crc)
@@ -158,7 +158,7 @@ class SummedFile(io.FileIO):
         return written
 
     def close(self) -> None:
-        """Sync the file and close it: torch syncs the index before the buffer above this file is flushed."""
+        """Sync the file, then close it. torch's own sync of the index comes too early: before its buffer is flushed."""
         try:
             if not self.closed:
                 os.fsync(self.fileno())

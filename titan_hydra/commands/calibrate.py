@@ -1,4 +1,4 @@
-"""Fit the rates of a hardware file to measured runs: `titan plan --calibrate`, and the rounds of `titan plan --tune`."""
+"""Fit the rates of a hardware file to measured runs, for `titan plan --calibrate` and the rounds of `titan plan --tune`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`titan completion SHELL`: print the script that lets a shell complete titan's commands, options, sweeps, cells and
 hashes.
 
-The script calls `titan completion --words ...` at each Tab, so it need not be printed again for new runs or options.
+The script calls `titan completion --words ...` at each Tab, so that it need not be printed again for new runs or options.
 """
 
 import argparse

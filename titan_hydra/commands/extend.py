@@ -1,8 +1,8 @@
 """`titan extend`: a new run that continues from a run's checkpoint, up to another number of steps.
 
 It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result
-equals a run with the new number from the start: with lr_scheduler=wsd that is one from before the decay, with a
-constant rate the last.
+equals a run with the new number from the start. With lr_scheduler=wsd, this is a checkpoint from before the decay; with
+a constant rate, it is the last one.
 """
 
 import argparse

@@ -145,7 +145,7 @@ class Tail:
 
 
 def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
-    """Return a rank's log; for rank 0, its job's log until it has its own. None if nothing was printed yet."""
+    """Return a rank's log; for rank 0, the job's log until the rank has its own. None if nothing was printed yet."""
     folder = layout.ATTEMPT.of(directory, attempt)
     candidates = [layout.LOG.of(folder, rank), *([layout.JOB_LOG.of(folder)] if rank == 0 else [])]
     for log in candidates:

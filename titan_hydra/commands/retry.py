@@ -1,7 +1,7 @@
 """`titan retry`: run failed cells again, from their frozen configuration, through the same code as launch.py.
 
-A cell that ran out of memory, or whose loss was not finite, would fail again: it is printed with a suggested change
-instead, unless --as-is.
+A cell that ran out of memory, or whose loss was not finite, would fail again. Unless --as-is is given, it is not run, but
+printed with a suggested change.
 """
 
 import argparse

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as opened:
         out = sys.stdout
         for found in score_texts(place, args.texts, args.text_key, args.context, args.dtype):
-            if args.out and not texts:  # opened at the first line, so that an earlier error leaves no empty file
+            if args.out and not texts:  # opens the file at the first line, so that an earlier error leaves no empty file
                 out = opened.enter_context(_open_new(args.out))
             print(json.dumps(found), file=out)
             texts, nats, tokens = texts + 1, nats + found["nats"], tokens + found["tokens"]

@@ -23,7 +23,7 @@ from titan_hydra.runs.find import Selection
 from titan_hydra.runs.run import Run
 from titan_hydra.runs.view import add_target, choose
 
-LIMIT = 15  # seconds for wandb's server to answer
+LIMIT = 15  # seconds within which wandb's server must answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Copy or send. Returns 0 if everything was copied or sent, 1 if the tracker or its server failed, 2 for a run that
-    cannot be copied or a wrong value.
+    """Copy or send the records of runs. Return 0 if everything was copied or sent, 1 if the tracker or its server failed,
+    and 2 for a wrong value or a run that cannot be copied.
     """
     selection = choose(args.target or str(args.runs), args.runs)
     if args.send:

@@ -1,4 +1,4 @@
-"""What a job is: the typed schema, its loading, the identity hash. Imports no torch, and nothing that stands above
+"""What a job is: the typed schema, its loading, the identity hash. Importing it imports neither torch nor rooms above
 job/.
 """
 

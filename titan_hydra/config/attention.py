@@ -1,9 +1,9 @@
-"""Which of torch's attention kernels may compute a call: one answer for models, rings, the checks of a cell and its
-predictions.
+"""Which of torch's attention kernels may compute a call. Models, rings, the checks of a cell and its predictions all ask
+this file.
 
 torch has checks of its own (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and takes the first kernel that
-passes them. This file has the checks that determine how a call is prepared, and refuses calls that torch would compute
-wrongly, each with its issue.
+passes them. This file has the checks that determine how a call is prepared. It also refuses calls that torch would
+compute wrongly; beside each such check stands the issue.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ HALF = ("bfloat16", "float16")
 
 
 class Machine(NamedTuple):
-    """A GPU and torch's libraries for it. `cuda` is empty where torch is built for ROCm; cuDNN 9.26.0 is 92600."""
+    """A GPU and torch's libraries for it. `cuda` is empty if torch is built for ROCm; cuDNN 9.26.0 is written 92600."""
 
     capability: tuple[int, int]
     cuda: tuple[int, ...]
@@ -45,8 +45,8 @@ class Call(NamedTuple):
 
 
 def kernels(asked: str, call: Call) -> list[str]:
-    """Return the kernels that may compute a call, fastest first. `asked` is what model.attention says. Raises
-    ConfigError if none may.
+    """Return the kernels that may compute a call, fastest first. `asked` is the value of model.attention. Raises
+    ConfigError if no kernel may.
     """
     found = [kernel for kernel in (KERNELS if asked == "auto" else (asked,)) if refusal(kernel, call) is None]
     if not found:
@@ -55,8 +55,8 @@ def kernels(asked: str, call: Call) -> list[str]:
 
 
 def kernel_fault(asked: str, *calls: Call) -> Fault | None:
-    """Return the fault of model.attention if no kernel that it allows may compute any of the calls; its reason is that
-    of the last one.
+    """Return the fault of model.attention if no kernel that it allows may compute any of the calls. The fault's reason is
+    that of the last call.
     """
     legal = [kernel for kernel in KERNELS if any(refusal(kernel, call) is None for call in calls)]
     if legal if asked == "auto" else asked in legal:
@@ -87,8 +87,8 @@ def _of_cudnn(call: Call) -> str | None:
     """Return why cuDNN may not compute a call on CUDA. Calls that torch itself refuses are included, so that a kernel
     that is asked for fails with one line.
 
-    Not here: single queries, for which cuDNN is wrong on B200 before 9.24.1 (pytorch #193893); no call of this package
-    has one.
+    Single queries, for which cuDNN is wrong on B200 before 9.24.1 (pytorch #193893), are not checked, as no call of this
+    package has one.
     """
     widths, machine = (call.width, call.value_width), call.machine
     if call.dtype not in HALF:
@@ -117,14 +117,14 @@ def _of_cudnn(call: Call) -> str | None:
 
 
 def takes_offsets(asked: str, call: Call) -> bool:
-    """Whether attention within packed documents is flash's on their offsets (kernels/documents.py); otherwise it needs
-    a mask of all pairs.
+    """Whether flash attention computes attention within packed documents from their offsets (kernels/documents.py). If
+    not, a mask of all pairs is needed.
     """
     return asked in ("auto", "flash") and (call.device != "cuda" or (refusal("flash", call) is None and call.width % 8 == 0))
 
 
 def call_of(job: Job, device: str = "cuda", machine: Machine | None = None) -> Call:
-    """Return the attention of a job's blocks on a device."""
+    """Return the attention call of a job's blocks on a device."""
     model, layout = job.model, job.parallelism
     ring = layout.cp > 1 and CP_ROTATIONS[layout.cp_rotate].ring
     dtype, width = job.precision.compute_dtype, model.head_width

@@ -1,4 +1,4 @@
-"""Compose the cells of a command line: the same result as Hydra's own composition, in milliseconds a cell."""
+"""Compose the cells of a command line, in milliseconds for each cell. The result is the same as that of Hydra."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PLAIN = (None, [])  # a file of conf/ that has neither a package nor a defaults 
 
 
 class Composition(NamedTuple):
-    """A configuration as Hydra composes it. It is cached and shared: copy it by unpickling `pickled`, do not change
-    it.
+    """A configuration as Hydra composes it. It is cached and shared, so it must not be changed: copy it by unpickling
+    `pickled`.
     """
 
     config: DictConfig
@@ -37,9 +37,9 @@ class Composer:
     """Compose cells with the same result as Hydra: `Composer(loader)(overrides)`.
 
     Hydra takes a fifth of a second for each cell, because it merges 30 files. The merged files depend only on the
-    chosen options, so they are cached and Hydra's own function applies the values to a copy. Where several groups vary,
-    not every combination is composed: an option that sets keys of its own group and nothing else gives the same section
-    whatever the other options are.
+    chosen options, so they are cached, and Hydra's own function applies the values to a copy. If several groups vary, not
+    every combination is composed: an option that sets only keys of its own group gives the same section with any options
+    of other groups.
     """
 
     def __init__(self, loader: ConfigLoader, config_name: str = "config") -> None:
@@ -125,8 +125,8 @@ class Composer:
     def _are_independent(self, groups: Iterable[str], others: list[Override]) -> bool:
         """Whether choices in `groups` can be composed one at a time.
 
-        Two conditions: with `others` applied, the current option of each group sets keys of that group alone, and no
-        defaults list refers to a choice (`${...}`).
+        There are two conditions: with `others` applied, the current option of each group sets keys of that group alone,
+        and no defaults list refers to a choice (`${...}`).
         """
         from hydra.types import RunMode
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def register_schema() -> None:
-    """Register the schema with Hydra, and `Cells` as its sweeper. Call it before Hydra composes; twice is harmless."""
+    """Register the schema with Hydra, and `Cells` as its sweeper. Call this before Hydra composes; it may be repeated."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
     from omegaconf import OmegaConf
@@ -39,14 +39,14 @@ def register_schema() -> None:
         OmegaConf.set_struct(schema[name], False)
     ConfigStore.instance().store(name="schema", node=schema)
     plugins: Any = Plugins.instance()
-    # Hydra would take a sweeper of our own from a package called hydra_plugins only
+    # Hydra would otherwise look for our sweeper in a package called hydra_plugins alone
     plugins.instantiate_sweeper = sweeper
 
 
 @functools.cache
 def own_composer(config_dir: Path | None = None) -> Composer:
-    """Return the composer of the package's conf/ and, behind it, of a folder with further options, as --config-dir has
-    for launch.py.
+    """Return the composer of the package's conf/ and, after it, of a folder with further options, like --config-dir of
+    launch.py.
     """
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra

@@ -55,8 +55,8 @@ def _group_items(group: str) -> list[str]:
 
 
 def help_text(words: Sequence[str] = ()) -> str:
-    """Return the help of all groups, options and keys, one or two screens long; with `words`, only their entries of the
-    page.
+    """Return the help of all groups, options and keys, one or two screens long. With `words` (groups or keys), return
+    their entries of the page.
     """
     if words:
         from .overrides import unknown_key
@@ -75,8 +75,8 @@ def help_text(words: Sequence[str] = ()) -> str:
 
 
 def groups() -> list[str]:
-    """List the groups: sections of the schema in its order, also those without a folder in conf/, then the recipes and
-    the sweeps.
+    """List the groups: first the sections of the schema in its order (with or without a folder in conf/), then the recipes
+    and the sweeps.
     """
     return [key for key, spec in KEYS.items() if "." not in key and _is_group(spec)] + [*GROUPS_OF_RECIPES]
 
@@ -103,8 +103,8 @@ def option_files(group: str) -> list[Path]:
 
 
 def when(file: Path) -> str:
-    """Return the comment line of an option file: when to choose it. Skips Hydra's `# @package` line. "" if there is
-    none.
+    """Return the comment line of an option file, which states when to choose it, without Hydra's `# @package` line. ""
+    if there is none.
     """
     comments = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#") and "@package" not in line]
     return comments[0].lstrip("# ") if comments else ""
@@ -147,7 +147,7 @@ def _option_item(group: str, file: Path) -> str:
 
 
 def _shown_default(key: str) -> str:
-    """Return a key's default, also if it is set in conf/config.yaml, as for keys without a group."""
+    """Return a key's default, which conf/config.yaml may set for keys without a group."""
     if "." not in key:
         default = load_yaml(CONF / "config.yaml").get(key, default_of(KEYS[key]))
         return f"`{as_typed(default)}`" if default != "" else "empty"
@@ -181,8 +181,8 @@ def _flatten(node: dict[str, Any], prefix: str) -> typing.Iterator[tuple[str, An
 
 
 def _sentence(text: str) -> str:
-    """Capitalize a text and end it with a full stop. One that begins with a name (`linear_cross_entropy: ...`) keeps
-    its letter.
+    """Capitalize a text and end it with a full stop. A text that begins with a name (`linear_cross_entropy: ...`) keeps
+    its first letter.
     """
     start = text if re.match(r"\w*_|[\w=]+(, \w+)*:", text) else text[0].upper() + text[1:]
     return start + "." * (text[-1] not in ".?!")

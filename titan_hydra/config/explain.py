@@ -32,7 +32,7 @@ def explain(error: BaseException) -> str | None:
 def _theirs(error: BaseException) -> bool:
     """Whether the exception was raised by Hydra, OmegaConf, antlr4 or yaml rather than by this package.
 
-    The innermost frame of either decides; frames of the standard library count for their caller.
+    The innermost frame in one of these packages or in this one decides; frames of other packages are skipped.
     """
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((package in THEIRS for package in reversed(packages) if package in THEIRS + OURS), False)

@@ -1,7 +1,7 @@
-"""Model families by name: the record of what each is made of, and the registry that `model.family` picks from. Imports
-no torch.
+"""Model families by name: the record of a family's parts, and the registry of families, whose names `model.family`
+selects. Imports no torch.
 
-The package's own families stand in folders of titan_hydra/models and register themselves as those of a user's module
+The package's own families are folders of titan_hydra/models. They register themselves as the families of a user's module
 (`train.imports`) do.
 """
 
@@ -31,16 +31,16 @@ def decoder_flops(config: Model, seq_len: int, parameters: int) -> int:
     """Return the FLOPs of forward and backward for one token, counted as TorchTitan does: 6 per weight, 12 * layers *
     heads * head width * seq_len for attention.
 
-    An embedding is a look-up without FLOPs, unless it is also the head. Causal attention counts in full; no
-    recomputation.
+    An embedding is a look-up without FLOPs, unless it is also the head. Causal attention counts in full, and recomputation
+    does not count.
     """
     lookups = 0 if config.tie_embeddings else config.vocab_size * config.dim
     return 6 * (parameters - lookups) + 12 * config.n_layers * config.n_heads * config.head_width * seq_len
 
 
 def decoder_parameters(config: Model) -> int:
-    """Return the number of parameters of a decoder with gated feed-forwards and two norms a block; a tied weight counts
-    once.
+    """Return the number of parameters of a decoder with a gated feed-forward and two norms in each block. A tied weight
+    counts once.
     """
     attention = 2 * config.dim * config.head_width * (config.n_heads + config.n_kv_heads)
     block = attention + 3 * config.dim * config.ffn_width + 2 * config.dim
@@ -49,8 +49,8 @@ def decoder_parameters(config: Model) -> int:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of a block, as its widths. Under tensor parallelism a rank has a part of the outputs of a `column`
-    linear, all of a `whole` one, else a part of the inputs.
+    """The widths of a linear of a block. With tensor parallelism, a rank has a part of the outputs of a `column` linear,
+    all of a `whole` linear, and a part of the inputs of any other.
     """
 
     name: str
@@ -87,14 +87,14 @@ def decoder_linears(config: Model, width: int | None = None) -> tuple[Linear, ..
 
 
 def place_in_order(name: str, modules: list[str]) -> int | None:
-    """Return the place in the running order of the module that a parameter or a part belongs to, by name; None if it is
-    in none of them.
+    """Return the position, in the running order `modules`, of the module to which the parameter or part `name` belongs.
+    None if it belongs to none of them.
     """
     return next((place for place, module in enumerate(modules) if f"{name}.".startswith(f"{module}.")), None)
 
 
 def places_of_blocks(modules: list[str]) -> list[int]:
-    """Return the places of the blocks in the running order."""
+    """Return the positions of the blocks in the running order."""
     return [place for place, module in enumerate(modules) if "." in module]
 
 
@@ -107,19 +107,19 @@ class Family:
     """
 
     name: str  # the value of model.family
-    config: type[Model]  # its keys
-    model: Callable[..., Any] | str  # (config, seq_len): the module, whole
-    # (Parallelism, Norm, Linears): its Plan; None: tensor parallelism is refused
+    config: type[Model]  # the dataclass of the family's keys
+    model: Callable[..., Any] | str  # (config, seq_len) -> the whole module
+    # (Parallelism, Norm, Linears) -> a Plan for tensor parallelism; None: tensor parallelism is refused
     sharding: Callable[..., Any] | str | None = None
-    hf: Any = None  # models.hf.HuggingFace: names there and its config.json; None: conversion is refused
-    modules: Callable[[Any], list[str]] = decoder_modules  # (config): names in running order; "layers.3" is block 3
-    # (module or stage): the blocks, which FSDP, checkpointing and compile wrap, by number
+    hf: Any = None  # models.hf.HuggingFace: Hugging Face's names of weights, and its config.json; None: conversion is refused
+    modules: Callable[[Any], list[str]] = decoder_modules  # (config) -> names of modules in running order; "layers.3" is block 3
+    # (module or stage) -> the blocks by number, which FSDP, checkpointing and compile wrap
     blocks: Callable[[Any], Mapping[str, Any]] = decoder_blocks
-    # (config): the number of parameters, computed without torch; None: unknown
+    # (config) -> the number of parameters, computed without torch; None: unknown
     parameters: Callable[[Any], int] | None = None
-    # (config, seq_len, parameters): FLOPs of a token, forward and backward
+    # (config, seq_len, parameters) -> the FLOPs of a token, forward and backward
     flops: Callable[[Any, int, int], int] | None = decoder_flops
-    linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config): the linears of a block, for predictions and adapters
+    linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config) -> a block's linears, for plan and adapters
     takes: str = "tokens"  # the input of the model: tokens or latents
     pipeline: bool = True  # a stage passes one tensor to the next; False: pipeline parallelism is refused
 
@@ -129,7 +129,7 @@ class Family:
 
 
 FAMILIES: Registry[Family] = Registry("model.family")
-REGISTRIES[Family] = FAMILIES  # so that `register` takes families too
+REGISTRIES[Family] = FAMILIES  # so that `register` accepts families too
 
 
 def family_of(config: Model) -> Family:

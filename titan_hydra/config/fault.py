@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """A rejected value, printed as `key=value: reason` with the nearest legal numbers, or all legal words."""
+    """A rejected value. It is printed as `key=value: reason`, with the nearest legal numbers or all legal words."""
 
     key: str
     value: Any
@@ -50,7 +50,7 @@ def as_value(text: str) -> str:
             return text
     except HydraException:
         pass
-    # Inside quotes a backslash stands for itself, but for those right before a quote.
+    # Inside quotes a backslash stands for itself, except directly before a quote.
     return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text) + "'"
 
 
@@ -64,7 +64,7 @@ def quoted(words: Iterable[str]) -> str:
 
 
 def shown(text: str, longest: int = 200) -> str:
-    """Return a text fit for one printed line: control characters escaped, cut after `longest` characters."""
+    """Return a text that fits one printed line: control characters are escaped, and it is cut after `longest` characters."""
     if not text.isprintable():
         text = text.encode("unicode_escape").decode()
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"

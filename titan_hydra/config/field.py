@@ -24,7 +24,7 @@ def key(
     """Define a described configuration field. A callable default is a factory; `...` means that conf/ must give the
     value.
 
-    Range and choices apply to each element where the key is a list or a table; `entry` is the dataclass of a table's
+    If the key is a list or a table, range and choices apply to each element; `entry` is the dataclass of a table's
     values. `changes` states what another value changes: what is learned, the work of a step (what it computes, or how
     long it takes), both, the samples of the held-out loss, or only the technique; `changes_of` (load.py) defines what
     None means.

@@ -16,10 +16,10 @@ from titan_hydra.base.errors import ConfigError
 from .schema import Tokenizer
 
 ASSETS = Path(__file__).parent.parent / "assets"
-# of a wheel; a checkout has its own at the top. A rank's copy of the code has none
+# conf/ of an installed wheel; a checkout has its own at the top, and a rank's copy of the code has none
 INSTALLED = Path(__file__).parents[1] / "conf"
 CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "conf"
-# what may stand behind an ending, and behind which
+# suffixes of compressed files, and the suffixes before which they may be added
 PACKED, LINED = (".gz", ".zst"), (".txt", ".md", ".jsonl", ".json", ".csv")
 FASTA = (
     "python -c \"import json; rows = ('\\n' + open('FILE').read()).split('\\n>')[1:]; open('FILE.jsonl', 'w').writelines("
@@ -55,7 +55,7 @@ def expand(pattern: str) -> list[Path]:
     than MOST_FILES.
     """
     path = home(pattern)
-    if path.is_file():  # also if its name has characters of a glob
+    if path.is_file():  # even if its name has characters of a glob
         return [path]
     fixed, recursive, _ = str(path.absolute()).partition("/**")
     if (recursive or path.is_dir()) and os.path.normpath(fixed or "/") == "/":
@@ -187,15 +187,15 @@ def size_of_hf(content: dict[str, Any]) -> int:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically and durably: a reader sees the old content or the new one, also after a power
+    """Write a JSON file atomically and durably: a reader sees either the old content or the new one, even after a power
     cut.
     """
     write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object. None if the file does not exist, is truncated or holds something else. runs/layout.py has
-    those of a run.
+    """Read a JSON object. None if the file does not exist, is truncated or holds something else. (runs/layout.py has the
+    JSON files of a run.)
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -205,8 +205,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Write a small file atomically: a reader sees the old content or the new one; if `durable`, also after a power
-    cut.
+    """Write a small file atomically: a reader sees either the old content or the new one. If `durable`, this holds even
+    after a power cut.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as file:

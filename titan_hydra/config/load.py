@@ -46,7 +46,7 @@ from .schema import (
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 
-# The sections that have the keys of the part which one of their keys picks: that key, and the parts by name.
+# The sections that select a part and then have its keys too. For each: the key that selects, and the parts by name.
 PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Model: ("family", FAMILIES),
     Data: ("name", DATA_SOURCES),
@@ -71,8 +71,8 @@ def to_dict(job: Any) -> dict[str, Any]:
 
 
 def from_dict(cls: Any, data: dict[str, Any]) -> Any:
-    """Build a dataclass from what `to_dict` returned: a job imports the user's modules, and a section has the keys of
-    the part that it picks.
+    """Build a dataclass from what `to_dict` returned. For a job, the user's modules are imported first; a section gets the
+    keys of the part that it selects.
 
     Raises KeyError for a missing section and TypeError for an unknown key: config.json is written by this program, not
     by hand. Raises ConfigError if a module cannot be imported or the family is not registered.
@@ -93,7 +93,7 @@ def from_dict(cls: Any, data: dict[str, Any]) -> Any:
 
 
 def typed(section: Any, values: dict[str, Any]) -> Any:
-    """Return the dataclass of a section with these values: with the keys of the part that it picks, if it picks one.
+    """Return the dataclass of a section with these values. It has the keys of the part that the section selects, if any.
     Raises ConfigError if there is no such family.
     """
     if section is Model:
@@ -135,9 +135,9 @@ def _with_sections(section: Any, parts: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def read(config: Any) -> tuple[Job | None, list[Fault]]:
-    """Type one composed cell (an OmegaConf DictConfig). Returns the job, or None and its faults.
+    """Turn one composed cell (an OmegaConf DictConfig) into a job. Return the job, or None and the faults.
 
-    Only keys and single values are checked; how values fit together is left to `check`.
+    Only keys and single values are checked here; `check` examines how values fit together.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -155,10 +155,10 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
 
 
 def _part_faults(data: dict[str, Any]) -> Iterator[Fault]:
-    """Give each section that picks a part the types and defaults of that part's keys, in place. Yields a fault for each
+    """Give each section that selects a part the types and defaults of that part's keys, in place. Yield a fault for each
     value that does not fit.
 
-    Hydra composes these sections before the user's modules are imported, so it takes any key there.
+    Hydra composes these sections before the user's modules are imported, so that it accepts any key there.
     """
     train = data.get("train")
     if not isinstance(train, dict) or not isinstance(train.get("imports"), list):
@@ -181,8 +181,8 @@ def _part_faults(data: dict[str, Any]) -> Iterator[Fault]:
 
 
 def _type_section(section: Any, above: dict[str, Any], name: str, prefix: str, imports: list[str]) -> Iterator[Fault]:
-    """Replace a section that picks a part, in the table `above` it, by its typed values. Yields a fault for each
-    misfit.
+    """Replace a section that selects a part, in the table `above` it, by its typed values. Yield a fault for each value
+    that does not fit.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -208,8 +208,8 @@ def _type_section(section: Any, above: dict[str, Any], name: str, prefix: str, i
 
 @functools.lru_cache(1000)
 def _typed_values(cls: Any, values: bytes) -> bytes:
-    """Return the values of a section with the types and defaults of its dataclass; both pickled. OmegaConf needs
-    milliseconds for it, and the cells of a sweep have most sections in common.
+    """Return the values of a section with the types and defaults of its dataclass. Arguments and result are pickled, so
+    that the result can be cached: OmegaConf needs milliseconds, and the cells of a sweep share most sections.
     """
     from omegaconf import OmegaConf
 
@@ -245,17 +245,17 @@ def _identity_part(node: Any) -> dict[str, Any]:
 
 
 def known_keys() -> dict[str, dataclasses.Field[Any]]:
-    """Return every dotted key of the schema with its field, in order, those of all parts too. It is cached: do not
-    change it.
+    """Return every dotted key of the schema, with those of all parts, and its field, in order. The result is cached: do
+    not change it.
     """
     return _keys(Job, "", _sections())
 
 
 def changes_of(key: str) -> tuple[str, Changes]:
-    """Return what another value of a dotted key changes, and the name that states it: a section that states it for its
-    keys, else the key. A key below a user's name (data.mixture.web.weight) counts as the key above. A key outside the
-    hash changes the technique, unless it states otherwise; a key that no schema has, as of a user's part, changes what
-    its section does.
+    """Return what another value of a dotted key changes, and the name of the field that states it: the section's, if that
+    states it for all its keys, else the key's. A key below a user's name (data.mixture.web.weight) counts as the key
+    above. A key outside the hash changes the technique, unless it states something else. A key that is in no schema
+    changes what its section does.
     """
     return _changes(key, _sections())
 
@@ -302,14 +302,14 @@ def _typings(section: Any) -> list[Any]:
 
 
 def owners(key: str) -> list[str]:
-    """Return the names of the parts that bring a key; none if it belongs to the section whatever part is picked."""
+    """Return the names of the parts that have a key of their own; none if the section has it with any part."""
     group, _, name = key.partition(".")
     section, name = picking().get(group), name.partition(".")[0]
     return [] if section is None or name in _hints(section) else _parts_with(section, name)
 
 
 def _parts_with(section: Any, name: str) -> list[str]:
-    """Return the names of the parts that bring a section this key."""
+    """Return the names of the parts with which a section has this key."""
     parts = PICKED[section][1]
     if section is Metrics:
         return [name] if name in parts and parts[name].config else []
@@ -317,7 +317,7 @@ def _parts_with(section: Any, name: str) -> list[str]:
 
 
 def kind_of(key: str) -> Any:
-    """Return the type of a dotted key, also of one below a name of the user's own; None if there is no such key."""
+    """Return the type of a dotted key, which may stand below a name that the user chose; None if there is no such key."""
     return _kind(key, _sections())[0]
 
 
@@ -399,7 +399,7 @@ def elements(value: Any) -> Iterator[Any]:
 
 
 def _types(cls: Any) -> dict[str, Any]:
-    """Return the types of a section's keys; a constant of its class is none."""
+    """Return the types of a section's keys, without constants of its class."""
     return {name: kind for name, kind in typing.get_type_hints(cls).items() if typing.get_origin(kind) is not typing.ClassVar}
 
 
@@ -407,9 +407,9 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(_types)
 
 
 def _key_faults(cls: Any, data: dict[str, Any], prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
-    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value.
-    Only the keys of `needed` must be there, if it is given: then the others, and those of sections within, get their
-    defaults later.
+    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value. If
+    `needed` is given, only the keys in it must be present; the others, and those of sections within, get their defaults
+    later.
     """
     hints = _hints(cls)
     for name, value in data.items():

@@ -58,12 +58,12 @@ class Model:
 
     @property
     def ffn_width(self) -> int:
-        """The width of the feed-forward: 4 * dim, if neither the family nor ffn_dim says otherwise."""
+        """The width of the feed-forward: ffn_dim if it is set, else 4 * dim. A family may define another default."""
         return self.ffn_dim or 4 * self.dim
 
     def arithmetic(self) -> dict[str, Any]:
-        """Return, by key, everything that determines which function the weights compute: models that differ in it
-        cannot exchange weights.
+        """Return, by key, everything that determines which function the weights compute. Models that differ in one of
+        these values cannot exchange weights.
         """
         others = ("name", "family", "max_seq_len", "attention")
         return {**vars(self), "head_dim": self.head_width, "ffn_dim": self.ffn_width} | dict.fromkeys(others)

@@ -1,5 +1,5 @@
-"""Find the mistakes in the overrides of a command line before Hydra composes them: one line each, with what would be
-right.
+"""Find the mistakes in the overrides of a command line before Hydra composes them. Each mistake gives one line that names
+what would be right.
 """
 
 import dataclasses
@@ -164,7 +164,7 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
 
 
 def suggest_option(word: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the options that a word may stand for, other spellings included: 8b, llama-3.1-8b."""
+    """Return the options that a word may mean, even in other spellings such as 8b or llama-3.1-8b."""
     parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if part]
     return suggest(word, names) or tuple(name for name in names if parts and name.endswith(f"_{parts[-1]}"))[:3]
 

@@ -1,5 +1,5 @@
 """The package's own sources, objectives, optimizers, schedules, trackers and formats: the keys of each, and its record.
-They register as those of a user's module (`train.imports`) do; recipes and model families bring theirs.
+They are registered like the parts of a user's module (`train.imports`). Recipes and model families register their own.
 """
 
 from __future__ import annotations

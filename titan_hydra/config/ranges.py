@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LARGEST = 2**31 - 1  # limit of counts that have no natural one: the largest int of C
-# ends lines, moves cursors, or has no form in UTF-8
+# characters that end lines, move cursors, or have no form in UTF-8
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 

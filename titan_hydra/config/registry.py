@@ -1,8 +1,8 @@
-"""The parts that a name in the configuration chooses, one record each. A module of `train.imports` adds its own with
-`register`.
+"""The parts that a name in the configuration selects; each has a record. A module of `train.imports` adds its own records
+with `register`.
 
 A record holds all that the checks and the trainer know of a part. Its functions may be given as "module:name", which is
-imported only on the ranks: so a record, and the module that registers it, need no torch.
+imported only on the ranks, so that a record, and the module that registers it, need no torch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class DataSourceKind:
     needs_path: bool = False
     suffixes: tuple[str, ...] = ()  # suffixes of the files in `path` and `validation_path`; () if the source reads no files
     gives: tuple[str, ...] = ("tokens",)  # the arrays of a sample, by name
-    encodes: bool = False  # the job's tokenizer encodes its text, as it does all documents
-    # (key, Source, Job): yields what is wrong with its files, on the launcher; imports no torch
+    encodes: bool = False  # whether the job's tokenizer encodes the source's text, as it encodes all documents
+    # (key, Source, Job) -> the faults of the source's files; runs on the launcher and imports no torch
     faults: Reference | None = None
-    warnings: Reference | None = None  # as `faults`, but for what is legal and probably a mistake
-    # called with (checkpoint, config.json or None): returns files by name that an export writes beside the tokenizer's
+    warnings: Reference | None = None  # like `faults`, for what is legal but probably a mistake
+    # (checkpoint, config.json or None) -> files by name that an export writes beside those of the tokenizer
     exports: Reference | None = None
 
 
@@ -47,9 +47,9 @@ class ObjectiveKind:
     name: str
     build: Reference
     config: Any = None  # a dataclass that extends schema.Objective: the objective's own keys
-    needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that it uses
-    head_loss: bool = False  # the head can compute its loss (loss=linear_cross_entropy)
-    split_logits: bool = False  # its loss takes logits that are split over the vocabulary (parallelism.loss_parallel)
+    needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that the objective uses
+    head_loss: bool = False  # whether the head can compute the loss (loss=linear_cross_entropy)
+    split_logits: bool = False  # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
     cases: Reference | None = None  # the list of titan_hydra.verify.matrix.Case for `titan verify`
     makes: str = "tokens"  # the input that it gives a model; families must take this input
     faults: Reference = lambda job: ()
@@ -94,20 +94,21 @@ class TrackerKind:
 
 @dataclass(frozen=True)
 class PipelineScheduleKind:
-    """A pipeline schedule: a class of torch's kind and what the layout of stages depends on. `objection(microbatches,
-    stages, ranks)` is why it does not accept that number of microbatches; None if it does. `steps(rank, pp, stages,
-    microbatches)` yields the order of a rank for predictions (job/schedules.py); without it, one like it is taken.
+    """A pipeline schedule: a class like torch's schedules, and what the layout of stages depends on.
+    `objection(microbatches, stages, ranks)` returns why it does not accept that number of microbatches; None if it does.
+    `steps(rank, pp, stages, microbatches)` yields the order of a rank for predictions (job/schedules.py); without it, the
+    order of a similar schedule is used.
     """
 
     name: str
     schedule: Reference
     config: Any = None  # a dataclass that extends schema.PipelineSchedule: the schedule's own keys
     steps: Reference | None = None
-    stages_per_rank: int | None = None  # None: as configured
+    stages_per_rank: int | None = None  # number of stages on each rank; None: as configured
     v_shaped: bool = False  # rank r holds stages r and 2 * pp - 1 - r, so the first rank holds the first and the last
-    splits_backward: bool = False  # the backward computes the inputs' gradients first, the weights' later
-    late: bool = False  # no backward runs before the last forward
-    from_file: bool = False  # its order is in the file `pp_schedule.csv`
+    splits_backward: bool = False  # whether the backward computes the inputs' gradients first, and the weights' later
+    late: bool = False  # whether no backward runs before the last forward
+    from_file: bool = False  # whether the order is in the file `pp_schedule.csv`
     objection: Callable[[int, int, int], str | None] = lambda microbatches, stages, ranks: None
 
 
@@ -132,8 +133,8 @@ class ActivationCheckpointKind:
 @dataclass(frozen=True)
 class AdapterKind:
     """What is trained beside a frozen model: `adapter.name`. `adapt(linear, Job)` changes a linear of a block in place.
-    `parameters(Adapter, inputs, outputs)` is how many it adds to a linear, for predictions. Without `adapt`, the model
-    itself is trained.
+    `parameters(Adapter, inputs, outputs)` is the number of parameters that it adds to a linear, for predictions. Without
+    `adapt`, the model itself is trained.
     """
 
     name: str
@@ -151,7 +152,7 @@ class RotationKind:
     name: str
     attention: Reference
     config: Any = None  # a dataclass that extends schema.Parallelism: the rotation's own keys
-    ring: bool = False  # torch's ring, which replaces the kernel: keys and values travel, queries stay
+    ring: bool = False  # torch's ring, which replaces the kernel: ranks exchange keys and values, and keep their queries
     gathers: bool = False  # a ring in which each rank gathers all keys and values at once
     splits_heads: bool = False  # a rank computes some of the heads on whole sequences, so the heads must divide
 
@@ -165,18 +166,18 @@ class ExecutorKind:
     name: str
     executor: Reference
     config: Any = None  # a dataclass that extends schema.Cluster: the executor's own keys, with identity=False
-    # the ranks are processes of the machine that starts them, which shows what it has; False: they are jobs of whole
-    # nodes (cluster.gpus_per_node says of how many devices), and every replica group is a job of its own
+    # True: ranks are processes of the machine that starts them, whose devices can be counted. False: ranks belong to jobs
+    # on whole nodes with cluster.gpus_per_node devices, and every replica group is a job of its own.
     here: bool = True
-    single: bool = False  # it runs one rank, in the process of launch.py
-    faults: Reference | None = None  # (Job): yields what is wrong with its keys; imports no torch
+    single: bool = False  # whether the executor runs a single rank, in the process of launch.py
+    faults: Reference | None = None  # (Job) -> the faults of the executor's keys; imports no torch
 
 
 @dataclass(frozen=True)
 class Format:
     """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a
-    meta-device model in place and returns lines for the log. The other functions are what
-    `titan_hydra.parallel.formats` calls; without them linears stay plain.
+    meta-device model in place, and returns lines for the log. The functions of `titan_hydra.parallel.formats` call the
+    other functions; without them, linears are treated as plain ones.
     """
 
     name: str
@@ -185,17 +186,17 @@ class Format:
     bytes: int = 1  # bytes of an element
     rounding: float = 4e-3  # fraction of the loss by which rounding alone may change a mean
     config: Any = None  # a dataclass that extends schema.Precision: the format's own keys
-    # (Precision): whether the weights' gradients are computed in the compute dtype; whether a tensor has one scale; whether
-    # FSDP gathers weights in the format; whether kernels compute several modules in one, into which no compiler sees
+    # Four functions of (Precision). They return whether the weights' gradients are computed in the compute dtype, whether
+    # a tensor has one scale, whether FSDP gathers weights in the format, and whether opaque kernels compute several modules.
     plain_gradients: Callable[[Any], bool] = lambda precision: False
     one_scale: Callable[[Any], bool] = lambda precision: False
     gathered: Callable[[Any], bool] = lambda precision: False
     opaque: Callable[[Any], bool] = lambda precision: False
-    faults: Reference | None = None  # (Job): yields what it cannot be combined with beyond that
-    tensor_parallel: bool = True  # its linears can be split over ranks
-    linears: Reference | None = None  # (Job): the styles with which tensor parallelism splits them
-    after_step: Reference | None = None  # (model): called after the weights have changed
-    plain: Reference | None = None  # (weight): the plain weight for a checkpoint, in the same memory
+    faults: Reference | None = None  # (Job) -> further faults: what the format cannot be combined with
+    tensor_parallel: bool = True  # whether the converted linears can be split over ranks
+    linears: Reference | None = None  # (Job) -> the styles with which tensor parallelism splits converted linears
+    after_step: Reference | None = None  # (model), called after the weights have changed
+    plain: Reference | None = None  # (weight) -> the plain weight for a checkpoint, in the same memory
 
 
 class Named(Protocol):
@@ -222,7 +223,7 @@ class Registry(dict[str, Kind]):
 
 
 class Names(Sequence[str]):
-    """The names in a registry at the time of asking, and `more`."""
+    """The names that a registry has whenever they are read, and `more`."""
 
     def __init__(self, registry: Registry[Any], more: tuple[str, ...] = ()) -> None:
         self.registry, self.more = registry, more

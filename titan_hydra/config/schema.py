@@ -1,15 +1,14 @@
-"""What a job is: every configuration key, typed, defaulted, bounded and described once. `conf/` only chooses values for
-these keys.
+"""What a job is: every configuration key has its type, default, range and description here. `conf/` only chooses values
+for these keys.
 
-`key(default, help, range)` describes a field: a number always has a range, text without one is a line that is not
-empty, and a key with choices or of type bool needs none. A section whose `name` (of a model: `family`, of a cluster:
-`executor`) picks a part has the keys of that part beside its own here (parts.py, load.PICKED). `only` names the options
-of another group that read the key: with any other it must stay at its default. `identity=False` marks what may change
-without making it another experiment (where it runs, how it is logged): such a field is left out of the hash that names
-the run directory. `changes` says what another value of the key changes, and so which runs may be compared: "learning",
-"work" (what a step computes or how long it takes), both, "held-out loss" (the samples that it is measured on, and
-nothing of the training), or "technique". The `changes` of a section apply to all its keys; without any it is
-"learning".
+`key(default, help, range)` describes a field. A number always has a range; text without a range is a line that is not
+empty; a key with choices, or of type bool, needs no range. If a section selects a part by its `name` (a model by
+`family`, a cluster by `executor`), it has the keys of that part beside its own (parts.py, load.PICKED). `only` names the
+options of another group with which the key is read; with any other option it must stay at its default. `identity=False`
+marks keys that do not change the experiment (where it runs, how it is logged); they are left out of the hash that names
+the run directory. `changes` states what another value of the key changes, and so which runs may be compared: "learning",
+"work" (what a step computes or how long it takes), both, "held-out loss" (the samples on which it is measured, and
+nothing of the training), or "technique". The `changes` of a section apply to all its keys; the default is "learning".
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Parallelism:
 
     @property
     def sequence_parts(self) -> int:
-        """The parts into which context parallelism cuts a sequence: one a rank, or two if a ring is balanced."""
+        """The number of parts into which context parallelism cuts a sequence: one for each rank, two in a balanced ring."""
         return self.cp * (2 if self.cp > 1 and self.balanced else 1)
 
     @property
@@ -175,7 +174,7 @@ class Train:
 
 @dataclass
 class Job:
-    """One cell: everything that is needed to run it, and nothing that depends on rank or time."""
+    """Everything that is needed to run one cell, and nothing that depends on the rank or the time."""
 
     name: str = key("run", "first half of the run directory's name; the identity hash is the other", NAME, identity=False)
     notes: str = key("", "free text kept with the run", NOTE, identity=False)

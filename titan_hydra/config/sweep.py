@@ -63,11 +63,11 @@ def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[C
 
 
 def named(composed: list[Composed]) -> list[Composed]:
-    """Fill in the missing names of the cells of one command line: sweep.name from the swept keys, sweep.cell from what
-    differs.
+    """Fill in the missing names of the cells of one command line: sweep.name from the swept keys, sweep.cell from the
+    overrides that differ.
 
-    No two cells keep the same name: where -m has multiplied a file's cells, the swept overrides are appended. A single
-    run stays unnamed.
+    No two cells keep the same name: if -m has multiplied a file's cells, the swept overrides are appended. A single run
+    stays unnamed.
     """
     groups: dict[str | None, list[Composed]] = {}
     for config, overrides in composed:
@@ -118,8 +118,8 @@ def _compose_cell(compose: Callable[[list[str]], Any], name: str, file: list[str
 
 
 def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> None:
-    """Warn if the command line overrides keys that cells set: it wins, and the cells then differ less than their names
-    suggest.
+    """Warn if the command line overrides keys that cells set. The command line wins, and the cells then differ less than
+    their names suggest.
     """
     for override in typed:
         names = [name for name, own in cells.items() if override not in own and key_of(override) in map(key_of, own)]

@@ -1,9 +1,9 @@
-"""Find, digest and import the modules of `train.imports`: their sources are part of what a run is.
+"""Find, digest and import the modules of `train.imports`, whose sources are part of a run's identity.
 
-Which files belong to a module is read from the text of its imports; nothing is executed. They are the module, what it
+The files of a module are found by reading its imports, and nothing is executed. They are the module, the modules that it
 imports from the folder in which it was found, and the modules of that folder that it names in a string, as in
-"package.module:function". Of an installed package only its own files count: the versions of others are recorded in
-env.json.
+"package.module:function". If the module belongs to an installed package, only the files of that package count; env.json
+records the versions of others.
 """
 
 import ast
@@ -32,8 +32,8 @@ REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # how a record names 
 def load_user_modules(modules: list[str]) -> list[Fault]:
     """Import the user's modules, so that what they register is known. Returns a fault for each that cannot be imported.
 
-    They are looked up on sys.path and then in the current folder, the folder in which launch.py was started; ranks
-    start in the same one.
+    Modules are looked up on sys.path, then in the current folder: that in which launch.py was started, and in which ranks
+    start too.
     """
     faults: list[Fault] = []
     if not modules:
@@ -62,7 +62,7 @@ def is_name(module: Any) -> bool:
 
 
 def _failure(module: str) -> str:
-    """Import a module. Returns why that failed, with the line of the user's code; "" if it did not."""
+    """Import a module. Return why this failed, with the line of the user's code; "" if it succeeded."""
     try:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
@@ -75,8 +75,8 @@ def _failure(module: str) -> str:
 
 
 def sources(modules: Iterable[str]) -> dict[str, Path]:
-    """Return the files of these modules and of what they import from the same folder, by their path below it, in
-    alphabetical order.
+    """Return the files of these modules and of the modules that they import from the same folder, by path relative to
+    that folder, in alphabetical order.
     """
     importlib.invalidate_caches()
     found: dict[str, Path] = {}

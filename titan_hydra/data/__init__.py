@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .streams import Documents
     from .tokenizer import Tokenizer
 
-VALIDATION_SEED = 0  # of the order of held-out samples: the same for every seed, so that held-out losses can be compared
+VALIDATION_SEED = 0  # seed of the order of held-out samples; it is the same for every job, so that held-out losses can be compared
 
 
 def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loader:
@@ -82,7 +82,7 @@ class Wanted:
         return seed if self.job.data.shuffle else None
 
     def drawn(self, seed: int) -> int:
-        """Return the seed of a source that draws its samples; the one for validation draws others."""
+        """Return the seed of a source that draws its samples. Validation has another seed, which draws other samples."""
         return seed if self.split == "train" else ~seed
 
 
@@ -135,7 +135,7 @@ def draw_tokens(key: str, source: schema.Source, wanted: Wanted, seed: int) -> S
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Return the seed of a source in a mixture. With one seed for all, sources of equal size would have the same order,
-    and synthetic ones the same tokens.
+    """Return the seed of a source in a mixture. If all sources had the same seed, sources of equal size would have the
+    same order, and synthetic sources the same tokens.
     """
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")

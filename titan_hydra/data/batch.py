@@ -14,9 +14,9 @@ import torch
 class Dims:
     """The dimensions of a tensor along which a batch is cut."""
 
-    samples: int = 0  # microbatches cut it
-    sequence: int | None = None  # context parallelism cuts it; None: there is none, or every rank needs all of it
-    host: bool = False  # it stays on the host: neither the model nor the loss reads it
+    samples: int = 0  # the dimension of samples, which microbatches cut
+    sequence: int | None = None  # the dimension that context parallelism cuts; None: there is none, or each rank needs all
+    host: bool = False  # whether the tensor stays on the host, as neither the model nor the loss reads it
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Batch:
     """The tensors of some samples."""
 
     tensors: dict[str, torch.Tensor]
-    dims: Mapping[str, Dims]  # of each tensor; may have further names
+    dims: Mapping[str, Dims]  # the dimensions of each tensor; may have further names
 
     def __post_init__(self) -> None:
         if missing := self.tensors.keys() - self.dims.keys():
@@ -57,7 +57,7 @@ class Batch:
         return self.each(part)
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device, without the tensors of the host alone."""
+        """Return the batch on a device, without the tensors that stay on the host."""
         return Batch({name: onto(device, tensor) for name, tensor in self.tensors.items() if not self.dims[name].host}, self.dims)
 
     def each(self, change: Callable[[torch.Tensor, Dims], torch.Tensor]) -> Batch:

@@ -1,5 +1,5 @@
-"""The embedded corpus: this project's own pages and sources as they were when assets/corpus.txt was made, the same on
-every Python.
+"""The embedded corpus: this project's own pages and sources as they were when assets/corpus.txt was made. It is the same
+for every version of Python.
 
 The file is a list of texts between form feeds, each under its name. Editing it changes the losses of all runs with
 data=embedded.

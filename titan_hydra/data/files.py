@@ -1,5 +1,5 @@
-"""Read text files: the rows of .txt, .jsonl, .csv and .parquet, also packed as .gz or .zst. Imports no torch, so that
-commands can use it on a login node.
+"""Read text files: the rows of .txt, .jsonl, .csv and .parquet files, which may be compressed (.gz, .zst). Imports no
+torch, so that commands can use it on a login node.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Rows = Iterator[tuple[int, str]]
 
 
 def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files of `path` with one of the suffixes, or all files if none is given. Missing files of a numbered set
-    are among them, and fail when they are read. Raises ConfigError, with similar names, if there is no file, or no
-    file that is not empty.
+    """Return the files of `path` with one of the suffixes, or all files if no suffix is given. Missing files of a numbered
+    set are among them; reading one of them fails. Raises ConfigError, with similar names, if there are no files, or all
+    are empty.
     """
     if not path:
         raise ConfigError(f"{key}=null: give it files, globs allowed")
@@ -44,7 +44,7 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
 
 
 def path_of(key: str, source: Any, split: str) -> tuple[str, str | None]:
-    """Return the key that gives the files of a split, and its value."""
+    """Return the key that names the files of a split, and its value."""
     return (f"{key}.path", source.path) if split == "train" else (f"{key}.validation_path", source.validation_path)
 
 
@@ -57,8 +57,8 @@ def place_in(ends: list[int], number: int) -> tuple[int, int]:
 
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
-    """Yield number and text of rows start, start + every, ... A row is a whole .txt file, a line of .jsonl, a record of
-    .csv and .parquet. Raises BadShard with file and line if a row cannot be read, ConfigError if it has no column
+    """Yield number and text of the rows start, start + every, ... A row is a whole .txt file, a line of .jsonl, a record
+    of .csv or .parquet. Raises BadShard, with file and line, if a row cannot be read, and ConfigError if it has no column
     `text_key`.
     """
     try:
@@ -68,7 +68,7 @@ def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> 
 
 
 def texts(file: Path, text_key: str) -> Rows:
-    """Yield number, from 1, and text of each row of a file; here a row of .txt is a line that is not empty. Raises
+    """Yield number (from 1) and text of each row of a file. Here a row of a .txt file is a line that is not empty. Raises
     ConfigError if there is no such file, or it cannot be read to the end.
     """
     if not file.is_file():

@@ -30,7 +30,7 @@ class Shard:
 
 
 class Numbered:
-    """A base of sources whose samples follow from seed and number alone, so that a slot has no state."""
+    """Base class of sources whose samples follow from seed and number alone, so that a slot has no state."""
 
     separators: tuple[int | None, int | None] = (None, None)
     tokenizer: str | None = None  # None: samples need not be text

@@ -1,4 +1,4 @@
-"""Batches for one data-parallel rank, prepared ahead in a thread, and the state from which they continue exactly."""
+"""Batches for one data-parallel rank, which a thread prepares ahead, and the state from which they continue exactly."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from titan_hydra.base.threads import thread
 from .batch import Batch
 from .shards import BadShards
 
-Sample = dict[str, np.ndarray]  # arrays by name; of text: `tokens` [seq_len + 1]
+Sample = dict[str, np.ndarray]  # arrays by name; a sample of text has `tokens` [seq_len + 1]
 
 
 class Samples(Protocol):
-    """A source of numbered samples. The state of a slot says where its next sample begins."""
+    """A source of numbered samples. The state of a slot is the position at which its next sample begins."""
 
     signature: dict[str, Any]  # values that must be the same when a state is saved and loaded
     separators: tuple[int | None, int | None]  # the begin- and end-of-text ids
@@ -84,13 +84,13 @@ class Loader:
         return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.known}
 
     def take_news(self, news: dict[str, str]) -> None:
-        """Take the bad shards that any rank has found, the same on all ranks. Raises ConfigError if there are too many."""
+        """Receive the bad shards that any rank has found, on all ranks. Raises ConfigError if there are too many."""
         self.known |= set(news)
         BadShards(self.bad.limit, dict.fromkeys(sorted(self.known), "") | news).check()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state that has this rank's slots, merged from those of any number of ranks (`merge`). Raises
-        ConfigError if it belongs to other data or to another global batch.
+        """Continue from a state, which `merge` has made of the states of any number of ranks, and which has this rank's
+        slots. Raises ConfigError if it belongs to other data or to another global batch.
         """
         for key, value in self.signature.items():
             if state["signature"].get(key) != value:
@@ -135,7 +135,7 @@ class Loader:
         try:
             while not self.stop.is_set():
                 self.ready.put(self._produce())
-        except BaseException as error:  # the panic of a tokenizer in Rust is no Exception
+        except BaseException as error:  # a panic of a tokenizer in Rust is not an Exception
             self.ready.put(error)
 
     def _halt(self, timeout: float | None = None) -> None:

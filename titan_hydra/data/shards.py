@@ -1,7 +1,7 @@
 """Files and shards that cannot be read: they are left out, with a warning, if data.max_bad_shards allows it.
 
-What is left out follows from the files alone: a shard of text from its damaged row on, and the whole of a file of
-tokens that does not match its header. So all layouts see the same samples, and a resumed run too.
+The files alone determine what is left out: a shard of text from its damaged row on, and the whole of a file of tokens
+that does not match its header. So all layouts get the same samples, and so does a resumed run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from titan_hydra.base.errors import ConfigError
 
 
 class BadShard(ConfigError):
-    """The shard `shard` is missing or damaged. The message has place and reason."""
+    """The shard `shard` is missing or damaged. The message has the place of the damage and the reason."""
 
     def __init__(self, shard: object, message: str) -> None:
         super().__init__(message)

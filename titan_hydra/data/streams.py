@@ -4,7 +4,7 @@ A source is cut into numbered units (a file, a shard, every n-th row of a shard)
 positions k, k + G, k + 2G, ... of the endless sequence of epochs, each of which has its own order. With a shuffle
 buffer, documents are taken in blocks, each in a random order that follows from the position at which the block begins;
 so the state of the buffer is that position and an index in the block. Nothing depends on ranks: a slot reads the same
-on any of them.
+documents on any rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Documents(Protocol):
     units: int
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield row numbers, ascending, and texts of a unit from row `start` on; the same each time."""
+        """Yield row number and text of a unit's rows from `start` on, in ascending order. Each call yields the same."""
 
 
 START = {"turn": 0, "row": 0, "place": 0, "token": 0}
@@ -59,7 +59,7 @@ class Streams:
         buffer: int,
         bad: BadShards,
     ):
-        """Create the streams. Without a `seed` units stay in order."""
+        """Create the streams. Without a `seed`, units are read in their order."""
         self.signature = {"units": source.units, "tokenizer": tokenizer.sha256}
         self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
         self.streams = {slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots}
@@ -76,7 +76,7 @@ class Streams:
 
 class Stream:
     """Consecutive documents cut into samples of seq_len + 1 tokens. The last token of a sample is the first of the next,
-    so that every token is predicted exactly once. The state holds no tokens: they are encoded again.
+    so that every token is predicted exactly once. The state holds no tokens; they are encoded again.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Stream:
                 raise ConfigError("data.path: no document with text in it")
 
     def _unit(self, turn: int) -> int:
-        """Return the unit of a turn. Epochs begin at different units also without a seed; else a slot might read the same
+        """Return the unit of a turn. Even without a seed, epochs begin at different units; else a slot might read the same
         few units in each.
         """
         epoch, place = divmod(self.slot + turn * self.slots, self.source.units)

@@ -48,9 +48,9 @@ class Located:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, whatever library it is from."""
+    """The functions and special ids of a tokenizer of any library."""
 
-    encode: Callable[[str], list[int]]  # adds no special tokens, and takes their names in the text for plain text
+    encode: Callable[[str], list[int]]  # adds no special tokens, and treats their names in the text as plain text
     decode: Callable[[list[int]], str]
     vocab_size: int
     bos_id: int | None  # begin-of-text; None if documents have none
@@ -66,7 +66,7 @@ class Tokenizer:
 
 
 def load(config: schema.Tokenizer) -> Tokenizer:
-    """Load the tokenizer of a job. Raises ConfigError if its file is missing, or not what tokenizer.name says."""
+    """Load the tokenizer of a job. Raises ConfigError if its file is missing, or not of the kind tokenizer.name."""
     path, content = read_content(config)
     return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
 
@@ -119,8 +119,8 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
 
 
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token (bytes). Raises ConfigError if ranks are not 0, 1, 2, ..., after which the ids of
-    special tokens follow.
+    """Return the rank of each token (bytes). Raises ConfigError if the ranks are not 0, 1, 2, ..., as the ids of special
+    tokens follow after them.
     """
     try:
         lines = [line.split() for line in content.splitlines() if line]
@@ -153,7 +153,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
     def with_specials() -> tokenizers.Tokenizer:
         other = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         other.encode_special_tokens = False
-        other.post_processor = None  # which may leave blanks out of the ranges of tokens
+        other.post_processor = None  # a post-processor may leave blanks out of the ranges of tokens
         return other
 
     def locate(text: str) -> Located:
@@ -183,8 +183,8 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
 
 
 def _special(tokenizer, names: tuple[str, ...], path: Path, key: str) -> int | None:
-    """Return the id of the first of `names` in the vocabulary, else of the name in tokenizer_config.json; None without
-    either.
+    """Return the id of the first of `names` that the vocabulary has, else the id of the name in tokenizer_config.json;
+    None if there is neither.
     """
     for name in names:
         if tokenizer.token_to_id(name) is not None:

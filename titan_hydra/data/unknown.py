@@ -61,8 +61,8 @@ def tokenizer_at(path: str) -> Tokenizer:
 
 
 def warning(key: str, value: str | None, tokenizer: schema.Tokenizer, read: Callable[[], Iterable[str]]) -> Iterator[Fault]:
-    """Yield a warning if more than SHARE of the texts that `read` returns is unknown to a tokenizer; none if they cannot
-    be read, which another rule reports.
+    """Yield a warning if more than SHARE of the texts that `read` returns is unknown to a tokenizer. Texts that cannot be
+    read give none, as another rule reports them.
     """
     if tokenizer.name != "hf" or not tokenizer.path:
         return  # a byte-level tokenizer, which can encode every text
@@ -92,7 +92,7 @@ def in_files(key: str, source: TextSource, job: schema.Job) -> Iterator[Fault]:
 
 
 def in_folder(key: str, source: HubSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about a data set in a local folder; none about one of the hub, which is not read here."""
+    """Yield a warning about a data set in a local folder. A data set of the hub gives none, as it is not read here."""
     if source.path and home(source.path).is_dir():
         yield from in_rows(key, source, job.tokenizer, ROWS_OF_TEXT, source.text_key)
 

@@ -24,8 +24,8 @@ class Peers:
         self.channel: Any = None  # a ProcessGroupGloo, which some builds of torch lack
 
     def meet(self, meeting: Meeting) -> None:
-        """Connect to the members, unless they are those of the meeting before. Raises RuntimeError if one does not
-        answer.
+        """Connect to the members of a meeting, unless they are the same as in the meeting before. Raises RuntimeError if
+        a member does not answer.
         """
         if self.channel is not None and self.lives == meeting.members:
             return

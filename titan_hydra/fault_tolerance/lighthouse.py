@@ -1,5 +1,5 @@
-"""torchft's lighthouse for one attempt, as a separate process: it reports to replica groups which of them are alive.
-Ends with its parent.
+"""torchft's lighthouse for one attempt, as a separate process. It reports to replica groups which of them are alive, and
+ends when its parent process ends.
 
     python -m titan_hydra.fault_tolerance.lighthouse ADDRESS_FILE SILENT_SECONDS
 """
@@ -15,7 +15,7 @@ DAY = 24 * 60 * 60 * 1000  # milliseconds to wait for a live group that has not 
 
 
 def main() -> None:
-    """Serve on a free port of this machine and write the address to a file; after a restart, on the port in that
+    """Serve on a free port of this machine, and write the address to a file. After a restart, serve on the port in that
     file.
     """
     path, silent = Path(sys.argv[1]), float(sys.argv[2])

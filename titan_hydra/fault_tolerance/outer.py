@@ -2,8 +2,8 @@
 2023), on a rank's shards.
 
 Rank i of every replica group holds the same part of the model, so averages are taken shard by shard and nothing is
-gathered. All of it runs on the host in float32: the outer state takes no device memory, and weights in bfloat16 lose
-nothing between meetings.
+gathered. The update runs on the host in float32, so that the outer state takes no device memory, and bfloat16 weights
+lose nothing between meetings.
 """
 
 from dataclasses import dataclass
@@ -44,13 +44,13 @@ class Fragment:
             shard.copy_(part.view(shard.shape))
 
     def offer(self) -> Tensor:
-        """Return this group's contribution to the average: its weights or, under DiLoCo, anchor minus weights, the
-        outer gradient.
+        """Return this group's contribution to the average: its weights or, with DiLoCo, the outer gradient (anchor minus
+        weights).
         """
         return self.weights() if self.anchor is None else self.anchor - self.weights()
 
     def take(self, mean: Tensor, config: FaultTolerance) -> None:
-        """Update the weights with the average over the groups; under DiLoCo by a step of SGD with Nesterov momentum
+        """Update the weights with the average over the groups. With DiLoCo, this is a step of SGD with Nesterov momentum
         from the anchor.
         """
         if self.anchor is None:
@@ -62,19 +62,19 @@ class Fragment:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, gradient or state, in its own memory. Do not keep it: FSDP may move it
-    in its first step.
+    """Return this rank's shard of a parameter, gradient or state, without copying it. Do not keep the result, as FSDP may
+    move the shard in its first step.
     """
     return local_part(formats.plain(parameter.detach()))
 
 
 def shards(content: dict[str, Any]) -> list[Tensor]:
-    """Return this rank's shard of each tensor in a state, in the order of their names: the same in every group."""
+    """Return this rank's shard of each tensor in a state, in the order of their names, which all groups share."""
     return [local(content[name]) for name in sorted(content) if isinstance(content[name], Tensor)]
 
 
 def fragments_of(model: nn.Module, modules: list[str], config: FaultTolerance) -> list[Fragment]:
-    """Divide this rank's parameters, of a model with these modules in running order, into fragments."""
+    """Divide this rank's parameters into fragments. `modules` are the model's modules in running order."""
     fragments = [Fragment([]) for _ in range(config.fragments)]
     for name, parameter in model.named_parameters():
         fragments[fragment_of(name, modules, config.fragments)].parameters.append(parameter)
@@ -85,8 +85,8 @@ def fragments_of(model: nn.Module, modules: list[str], config: FaultTolerance) -
 
 
 def fragment_of(name: str, modules: list[str], fragments: int) -> int:
-    """Return a parameter's fragment by its name alone, the same on every layout: equal parts of the blocks; what runs
-    before them (the embedding) belongs to the first fragment, what follows (norm and head) to the last.
+    """Return a parameter's fragment, which depends on its name alone and so is the same on every layout. Fragments are
+    equal parts of the blocks; modules before the blocks (the embedding) belong to the first, those after them to the last.
     """
     blocks = places_of_blocks(modules)
     place = place_in_order(name, modules)
@@ -96,8 +96,8 @@ def fragment_of(name: str, modules: list[str], fragments: int) -> int:
 
 
 def due(step: int, last_step: int, config: FaultTolerance) -> list[int]:
-    """Return the fragments to average after a step: each every sync_every steps, in turn, and all after the last step
-    of the run.
+    """Return the fragments to average after a step. Each is averaged every sync_every steps, in turn, and all are averaged
+    after the last step of the run.
     """
     apart = config.sync_every // config.fragments
     if step == last_step:

@@ -1,9 +1,9 @@
 """`fault_tolerance=torchft`: before every step the live replica groups agree on a quorum, and then sum their gradients.
 
 torchft's manager finds the quorum, detects failures and decides whether a step counts; summation and state transfer are
-implemented here. All groups together learn what one data-parallel world of all their ranks would: tokens are counted
-over all groups before the first microbatch, so the sum of the gradients needs no division. A group that joins later
-takes weights, optimizer state and step number from one that is ahead.
+implemented here. All groups together learn what one data-parallel world of all their ranks would learn: tokens are
+counted over all groups before the first microbatch, so the sum of the gradients needs no division. A group that joins
+later takes weights, optimizer state and step number from a group that is ahead.
 """
 
 import logging
@@ -37,8 +37,8 @@ from . import shared_lighthouse
 from .outer import local, shards
 
 POLL = 0.05  # seconds between two reads of the files
-RETRIES = 100  # of asking a lighthouse that has died, while another takes its place
-COUNTS = ("step", "batches_committed")  # that torchft's manager keeps
+RETRIES = 100  # number of requests to a lighthouse that has died, until another one takes its place
+COUNTS = ("step", "batches_committed")  # the counts in the state of torchft's manager
 
 
 class PerStep(Groups):
@@ -53,8 +53,8 @@ class PerStep(Groups):
         self.asked = self.counts = False  # whether any group was asked to stop; whether the step counts
         self.last: Batch | None = None  # the batch of the newest step
         self.report: Callable[..., None] = lambda event, step, **values: None
-        self.groups = 0  # in the last quorum
-        # steps taken from another group in the quorum for the next step, once there is one
+        self.groups = 0  # number of groups in the last quorum
+        # steps that the quorum for the next step, if there is one, has taken from another group
         self.caught_up: int | None = None
         self.received: list[Tensor] | None = None  # another group's shards
         self.data_ahead = 0  # data step minus training step; above 0 when a new run continues an old run's data
@@ -63,9 +63,9 @@ class PerStep(Groups):
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
         self.exchange = AllreduceOptions()
         self.exchange.timeout = limit / 2  # the ranks of this group wait for each other for `limit`
-        # to connect: all do it at once
+        # time-out for connecting, which all groups do at the same time
         self.channel = ProcessGroupGloo(timedelta(seconds=job.fault_tolerance.timeout_seconds))
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # of rank 0
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # the host of rank 0
         self.store = open_store(host, None, limit) if run.rank == 0 else None
         port = [self.store.port if self.store is not None else 0]
         dist.broadcast_object_list(port, src=0, device=torch.device("cpu"))
@@ -99,14 +99,14 @@ class PerStep(Groups):
         """Wait until all groups have arrived once in this attempt, and agree with them on the first step, as
         `before_step` does.
 
-        Returns the step that this group has reached, and whether a stop was requested meanwhile.
+        Return the step that this group has reached, and whether a stop was requested meanwhile.
         """
         self.data_ahead = data_step - step
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
         if self.run.rank == 0:
             self.run.meetings.mkdir(parents=True, exist_ok=True)
             (self.run.meetings / f"came_{self.run.replica}").touch()
-            # Then those that are here begin; the other ranks wait in the barrier, whose limit is twice that.
+            # After that time, the groups that have arrived begin. Other ranks wait in the barrier, whose limit is twice it.
             deadline = time.monotonic() + self.job.comm.init_timeout_seconds / 2
             while len(list(self.run.meetings.glob("came_*"))) < self.job.fault_tolerance.replicas:
                 if self.stop or time.monotonic() > deadline:
@@ -123,8 +123,8 @@ class PerStep(Groups):
         self.report = event
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, up to the last, each once the groups have agreed on it; again if it did not
-        count.
+        """Yield the steps after `done`, up to the last. Each is yielded when the groups have agreed on it, and once more
+        if it did not count.
         """
         while done < last:
             self.watch.at("meeting")
@@ -133,8 +133,8 @@ class PerStep(Groups):
             done += self.counts
 
     def batch(self, step: int, loader: Loader) -> Batch:
-        """Return the batch of a step. After catching up from another group this may be the batch just used (the step is
-        repeated) or one further ahead (steps were skipped).
+        """Return the batch of a step. If the step is repeated, this is the batch that was just used. If this group has
+        skipped steps to catch up with another one, it is a batch further ahead.
         """
         while self.last is None or loader.state()["step"] < step + self.data_ahead:
             self.last = loader.next()
@@ -162,12 +162,12 @@ class PerStep(Groups):
             host = tensor.detach().cpu().contiguous()
             try:
                 self.channel.allreduce([host], self.exchange).wait()
-                tensor.copy_(host)  # where it is not the same memory
+                tensor.copy_(host)  # without effect if it is the same memory
             except RuntimeError as error:  # gloo has no others
                 print(f"step {self.manager.current_step() + 1} is repeated: {str(error).splitlines()[0]}", flush=True)
                 self.manager.report_error(error)
         if self.manager.errored():
-            # At once, not in the next quorum: a group still blocked on this one here would never reach that quorum.
+            # Shut down now: a group that is still blocked on this one here would never reach the next quorum.
             self.channel.shutdown()
 
     @torch.no_grad()
@@ -176,8 +176,8 @@ class PerStep(Groups):
         self.add_up(local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
 
     def commits(self, agreement: Agreement) -> bool:
-        """Return whether the step counts. All groups stop after the same step, if any was asked to; a SLURM job of a
-        group stops alone.
+        """Return whether the step counts. If any group was asked to stop, all groups stop after the same step. On SLURM,
+        where a group is a job of its own, it stops alone.
         """
         _, _, stop, _ = agreement.read()
         asked = torch.tensor([float(stop)])
@@ -194,7 +194,7 @@ class PerStep(Groups):
 
     def close(self) -> None:
         """Leave the other groups, which notice it after `fault_tolerance.timeout_seconds`."""
-        if self.asked:  # those that begin again wait for this group too
+        if self.asked:  # when the groups begin again, they wait for this group too
             (self.run.meetings / f"came_{self.run.replica}").unlink(missing_ok=True)
         self.manager.shutdown(wait=False)
 
@@ -226,7 +226,7 @@ class PerStep(Groups):
         return bool(said)
 
     def _agree(self, step: int) -> None:
-        """Find a quorum, and take another group's state if it is ahead: on all ranks of this group, or on none."""
+        """Find a quorum. If another group is ahead, take its state: either on all ranks of this group or on none."""
         before = self.manager.state_dict()
         self.manager.start_quorum()
         steps = torch.tensor([self.manager.current_step(), -self.manager.current_step()])
@@ -240,8 +240,8 @@ class PerStep(Groups):
         self.caught_up = self.manager.current_step() - step
 
     def _lighthouse(self) -> str:
-        """Return the lighthouse's address: the one given, that of a SLURM job's own process, or the local launcher's
-        once it is written.
+        """Return the address of the lighthouse: the one in the configuration, that of the job's own process on SLURM, or
+        the one that the local launcher writes.
 
         Raises RunError after the time-out.
         """
@@ -261,15 +261,15 @@ class PerStep(Groups):
 
 
 class Handover(CheckpointTransport):
-    """Transfers a group's state, tensor by tensor, through the groups' channel. torchft's own transport unpickles what
-    any peer sends.
+    """Transfers a group's state, tensor by tensor, through the groups' channel. It replaces torchft's own transport, which
+    unpickles whatever a peer sends.
     """
 
     def __init__(self, channel: ProcessGroupGloo, own: Callable[[], list[Tensor]]) -> None:
         self.channel, self.own = channel, own
 
     def metadata(self) -> str:
-        """Return nothing: the channel is known."""
+        """Return "", as the channel is known."""
         return ""
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta) -> None:

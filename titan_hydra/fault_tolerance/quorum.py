@@ -29,7 +29,7 @@ KEPT = 8  # meetings whose files stay
 
 @dataclass(frozen=True)
 class Meeting:
-    """A closed meeting: its groups, those with the newest weights (donors), their step, and the address of their
+    """A closed meeting: its groups, the donors (those with the newest weights), the donors' step, and the address of the
     store.
     """
 
@@ -41,7 +41,7 @@ class Meeting:
 
     @property
     def takers(self) -> list[int]:
-        """The members with an older state, which take that of the donors."""
+        """The members with an older state, which take the state of the donors."""
         return sorted(set(self.members) - set(self.donors))
 
 
@@ -51,9 +51,9 @@ class Board:
     def __init__(self, folder: Path, group: int, groups: int, timeout: float, address: str) -> None:
         self.folder, self.group, self.groups, self.timeout, self.address = folder, group, groups, timeout, address
         self.life = uuid.uuid4().hex
-        self.phase = "starting"  # then joining or training; in the end: left
+        self.phase = "starting"  # later joining or training, and at the end left
         self.position = (0, 0)  # step of the last meeting, and the step that this group has reached
-        self.number = max(self._numbers(), default=1)  # the next meeting
+        self.number = max(self._numbers(), default=1)  # number of the next meeting
         self.beats = 0
         self.hearts: dict[int, tuple[dict, float]] = {}  # group -> (its last heartbeat, when that changed by our clock)
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class Board:
         while not self.ended.wait(min(1.0, self.timeout / 10)):
             try:
                 self.beat()
-            except OSError:  # a full disk: the others may miss us, and we try again
+            except OSError:  # the disk may be full; others may take this group for dead, until a later write succeeds
                 continue
 
     def alive(self, group: int) -> bool:
@@ -105,8 +105,8 @@ class Board:
     # --- the start ----------------------------------------------------------------------------------------------------
 
     def begin(self, position: tuple[int, int], limit: float, stop: Callable[[], bool]) -> bool:
-        """Wait for the other groups to be ready, unless they have continued already. Returns whether this group is
-        behind them.
+        """Wait until the other groups are ready, unless they have already gone on. Return whether this group is behind
+        them.
         """
         self.become("training", position)
         deadline = time.monotonic() + limit
@@ -125,8 +125,8 @@ class Board:
     # --- meetings -----------------------------------------------------------------------------------------------------
 
     def convene(self, position: tuple[int, int], stop: Callable[[], bool]) -> Meeting | None:
-        """Arrive at the next meeting and wait until it is closed with this group in it. None if asked to stop before
-        that.
+        """Arrive at the next meeting, wait until it is closed with this group in it, and return it. None if this group was
+        asked to stop before that.
         """
         self.become(self.phase, position)
         while True:
@@ -158,8 +158,8 @@ class Board:
             time.sleep(POLL)
 
     def _close_if_all_are_there(self, place: Path) -> None:
-        """Close the meeting if all live groups have arrived. Only a group that is behind waits for one that is still
-        starting.
+        """Close the meeting if all live groups have arrived. A group that is still starting is waited for only by groups
+        that are behind.
         """
         here = {}
         for group, phase in self.phases().items():
@@ -183,8 +183,8 @@ class Board:
         )
 
     def settle(self, meeting: Meeting, went_well: bool) -> bool:
-        """Publish whether the exchange succeeded here, and wait for the outcome: a meeting counts if it succeeded for
-        every member.
+        """Publish whether the exchange succeeded here, wait for the outcome, and return it. A meeting counts if the
+        exchange succeeded for every member.
         """
         place = self.folder / str(meeting.number)
         if not place.exists():

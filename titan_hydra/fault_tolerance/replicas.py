@@ -1,9 +1,9 @@
-"""One replica group among the others, as the training loop uses it: it may exchange weights after a step, and catch up
-before the first.
+"""One replica group among the others, as the training loop uses it. The group may exchange weights after a step, and
+catch up before the first step.
 
-A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks;
-then rank i of every group exchanges its shards with its peers (exchange.py), and outer.py changes the weights once all
-members are known to be able to.
+A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks.
+Then rank i of every group exchanges its shards with its peers (exchange.py), and outer.py changes the weights when all
+members are known to have the exchanged data.
 """
 
 import os
@@ -30,7 +30,7 @@ from .exchange import Peers
 from .outer import Fragment, due, fragments_of, shards
 from .quorum import Board, Meeting
 
-LONGEST = timedelta(days=7)  # time that ranks wait for their rank 0, which limits the wait itself
+LONGEST = timedelta(days=7)  # time-out of ranks that wait for their rank 0, which has a limit of its own
 
 
 class Replicas(Groups):
@@ -44,13 +44,13 @@ class Replicas(Groups):
         self.job, self.config, self.run, self.watch = job, job.fault_tolerance, run, watch
         self.model, self.optimizers = model, trainer.optimizers
         self.stop: Callable[[], bool] = lambda: bool(trainer.stop_requested)
-        self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings before there are metrics to write them to
+        self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings held before there were metrics to record them
         self.report: Callable[..., None] = lambda event, step, **values: self.unreported.append((step, values))
         self.fragments = fragments_of(model, family_of(job.model).modules(job.model), self.config)
         self.last = torch.zeros((), dtype=torch.int64)  # step of the last meeting
         self.peers = Peers(run.replica, run.rank, self.config.timeout_seconds)
         self.group = dist.new_group(backend="gloo", timeout=LONGEST)
-        self.members = list(range(self.config.replicas))  # of the last meeting
+        self.members = list(range(self.config.replicas))  # groups of the last meeting
         self.board = None
         if run.rank == 0:
             host = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -77,8 +77,8 @@ class Replicas(Groups):
         """Join the other groups with the weights of this step. Returns the step to continue from, and whether a stop
         was requested meanwhile.
 
-        A group that is behind the others waits here for their next meeting; one that was stopped on its way to a
-        meeting goes to it.
+        A group that is behind the others waits here for their next meeting. A group that was stopped on its way to a
+        meeting first has that meeting.
         """
         if not resumed:
             self.last.fill_(step)
@@ -96,15 +96,15 @@ class Replicas(Groups):
             event("meeting", step, **values)
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, or after the one that a meeting led to, up to the last."""
+        """Yield the steps after `done`, up to the last. If a meeting leads to a later step, go on after that."""
         self.done = done
         while self.done < last:
             self.done += 1
             yield self.done
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
-        """Exchange weights with the other groups if it is time. Returns the step to go on from, and whether a stop came
-        meanwhile.
+        """Exchange weights with the other groups if a meeting is due. Return the step to go on from, and whether a stop
+        was requested meanwhile.
         """
         self.watch.at("meeting")
         if not due(step, self.job.steps, self.config):
@@ -130,7 +130,7 @@ class Replicas(Groups):
                 break
             self.peers.part()
             if self.run.replica in meeting.takers:
-                position = (-1, -1)  # a state that was received in part is of no step
+                position = (-1, -1)  # a state that was received only in part belongs to no step
         *averages, mean_loss = means
         for number, average in zip(due(meeting.step, self.job.steps, self.config), averages, strict=True):
             self.fragments[number].take(average, self.config)
@@ -139,7 +139,7 @@ class Replicas(Groups):
         self.members = sorted(meeting.members)
         if self.board is not None:
             self.board.become("training", (meeting.step, meeting.step))
-        # no loss in a meeting that a stop had postponed
+        # a meeting that a stop had postponed has no loss
         known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}
         self.report(
             "meeting", meeting.step, groups=len(self.members), joined=len(meeting.takers), **known, seconds=time.perf_counter() - began
@@ -147,8 +147,8 @@ class Replicas(Groups):
         return meeting.step, False
 
     def _exchange(self, meeting: Meeting, loss: float | None) -> list[Tensor] | None:
-        """Return the averages over the donors, of the due fragments and of the loss; None if a member was lost. Changes
-        nothing, except in a taker, which receives a donor's whole state.
+        """Return the averages, over the donors, of the due fragments and of the loss; None if a member was lost. Only a
+        taker changes its state: it receives a donor's whole state.
         """
         donates = self.run.replica in meeting.donors
         try:
@@ -169,8 +169,8 @@ class Replicas(Groups):
             return None
 
     def _state(self, donates: bool) -> Iterator[Tensor]:
-        """Yield all tensors of a group's state at a meeting, in one order everywhere; then a taker's optimizers are
-        loaded with it.
+        """Yield all tensors of a group's state at a meeting, in the same order in all groups. Afterwards load the received
+        state into the optimizers of a taker.
         """
         for fragment in self.fragments:
             yield from self._weights(fragment, donates)

@@ -1,16 +1,15 @@
-"""torchft's lighthouse for replica groups that are SLURM jobs: the first group's job runs it, and another job takes
-over if that is gone.
+"""torchft's lighthouse for replica groups that are SLURM jobs. The first group's job runs it, and another job takes over
+if that one is gone.
 
     python -m titan_hydra.fault_tolerance.shared_lighthouse FOLDER SILENT_SECONDS WAIT_SECONDS
 
-Rank 0 of each group starts this process, which ends with it. The one that serves writes its address and a counter to
-FOLDER/lighthouse_<n>.json every second. If the counter has not changed for SILENT_SECONDS (or no file appears for
-WAIT_SECONDS), another process serves, as number n + 1: link(2) lets only one process create that file. The new
-lighthouse gives no quorum for another SILENT_SECONDS. By then the old one has stopped, if only because its counter
-could not be written: with two lighthouses the groups would learn apart.
+Rank 0 of each group starts this process, which ends with the rank. The process that serves writes its address and a
+counter to FOLDER/lighthouse_<n>.json every second. If the counter has not changed for SILENT_SECONDS (or no file appears
+for WAIT_SECONDS), another process serves, as number n + 1: link(2) lets only one process create that file. The new
+lighthouse gives no quorum for another SILENT_SECONDS; by then the old one has stopped, so that there are never two.
 
-torchft's manager takes one address for its whole life. It gets a port of this process on loopback, and is connected
-from there to the newest lighthouse; its requests wait while there is none.
+torchft's manager uses one address for its whole life. It gets a port of this process on loopback, and this process
+connects it to the newest lighthouse; its requests wait while there is none.
 """
 
 import asyncio
@@ -40,8 +39,8 @@ ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to a
 
 
 def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
-    """Start this process for the present one, which must keep the first result. Returns it and the address for
-    torchft's manager.
+    """Start the lighthouse process for this rank. Return the process, to which the rank must keep a reference, and the
+    address for torchft's manager.
     """
     command = [sys.executable, "-m", __name__, str(folder), str(silent), str(wait)]
     # the new process never receives them: it is needed until its rank has ended
@@ -55,14 +54,14 @@ def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subproce
 
 
 class Lighthouse:
-    """The newest lighthouse as this process knows it, which may be its own, and the manager's connections to it."""
+    """The newest lighthouse that this process knows, which may be its own, and the manager's connections to it."""
 
     def __init__(self, folder: Path, silent: float, wait: float) -> None:
         self.folder, self.silent = folder, silent
-        self.number, self.content = 0, {}  # of the newest lighthouse's file
-        self.deadline = time.monotonic() + wait  # when it counts as gone
-        self.server: LighthouseServer | None = None  # this process's own
-        self.written = 0.0  # when its counter was last written
+        self.number, self.content = 0, {}  # number and content of the newest lighthouse's file
+        self.deadline = time.monotonic() + wait  # time at which the newest lighthouse counts as gone
+        self.server: LighthouseServer | None = None  # this process's own lighthouse
+        self.written = 0.0  # time at which its counter was last written
         self.connections: set[asyncio.Task] = set()
 
     async def watch(self) -> None:
@@ -73,7 +72,7 @@ class Lighthouse:
             await asyncio.sleep(POLL)
 
     def look(self) -> None:
-        """Read the newest file; keep up, give up or take over the service."""
+        """Read the newest file. Then keep serving, stop serving, or take over the service."""
         files = LIGHTHOUSE.all(self.folder)
         number = max(files, default=0)
         content = LIGHTHOUSE.read(self.folder, number)
@@ -97,7 +96,8 @@ class Lighthouse:
         """Serve, unless another process has become the lighthouse of this number."""
         server = LighthouseServer(bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY)
         mine = {"host": socket.gethostname(), "port": int(server.address().rpartition(":")[2]), "counter": 0}
-        # the groups do not arrive together: a heartbeat from nobody delays the first quorum until it is too old
+        # The groups do not arrive together. The heartbeat of a group that does not exist delays the first quorum until it
+        # is too old.
         if number > 1:
             LighthouseClient(f"http://127.0.0.1:{mine['port']}", timedelta(seconds=5)).heartbeat("nobody")
         began = time.monotonic()
@@ -111,8 +111,8 @@ class Lighthouse:
         print(f"torchft's lighthouse, number {number}, runs here", file=sys.stderr, flush=True)
 
     def wrote(self, moment: float) -> None:
-        """Note when the counter was last written. SIGALRM ends this process before another may serve, if a file system
-        blocks it here.
+        """Record when the counter was last written. If a file system blocks this process, SIGALRM ends it before another
+        process may serve.
         """
         self.written = moment
         signal.setitimer(signal.ITIMER_REAL, 1.5 * self.silent)

@@ -6,7 +6,7 @@ from titan_hydra.config.schema import Job
 
 
 def adapts(job: Job) -> bool:
-    """Whether adapters are trained, beside a frozen model."""
+    """Whether adapters are trained beside a frozen model."""
     return ADAPTERS[job.adapter.name].adapt is not None
 
 

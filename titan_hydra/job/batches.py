@@ -1,4 +1,4 @@
-"""How a global batch is cut: into local batches, and these into microbatches."""
+"""How a global batch is cut into local batches, and a local batch into microbatches."""
 
 from titan_hydra.config.fault import divisors
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
@@ -9,18 +9,18 @@ from .ranks import data_parallel
 
 
 def samples_at_once(job: Job) -> int:
-    """Return the samples that all data-parallel ranks, of all replica groups, take at a time: a local batch each."""
+    """Return the number of samples in one local batch on every data-parallel rank of all replica groups."""
     return job.data.local_batch * data_parallel(job) * job.fault_tolerance.replicas
 
 
 def local_batches(job: Job) -> int:
-    """Return the local batches of a rank in a step, which is the number of accumulation steps."""
+    """Return the number of local batches of a rank in a step: the number of accumulation steps."""
     return job.data.global_batch // samples_at_once(job)
 
 
 def microbatches(job: Job) -> int:
-    """Return the microbatches of a local batch: 1 without a pipeline, else as configured, or the largest legal number
-    up to twice the stages; 1 if none is legal, which a rule refuses.
+    """Return the number of microbatches of a local batch: 1 without a pipeline, else the configured number, else the
+    largest legal number up to twice the stages. It is 1 if no number is legal, which a rule refuses.
     """
     if job.parallelism.pp == 1:
         return 1
@@ -31,7 +31,7 @@ def microbatches(job: Job) -> int:
 
 
 def microbatch_size(job: Job) -> int:
-    """Return the samples of a microbatch."""
+    """Return the number of samples in a microbatch."""
     return job.data.local_batch // microbatches(job)
 
 

@@ -12,8 +12,8 @@ SIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number
 def gradient_dtype(job: Job) -> str:
     """Return the dtype in which the optimizer gets the gradients.
 
-    Under split masters it is that of their sum over ranks, or without FSDP that of the backward; float32 where several
-    are added up.
+    With split masters, it is the dtype in which gradients are summed over ranks, or without FSDP the dtype of the
+    backward. If several gradients are accumulated, it is float32.
     """
     if job.optimizer.masters == "whole":
         return job.precision.param_dtype
@@ -38,6 +38,6 @@ def gathers_in_format(job: Job) -> bool:
 
 
 def is_opaque(job: Job) -> bool:
-    """Whether kernels of the job's format compute several modules in one, into which no compiler and no hook sees."""
+    """Whether a kernel of the job's format computes several modules at once, which hides them from compilers and hooks."""
     format = FORMATS.get(job.precision.converter)
     return format is not None and format.opaque(job.precision)

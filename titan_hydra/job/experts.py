@@ -8,7 +8,7 @@ from titan_hydra.config.schema import Job
 
 
 def sparse(job: Job) -> Any:
-    """Return the model section of a job with experts, whose family's keys this room does not import."""
+    """Return the model section of a job with experts. Its type is Any, as this room does not import the families' keys."""
     return job.model
 
 

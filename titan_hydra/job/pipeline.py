@@ -10,7 +10,7 @@ from titan_hydra.config.family import family_of, places_of_blocks
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
 
-# stage, kind, microbatch; F: forward, B: backward, I, W: its halves for inputs and weights
+# (stage, kind, microbatch); kinds: F forward, B backward, I and W the halves of a backward for inputs and for weights
 Action = tuple[int, str, int]
 
 
@@ -20,7 +20,7 @@ def stage_count(job: Job) -> int:
 
 
 def stages_of_ranks(job: Job) -> list[list[int]]:
-    """Return the stages of each pipeline rank, ascending: in a loop, in a V, or as the csv schedule places them."""
+    """Return the stages of each pipeline rank, ascending. They form a loop or a V, or the csv schedule places them."""
     pp, stages, schedule = job.parallelism.pp, stage_count(job), job.pp_schedule
     if written := written_schedule(job):
         return [sorted({stage for stage, _, _ in actions}) for actions in written]
@@ -79,7 +79,7 @@ def written_schedule(job: Job) -> list[list[Action]] | None:
 
 @cache
 def read_schedule(path: str) -> list[list[Action]]:
-    """Read the actions of each rank: a line a rank, cells like 2F0 (stage 2, forward, microbatch 0), empty ones idle.
+    """Read the actions of each rank. A line has those of one rank: 2F0 means stage 2, forward, microbatch 0; empty is idle.
 
     A cell (0F5;3B2)OVERLAP_F_B is two actions. Raises OSError, or ValueError with the cell that cannot be read.
     """

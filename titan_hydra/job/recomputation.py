@@ -10,8 +10,8 @@ def mode_of(job: Job) -> ActivationCheckpointKind:
 
 
 def recomputed_share(job: Job) -> float:
-    """Return the share of the blocks that run again as a whole; of a compiler's budget, the share of the memory that it
-    does not keep.
+    """Return the share of the blocks that the backward recomputes as a whole. With a compiler's memory budget, return the
+    share of the activation memory that is not kept.
     """
     mode = mode_of(job)
     if mode.budget:
@@ -26,6 +26,6 @@ def searched_modes() -> list[str]:
 
 
 def modes_that_keep_less(name: str) -> list[str]:
-    """Return the modes to try where a mode keeps too much, the nearest first."""
+    """Return the modes that keep less than a mode, the nearest first."""
     modes = searched_modes()
     return modes[modes.index(name) + 1 :] if name in modes else modes[-1:]

@@ -1,5 +1,5 @@
-"""The order in which pipeline ranks compute, for torch's schedules without torch, and what follows from it: idle time,
-microbatches in flight. tests/job compares it with torch's own lists.
+"""The order in which pipeline ranks compute in torch's schedules, without importing torch, and what follows from it: idle
+time, microbatches in flight. tests/job compares the order with torch's own lists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
 
 
 def known(name: str) -> str:
-    """Return the schedule that one is taken for: itself if its record has the steps, else one of its kind that has."""
+    """Return the schedule whose steps stand for a schedule: itself if its record has steps, else a similar one."""
     kind = PIPELINE_SCHEDULES[name]
     if kind.steps:
         return name
@@ -47,7 +47,7 @@ def actions(name: str, pp: int, stages: int, number: int) -> list[list[Action]]:
 def actions_of_rank(rank: int, name: str, pp: int, stages: int, number: int) -> list[Action]:
     """Return the actions of one pipeline rank."""
     order = numbered(resolve(PIPELINE_SCHEDULES[name].steps)(rank, pp, stages, number))
-    return [action for action in order if action[2] < number]  # zbv plans more than there may be
+    return [action for action in order if action[2] < number]  # zbv plans more microbatches than there may be
 
 
 def numbered(steps: Iterable[Step]) -> list[Action]:
@@ -148,9 +148,9 @@ def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
 class Held:
     """The microbatches whose activations a pipeline rank holds, each counted with the weight of its stage."""
 
-    most: float  # the most at once; a microbatch counts from its forward until its backward is done
-    at_end: float = 0  # when a forward of the last stage has just run
-    postponed: float = 0  # of `most`, the microbatches whose weights' gradients are still to be computed
+    most: float  # largest number held at once; a microbatch counts from its forward until its backward is done
+    at_end: float = 0  # number held when a forward of the last stage has just run
+    postponed: float = 0  # number of those in `most` whose weights' gradients are still to be computed
 
 
 def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
@@ -199,8 +199,8 @@ def idle_time(name: str, pp: int, stages: int, number: int) -> float:
 def play(
     ranks: list[list[Action]], stages: int, seconds: Callable[[Action], float] = lambda action: TIME[action[1]], travel: float = 0.0
 ) -> list[list[tuple[float, Action]]]:
-    """Simulate a schedule: when each action starts if each rank runs its own in order, each as soon as its inputs
-    exist.
+    """Simulate a schedule. Return when each action starts, if each rank runs its actions in order, each as soon as its
+    inputs exist.
 
     `seconds` is the duration of an action, `travel` that of sending its output to the next stage. A rank with an action
     that waits for ever has no entries from there on.

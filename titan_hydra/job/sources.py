@@ -1,4 +1,4 @@
-"""The data sources of a job, and the shares of a mixture's."""
+"""The data sources of a job, and their shares in a mixture."""
 
 from typing import Any
 

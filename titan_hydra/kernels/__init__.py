@@ -1,1 +1,1 @@
-"""Kernels with their reference in torch, which a CPU runs."""
+"""GPU kernels, each with a reference in torch that also runs on a CPU."""

@@ -1,4 +1,4 @@
-"""Attention by torch's kernels: `SDPA` prepares a call for the kernels that may compute it (config/attention.py)."""
+"""Attention by torch's kernels. config/attention.py decides which kernels may compute a call; `SDPA` prepares the call."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ DTYPES = {getattr(torch, name): name for name in ("float64", "float32", "bfloat1
 
 
 class SDPA(nn.Module):
-    """The attention kernel on q, k, v [batch, heads, seq, head_dim]; a separate module, so that context parallelism can
-    replace it.
+    """Attention of q, k, v [batch, heads, seq, head_dim] by one of torch's kernels. It is a module of its own, so that
+    context parallelism can replace it.
     """
 
     def __init__(self, backend: str, causal: bool = True):
@@ -34,9 +34,9 @@ class SDPA(nn.Module):
         self.backend, self.causal = backend, causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Compute attention, causal if `self.causal`, or within `documents`: packed documents' offsets (int32; see
-        `attend_within`) or a mask of all pairs [batch, 1, seq, seq]. Raises ConfigError if the kernel that was asked
-        for may not compute it.
+        """Compute attention within `documents`, if they are given, else of whole sequences (causal if `self.causal`).
+        `documents` are the offsets of packed documents (int32; see `attend_within`), or a mask of all pairs [batch, 1,
+        seq, seq]. Raises ConfigError if the kernel that the job asks for may not compute this call.
         """
         if documents is not None and documents.dtype != torch.bool:
             return attend_within(q, k, v, documents)
@@ -49,7 +49,7 @@ class SDPA(nn.Module):
 
 
 def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool = False) -> Call:
-    """Return the facts on which the choice of a kernel depends, for queries and values [batch, heads, seq, head_dim]."""
+    """Return what the choice of a kernel depends on, for queries and values [batch, heads, seq, head_dim]."""
     machine = machine_of(q.device.index or 0) if q.is_cuda else None
     return Call(
         q.device.type,
@@ -66,21 +66,21 @@ def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool
 
 
 def check_attention(job: Job, device: torch.device) -> None:
-    """Raise ConfigError if the kernel that a job asks for may not compute it on this device. Called before compilation."""
+    """Raise ConfigError if the kernel that a job asks for may not run on this device. Called before compilation."""
     kernels(job.model.attention, call_of(job, device.type, machine_of(device.index or 0) if device.type == "cuda" else None))
 
 
 @constant_when_compiled
 def machine_of(index: int) -> Machine:
-    """Return the properties of a GPU and of its torch."""
+    """Return the compute capability of a GPU, and torch's versions of CUDA and cuDNN."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "").split(".") if part)
     return Machine(torch.cuda.get_device_capability(index), cuda, torch.backends.cudnn.version() or 0)
 
 
 def suited(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return keys and values in the form that a kernel accepts, and the width of a value. Flash attention needs equal
-    widths, and efficient attention no grouped queries (torch before 2.14): else torch chooses the math kernel, which
-    stores all scores.
+    """Return keys and values in the form that a kernel accepts, and the width of a value. Flash attention needs values as
+    wide as queries. Efficient attention (before torch 2.14) needs as many key heads as query heads. In other forms,
+    torch would choose the math kernel, which stores all scores.
     """
     width = v.shape[-1]
     if kernel == "flash":
@@ -91,22 +91,22 @@ def suited(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 class OneLayout(torch.autograd.Function):
-    """Identity of attention's output [batch, heads, seq, head_dim]; its gradient gets the memory layout of the output.
+    """Return attention's output [batch, heads, seq, head_dim] as it is, and give its gradient the output's memory layout.
 
-    torch keeps one graph of cuDNN's backward for the layout of q, k and v, with the strides of the first gradient that
-    it sees; for one of other strides it reads the wrong elements, without an error, or raises one (repaired by pytorch
-    #191576, after 2.13). Two kinds of blocks in one model can cause that.
+    torch builds one graph of cuDNN's backward for each layout of q, k and v, with the strides of the first gradient that
+    comes. With a later gradient of other strides, the graph reads wrong elements, or torch raises an error (repaired by
+    pytorch#191576, after 2.13). This can happen if one model has two kinds of blocks.
     """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
-        ctx.by_token = bool(out.stride(1) < out.stride(2))  # [batch, seq, heads, head_dim] in memory
+        ctx.by_token = bool(out.stride(1) < out.stride(2))  # whether the order in memory is [batch, seq, heads, head_dim]
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        # No `if` on the strides: a compiler would evaluate it before it knows them. A reshape copies only where it
-        # must, and gives dimensions of size 1 their strides too.
+        # The strides are not tested by an `if`, which a compiler would evaluate before it knows them. `reshape` copies
+        # only if it must, and also sets the strides of dimensions of size 1.
         gradient = gradient.transpose(1, 2) if ctx.by_token else gradient
         gradient = gradient.reshape(-1).view(gradient.shape)
         return gradient.transpose(1, 2) if ctx.by_token else gradient

@@ -1,7 +1,7 @@
 """Softmax and cross-entropy of logits in place: the derivatives overwrite the logits, and no other tensor of that size
 is allocated.
 
-Two operators, so that ranks that split the vocabulary can exchange the sums in between. Both compute in float32.
+Two operators share the work, so that ranks that split the vocabulary can add up their sums in between. They use float32.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-AT_ONCE = 2**20  # logits that torch computes at a time, so that their float32 copy stays in a processor's cache
+AT_ONCE = 2**20  # logits that torch processes at a time on a CPU, so that their float32 copy stays in its cache
 
 
 @custom_op("titan_hydra::softmax_sums", mutates_args=())
 def softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each row of logits [tokens, vocab], and the sum of exp(logit - maximum): [tokens, 1] each,
-    float32.
+    """Return the maximum of each row of logits [tokens, vocab], and each row's sum of exp(logit - maximum). Both results
+    are float32 [tokens, 1].
     """
     if logits.is_cuda and find_spec("triton"):
         from .cross_entropy_triton import sums_on_gpu
@@ -34,8 +34,8 @@ def softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @custom_op("titan_hydra::logits_to_slopes", mutates_args=("logits",))
 def logits_to_slopes(logits: Tensor, targets: Tensor, largest: Tensor, scales: Tensor, weights: Tensor) -> None:
-    """Replace logits x [tokens, vocab] by exp(x - largest) * scale, minus `weight` at the row's target; a target of -1
-    means none. All others are [tokens, 1].
+    """Replace logits x [tokens, vocab] by exp(x - largest) * scale, minus the row's weight in the column of its target. A
+    target of -1 means that the row has none. The other arguments are [tokens, 1].
     """
     if logits.is_cuda and find_spec("triton"):
         from .cross_entropy_triton import slopes_on_gpu
@@ -53,12 +53,12 @@ logits_to_slopes.register_fake(lambda *_: None)
 
 
 def _per_row(logits: Tensor) -> Tensor:
-    """Return memory for a float32 number of each row."""
+    """Return an uninitialized tensor with one float32 number for each row."""
     return torch.empty(len(logits), 1, dtype=torch.float32, device=logits.device)
 
 
 def _rows_at_once(logits: Tensor) -> Iterator[slice]:
-    """Yield all rows, some at a time."""
+    """Yield slices that together cover all rows, each of about AT_ONCE logits."""
     step = max(AT_ONCE // logits.shape[1], 1)
     for start in range(0, len(logits), step):
         yield slice(start, start + step)

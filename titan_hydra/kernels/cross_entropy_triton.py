@@ -1,5 +1,5 @@
-"""Softmax and cross-entropy of logits in Triton: one pass reads them, a second replaces them. Together with the
-matmul's write that is 8 bytes of memory traffic per bfloat16 logit. Imported where there is a GPU.
+"""Softmax and cross-entropy of logits in Triton. One pass reads the logits, a second replaces them. With the write by
+the matmul before, this is 8 bytes of memory traffic for each bfloat16 logit. Imported only if there is a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _slopes(logits, targets, largest, scales, weights, width, BLOCK: tl.constexp
 
 
 def sums_on_gpu(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the operator `softmax_sums` returns, of contiguous logits."""
+    """Return what the operator `softmax_sums` returns, for contiguous logits."""
     tokens, width = logits.shape
     largest, sums = (torch.empty(tokens, 1, dtype=torch.float32, device=logits.device) for _ in range(2))
     _sums[(tokens,)](logits, largest, sums, width, BLOCK=BLOCK, num_warps=8)

@@ -1,9 +1,9 @@
-"""Causal attention within packed documents: without a mask, so that time is linear in the pairs of tokens within
-documents.
+"""Causal attention within packed documents. It uses no mask, so that its time grows only with the number of pairs of
+tokens within documents.
 
-One operator for eager and compiled code, for CPUs and GPUs, whose results activation checkpointing can save. `offsets`
-(int32) are cumulative sequence lengths: where each document begins in the concatenated tokens of all samples, and where
-the last one ends. Documents may be empty.
+It is one operator for eager and compiled code, CPUs and GPUs; activation checkpointing can save its results. `offsets`
+(int32) are cumulative sequence lengths: the position of each document's first token in the concatenated tokens of all
+samples, and the number of all tokens. Documents may be empty.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from titan_hydra.base.private import flash_attention, flash_attention_backward, 
 
 
 def document_offsets(ends: Tensor) -> Tensor:
-    """Return the offsets [batch * n + 1] of the documents that end at `ends` [batch, n] of their samples, which are all
-    of one length.
+    """Return the offsets [batch * n + 1] of packed documents. `ends` [batch, n] are their ends within their samples, which
+    all have the same length.
     """
     samples = torch.arange(len(ends), device=ends.device, dtype=ends.dtype).unsqueeze(1)
     return F.pad((ends + samples * ends[:, -1:]).flatten(), (1, 0))
 
 
 def document_mask(ends: Tensor, seq: int) -> Tensor:
-    """Return the mask [batch, 1, seq, seq] of all pairs: True where a token attends to another, an earlier one of its
-    document or itself.
+    """Return the mask [batch, 1, seq, seq] of all pairs of tokens. It is True where a token attends to the other: to
+    itself, and to earlier tokens of its document.
     """
     tokens = torch.arange(seq, device=ends.device, dtype=ends.dtype).repeat(len(ends), 1)
     document = torch.searchsorted(ends, tokens, right=True)
@@ -38,7 +38,7 @@ def document_mask(ends: Tensor, seq: int) -> Tensor:
 
 
 def attend_within(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Compute the attention of q, k, v [batch, heads, seq, head_dim] within documents."""
+    """Return the causal attention of q, k, v [batch, heads, seq, head_dim] within documents."""
     batch, _, seq, _ = q.shape
     width, v = v.shape[-1], as_wide(v, q)
     out, _ = attend_documents(*(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), offsets, seq)
@@ -46,19 +46,19 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
 
 def as_wide(v: Tensor, q: Tensor) -> Tensor:
-    """Return values padded with zeros to the width of the queries, for kernels and exchanges that take one width."""
+    """Return values padded with zeros to the width of the queries, for kernels and collectives that need one width."""
     return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
 
 
 def cut_to(x: Tensor, width: int) -> Tensor:
-    """Return the first columns of x; x itself if it has no more, as the gradient of a slice is a copy."""
+    """Return the first `width` columns of x; x itself if it has no more, as the gradient of a slice is a copy."""
     return x if x.shape[-1] == width else x[..., :width]
 
 
 @custom_op("titan_hydra::attend_documents", mutates_args=(), device_types="cpu")
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Return the attention of q, k, v [tokens, heads, head_dim] and its logsumexp [heads, tokens]. No document has more
-    than `longest` tokens. If there are fewer key and value heads than query heads, a group of query heads shares each.
+    """Return the attention of q, k, v [tokens, heads, head_dim] and its logsumexp [heads, tokens]. `longest` is an upper
+    bound of a document's tokens. There may be fewer key and value heads than query heads (grouped-query attention).
     """
     out, sums = _results(q)
     for part in _documents(offsets):
@@ -121,18 +121,18 @@ attend_documents.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for the output and the logsumexp."""
+    """Return uninitialized tensors for the output and the logsumexp."""
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     return torch.empty_like(q), torch.empty((q.shape[1], q.shape[0]), dtype=exact, device=q.device)
 
 
 def _documents(offsets: Tensor) -> Iterator[slice]:
-    """Yield the tokens of each document that has any."""
+    """Yield the slice of the tokens of each document that is not empty."""
     for begin, end in pairwise(offsets.tolist()):
         if begin < end:
             yield slice(begin, end)
 
 
 def _as_batch(part: slice, *tensors: Tensor) -> list[Tensor]:
-    """Return the tokens of a document of each tensor as [1, heads, tokens, head_dim]."""
+    """Return for each tensor the part of one document, as [1, heads, tokens, head_dim]."""
     return [x[part].transpose(0, 1).unsqueeze(0) for x in tensors]

@@ -1,8 +1,8 @@
-"""Casts to Float8 with a scale for each row or for each column. Scales are powers of two, as in torchao's rowwise
+"""Casts to Float8 with one scale for each row, or one for each column. Scales are powers of two, as in torchao's rowwise
 recipe. The casts are torch operators that are opaque to the compiler.
 
-A cast matrix is two tensors: e4m3 numbers, and the float32 factors by which they are multiplied to undo the scale.
-Maxima of magnitudes are stored as integers: the bit patterns of float32.
+A cast matrix is two tensors: e4m3 numbers, and float32 factors that undo the scales (number * factor is the value).
+Maxima of magnitudes are stored as integers: the bit patterns of float32 numbers.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-# bit patterns; the last is that of 1e-12, torchao's lower bound of a maximum
+# bit patterns of float32 numbers; the last is that of 1e-12, torchao's lower bound of a maximum
 NAN, INFINITY, SMALLEST = 0x7FC00000, 0x7F800000, 0x2B8CBCCC
 
 
 def scales_of(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales of maxima, and their inverses. A scale is the largest power of two by which the maximum becomes
-    at most 448, the largest e4m3 number; it is NaN for a maximum that is not finite.
+    """Return the scale for each maximum, and its inverse. The scale is the largest power of two that takes the maximum to
+    at most 448, the largest e4m3 number. It is NaN if the maximum is not finite.
 
-    448 is 1.75 * 2**8: a mantissa above 1.75 carries into the exponent.
+    As 448 is 1.75 * 2**8, the addition below makes a mantissa above 1.75 carry into the exponent.
     """
     exponent = (bits.clamp(min=SMALLEST) + 0x1FFFFF) >> 23
     finite = bits < INFINITY
@@ -34,12 +34,12 @@ def magnitudes(y: Tensor) -> Tensor:
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return matrices of the same width as one, in float32."""
+    """Return the rows of several matrices of the same width as one float32 matrix."""
     return torch.cat([part.float() for part in parts])
 
 
 def cast_columns(y: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the transpose of a matrix, cast with a scale for each of its columns, whose maxima are given."""
+    """Return the transpose of a matrix, cast with a scale for each column of y. `bits` are the columns' maxima."""
     scale, inverse = scales_of(bits)
     return (y * scale).t().contiguous().to(E4M3), inverse
 
@@ -92,9 +92,9 @@ def norm_backward_in_torch(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Ten
 
 @torch.library.custom_op("titan_hydra::float8_rows", mutates_args=())
 def float8_rows(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cast matrices of the same width as one, row by row: after RMSNorm if its weight is given; if `gated`, casts
-    SwiGLU's product of their two halves. Returns the matrix, its factors, the maxima of its columns and RMSNorm's
-    factors.
+    """Cast several matrices of the same width as one matrix, with a scale for each row. If `norm`, the weight of an
+    RMSNorm, is given, the matrix is normalized first; if `gated`, SwiGLU's product of its two halves is cast instead.
+    Return the cast matrix, its factors, the maxima of its columns, and the factors of RMSNorm (one for each row).
     """
     if not in_triton(parts[0].device):
         return rows_in_torch(parts, norm, eps, gated)
@@ -105,8 +105,8 @@ def float8_rows(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
 
 @torch.library.custom_op("titan_hydra::float8_columns", mutates_args=())
 def float8_columns(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cast matrices of the same width as one, column by column, with the maxima and RMSNorm's factors that
-    `float8_rows` returned. Returns the transpose and its factors.
+    """Cast several matrices of the same width as one matrix, with a scale for each column. `maxima`, and `rstds`, RMSNorm's
+    factors, are those that `float8_rows` returned. Return the transpose and its factors.
     """
     if not in_triton(maxima.device):
         return columns_in_torch(parts, maxima, norm, rstds)
@@ -121,8 +121,8 @@ def float8_gated_backward(
     gradient: Tensor,
     maxima: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of SwiGLU's input cast by rows, the same by columns and transposed, and SwiGLU's product by
-    columns, with the maxima that `float8_rows` returned, and transposed; each with its factors.
+    """Return three casts, each with its factors: the gradient of SwiGLU's input cast by rows; the same gradient cast by
+    columns, transposed; and SwiGLU's product cast by columns, transposed. `maxima` are the product's, by `float8_rows`.
     """
     if not in_triton(gates.device):
         return gated_backward_in_torch(gates, gradient, maxima)
@@ -141,7 +141,7 @@ def norm_backward(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tensor) -> t
     return norm_backward_on_gpu(x, norm, rstds, gradient)
 
 
-# The torch versions return the same shapes as the Triton kernels.
+# The torch versions also serve as fake kernels, as they return the same shapes as the Triton kernels.
 for operator, reference in (
     (float8_rows, rows_in_torch),
     (float8_columns, columns_in_torch),
@@ -153,5 +153,5 @@ for operator, reference in (
 
 @cache
 def in_triton(device: torch.device) -> bool:
-    """Whether Triton casts there: on a GPU that computes in Float8. Elsewhere torch does, to emulate it."""
+    """Whether the casts run in Triton: on a GPU that can multiply in Float8. Elsewhere torch emulates them."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,8 +1,8 @@
 """Float8 casts in Triton, together with the norm or SwiGLU before them. A first pass over a matrix casts its rows and
-finds the maxima of its columns; a second one casts its columns. Imported where there is a GPU.
+finds the maxima of its columns; a second pass casts its columns. Imported only if there is a GPU.
 
-A maximum is the bit pattern of a magnitude, an integer: so the order of atomics does not matter, and NaN and infinity
-are the largest.
+A maximum is stored as an integer, the bit pattern of a magnitude. So the order of atomic operations does not matter, and
+NaN and infinity are the largest values.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 TILE = 64  # columns of a tile that is stored transposed
-WIDEST = 16384  # elements of a row that fit a program's registers; wider rows are read twice, in parts
-KEPT = tl.constexpr(8192)  # elements of a norm's weight that stay in registers; a longer weight is read again for each row
-PART = 2048  # columns of a part
+WIDEST = 16384  # elements of the widest row that fits a program's registers; wider rows are read twice, in parts
+KEPT = tl.constexpr(8192)  # elements of the longest norm's weight that stays in registers; a longer one is read again for each row
+PART = 2048  # columns of one part of a row wider than WIDEST
 
 
 @triton.jit
@@ -29,9 +29,9 @@ def _bits(y):
 
 @triton.jit
 def _scales(bits):
-    # The largest power of two that takes the maximum to at most 448 = 1.75 * 2**8, and its inverse. NaN if the maximum
-    # is not finite.
-    # not below 1e-12, torchao's bound; the carry is for what is above 1.75
+    # Returns the largest power of two that takes the maximum to at most 448 = 1.75 * 2**8, and its inverse. Both are NaN
+    # if the maximum is not finite. A maximum below 1e-12, torchao's bound, counts as 1e-12. The addition makes a mantissa
+    # above 1.75 carry into the exponent.
     exponent = (tl.maximum(bits, 0x2B8CBCCC) + 0x1FFFFF) >> 23
     finite = bits < 0x7F800000
     scale = tl.where(finite, (262 - exponent) << 23, 0x7FC00000)
@@ -41,7 +41,7 @@ def _scales(bits):
 
 @triton.jit
 def _loaded(source, row, column, here, WIDTH, GATED):
-    # A part of a row in float32, or of SwiGLU's product of its two halves.
+    # Returns a part of a row in float32 or, if GATED, of SwiGLU's product of the row's two halves.
     start = source + row * (2 * WIDTH if GATED else WIDTH) + column
     y = tl.load(start, mask=here, other=0.0).to(tl.float32)
     if GATED:
@@ -107,7 +107,7 @@ def _parts(source, row_maxima, quantized, inverses, WIDTH: tl.constexpr, GATED: 
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     here = column < WIDTH
     scale, inverse = _scales(tl.load(row_maxima + row))
-    tl.store(inverses + row, inverse)  # the same from every program of this row
+    tl.store(inverses + row, inverse)  # every program of this row stores the same value
     y = _loaded(source, row, column, here, WIDTH, GATED)
     tl.store(quantized + row * WIDTH + column, (y * scale).to(tl.float8e4nv), mask=here)
 
@@ -124,7 +124,7 @@ def _columns(
         y = y * tl.load(rstds + row, mask=row < height, other=0.0)[:, None]
         y = y * tl.load(norm + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     scale, inverse = _scales(tl.load(maxima + column, mask=column < width, other=0))
-    tl.store(inverses + column, inverse, mask=column < width)  # the same from every program of this column
+    tl.store(inverses + column, inverse, mask=column < width)  # every program of these columns stores the same values
     _store_transposed(quantized, y * scale[None, :], row, column, stride, here)
 
 
@@ -136,7 +136,7 @@ def _store_transposed(quantized, y, row, column, stride, here):
 
 @triton.jit
 def _gated_tile(gates, gradient, row, column, height, WIDTH):
-    # Returns the gradients of both halves of SwiGLU's input, and the product of the forward.
+    # Returns the gradients of both halves of SwiGLU's input, SwiGLU's product in the forward, and the mask of the tile.
     here = (row < height)[:, None] & (column < WIDTH)[None, :]
     place = row[:, None] * 2 * WIDTH + column[None, :]
     u = tl.load(gates + place, mask=here, other=0.0).to(tl.float32)
@@ -226,11 +226,11 @@ def _norm_backward(source, rstds, norm, gradient, result, partials, height, WIDT
 
 
 def _warps(block: int) -> int:
-    return min(max(block // 1024, 4), 32)  # each thread has 32 elements of a row
+    return min(max(block // 1024, 4), 32)  # each thread gets 32 elements of a row
 
 
 def _rows_at_once(height: int) -> int:
-    # fewer rows per program if the matrix is short, so that all multiprocessors have work
+    # A program gets fewer rows if the matrix has few, so that all multiprocessors have work.
     return min(32, max(4, triton.next_power_of_2(height // 512)))
 
 
@@ -270,7 +270,7 @@ def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
 
 
 def _cast_in_parts(source: Tensor, quantized: Tensor, inverses: Tensor, maxima: Tensor, width: int, gated: bool) -> None:
-    """Cast rows that are too wide for the registers of a program: a pass for their maxima, and one that casts."""
+    """Cast rows that are too wide for the registers of a program. One pass finds their maxima, a second one casts."""
     count, at_once, across = len(source), _rows_at_once(len(source)), triton.cdiv(width, PART)
     row_maxima = torch.zeros(count, dtype=torch.int32, device=source.device)
     options: dict[str, Any] = {"WIDTH": width, "GATED": gated, "COLUMNS": PART, "num_warps": 4}

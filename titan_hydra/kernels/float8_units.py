@@ -1,9 +1,9 @@
 """Float8 matmuls of a block with their casts. There are two units: linears that read the same input, and a SwiGLU
 feed-forward. Either may begin with RMSNorm.
 
-Every matrix is cast by rows for y = x W' and dx = dy W, where a row of W is a column of its transpose, and by columns
-for dW = dy' x. The backward reads the inputs again and casts them anew, as no Float8 copy is saved. Matmuls are torch's
-own operators, which activation checkpointing saves like others.
+A scale must not vary along the dimension over which a matmul sums. So x and W are cast by rows for y = x W', dy by rows
+and W by columns for dx = dy W, and dy and x by columns for dW = dy' x. No Float8 copy is saved: the backward casts the
+inputs again. Matmuls are torch's own operators, which activation checkpointing can save.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ Cast = tuple[Tensor, Tensor]  # e4m3 numbers, and the factors that undo the scal
 
 
 def multiply(a: Cast, b: Cast, dtype: torch.dtype, emulate: bool, fast: bool = False) -> Tensor:
-    """Return a b'. `fast` accumulates in lower precision than float32, as torchao does in the forward only; `emulate`
-    multiplies in float32.
+    """Return a b'. `fast` accumulates in lower precision than float32, as torchao does in the forward alone. `emulate`
+    multiplies in float32, without Float8 hardware.
     """
     if emulate:
         return torch.mm(a[0].float() * a[1][:, None], (b[0].float() * b[1][:, None]).t()).to(dtype)
@@ -31,28 +31,28 @@ def multiply(a: Cast, b: Cast, dtype: torch.dtype, emulate: bool, fast: bool = F
 def into_input(
     ctx: Any, x: Tensor, norm: Tensor | None, rstds: Tensor, rows: Cast, weights: list[Tensor], maxima: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x, before any norm, and of the norm's weight; `rows` is the gradient of all the linears'
-    outputs.
+    """Return the gradients of a unit's input x and of its norm's weight (None without a norm). `rows` is the gradient of
+    all the linears' outputs, cast by rows.
     """
     gradient = multiply(rows, float8_columns(weights, maxima, None, None), x.dtype, ctx.emulate)
     return (gradient, None) if norm is None else norm_backward(x, norm, rstds, gradient)
 
 
 def into_weights(ctx: Any, columns: Cast, inputs: Cast, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of weights, from the transposes (cast to Float8) of their outputs' gradients and of their
-    input.
+    """Return the gradients of weights. `columns` and `inputs` are the gradients of their outputs, and their input, both
+    transposed and cast to Float8.
     """
     return multiply(columns, inputs, weights[0].dtype, ctx.emulate).split([len(weight) for weight in weights])
 
 
 def matrix(x: Tensor) -> Tensor:
-    """Return a tensor with all dimensions but the last joined."""
+    """Return a tensor as a contiguous matrix: all dimensions but the last are joined."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 class Float8Linears(torch.autograd.Function):
-    """x [..., inputs], after RMSNorm if its weight is given, times several weights [outputs, inputs]: all outputs side
-    by side.
+    """Multiplies x [..., inputs] by several weights [outputs, inputs], and returns all outputs side by side. If the weight
+    of an RMSNorm is given, x is normalized first.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class Float8Linears(torch.autograd.Function):
 
 
 class Float8SwiGLU(torch.autograd.Function):
-    """w2(silu(w1 x) * w3 x) of x [..., inputs], after RMSNorm if its weight is given."""
+    """Computes w2(silu(w1 x) * w3 x) of x [..., inputs]. If the weight of an RMSNorm is given, x is normalized first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor | None, eps: float, emulate: bool, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:

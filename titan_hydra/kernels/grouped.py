@@ -1,7 +1,7 @@
-"""torch's grouped matmul (each matrix multiplies its own group of rows), correct also if some or all groups are empty.
+"""torch's grouped matmul, in which each matrix multiplies its own group of rows; here some or all groups may be empty.
 
-As this package's operators they can be compiled in any dtype (torch 2.13 infers the shape of its own only in bfloat16),
-and activation checkpointing can name them. No host waits for the device.
+It is wrapped in operators of this package. These can be compiled in any dtype (torch 2.13 infers the shape of its own
+operator in bfloat16 alone), and activation checkpointing can name them. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.library import custom_op
 
 @custom_op("titan_hydra::grouped_matmul", mutates_args=())
 def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows [n, inputs], those before ends[0] by the first of weights [matrices, outputs, inputs], transposed,
-    those before ends[1] by the second, ... Returns [n, outputs]. `ends` are int32; the last one is n.
+    """Multiply groups of rows [n, inputs] by the transposes of weights [matrices, outputs, inputs]; return [n, outputs].
+    Group i ends before row ends[i], and is multiplied by weights[i]. `ends` are int32; the last one is n.
     """
-    if not len(rows):  # a rank may have no rows; the kernels' behaviour is then undocumented
+    if not len(rows):  # a rank may have no rows, for which the kernels' behaviour is undocumented
         return rows.new_zeros(0, weights.shape[1])
     return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
 
@@ -37,8 +37,8 @@ def grouped_matmul_backward(gradient: Tensor, rows: Tensor, weights: Tensor, end
 
 
 def fills_empty_groups(device: torch.device) -> bool:
-    """Whether the kernels write zeros as the gradient of a matrix whose group is empty: on Hopper, not on Blackwell
-    (pytorch#172439).
+    """Whether the kernels write zeros as the gradient of a matrix whose group is empty. Those of Hopper do, those of
+    Blackwell do not (pytorch#172439).
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 

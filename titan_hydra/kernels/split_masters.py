@@ -1,5 +1,5 @@
-"""float32 master weights in two halves of 16 bits: the nearest bfloat16, with which a model computes, and the rest as
-an int16.
+"""float32 master weights in two halves of 16 bits: the nearest bfloat16 number, with which the model computes, and the
+rest of the bits as an int16.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bfloat16 numbers, ties away from zero, and the int16 difference of the bits. `join` is the
-    exact inverse.
+    """Return the nearest bfloat16 numbers, with ties away from zero, and the difference of the bits as an int16. `join`
+    is the exact inverse.
 
-    With ties to even, as in a cast, the difference could be 2^15 in both directions: one value more than 16 bits have.
+    With ties to even, as in a cast, the difference could be from -2^15 to +2^15: one value more than 16 bits can have.
     """
     bits = master.view(torch.int32)
     return ((bits + 0x8000) >> 16).short().view(torch.bfloat16), bits.short()
 
 
 def update_split(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tensor], **options: Any) -> None:
-    """Make an AdamW step of halved parameters, in place: of (weight, remainder, gradient, both moments) each, on this
-    rank.
+    """Make an AdamW step of this rank's halved parameters, in place. Each is a tuple (weight, remainder, gradient, first
+    moment, second moment).
 
-    `options` are those of torch's fused AdamW. On a GPU with Triton one kernel of ours does it in one pass; elsewhere
-    each element is joined, updated by torch's kernel and halved again, so that its bits are those of a float32 master.
+    `options` are those of torch's fused AdamW. On a GPU with Triton, a kernel of this package makes the step in one pass.
+    Elsewhere the halves are joined, updated by torch's kernel and split again, which gives the bits of a float32 master.
     """
     if not parameters:
         return
@@ -90,8 +90,8 @@ def _update_on_gpu(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Make the step in Triton. The bias corrections, which all parameters share, are computed in float64: the second is
-    a small difference.
+    """Make the step in Triton. The bias corrections are computed in float64, as 1 - beta2**number is a small difference
+    of numbers near 1.
     """
     from .split_triton import update_on_gpu
 
@@ -106,6 +106,6 @@ def _update_on_gpu(
 
 
 def halve_into(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write the halves of a float32 master into tensors of this rank."""
+    """Split a float32 master, and write its halves into `weight` and `remainder`."""
     for half, new in zip((weight, remainder), halves_of(master), strict=True):
         half.copy_(new)

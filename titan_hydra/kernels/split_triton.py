@@ -1,5 +1,5 @@
-"""AdamW of split masters in Triton: one pass over memory, 26 bytes a parameter with a bfloat16 gradient. Imported where
-there is a GPU.
+"""AdamW of split masters in Triton. It is one pass over memory: 26 bytes for each parameter with a bfloat16 gradient.
+Imported only if there is a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 512  # four elements per thread: with eight, a thread needs 142 registers instead of 42
+BLOCK = 512  # elements of a program: four per thread, as with eight a thread needs 142 registers instead of 42
 
 
 @triton.jit
@@ -46,10 +46,10 @@ def update_on_gpu(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update flat tensors of one device, unless `skipped` is not 0. The gradient is divided by `divisor`.
+    """Update flat tensors of one device; if `skipped` is not 0, change nothing. The gradient is divided by `divisor`.
 
-    `rates` are the learning rate and the divisor of the square root, both bias-corrected. No multiply-add is fused, so
-    the results are bitwise equal to the same torch operations.
+    `rates` are the bias-corrected learning rate and the bias correction's divisor of the root of `square`. No multiply-add
+    is fused, so that the results are bitwise equal to those of the same torch operations.
     """
     number = weight.numel()
     _adamw[(triton.cdiv(number, BLOCK),)](

@@ -1,4 +1,4 @@
-"""The launcher: cells, run directories, starting and watching ranks; and the worker, the entry point of each rank.
+"""The launcher, which starts and watches the ranks of cells, and the worker, which is the entry point of each rank.
 
 Nothing here imports torch before a rank starts.
 """

@@ -1,7 +1,7 @@
-"""Watch a running attempt from a terminal: rank 0's log lines, a progress line, and Ctrl-C.
+"""Watch a running attempt from a terminal: print rank 0's log lines and a progress line, and handle Ctrl-C.
 
-The first Ctrl-C (or SIGTERM to launch.py) asks every rank to save and stop; the second kills them, as does a stop that
-takes longer than STOP_LIMIT. The run does not depend on this process: launch.py may die and attach again.
+The first Ctrl-C (or SIGTERM to launch.py) asks every rank to save and stop. A second one kills the ranks, and so does a
+stop that takes longer than STOP_LIMIT. The run does not depend on this process: a new launch.py can attach to it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from titan_hydra.base.errors import LAST_WORDS
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.records import alive
 
-# seconds that the ranks may take to end their step; a checkpoint that is being written may take any time
+# seconds that the ranks may take to end their step after a stop; a checkpoint that is being written may take any time
 STOP_LIMIT = 30
-POLL = 0.1  # seconds
-BACKLOG = 4096  # how many bytes of a log that existed before are shown
+POLL = 0.1  # seconds between two looks at the attempt
+BACKLOG = 4096  # bytes at the end of an existing log that are shown
 
 
 class Interrupts:
-    """Counts Ctrl-C and SIGTERM instead of being ended by them."""
+    """Counts Ctrl-C and SIGTERM, which then do not end this process."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -44,7 +44,7 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """The exit status, 128 + signal, of a program that the first received signal has ended."""
+        """128 + the first signal received: the exit status of a program that this signal has ended."""
         return 128 + self.received[0]
 
 
@@ -74,12 +74,12 @@ def attach(
                 kill(attempt, parent)
             time.sleep(POLL)
         echo.more()
-    kill(attempt, parent)  # processes that remain if the parent itself was killed
+    kill(attempt, parent)  # ends processes that remain if the parent itself was killed
 
 
 def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
-    """Whether the ranks' parent is alive or, without one, any rank. A child of this process must be polled, or it
-    remains a zombie.
+    """Whether the ranks' parent is alive or, without a parent, any rank. A parent that is a child of this process must be
+    polled, or it remains a zombie.
     """
     if parent is not None:
         return parent.poll() is None
@@ -87,8 +87,8 @@ def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
 
 
 def stop(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> str:
-    """Send SIGTERM to every rank, through their parent if they have one. Returns a phrase for the ranks that were
-    signalled.
+    """Send SIGTERM to every rank, through their parent process if they have one. Return words for the signalled ranks,
+    such as "all 8 ranks".
     """
     owner = layout.RANKS.read(attempt)
     ranks = rundir.running_ranks(attempt)
@@ -110,7 +110,7 @@ def saving(directory: Path) -> bool:
 
 
 def kill(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> None:
-    """Send SIGKILL to the parent's process group (ranks and their helpers) and to ranks outside it."""
+    """Send SIGKILL to the parent's process group (with ranks and their helpers), and to ranks outside that group."""
     owner = layout.RANKS.read(attempt)
     group = parent.pid if parent is not None else owner["pid"] if alive(owner) else None
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -122,10 +122,10 @@ def kill(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> None:
 
 
 class Echo:
-    """Prints new lines of rank 0's log, except the traceback at its end: the launcher prints a traceback later, that of
-    the rank which failed first.
+    """Prints new lines of rank 0's log, but not the traceback at its end: the launcher later prints the traceback of the
+    rank that failed first.
 
-    If the run was started earlier and its log is already long, only the log's end is printed.
+    If the run was started earlier and its log is already long, only the end of the log is printed.
     """
 
     def __init__(self, path: Path, line: Callable[[str], None]) -> None:
@@ -134,7 +134,7 @@ class Echo:
         self.rest, self.over = b"", False
 
     def more(self) -> None:
-        """Print the whole lines written since the last call."""
+        """Print the lines that were completed since the last call."""
         if self.file is None:
             try:
                 self.file = self.path.open("rb")
@@ -185,7 +185,7 @@ class _Terminal(_Lines):
         self.bar.console.out(text, highlight=False)
 
     def progress(self, directory: Path, attempt: Path) -> None:
-        """Update step, loss, rate and remaining time from the trainer's files, at most twice a second."""
+        """Update the step, loss, rate and remaining time from the trainer's files, at most twice a second."""
         if time.monotonic() < self.next:
             return
         self.next = time.monotonic() + 0.5

@@ -12,7 +12,7 @@ from titan_hydra.job.ranks import all_ranks, runs_here
 from titan_hydra.plan import predict
 from titan_hydra.runs.rundir import State
 
-# Values of launch.retry, and the exit statuses of the failures that each starts again.
+# Values of launch.retry; for each, the exit statuses of the failed runs that it starts again.
 RETRY = {"none": (), "oom": (Exit.OUT_OF_MEMORY,), "node": (Exit.UNHEALTHY, Exit.HANG), "failed": tuple(Exit), "all": tuple(Exit)}
 
 
@@ -20,11 +20,11 @@ RETRY = {"none": (), "oom": (Exit.OUT_OF_MEMORY,), "node": (Exit.UNHEALTHY, Exit
 class Cell:
     """One cell that passed the checks."""
 
-    number: int  # its place among all cells of the command line, counted from 1
+    number: int  # position among all cells of the command line, counted from 1
     overrides: list[str]
     job: Job
     directory: Path
-    of: int  # the number of cells of the command line
+    of: int  # number of cells of the command line
     prediction: predict.Prediction | None = None
 
     @property
@@ -33,7 +33,7 @@ class Cell:
 
     @property
     def nodes(self) -> int:
-        groups = 1 if runs_here(self.job) else self.job.fault_tolerance.replicas  # each group that is a job of its own has its own nodes
+        groups = 1 if runs_here(self.job) else self.job.fault_tolerance.replicas  # a replica group that is its own job has its own nodes
         return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
 
     @property
@@ -43,7 +43,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Which cell of its command line it is; "" if it is the only one."""
+        """The position of the cell in its command line, in words; "" if it is the only cell."""
         return f"cell {self.number} of {self.of}" if self.of > 1 else ""
 
     @property
@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def gpu_hours(self) -> float | None:
-        """The upper bound of the cell's GPU-hours; None without a time limit."""
+        """An upper bound of the cell's GPU-hours; None without a time limit."""
         minutes = self.job.cluster.time_minutes
         return None if minutes is None else self.ranks * minutes / 60
 

@@ -1,4 +1,4 @@
-"""Turn composed cells into runs: read and check all of them, then run each that needs it and print how it ended."""
+"""Turn composed cells into runs: read and check all cells, then give those that passed to their executor."""
 
 import errno
 import sys
@@ -27,8 +27,8 @@ from .executor import Executor
 
 
 def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
-    """Run composed cells, (configuration, overrides) each. Returns the exit status of the first cell that failed or was
-    stopped, or 0.
+    """Run composed cells, each a pair (configuration, overrides). Return the exit status of the first cell that failed or
+    was stopped, or 0.
     """
     if not composed:  # Hydra has answered --help, --cfg or --info
         return Exit.DONE
@@ -45,7 +45,7 @@ def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
 
 
 def begin(cells: list[Cell]) -> int:
-    """Start the cells that passed the checks, or only print them with launch.mode=dry. Returns the exit status.
+    """Start the cells that passed the checks; with launch.mode=dry only print them. Return the exit status.
 
     Nothing starts if `faults_of_the_place` finds a fault.
     """
@@ -67,13 +67,13 @@ def begin(cells: list[Cell]) -> int:
             raise
         print(f"{cells[0].runs}: {error.strerror}; free disk space, then the same command line continues", file=sys.stderr)
         return Exit.BUG
-    except KeyboardInterrupt:  # between two cells, or in the one that runs in this process
+    except KeyboardInterrupt:  # between two cells, or during a cell that runs in this process
         print("stopped; the same command line continues", file=sys.stderr)
         return 130
 
 
 def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[str]]:
-    """Type, freeze and check all cells. Returns the cells without faults, and one line for each fault of the others."""
+    """Load, freeze and check all cells. Return the cells without faults, and one line for each fault of the others."""
     cells, lines, notices = [], [], []
     for number, (config, typed) in enumerate(with_count(composed, "checked"), start=1):
         job, faults = read(config)
@@ -95,7 +95,7 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
 
 
 def without_twins(cells: list[Cell]) -> Iterable[Cell]:
-    """Yield each experiment once: cells with the same identity as an earlier one are printed and left out."""
+    """Yield each experiment once. A cell with the same identity as an earlier one is left out, with a message."""
     first: dict[str, Cell] = {}
     for cell in cells:
         twin = first.setdefault(identity(cell.job), cell)
@@ -115,8 +115,8 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """Return what prevents starting these cells here and now: a run that is running or queued, faults that the executor
-    finds, too many GPU-hours, a folder that cannot be written. A dry run writes nothing.
+    """Return what prevents starting these cells here and now: a run to be replaced that is running or queued, faults that
+    the executor finds, too many GPU-hours, a folder that cannot be written. In a dry run nothing is created.
     """
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
@@ -137,7 +137,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         try:
             if launch.mode != "dry":
                 runs.mkdir(parents=True, exist_ok=True)
-            # a temporary file without a name: nothing is left if this process is killed
+            # The temporary file has no name, so that nothing is left if this process is killed.
             tempfile.TemporaryFile(dir=next(folder for folder in (runs, *runs.parents) if folder.exists())).close()
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
@@ -145,8 +145,8 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
 
 
 def gpu_hours(cells: list[Cell]) -> float | None:
-    """Return the upper bound of the cells' GPU-hours, or None. A packed job occupies the devices of its largest cell
-    for as long as all cells run, and runs the baseline twice.
+    """Return an upper bound of the cells' GPU-hours; None without a time limit. A packed job occupies as many devices as
+    its largest cell until all cells have run, and runs the baseline twice.
     """
     hours = [cell.gpu_hours for cell in cells]
     if None in hours:
@@ -155,8 +155,8 @@ def gpu_hours(cells: list[Cell]) -> float | None:
 
 
 def go(cells: list[Cell], folder: Path | None) -> int:
-    """Run checked cells on their executor. `folder` is their sweep's, if they belong to one. Returns the exit
-    status.
+    """Run checked cells on their executor, and return the exit status. `folder` is the folder of their sweep; None for a
+    single cell.
     """
     return _executor(cells).submit(cells, folder)
 

@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 
 class Executor(ABC):
-    """Starts the ranks of cells and reports the state of their runs. An attempt is claimed in the run directory before
-    its ranks start (`rundir.claim`); ranks write logs and results into that directory, and they are read there,
-    whatever the executor. The cells of a command line have one executor; its record (`ExecutorKind`) holds what the
-    rules need to know of it.
+    """Starts the ranks of cells and reports the state of their runs. Three things are the same for every executor: an
+    attempt is claimed in the run directory before its ranks start (`rundir.claim`), ranks write logs and results into that
+    directory, and `titan` reads them there. All cells of a command line have the same executor; its record
+    (`ExecutorKind`) holds what the rules need to know of it.
     """
 
     @abstractmethod
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield what prevents starting these cells now; `states` are their runs'. With launch.mode=dry nothing starts,
-        and the executor's programs may be missing.
+        """Yield what prevents starting these cells now; `states` are the states of their runs. With launch.mode=dry nothing
+        starts, so that the executor's programs may be missing.
         """
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
-        """Yield what launch.mode=dry prints below its table, such as the batch scripts of these cells."""
+        """Yield the texts that launch.mode=dry prints below its table, such as the batch scripts of these cells."""
         return ()
 
     @abstractmethod
     def submit(self, cells: list[Cell], folder: Path | None) -> int:
-        """Start each cell that is to be started (`Cell.wants`), and print how it ends or how to follow it; `folder` is
-        the sweep's. Returns the exit status.
+        """Start each cell that is to be started (`Cell.wants`), and print how it ends or how to follow it. Return the exit
+        status. `folder` is the folder of the cells' sweep, if they belong to one.
         """
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
-        """Return what the executor knows of the newest attempts of these runs beyond their folders, in one query for
-        all; a run is (directory, attempt.json).
+        """Return what the executor knows of the newest attempts of these runs beyond the files in their folders, by one
+        query for all runs. A run is a pair (directory, content of attempt.json).
         """
         return Queue()
 
@@ -52,8 +52,8 @@ class Executor(ABC):
 
     @abstractmethod
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask these runs to stop; `whole` if they are a whole sweep. Yields a line for each that cannot be stopped."""
+        """Ask these runs to stop; `whole` if they are a whole sweep. Yield a line for each run that cannot be stopped."""
 
     def hint(self, job: Job, failure: Failure) -> str:
-        """Return overrides with keys of the executor that may prevent a failure; "" if there are none."""
+        """Return overrides of the executor's own keys that may prevent such a failure; "" if there are none."""
         return ""

@@ -25,15 +25,15 @@ faults: list[str] = []
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
-    """Keep the cells of one composed configuration; nothing starts before all cells are checked."""
+    """Add the cells of one composed configuration to `cells`. Nothing starts before all cells are checked."""
     if overrides is None:  # a command line without -m
-        # overrides as they were typed: reading a single entry would resolve interpolations
+        # to_container keeps the overrides as they were typed; reading a single entry would resolve interpolations
         overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task))
     cells.extend(expand_sweep(config, overrides, faults))
 
 
 def launch(script: str) -> None:
-    """Run the command line, and exit with its status. The conf/ beside the script adds options, as --config-dir
+    """Run the command line, and exit with its status. A folder conf/ beside the script adds options, as --config-dir
     does.
     """
     own = Path(script).resolve().parent / "conf"
@@ -41,15 +41,15 @@ def launch(script: str) -> None:
         sys.argv[1:1] = [f"--config-dir={own}"]
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # while composing; nothing has started yet
+    except KeyboardInterrupt:  # during composition, when nothing has started yet
         sys.exit(130)
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         sys.stderr.close()
 
 
 def main() -> int:
-    """Return the exit status. A mistake on the command line prints one line and returns 2; HYDRA_FULL_ERROR=1 shows
-    Hydra's traceback.
+    """Run the command line, and return the exit status. For a mistake on the command line, print one line and return 2;
+    HYDRA_FULL_ERROR=1 shows Hydra's traceback.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
@@ -69,7 +69,7 @@ def main() -> int:
     except RunError as error:
         print(error, file=sys.stderr)
         return error.status
-    except PermissionError as error:  # such as runs of another user
+    except PermissionError as error:  # for example, the runs belong to another user
         print(denied(error, "paths.runs", Path(cells[0][0].paths.runs).expanduser() if cells else Path()), file=sys.stderr)
         return 2
     except Exception as error:

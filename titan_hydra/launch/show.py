@@ -1,4 +1,4 @@
-"""What launch.py prints: tables of cells, how a run ended, and what to type next."""
+"""Print what launch.py shows: tables of cells, how a run ended, and what to type next."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def results(cells: list[Cell], states: list[State]) -> None:
 
 
 def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None:
-    """Print what launch.mode=dry would run, and on which resources; `hours` bounds the GPU-hours of all cells to
-    start.
+    """Print the cells that would run without launch.mode=dry, and their resources. `hours` is an upper bound of the
+    GPU-hours of all cells to start.
     """
     rows = []
     for cell, state in zip(cells, states, strict=True):
@@ -81,7 +81,7 @@ def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None
 
 
 def predicted(cells: list[Cell]) -> None:
-    """Print what each cell is expected to take, before it starts."""
+    """Print the predicted memory, rate and GPU-hours of each cell that is to start."""
     for cell in cells:
         if cell.prediction:
             gib, fits, rate, hours = predict.line(cell.prediction)
@@ -89,7 +89,7 @@ def predicted(cells: list[Cell]) -> None:
 
 
 def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> None:
-    """Print the submitted and the finished cells, and what to type next."""
+    """Print a table of all cells of a submission with their states, and what to type next."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
         word = f"failed: {state.failure.line}" if state.failure else waiting(state) if state.kind in ("queued", "unknown") else state.kind
@@ -106,12 +106,12 @@ def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> No
 
 
 def where(cell: Cell) -> str:
-    """Return titan's option --runs for the folder of a cell's runs; "" if it is not needed."""
+    """Return titan's option --runs for the folder of a cell's runs; "" for the default folder."""
     return runs_option(Path(cell.job.paths.runs).expanduser())
 
 
 def waiting(state: State) -> str:
-    """Explain why a run is not running yet, with its queue's reason."""
+    """Return a phrase that explains why a run is not running yet, with the reason that its queue gives."""
     if state.kind == "unknown":
         return (
             f"unknown (on {state.host}); nothing was started" if state.host else "unknown: its queue does not answer; nothing was started"
@@ -122,7 +122,7 @@ def waiting(state: State) -> str:
 
 
 def result_line(directory: Path) -> str:
-    """Format a finished run in one line."""
+    """Return one line about a finished run."""
     result = layout.RESULT.read(directory)
     loss, rate = _number(result.get("final_loss"), "{:.4f}"), _number(result.get("tokens_per_second"), "{:,.0f}")
     held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f}{lowest(result)})"
@@ -133,7 +133,7 @@ def result_line(directory: Path) -> str:
 
 
 def lowest(result: dict[str, Any]) -> str:
-    """Format a result's lowest held-out loss, and whether its checkpoint was kept; "" if the last loss is the lowest."""
+    """Return words for the lowest held-out loss of a result, and whether its checkpoint was kept; "" if it is the last."""
     loss, step = result.get("lowest_validation_loss"), result.get("lowest_validation_step")
     if loss is None or step == result.get("steps"):
         return ""
@@ -141,8 +141,8 @@ def lowest(result: dict[str, Any]) -> str:
 
 
 def longer(cell: Cell) -> None:
-    """Print the `titan extend` command for a finished run that has left a checkpoint. If only the last is left, from
-    after the learning rate's decay, the command names its step.
+    """Print the `titan extend` command for a finished run that has left a checkpoint. If it has left a single one, which
+    is then from after the decay of the learning rate, the command names its step.
     """
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":
@@ -151,7 +151,7 @@ def longer(cell: Cell) -> None:
 
 
 def last_word(directory: Path, state: State) -> str:
-    """Return the last message of rank 0 when it was stopped, with the step that it reached."""
+    """Return the last message of rank 0 of a run that was stopped, or words for what is known without a message."""
     if not directory.is_dir():
         return "its folder was deleted while it ran, and everything in it"
     said = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}

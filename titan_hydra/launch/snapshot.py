@@ -1,4 +1,4 @@
-"""Copy the code of a job at submission, so that edits made while it waits in the queue do not change it."""
+"""Copy the code of a job when it is submitted, so that edits made while it waits in the queue do not change it."""
 
 import contextlib
 import os
@@ -12,15 +12,15 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.user_code import digest_of_code
 from titan_hydra.runs import layout
 
-USER = "_imports"  # the folder of the user's modules in a copy of the code
+USER = "_imports"  # name of the folder for the user's modules in a copy of the code
 ROOT = Path(titan_hydra.__file__).parents[1]
 
 
 def take(runs: Path, user: dict[str, Path]) -> Path:
-    """Copy this code and the user's (`user_code.sources`) to `<runs>/_code/<hash>` unless it is there already. Returns
-    that folder.
+    """Copy this package's code and the user's (`user_code.sources`) to `<runs>/_code/<hash>`, unless the copy exists.
+    Return that folder.
 
-    A copy that was changed, or has lost files to a purge of old ones, is replaced.
+    A copy that was changed, or that has lost files because somebody purged old files, is replaced.
     """
     code = {name: ROOT / name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)}
     code |= {f"{USER}/{name}": file.resolve() for name, file in user.items()}
@@ -33,7 +33,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
         for name, file in code.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy / name, follow_symlinks=False)
-        if not intact(final):  # checked again: another process may have replaced it meanwhile
+        if not intact(final):  # checked again, as another process may have replaced the copy meanwhile
             with contextlib.suppress(FileNotFoundError):
                 final.rename(Path(scratch) / "damaged")
         try:
@@ -45,12 +45,12 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
 
 
 def intact(copy: Path) -> bool:
-    """Whether a copy of the code is there and still what its name, the hash, says."""
+    """Whether a copy of the code exists and its hash is still the one that is its name."""
     return copy.is_dir() and digest_of_code(copied(copy)) == copy.name
 
 
 def files(root: Path) -> list[str]:
-    """List the files of the code: in a checkout all tracked files in their present state and new Python files, else the
+    """List the files of the code: in a checkout all tracked files and the untracked Python files, else the files of the
     package.
 
     Raises ConfigError if git does not list them, as in a checkout that belongs to another user.
@@ -64,7 +64,7 @@ def files(root: Path) -> list[str]:
 
 
 def copied(folder: Path) -> dict[str, Path]:
-    """Return the files of a snapshot by name, without compiled Python files."""
+    """Return the paths of a snapshot's files by name, without compiled Python files."""
     found = []
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]

@@ -1,8 +1,8 @@
 """The entry point of every rank: check that the job is the one that was submitted, and call the trainer.
 
-An executor calls `run_rank` in each of its processes, with the rank's place; `python -m titan_hydra.launch.worker
-DIRECTORY [ATTEMPT]` reads torchrun's variables (one rank without them). A rank imports only what its job needs: no
-Hydra, no launcher.
+An executor calls `run_rank` in each of its processes, with the rank's place. The command `python -m
+titan_hydra.launch.worker DIRECTORY [ATTEMPT]` takes the place from torchrun's variables; without them it runs a single
+rank. A rank imports only what its job needs: neither Hydra nor the rest of the launcher.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from titan_hydra.runs.run import Run, folders_of, group_at, newest_attempt
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-START_LIMIT = 300  # seconds until all ranks must have found rank 0
-LATE = 60  # seconds within which a rank must see files that were written before it was started
+START_LIMIT = 300  # seconds within which all ranks must have found rank 0
+LATE = 60  # seconds within which a rank must see the files that were written before it was started
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The rank of this process among all ranks that were started with it, and what started them."""
+    """The number of this process among all ranks that were started together, and what started them."""
 
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
     local_ranks: int = 1
-    torchrun: bool = False  # whether torchrun started it: its variables give the rendezvous
-    job: str = ""  # the id of the executor's job in attempt.json; a job has the ranks of one replica group
+    torchrun: bool = False  # whether torchrun started this process, and its variables give the rendezvous
+    job: str = ""  # the id of the executor's job in attempt.json; such a job runs the ranks of one replica group
 
     @classmethod
     def of(cls, variables: Sequence[str], torchrun: bool = False, job: str = "") -> Place:
-        """Read a place from environment variables: rank, ranks, rank on this host, ranks on this host."""
+        """Read a place from four environment variables: rank, number of ranks, rank on this host, ranks on this host."""
         rank, ranks, local_rank, local_ranks = (int(os.environ.get(name, value)) for name, value in zip(variables, "0101", strict=True))
         return cls(rank, ranks, local_rank, local_ranks, torchrun, job)
 
@@ -61,7 +61,7 @@ ALONE = Place()
 
 
 def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = False) -> int:
-    """Run one rank. Ends the process with the rank's exit status, except inline, where the status is returned."""
+    """Run one rank. With `inline` return the rank's exit status, else end the process with it."""
     folder = Path(directory).absolute()
     attempt_folder = layout.ATTEMPT.of(folder, attempt)
     attempt_folder.mkdir(parents=True, exist_ok=True)
@@ -74,27 +74,27 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
         write_json(record_file, record)
         _train(folder, attempt_folder, place)
         status = Exit.DONE
-    except BaseException as caught:  # also SystemExit and KeyboardInterrupt, which have an exit status of their own
+    except BaseException as caught:  # SystemExit and KeyboardInterrupt too, which have exit statuses of their own
         status, error = describe(caught)
         if not inline:
             said = error["traceback"] or f"{error['type']}: {error['message']}"
             print(f"{LAST_WORDS} {int(status)}\n{said}", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError):  # a full disk: the exit status still tells the launcher the outcome
+    with contextlib.suppress(OSError):  # the disk may be full; the launcher then has the exit status of the process alone
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if inline:
-        signal.signal(signal.SIGTERM, before)  # the trainer's handler would swallow it between two cells
+        signal.signal(signal.SIGTERM, before)  # the trainer's handler would ignore a SIGTERM between two cells
         return int(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # at once: a NCCL destructor or a thread of a data loader could wait for peers that have exited
+    os._exit(status)  # without cleaning up: a NCCL destructor or a data loader's thread could wait for ranks that have exited
 
 
 class Log(io.FileIO):
-    """A rank's output stream. On a full disk, output is lost and the run continues."""
+    """A rank's output stream. If the disk is full, output is lost and the run continues."""
 
     def write(self, data: Any) -> int:
-        """Write the data; on an error report it as written."""
+        """Write the data. After an error, return as if all data were written."""
         try:
             return super().write(data)
         except OSError:
@@ -102,8 +102,8 @@ class Log(io.FileIO):
 
 
 def own_process(log: Path) -> None:
-    """Redirect this rank's output to its log, restore the signal handling that submitit changes, and let SIGQUIT print
-    all stacks.
+    """Redirect this rank's output to its log, replace the signal handlers that submitit has installed, and let SIGQUIT
+    print the stacks of all threads.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
@@ -121,7 +121,7 @@ def own_process(log: Path) -> None:
 
 
 def _stop_before_training(number: int, frame: object) -> None:
-    """Handle a stop signal until the trainer installs its own handler: there is nothing to save yet."""
+    """Handle a stop signal before the trainer has installed its own handler. There is nothing to save yet."""
     raise Stopped("stopped before the first step")
 
 
@@ -129,7 +129,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     directory, _ = group_at(folder)
     if place.job or place.torchrun:
         until_seen(layout.CONFIG.of(directory))
-    if place.job:  # a torchrun that the user has started claims no attempt
+    if place.job:  # a user who starts torchrun by hand has no claimed attempt
         until_seen(layout.CLAIM.of(attempt))
     set_environment(place.local_ranks, layout.CONFIG.read(directory).get("parallelism", {}).get("async_tp", False))
     job = load_job(directory)
@@ -139,7 +139,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     submission = _check_claim(attempt, place)
     remove_stopped(layout.ATTEMPT.of(folder, int(attempt.name) - 1), place.rank)
     if layout.RESULT.read(directory).get("status") == "done":
-        return None  # requeued after its end
+        return None  # SLURM has requeued the job after the run was done
     os.environ.update(
         RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks), LOCAL_WORLD_SIZE=str(place.local_ranks)
     )
@@ -147,7 +147,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     attempt.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)
     if place.rank == 0:
-        print("loading torch", flush=True)  # importing torch takes seconds, on a busy machine many
+        print("loading torch", flush=True)  # importing torch takes seconds, and longer on a busy machine
     here = place.local_ranks >= group.ranks and (job.fault_tolerance.name == "off" or not submission)
     store = _rendezvous(layout.RENDEZVOUS.of(attempt), group, "127.0.0.1" if here else socket.gethostname())
 
@@ -166,8 +166,8 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
 
 
 def remove_stopped(attempt: Path, rank: int) -> None:
-    """Delete this rank's files of the previous attempt if it stopped there on request: 512 ranks with three files each
-    would leave 150,000 in a hundred requeues. The files of rank 0 and of ranks that failed stay.
+    """Delete this rank's files of the previous attempt if the rank stopped there on request. In a hundred requeues, 512
+    ranks with three files each would leave 150,000 files. The files of rank 0 and of ranks that failed stay.
     """
     if rank and layout.RANK.read(attempt, rank).get("exit_status") == Exit.REQUEUED:
         for entry in (layout.RANK, layout.LOG, layout.BEAT):
@@ -176,31 +176,31 @@ def remove_stopped(attempt: Path, rank: int) -> None:
 
 
 def set_environment(local_ranks: int, async_tp: bool) -> None:
-    """Set environment variables that torch and other libraries read once in a process, before a user's module imports
-    them. A variable that is set already keeps its value.
+    """Set environment variables that torch and other libraries read once in a process. This must happen before a user's
+    module imports these libraries. A variable that is already set keeps its value.
 
-    Expandable segments fragment a GPU's memory less, but async tensor parallelism cannot use them: they cannot hold its
-    symmetric memory.
+    Expandable segments fragment a GPU's memory less. Async tensor parallelism runs without them, as its symmetric memory
+    cannot lie in them.
     """
     settings = {
         "OMP_NUM_THREADS": str(max(cores() // local_ranks, 1)),
-        # OpenMP threads that wait for others yield their core soon: with the default, which spins, a step took ten
-        # times as long on busy cores.
+        # An OpenMP thread that waits for others spins only briefly, then yields its core. With the default, which spins
+        # much longer, a step took ten times as long on busy cores.
         "GOMP_SPINCOUNT": "20000",
-        "RUST_LOG": "error",  # torchft writes many lines a step
-        # cuBLAS reads it at the first matmul, so it is set for all runs: with cluster=inline a deterministic run may
-        # follow others in this process. The value is torch's default on Hopper.
+        "RUST_LOG": "error",  # torchft otherwise writes many lines in each step
+        # cuBLAS reads this at the first matmul of a process. It is set for all runs, as with cluster=inline a run that
+        # must be deterministic may follow others in this process. The value is torch's default on Hopper.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the name that the variable had before torch 2.9
+    if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the variable's name before torch 2.9
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
 def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
-    """Return a rank's replica group, which may be a job of its own, and its place in it. Raises ConfigError if the number of ranks is
-    not the job's.
+    """Return the index of a rank's replica group, which may be a job of its own, and the rank's place in that group.
+    Raises ConfigError if another number of ranks was started than the job needs.
     """
     directory, replica = group_at(folder)
     size = processes(job) // job.fault_tolerance.replicas
@@ -215,8 +215,8 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 
 def load_job(directory: Path) -> Job:
-    """Read config.json. Raises ConfigError if its hash is not that in the directory's name: it was edited, or written
-    by another version.
+    """Read config.json. Raises ConfigError if its hash is not the one in the directory's name: then the file was edited,
+    or another version has written it.
     """
     file = layout.CONFIG.of(directory)
     content = layout.CONFIG.read(directory)
@@ -236,8 +236,8 @@ def load_job(directory: Path) -> Job:
 
 
 def _check_claim(attempt: Path, place: Place) -> str:
-    """Return the token of the submission, or "". Raises ConfigError if another attempt has taken over, or the
-    code differs.
+    """Return the token of the submission; "" if there is none. Raises ConfigError if there is a newer attempt, if the
+    attempt belongs to another job, or if the code is not the one that was submitted.
     """
     newest = newest_attempt(attempt.parents[1])
     if newest > int(attempt.name):
@@ -256,10 +256,10 @@ def _check_claim(attempt: Path, place: Place) -> str:
 
 
 def _rendezvous(file: Path, place: Place, host: str) -> Store:
-    """Return the store that all ranks share, and set MASTER_ADDR and MASTER_PORT. Rank 0, on `host`, writes a free port
-    to `file`.
+    """Return the store that all ranks share, and set MASTER_ADDR and MASTER_PORT. Rank 0 opens the store at a free port
+    and writes `host` and port to `file`, from which the others read them.
 
-    Under torchrun the existing store is used. Raises NoRendezvous if rank 0 does not start.
+    Under torchrun, its own store is used. Raises NoRendezvous if rank 0 does not start.
     """
     from datetime import timedelta
 
@@ -290,10 +290,10 @@ class NoRendezvous(RunError):
 
 
 def until_seen(file: Path, seconds: int = LATE) -> None:
-    """Wait for a file that was written before this rank was started; other hosts of a network file system may see it
-    late.
+    """Wait for a file that was written before this rank was started. On a network file system, another host may see a
+    file late.
 
-    Raises Unhealthy after `seconds`: the fault is in this host's view of the file system, not in the job.
+    Raises Unhealthy after `seconds`: the fault is then in this host's view of the file system.
     """
     if not _appears(file, seconds):
         raise Unhealthy(f"{socket.gethostname()}: {file} cannot be seen here after {seconds} s; is its file system mounted?")
@@ -304,7 +304,7 @@ def _appears(file: Path, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(FileNotFoundError):
-            # an NFS client caches for long that a file was absent; listing the folder asks the server again
+            # An NFS client remembers for long that a file was absent; listing the folder asks the server again.
             if file.name in os.listdir(file.parent):
                 return True
         if time.monotonic() > deadline:
@@ -313,7 +313,7 @@ def _appears(file: Path, seconds: float) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the rank from DIRECTORY [ATTEMPT]; without ATTEMPT the newest attempt, or the first."""
+    """Run one rank, from the arguments DIRECTORY [ATTEMPT]. The default of ATTEMPT is the newest attempt, or 1."""
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG

@@ -46,22 +46,22 @@ class HuggingFace:
     per expert.
     """
 
-    model_type: str  # in config.json, as model_type or _class_name
+    model_type: str  # value of model_type or _class_name in config.json
     # names of modules outside the blocks, of modules in a block, and of tensors other than a module's `weight`
     names: dict[str, str]
-    # (model section, dtype of the weights): config.json without token ids
+    # (model section, dtype of the weights) -> config.json without token ids
     to_config: Callable[[Any, torch.dtype], dict]
-    # (config.json, its file): the model section; raises ConfigError for unsupported values
+    # (config.json, its file) -> the model section; raises ConfigError for unsupported values
     from_config: Callable[[dict, Path], Model]
     files: str = "model"  # prefix of the names of its weight files
 
     def of(self, config: Any) -> HuggingFace:
-        """Return the HuggingFace record for this model; overridden where names depend on the model."""
+        """Return the HuggingFace record for this model. A family whose names depend on the model overrides this."""
         return self
 
     def name(self, fqn: str) -> str:
-        """Return Hugging Face's name of the tensor `fqn`; of a stack of experts the name of one, with {} for its
-        number.
+        """Return Hugging Face's name of the tensor `fqn`. For a stack of experts, this is the name of one expert, with {}
+        for its number.
         """
         block, part = "", fqn
         if fqn.startswith("layers."):
@@ -70,7 +70,7 @@ class HuggingFace:
         return block + (self.names.get(part) or f"{self.names[part.removesuffix('.weight')]}.weight")
 
     def parts(self, fqn: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that are written for `fqn`, by name: itself, or each expert of a stack."""
+        """Return the tensors that are written for `fqn`, by name: the tensor itself, or each expert of a stack."""
         name = self.name(fqn)
         return {name.format(number): part for number, part in enumerate(tensor)} if "{}" in name else {name: tensor}
 
@@ -84,22 +84,22 @@ def hf_of(config: Model) -> HuggingFace:
 
 
 def meta_state(config: Model) -> dict[str, Tensor]:
-    """Return what a checkpoint of a model holds, on the meta device, from the embedding to the head: parameters, and
-    buffers.
+    """Return the tensors of a model's checkpoint on the meta device: parameters and buffers, from the embedding to the
+    head.
     """
     with torch.device("meta"):
         return build(config, 1).state_dict(keep_vars=True)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor of `meta_state` is converted: `dtype`; a buffer keeps its dtype, as it
-    accumulates differences too small for 16 bits.
+    """Return the dtype to which a tensor of `meta_state` is converted: `dtype` for a parameter. A buffer keeps its dtype,
+    as it accumulates differences that are too small for 16 bits.
     """
     return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
 def only_these(config: Model, only: dict[str, Any]) -> None:
-    """Raise ConfigError if a key of the model has another value than `only`, which is all that the format can
+    """Raise ConfigError if a key of the model has another value than in `only`, the values that the format can
     express.
     """
     for key, value in only.items():
@@ -108,14 +108,14 @@ def only_these(config: Model, only: dict[str, Any]) -> None:
 
 
 def only_values(data: dict, file: Path, only: dict[str, Any]) -> None:
-    """Raise ConfigError if a part of a config.json has another value than `only`, which is all that we can compute."""
+    """Raise ConfigError if a part of a config.json has another value than in `only`, the values that are supported."""
     for key, value in only.items():
         if data.get(key, value) != value:
             raise ConfigError(f"{file}: {key}={data[key]}: only {value} can be converted")
 
 
 def decoder_to_config(config: Model, dtype: torch.dtype) -> dict:
-    """Return what the config.json of every decoder has, without its type and token ids."""
+    """Return the keys that the config.json of every decoder has, without its type and token ids."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,

@@ -1,8 +1,8 @@
 """Initial weights independent of the layout: every element is a function of (seed, parameter name, index in the full
 tensor).
 
-A counter-based generator makes that cheap: a shard computes only its own elements, so no rank holds or draws a full
-tensor, and whole, sharded (FSDP, HSDP, tensor parallel, evenly or not) and staged models start from the same bits.
+A counter-based generator makes that cheap: a shard computes only its own elements, so that no rank holds or draws a full
+tensor. Whole models, sharded models (FSDP, HSDP, tensor parallel, evenly or not) and stages start from the same bits.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_hydra.config.model import Model
 
-CHUNK = 1 << 16  # elements at a time: the int64 scratch (0.5 MiB) stays in a core's cache
+CHUNK = 1 << 16  # elements that are drawn at a time, so that the int64 scratch memory (0.5 MiB) stays in a core's cache
 GPU_CHUNK = 1 << 22  # the same on a GPU, where 8 billion parameters in small chunks would be four million launches
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # prefixes that activation checkpointing and torch.compile add to names
 
@@ -81,8 +81,8 @@ def fill(parameter: Tensor, distribution: Normal | float, key: int) -> None:
 
 
 def normal(index: Tensor, distribution: Normal, key: int) -> Tensor:
-    """Return normal numbers (fp32) for flat indices (int64, overwritten): a hash, 24 of its bits as a uniform number,
-    the inverse of the normal CDF.
+    """Return normal numbers (fp32) for flat indices (int64, overwritten). Each index is hashed, 24 bits of the hash give
+    a uniform number, and the inverse of the normal CDF makes it normal.
 
     The hash is splitmix64's: a Weyl sequence from `key` through a 64-bit finalizer. 24 bits reach 5.4 standard
     deviations.

@@ -64,8 +64,8 @@ class Decoder(nn.Module):
         """Compute logits, the hidden state (a stage without head) or the loss. Without an embedding, `tokens` is the
         hidden state [batch, seq, dim].
 
-        `positions` [batch, seq] replace 0, 1, ... if the sequence is split, reordered, or of packed documents. `ends`
-        [batch, n] (int32) are where a sample's documents end, the last one's repeated: attention stays within a
+        `positions` [batch, seq] replace 0, 1, ... if the sequence is split or reordered, or has packed documents. `ends`
+        [batch, n] (int32) are the ends of a sample's documents (the last one repeated); attention then stays within a
         document. `targets` [batch, seq] are passed to an `output` that accepts them, which then returns the loss.
         Families with further inputs override `embed`.
         """
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h
-        # passed by name: hooks only get the first positional argument
+        # arguments are passed by name, as hooks get only the first positional argument
         return self.output(h) if targets is None else self.output(h, targets=targets)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -87,16 +87,16 @@ class Decoder(nn.Module):
         return tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
 
     def documents(self, ends: Tensor, h: Tensor) -> Tensor:
-        """Return where documents begin and end or, for an attention kernel that takes no offsets, a mask of all pairs
-        for all layers.
+        """Return the offsets of documents or, for an attention kernel that takes no offsets, a mask of all pairs. The
+        result serves all layers.
         """
         call = Call(h.device.type, DTYPES[h.dtype], self.config.head_width)
         return document_offsets(ends) if takes_offsets(self.config.attention, call) else document_mask(ends, self.seq_len)
 
     @staticmethod
     def initial_distribution(fqn: str, config: Model) -> Normal | float:
-        """Return the initial distribution of a parameter, or its constant; TorchTitan's choices, which follow the
-        paper's.
+        """Return the initial distribution of a parameter, or its constant. These are TorchTitan's choices, which follow
+        the paper.
 
         Linears are normal with std 0.02 (TorchTitan truncates them at 100 sigma, which has no effect); the matrices
         that write to the residual stream, and w3, shrink with depth. A tied embedding starts as the head does: N(0, 1)
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
 
-    normed = {"attention_norm": "attention", "ffn_norm": "feed_forward"}  # norms whose output only one module reads
+    normed = {"attention_norm": "attention", "ffn_norm": "feed_forward"}  # norms whose output a single module reads: that module
 
     def __init__(self, config: Model):
         super().__init__()
@@ -126,7 +126,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Run the layer. `rotary` is as `rotate` takes it, `documents` as `SDPA` does."""
+        """Run the layer. `rotary` has the form that `rotate` takes, `documents` the form that `SDPA` takes."""
         x = self.attend(x, rotary, documents)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -182,7 +182,7 @@ class FeedForward(nn.Module):
 
 
 class TiedOutput(nn.Linear):
-    """An output head that multiplies by the embedding's weight and has none of its own.
+    """An output head that multiplies by the embedding's weight, and has no weight of its own.
 
     The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate the two. It is a
     Linear, so that tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which
@@ -209,6 +209,6 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """
     table = rotary[: x.shape[1]] if rotary.dim() == 3 else rotary
     cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
-    # in this order no float32 gradient of the whole is written by compiled code
+    # in this order, compiled code writes no float32 gradient of the whole tensor
     a, b = (half.float() for half in x.chunk(2, dim=-1))
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)

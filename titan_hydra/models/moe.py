@@ -2,10 +2,10 @@
 its scores.
 
 No token is dropped. Everything here runs on one device; expert parallelism replaces the exchange (parallel/experts.py).
-On the way without it the host never waits for the device: the numbers of tokens stay there.
+Without expert parallelism the host never waits for the device, as the numbers of tokens stay on the device.
 
-A block of experts is compiled in parts. What is computed between them, once for a forward and never again in its
-recomputation, is what `keep` returns: the choice of experts, and what ranks must agree on.
+A block of experts is compiled in parts. Between these parts, `keep` computes values once in a forward, and never again in
+its recomputation: the choice of experts, and values that must be the same on several ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = ("attend", "feed_forward.router.rate", "feed_forward.router.plan", "feed
 
 
 def set_experts(blocks: Any, config: SparseModel) -> None:
-    """Give a decoder's blocks experts in place of their feed-forward, but for the first `first_k_dense_replace`."""
+    """Give a decoder's blocks experts in place of their feed-forward, except the first `first_k_dense_replace` blocks."""
     for number, block in blocks.items():
         if int(number) >= config.first_k_dense_replace:
             block.feed_forward = MoE(config)
@@ -35,7 +35,7 @@ def set_experts(blocks: Any, config: SparseModel) -> None:
 
 
 class MoE(nn.Module):
-    """Routed experts, and shared ones that every token uses: x [batch, seq, dim] to the same shape."""
+    """Routed experts, and shared experts that every token uses. Maps x [batch, seq, dim] to the same shape."""
 
     def __init__(self, config: SparseModel):
         super().__init__()
@@ -66,8 +66,8 @@ def plain(weight: Tensor) -> Tensor:
 
 
 class Destinations(NamedTuple):
-    """Where a rank's tokens go. `order` puts the (token, expert) pairs of each expert next to each other; within an
-    expert tokens keep their order.
+    """The experts of a rank's tokens. `order` puts the (token, expert) pairs of each expert next to each other, with tokens
+    in their order.
     """
 
     chosen: Tensor  # [tokens, k]: the experts of each token
@@ -85,8 +85,8 @@ class Destinations(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores the experts for each token, in float32, and chooses. Whether its matmul is in float32 too is the family's
-    `float32_router`.
+    """Scores the experts for each token, in float32, and chooses among them. The family's `float32_router` states whether
+    the router's matmul is in float32 too.
 
     With `router_bias_update_rate` a bias is added to the scores for the choice alone (arXiv 2408.15664); checkpoints have it.
     `load` counts the tokens of each expert, and `entropy` sums that of the scores, since the last update. `scale` is
@@ -96,14 +96,14 @@ class Router(nn.Module):
     def __init__(self, config: SparseModel):
         super().__init__()
         self.config = config
-        # not a Linear, which number formats would convert
+        # it is not a Linear, which number formats would convert
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.read = plain
         self.register_buffer("bias", torch.zeros(config.n_experts) if config.router_bias_update_rate else None)
         self.register_buffer("load", torch.zeros(config.n_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("entropy", torch.zeros(()), persistent=False)
         self.scale = 0.0
-        self.balanced = False  # experts in turn, whatever the scores: debug.balance_experts
+        self.balanced = False  # whether tokens get experts in turn, whatever the scores are (debug.balance_experts)
         self.over_sequence: nn.Module = nn.Identity()  # adds up counts over the ranks that split a sequence
 
     def reset_buffers(self) -> None:
@@ -131,8 +131,8 @@ class Router(nn.Module):
         return scores, shares, torch.special.entr(shares.detach()).sum()
 
     def plan(self, scores: Tensor) -> Destinations:
-        """Choose the experts of each token, and find their order. Counts come from the sorted choice: no atomic
-        additions, no wait.
+        """Choose the experts of each token, and find their order. Counts come from the sorted choice, so that they need no
+        atomic additions, and the host does not wait.
         """
         chosen = self.choose(scores)
         experts, order = chosen.flatten().int().sort(stable=True)  # a radix sort, whose passes are the bytes of a key
@@ -143,7 +143,7 @@ class Router(nn.Module):
         return Destinations(chosen, order.int(), inverse, torch.diff(ends, prepend=torch.zeros_like(ends[:1])))
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the experts of each token: the best of the best groups; a group's score is the sum of its two best."""
+        """Return the experts of each token: the best of the best groups. A group is rated by its two best experts' sum."""
         config = self.config
         if self.balanced:
             return torch.arange(len(scores) * config.experts_per_token, device=scores.device).view(len(scores), -1) % config.n_experts
@@ -163,9 +163,9 @@ class Router(nn.Module):
         return picked * self.config.routed_scaling_factor
 
     def excess(self, chosen: Tensor, sequences: int) -> Tensor:
-        """Return the derivative of the balance loss by the shares of each of a sequence's tokens [sequences, experts]:
-        `sequence_balance` times the expert's tokens in the sequence, relative to an even number of them, times a
-        token's weight in the loss.
+        """Return the derivative of the balance loss by a token's shares, which is the same for all tokens of a sequence
+        [sequences, experts]. It is `sequence_balance` times the ratio of the expert's tokens in the sequence to an even
+        number of tokens, times a token's weight in the loss.
         """
         indices = chosen.view(sequences, -1)
         counts = self.over_sequence(

@@ -1,5 +1,5 @@
-"""The keys of models with experts, and what they count: parameters, those that a token uses, FLOPs. Imports no
-torch.
+"""The keys of models with experts, and the numbers that follow from them: parameters, those that a token uses, FLOPs.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SparseModel(Model):
         return super().arithmetic() | {"router_bias_update_rate": None, "sequence_balance": None}
 
     def faults(self) -> Iterator[Fault]:
-        """A token passes some of the experts, all in the groups that it may use; at least one block is sparse."""
+        """A token uses some of the experts, all in the groups that it may use. At least one block has experts."""
         if self.n_experts % self.n_group:
             yield Fault(
                 "model.n_group",

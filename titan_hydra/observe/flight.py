@@ -1,8 +1,8 @@
-"""The flight recorder of a rank: its last collectives, from torch's own recorders, and its position, in a file that
-`titan logs --hang` reads.
+"""The flight recorder of a rank. It writes the rank's last collectives, from torch's own recorders, and its position into
+a file that `titan logs --hang` reads.
 
-torch has one recorder for gloo and one for NCCL. gloo's omits sends and receives between pipeline stages, so they are
-recorded here. NCCL's are not: that would keep their tensors in the device's memory.
+torch has one recorder for gloo and one for NCCL. gloo's recorder omits sends and receives between pipeline stages, so
+those are recorded here. Those of NCCL are not recorded: that would keep their tensors in the device's memory.
 """
 
 import collections
@@ -26,26 +26,26 @@ from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-RECORDED = 2000  # collectives that torch's recorder keeps
-WRITTEN = 400  # newest collectives, and newest messages, that a dump holds
+RECORDED = 2000  # number of collectives that torch's recorder keeps
+WRITTEN = 400  # number of newest collectives, and of newest messages (sends and receives), in a dump
 RECORDERS = flight_recorders()
-FRAMES = 3  # innermost frames of a collective's stack in a dump, and the number of further frames outside torch
+FRAMES = 3  # number of innermost frames of a collective's stack in a dump, and of further frames outside torch
 MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)  # sends and receives over gloo, the newest last
 _counts: collections.Counter[tuple[str, int]] = collections.Counter()  # number of sends to, and receives from, each rank
 _lock = threading.Lock()
 
 
 def configure(run: Run) -> None:
-    """Enable torch's recorder. Call before creating a process group, since torch reads these variables only once."""
+    """Enable torch's recorder. Call this before creating a process group, as torch reads these variables only once."""
     settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # NCCL's own dump, in new and older releases
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # path of NCCL's own dump, in new and older torch
         settings[name] = str(run.attempt / "nccl_trace_")  # torch appends the rank; torchfrtrace reads it
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
 def record_messages() -> None:
-    """Record the sends and receives of pipeline stages over gloo, which torch's recorder does not see. Repeated calls
+    """Start to record the sends and receives of pipeline stages over gloo, which torch's recorder omits. Repeated calls
     are harmless.
     """
 
@@ -57,7 +57,7 @@ def record_messages() -> None:
                 _counts[kind, peer] += 1
                 message = {"op": kind.removeprefix("i"), "peer": peer, "seq": _counts[kind, peer], "work": work, "time": time.time()}
                 MESSAGES.append(message | {"size": list(operation.tensor.shape), "group": operation.group.group_name})
-            for message in list(MESSAGES)[-64:-16]:  # the tensor of a completed message is released
+            for message in list(MESSAGES)[-64:-16]:  # drops the handles of completed messages, which releases their tensors
                 if message["work"] is not None and message["work"].is_completed():
                     message["work"] = None
             return works
@@ -68,16 +68,16 @@ def record_messages() -> None:
 
 
 def progress() -> tuple:
-    """Return a value that changes whenever a collective, a send or a receive begins or ends. Costs microseconds."""
-    states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]  # pickles of this process, not of a file
+    """Return a value that changes whenever a collective, a send or a receive begins or ends. This takes microseconds."""
+    states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]  # safe, as torch has just made these pickles itself
     return str([state.get("pg_status") for state in states]), sum(_counts.values())
 
 
 def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: BaseException | None = None) -> None:
-    """Write flight_<rank>.json: position of this rank, stacks of all threads, its groups and the last operations in
-    each of them.
+    """Write flight_<rank>.json: the position of this rank, the stacks of its threads, its process groups and its last
+    operations in them.
 
-    `where` holds step and phase, and when recent steps began.
+    `where` is the position: the step, the phase, and when recent steps began.
     """
     with _lock:
         content = {
@@ -97,8 +97,8 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
 
 
 def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
-    """Return this rank's process groups: {name: {dimension of the mesh, ranks}}. A dimension over all ranks shares the
-    default group.
+    """Return this rank's process groups by name, each with its mesh dimension and its ranks. (A dimension that spans all
+    ranks has the default group.)
     """
     found = {
         group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(process_groups.pg_group_ranks[group])}
@@ -117,7 +117,7 @@ def collectives() -> list[dict]:
         entry
         for dump in RECORDERS
         for entry in pickle.loads(dump(True, True, False)).get("entries", [])
-        # each rank numbers its NCCL sends and receives independently, so they cannot be compared between ranks
+        # Each rank numbers its NCCL sends and receives for itself, so that they cannot be compared between ranks.
         if not entry["is_p2p"]
     ]
     entries.sort(key=lambda entry: entry["time_created_ns"])
@@ -128,7 +128,7 @@ def collectives() -> list[dict]:
             "seq": entry["collective_seq_id"],
             "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
             "sizes": entry["input_sizes"],
-            # an NCCL collective has ended once it completed, a gloo one once its result was waited for
+            # An NCCL collective counts as done when it is complete, a gloo collective when its result was waited for.
             "done": entry["state"] == "completed" or bool(entry["retired"]),
             "time": entry["time_created_ns"] / 1e9,
             "stack": callers(entry.get("frames", [])),
@@ -138,14 +138,14 @@ def collectives() -> list[dict]:
 
 
 def callers(frames: list[dict]) -> list[str]:
-    """Return the FRAMES innermost frames of a stack and, of the others, the FRAMES innermost outside torch."""
+    """Return the FRAMES innermost frames of a stack, and of the other frames the FRAMES innermost outside torch."""
     shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 
 
 def stacks(error: BaseException | None) -> dict[str, list[str]]:
-    """Return the stack of every Python thread of this process, the innermost call last; with an error, the main
-    thread's is the one that raised it.
+    """Return the stack of every Python thread of this process, the innermost call last. With an error, the main thread's
+    stack is the one that raised it.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = {names.get(ident, str(ident)): _formatted(traceback.walk_stack(top))[::-1] for ident, top in sys._current_frames().items()}
@@ -155,5 +155,5 @@ def stacks(error: BaseException | None) -> dict[str, list[str]]:
 
 
 def _formatted(frames: Iterable[tuple[FrameType, int]]) -> list[str]:
-    """Format the frames of a stack, each with its line."""
+    """Format the frames of a stack, each with its file, line number and function."""
     return [f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}" for frame, line in frames]

@@ -1,8 +1,8 @@
 """Health checks before training: is this rank's device present, free and correct, did all ranks start, and does a
 collective over them complete?
 
-An unfit machine ends the run within a minute with a message that names it, instead of after hours with a time-out that
-names none.
+So an unfit machine ends the run within a minute, with a message that names it. Without these checks, the run might end
+after hours with a time-out that names no machine.
 """
 
 import json
@@ -22,16 +22,16 @@ from titan_hydra.config.operation import Comm
 from titan_hydra.job.ranks import devices_here
 from titan_hydra.runs.run import Run
 
-TAKEN = 0.1  # fraction of a device's memory that other processes may use: a desktop uses less, another job more
-PATIENCE = 20  # seconds that an earlier process has to release its memory
-# Seconds by which the rank at fault ends before the others, whose end stops it: it must have written its record by then.
+TAKEN = 0.1  # fraction of a device's memory that other processes may use: a desktop uses less, another job uses more
+PATIENCE = 20  # seconds within which an earlier process must have released its memory
+# Seconds that the other ranks wait before they end, so that the rank at fault can write its record before it is killed.
 HEAD_START = 2.0
 
 
 def check_device(run: Run, comm: Comm) -> torch.device:
-    """Return this rank's device, once the devices of all ranks have passed the check. Call before a process group
-    exists. Raises Unhealthy for this rank's device or another's, or for a rank that did not start; ConfigError if a
-    rank was given too few devices, which is not a fault of its host.
+    """Return this rank's device, once the devices of all ranks have passed the check. Call this before a process group
+    exists. Raises Unhealthy if the device of any rank is unfit, or a rank did not start. Raises ConfigError if a rank
+    was given too few devices, which is not a fault of its host.
     """
     fault: Unhealthy | ConfigError | None = None
     try:
@@ -54,7 +54,7 @@ def check_device(run: Run, comm: Comm) -> torch.device:
 
 
 def check_links(run: Run, comm: Comm, device: torch.device) -> None:
-    """All-reduce a tensor over all ranks. Raises Unhealthy if it does not complete or gives a wrong sum."""
+    """All-reduce a tensor over all ranks. Raises Unhealthy if this does not complete, or gives a wrong sum."""
     if not comm.health_check_seconds:
         return
 
@@ -68,13 +68,13 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
 
 
 def device_of(run: Run) -> torch.device:
-    """Return the GPU with this rank's index on the host; the only visible GPU, if SLURM binds one to each task; the CPU
-    if there is no GPU.
+    """Return the GPU with this rank's index on its host; the only visible GPU if SLURM gives each task a GPU of its own;
+    the CPU if there is no GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    whole = count == devices_here()  # not whole: a device of the host has failed
+    whole = count == devices_here()  # False if a device of the host has failed
     index = 0 if count == 1 and whole else run.local_rank
     if index >= count and whole:
         raise ConfigError(
@@ -88,7 +88,7 @@ def device_of(run: Run) -> torch.device:
         torch.cuda.set_device(device)
         try:
             torch.empty(2**20, device=device)
-        except RuntimeError:  # the driver of some virtual machines cannot map memory into one range
+        except RuntimeError:  # in some virtual machines, the driver cannot map memory as expandable segments need it
             set_allocator("expandable_segments:False")
             torch.empty(2**20, device=device)
         torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def device_of(run: Run) -> torch.device:
 
 
 def wait_until_free(device: torch.device, patience: float) -> None:
-    """Wait until no other process holds much of a GPU's memory. Raises Unhealthy after `patience` seconds."""
+    """Wait until other processes hold less than TAKEN of a GPU's memory. Raises Unhealthy after `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
         left, capacity = torch.cuda.mem_get_info(device)
@@ -113,7 +113,7 @@ def wait_until_free(device: torch.device, patience: float) -> None:
 
 
 def matmul(device: torch.device) -> None:
-    """Multiply two matrices of powers of two, whose product is exact. Raises Unhealthy for a wrong result."""
+    """Multiply two matrices of powers of two, for which the result is exact. Raises Unhealthy if it is wrong."""
     size = 256 if device.type == "cpu" else 2048
     where = f"{socket.gethostname()}: a matmul of device {device.index or 0} ({device.type})"
     try:
@@ -127,8 +127,8 @@ def matmul(device: torch.device) -> None:
 
 
 def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
-    """Report this rank's health and wait for rank 0's verdict on all ranks: (the fault, or "" if all are healthy; its
-    host). Reports go through the store, not a collective, so that ranks that did not start can be named.
+    """Report this rank's health, and wait for rank 0's verdict on all ranks: the fault ("" if there is none) and its host.
+    Reports go through the store and not through a collective, so that ranks that did not start can be named.
     """
     if run.world_size == 1:
         return {"fault": "", "host": None}
@@ -137,13 +137,13 @@ def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
         run.store.set("health", json.dumps(judge(run, seconds)))
     try:
         run.store.wait(["health"], timedelta(seconds=seconds + 30))
-    except RuntimeError:  # such as DistStoreError
+    except RuntimeError:  # a DistStoreError after a time-out, for example
         return {"fault": f"rank 0 did not report within {seconds + 30:.0f} s that all had started", "host": host_of(run, 0)}
     return json.loads(run.store.get("health"))
 
 
 def judge(run: Run, seconds: float) -> dict:
-    """Return the verdict from all ranks' reports: which did not start, is unfit, or has another kind of device."""
+    """Return the verdict on all ranks' reports: the first fault found. A rank may be unfit, not start, or have no GPU."""
     keys = [f"health/{rank}" for rank in range(run.world_size)]
     deadline = time.monotonic() + seconds
     reports: dict[int, dict] = {}
@@ -166,7 +166,7 @@ def judge(run: Run, seconds: float) -> dict:
 
 
 def host_of(run: Run, rank: int) -> str | None:
-    """Return the host of a rank, which the worker records first of all; None if the rank was not started."""
+    """Return the host of a rank, which its worker records before anything else; None if the rank was not started."""
     try:
         return json.loads(run.record_of(rank).read_text())["host"]
     except (OSError, ValueError, KeyError):
@@ -174,8 +174,8 @@ def host_of(run: Run, rank: int) -> str | None:
 
 
 def error_of_another(verdict: dict, run: Run) -> Unhealthy | ConfigError:
-    """Return the error to raise on a healthy rank. It is marked secondary, so that the launcher names the unhealthy
-    rank as the one that failed; rank 0's error is not marked if that rank never started, and so has no record.
+    """Return the error to raise on a healthy rank. It is marked secondary, so that the launcher names the unhealthy rank
+    as the one that failed. If the unhealthy rank never started, it has no record; then rank 0's error is not marked.
     """
     error = (ConfigError if verdict.get("config") else Unhealthy)(verdict["fault"])
     error.facts = {"host": verdict["host"], "secondary": verdict.get("reported", False) or run.rank > 0}
@@ -183,7 +183,7 @@ def error_of_another(verdict: dict, run: Run) -> Unhealthy | ConfigError:
 
 
 def run_within(seconds: float, what: str, action: Callable[[], None]) -> None:
-    """Run an action that may never return. Raises Unhealthy after `seconds`, and what `action` raises."""
+    """Run an action that may never return. Raises what the action raises, or Unhealthy after `seconds`."""
     raised: list[BaseException] = []
 
     def act() -> None:

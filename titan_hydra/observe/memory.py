@@ -8,7 +8,7 @@ from titan_hydra.base.private import memory_snapshot, record_memory_history
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-SHOWN = 20  # lines of code in memory_<rank>.txt, those with the most bytes first
+SHOWN = 20  # number of stacks in memory_<rank>.txt, those with the most bytes first
 
 
 def facts() -> dict[str, float]:
@@ -20,15 +20,15 @@ def facts() -> dict[str, float]:
 
 
 def record(on: bool) -> None:
-    """Start or stop torch's recording of the stack of each allocation. It costs time, so it is on only in the first
-    step, in which most jobs that do not fit fail.
+    """Start or stop torch's recording of the stack of each allocation. As it costs time, it is on during the first step
+    alone, in which most jobs that do not fit fail.
     """
     if torch.cuda.is_available():
         record_memory_history(enabled="state" if on else None, stacks="python")
 
 
 def explain_out_of_memory(run: Run, error: BaseException) -> None:
-    """Write memory_<rank>.txt if device memory ran out: the bytes allocated by each line of code, and torch's summary."""
+    """Write memory_<rank>.txt if device memory ran out: the bytes that each stack has allocated, and torch's summary."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     if error is None or not torch.cuda.is_available():

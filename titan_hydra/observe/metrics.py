@@ -1,4 +1,4 @@
-"""Measure a run and write the results: metrics.jsonl is the original, the console and trackers are copies.
+"""Measure a run and write the results. They are recorded in metrics.jsonl; the console and trackers get copies.
 
 docs/metrics.md defines the numbers. An unknown number is None, never an estimate.
 """
@@ -30,8 +30,8 @@ from titan_hydra.runs.useful import goodput_of
 
 from .trackers import Tracker, open_trackers, trackable
 
-# A part of a device's name: its dense bf16 peak in FLOP/s, from the vendor's data sheet. The first part that matches is
-# taken. conf/hardware has sustained rates, for fewer devices.
+# Dense bf16 peak in FLOP/s from the vendor's data sheet, by a part of a device's name; the first part that matches counts.
+# (conf/hardware has sustained rates, for fewer devices.)
 PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -53,7 +53,7 @@ PEAK_FLOPS = {
 
 
 class Clock:
-    """Measures the seconds of each step, and those of its wait for data. Time between steps is not counted."""
+    """Measures how many seconds each step takes, and how many it waits for data. Time between steps is not counted."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []  # seconds of every step of this process but the first
@@ -63,11 +63,11 @@ class Clock:
         self._first = True
 
     def start(self) -> None:
-        """Begin a step. Call before its batch is fetched."""
+        """Begin a step. Call this before the step's batch is fetched."""
         self._began = time.perf_counter()
 
     def has_data(self) -> None:
-        """Call when the step's batch has arrived."""
+        """Record that the step's batch has arrived."""
         self._data = time.perf_counter() - self._began
 
     def leave_out(self, seconds: float) -> None:
@@ -75,7 +75,7 @@ class Clock:
         self._began += seconds
 
     def stop(self) -> None:
-        """End the step. Call when its loss is on the host."""
+        """End the step. Call this when the step's loss is on the host."""
         seconds = time.perf_counter() - self._began
         self.window.append((seconds, self._data))
         self.disturbed += self.profiled
@@ -92,7 +92,7 @@ class Rows:
         self.file, self.waiting = path.open("ab", buffering=0), b""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write the rows kept in memory, then this row."""
+        """Write the rows that are kept in memory, then this row."""
         failed = bool(self.waiting)
         self.waiting += json.dumps(row).encode() + b"\n"
         try:
@@ -124,12 +124,12 @@ class Metrics:
             self.trackers = open_trackers(job, run, resumed_at)
 
     def due(self, step: int) -> bool:
-        """Whether the step gets a row: the first of this process, the last of the run, or every log_every-th."""
+        """Whether the step gets a row: it is the first of this process or of the run, the last, or a log_every-th step."""
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None = None) -> None:
-        """Collect a step's measurements and write a row if one is due. All ranks must call it: a row has the largest
-        memory over all ranks.
+        """Collect a step's measurements, and write a row if one is due. All ranks must call this, as a row has the largest
+        memory of all ranks.
         """
         self.losses.append(loss)
         if self.due(step):
@@ -171,7 +171,7 @@ class Metrics:
             self._track(row)
 
     def event(self, name: str, step: int, **values: Any) -> None:
-        """Write a row to events.jsonl for what happens between steps: a validation, a checkpoint, bad files, ..."""
+        """Write a row to events.jsonl about an event: a validation, a checkpoint, bad files, ..."""
         if name == "validation":
             self.validation_loss = values["validation_loss"]
         if self.events:
@@ -181,7 +181,7 @@ class Metrics:
             self._track(trackable(row))
 
     def result(self, step: int) -> dict[str, Any]:
-        """Return the numbers of result.json. Rates are medians over this process's steps without the first."""
+        """Return the numbers of result.json. Rates are medians over the steps of this process but its first."""
         rates = sorted(self.tokens_per_step / seconds / self.ranks for seconds in self.clock.steps)
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
@@ -220,7 +220,7 @@ class Metrics:
         for tracker in list(self.trackers):
             try:
                 tracker.log(row)
-            except Exception as error:  # a tracker only holds copies: its failure must never stop a run
+            except Exception as error:  # a tracker holds only copies, so that its failure must never stop a run
                 print(f"warning: {tracker.name} failed and gets no more rows: {error}", flush=True)
                 self.trackers.remove(tracker)
 
@@ -230,8 +230,8 @@ class Metrics:
         return self.flops * rate / self.peak
 
     def _memory(self) -> tuple[float | None, float | None]:
-        """Return the peaks in GiB of memory allocated and reserved by torch since the last row, the largest over all
-        ranks; (None, None) on a CPU.
+        """Return the peaks of memory in GiB that torch has allocated and reserved since the last row. Each is the largest
+        of all ranks. (None, None) on a CPU.
         """
         if self.device.type != "cuda":
             return None, None
@@ -287,8 +287,8 @@ def console_line(row: dict[str, Any], steps: int) -> str:
 
 
 def truncate(path: Path, last_step: int) -> None:
-    """Remove the rows after `last_step`, which a resumed run writes again, and lines that are not rows: a kill truncates
-    the last line, and a file system that crashes leaves arbitrary bytes anywhere.
+    """Remove the rows after `last_step`, which a resumed run writes again, and lines that are not rows. A killed process
+    may leave an incomplete last line, and a crashed file system arbitrary bytes anywhere.
     """
     if not path.exists():
         return

@@ -1,12 +1,12 @@
-"""debug=nan_hunt and debug.trace_activations: examine the inputs and outputs of every module, forward and backward, and
-the gradients.
+"""debug=nan_hunt and debug.trace_activations: examine the inputs and outputs of every module in the forward and in the
+backward, and the gradients of parameters.
 
     forward   in, out      a module's inputs and outputs
     backward  out, in      gradients of its outputs and inputs, before autograd adds the contributions of other consumers
-    gradient               of each parameter, as this rank holds it after the backward and before clipping
+    gradient               a parameter's gradient, as this rank holds it after the backward and before clipping
 
-Nothing is read back from the device before the step's end. Both work on this rank's shard of a tensor, and so on any
-layout.
+Nothing is read back from the device before the step's end. Both options examine this rank's shard of a tensor, so that
+they work on any layout.
 """
 
 import json
@@ -27,15 +27,15 @@ from titan_hydra.parallel.mesh import local_part
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-PASSES = ("parameter", "forward", "backward", "gradient")  # in the order in which they occur in a step
+PASSES = ("parameter", "forward", "backward", "gradient")  # passes, in the order in which they occur in a step
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size in bytes
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor of the checksum, as a signed 64-bit number
 LAST = 1 << 30  # sort position of a module that the family does not list
 
 
 class Observation(NamedTuple):
-    """One examined tensor: the pass, whether it is an input or output, the module or parameter, the index of the
-    microbatch.
+    """Identifies an examined tensor: its pass, whether it is an input or an output, its module or parameter, and which call
+    of the module in this step it belongs to (with pipeline parallelism, the microbatch).
     """
 
     when: str
@@ -45,7 +45,7 @@ class Observation(NamedTuple):
 
 
 class Probes:
-    """Observes the tensors of a step on this rank. Hooks nothing unless debug.nan_hunt or debug.trace_activations."""
+    """Observes the tensors of a step on this rank, if debug.nan_hunt or debug.trace_activations is set."""
 
     def __init__(self, job: Job, run: Run, model: nn.Module, weights: nn.Module) -> None:
         """Hook the modules of `model`; `weights` holds the parameters of the optimizers."""
@@ -59,15 +59,15 @@ class Probes:
 
     @torch.no_grad()
     def observe(self, when: str, what: str, name: str, tensor: Tensor) -> None:
-        """Compute a tensor's checksums, or whether it is finite, on the device."""
+        """Compute on the device a tensor's norm and checksum, or with nan_hunt alone whether the tensor is finite."""
         local = local_part(tensor)
         call = self.calls[when, what, name]
         self.calls[when, what, name] += 1
         self.seen[Observation(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
 
     def after_backward(self, step: int) -> None:
-        """Examine the gradients; then write the step's rows to activations_<rank>.jsonl, and keep non-finite tensors'
-        observations for `culprit`.
+        """Examine the gradients. Then write the step's rows to activations_<rank>.jsonl, and keep the observations of
+        tensors that are not finite for `culprit`.
         """
         if not (self.config.nan_hunt or self.config.trace_activations):
             return
@@ -81,7 +81,7 @@ class Probes:
                 row |= {"norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}"}
                 self.file.write(json.dumps(row | {"order": place_in_time(seen, index, self.modules)}) + "\n")
             self.file.flush()
-        # Before clipping, because a NaN norm makes every gradient NaN.
+        # The gradients are examined before clipping, which makes all of them NaN if their norm is NaN.
         gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}
         self.bad = {
             seen: not_finite_part(gradients.get(seen.name))
@@ -92,8 +92,8 @@ class Probes:
         self.calls.clear()
 
     def culprit(self) -> str:
-        """Describe the first tensor that was not finite, in a text that begins with a semicolon; "" unless
-        debug=nan_hunt. This is a collective.
+        """Return words for the first tensor that was not finite, beginning with a semicolon; "" unless debug=nan_hunt. All
+        ranks must call this together.
         """
         if not self.config.nan_hunt:
             return ""
@@ -114,7 +114,7 @@ class Probes:
 
 
 def not_finite_part(value: Tensor | None) -> str | None:
-    """Describe how much of a parameter or its gradient is not finite on this rank; None if all of it is finite."""
+    """Return how much of a parameter or its gradient is not finite on this rank, in words; None if all of it is finite."""
     if value is None:
         return ""
     local = local_part(value.detach())
@@ -123,8 +123,8 @@ def not_finite_part(value: Tensor | None) -> str | None:
 
 
 def hook(model: nn.Module, observe: Callable[[str, str, str, Tensor], None]) -> None:
-    """Call `observe(pass, what, module, tensor)` for every module of a model in training. A module that occurs in
-    several places (rotary embeddings) has no unique name and is skipped: a fault there shows at the next module.
+    """Make every module of a model call `observe(pass, what, module, tensor)` in training. A module that occurs in several
+    places (rotary embeddings) has no unique name and is skipped; a fault in it is seen at the next module.
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for name, module in model.named_modules():
@@ -155,7 +155,7 @@ def _leaving(name: str, observe: Callable[..., Any], module: nn.Module, args: tu
 
 
 def _counts(module: nn.Module) -> bool:
-    """Whether a call is a training forward, not a validation or a recomputation in the backward."""
+    """Whether a call belongs to a forward in training, and neither to a validation nor to a recomputation."""
     return module.training and current_graph_task() == -1
 
 
@@ -179,8 +179,8 @@ def marks(local: Tensor) -> Tensor:
 
 
 def place_in_time(seen: Observation, index: int, modules: list[str]) -> tuple:
-    """Return a key by which observations of all ranks sort in the order of time: (pass, microbatch, position of the
-    module in the model, position among this rank's observations).
+    """Return a key that sorts the observations of all ranks in the order of time: (pass, call, position of the module in
+    the model, position among this rank's observations). In the backward, positions are negative.
     """
     place = place_in_order(seen.name, modules)
     place = LAST if place is None else place

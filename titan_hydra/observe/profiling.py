@@ -1,11 +1,11 @@
-"""profiling=on: a torch profiler's trace of a few steps with its table, a memory snapshot, and all phases of all steps.
+"""profiling=on: record a torch profiler's trace and table of a few steps, a memory snapshot, and the phases of all steps.
 
     attempts/<n>/profile/trace_<rank>.json.gz    torch's trace; opens in https://ui.perfetto.dev
     attempts/<n>/profile/summary_<rank>.txt      torch's table of the longest kernels and operators (summary.txt for rank 0)
-    attempts/<n>/profile/memory_<rank>.pickle    on CUDA only; opens in https://pytorch.org/memory_viz
+    attempts/<n>/profile/memory_<rank>.pickle    a memory snapshot (on CUDA); opens in https://pytorch.org/memory_viz
     attempts/<n>/profile/phases_<rank>.json      data, forward and backward, optimizer, ... of every step; opens in Perfetto too
 
-Recorded steps, and the one before them that warms up the profiler, are slower: they are excluded from all rates.
+Recorded steps are slower, and so is the step before them, which warms up the profiler. All rates leave these steps out.
 """
 
 import json
@@ -40,8 +40,8 @@ class Profiler:
             watch.on_phase = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
-        """Mark the beginning of a step and the end of the previous one. Recording starts at the profiling.first_step-th
-        step of this process.
+        """Mark the beginning of a step, and so the end of the previous one. The first recorded step is the
+        profiling.first_step-th of this process.
         """
         if not self.on:
             return
@@ -51,7 +51,7 @@ class Profiler:
             self.record(int(self.config.first_step > 1))
 
     def ends(self) -> None:
-        """Mark the end of a step; stop after the last recorded one."""
+        """Mark the end of a step. Stop recording if it is the last step to record."""
         if not self.clock.profiled:
             return
         if self.profiler is not None:
@@ -60,7 +60,7 @@ class Profiler:
             self.stop()
 
     def record(self, warm_up: int) -> None:
-        """Start recording. All ranks mark the recorded steps as profiled, even ranks that do not record."""
+        """Start recording, after `warm_up` steps. Ranks that do not record mark these steps as profiled all the same."""
         self.clock.profiled = True
         if self.run.rank == 0 or self.config.all_ranks:
             activities = [ProfilerActivity.CPU]
@@ -73,7 +73,7 @@ class Profiler:
             self.profiler.start()
 
     def stop(self) -> None:
-        """Stop recording. torch then calls `write`, also if the run ends before the last recorded step."""
+        """Stop recording. torch then calls `write`, even if the run ends before the last step to record."""
         if self.profiler is not None:
             self.profiler.stop()
         self.profiler, self.clock.profiled = None, False
@@ -97,8 +97,8 @@ class Profiler:
 
 
 class Phases:
-    """The phases of a rank as a Chrome trace: an array without a closing bracket, so that a killed run's trace opens
-    too.
+    """The phases of a rank as a Chrome trace. It is an array without a closing bracket, so that a viewer can open the
+    trace of a killed run too.
     """
 
     def __init__(self, path: Path, rank: int) -> None:

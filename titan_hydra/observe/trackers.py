@@ -14,10 +14,10 @@ from titan_hydra.runs.run import Run
 
 
 class Tracker(Protocol):
-    """Receives rows: `step` and numbers. Values that are None are left out."""
+    """Receives rows, which are dicts of `step` and numbers. A value may be None, and is then left out."""
 
     name: str
-    has: int  # the last step whose rows it holds when it is opened
+    has: int  # the last step whose rows the tracker already holds when it is opened
 
     def log(self, row: dict[str, Any]) -> None: ...
 
@@ -25,8 +25,8 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files under tensorboard/ in the run directory. After a resume, `purge_step` hides the rows that are written
-    again.
+    """Writes event files to tensorboard/ in the run directory. After a resume, `purge_step` hides old rows of the steps
+    that are repeated.
     """
 
     name = "tensorboard"
@@ -47,10 +47,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A wandb run whose id is the identity hash, in the group of its sweep; a resumed run continues the same one.
+    """Writes to a wandb run whose id is the identity hash, so that a resumed run continues it. Its group is the sweep.
 
-    Offline, rows that a killed process had not written are lost, so each start writes a new copy of all recorded rows:
-    the newest folder under wandb/ holds every row once. Older folders that were not sent are deleted.
+    In offline mode, wandb loses rows that it has not written when the process is killed. So each start writes a new copy
+    of all recorded rows, after which the newest folder in wandb/ has every row once. Older, unsent folders are deleted.
     """
 
     name, has = "wandb", 0
@@ -90,8 +90,8 @@ class WandB:
 
 
 def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
-    """Open the trackers that the job names, with all rows recorded so far; a tracker that cannot start is dropped with
-    a warning.
+    """Open the trackers that the job names, and send them all rows recorded so far. A tracker that cannot start is left
+    out, with a warning.
     """
     trackers = []
     for name in job.metrics.trackers:
@@ -103,7 +103,7 @@ def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
 
 
 def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
-    """Open a tracker and send it the rows recorded so far."""
+    """Open a tracker, and send it the recorded rows that it does not hold yet."""
     tracker: Tracker = resolve(TRACKERS[name].open)(job, run, resumed_at)
     for row in recorded(run.directory):
         if row["step"] > tracker.has:
@@ -112,14 +112,14 @@ def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
 
 
 def recorded(directory: Path) -> Iterator[dict[str, Any]]:
-    """Return the rows of metrics.jsonl and events.jsonl in the form for trackers, ordered by step; truncated lines are
-    skipped.
+    """Return the rows of metrics.jsonl and events.jsonl in the form for trackers, ordered by step. Damaged rows are left
+    out.
     """
     rows = layout.METRICS.rows(directory)[0] + layout.EVENTS.rows(directory)[0]
     return iter(sorted(map(trackable, rows), key=lambda row: row["step"]))
 
 
 def trackable(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a row; those of an event are prefixed with its name."""
+    """Return the numbers of a row. In the row of an event, their names begin with the name of the event."""
     prefix = f"{row['event']}/" if "event" in row else ""
     return {name if name == "step" else prefix + name: value for name, value in row.items() if isinstance(value, int | float)}

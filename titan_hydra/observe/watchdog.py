@@ -1,9 +1,9 @@
-"""The watchdog thread: it records the rank's position, handles signals while the main thread is blocked, and ends a
-stuck rank.
+"""The watchdog thread. It writes heartbeats with the rank's position, handles signals while the main thread is blocked,
+and ends a stuck rank.
 
 The main thread only records its phase (`at`). Signals reach this thread through Python's wakeup descriptor, to which
-the interpreter's C handler writes at once; Python handlers in the main thread would wait until a collective in C
-returns.
+the interpreter's C handler writes at once. A Python handler would run in the main thread, and only after a collective
+in C has returned.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from titan_hydra.runs.run import Run
 from . import flight, memory
 
 TICK = 0.5  # seconds between two checks of this rank's progress
-BEATS = 50  # most heartbeat files per second that all ranks together write
+BEATS = 50  # largest number of heartbeat files that all ranks together write in a second
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
-# Phases without a time limit: I/O depends on the file system, a meeting on the slowest replica group.
+# Phases without a time limit, as I/O depends on the file system, and a meeting on the slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
 HELD = ("meeting", "checkpoint")  # phases without a limit in which a rank may wait for another rank of its world
-AFTER = ("validation", "checkpoint", "end")  # phases after the step itself, in which the ranks have agreed on a stop
-BLOCKED = 30  # seconds beyond the limit after which a process is ended even if its main thread blocks this thread
+AFTER = ("validation", "checkpoint", "end")  # phases after the step itself; the ranks have agreed before on whether to stop
+BLOCKED = 30  # seconds after the limit at which a process is ended even if its main thread blocks this thread
 MARGIN = 5  # minimum seconds between a collective's time-out and the end of a rank without progress
 
 
 @dataclass(frozen=True)
 class Position:
-    """The position of the main thread. It is replaced as a whole, so that the watchdog's thread never reads a partial
-    change.
+    """The position of the main thread. A change replaces the whole object, so that the watchdog's thread never reads a
+    partial change.
     """
 
     step: int
@@ -57,8 +57,8 @@ class Position:
 
 
 class Watchdog:
-    """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position (its
-    `facts`).
+    """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position as its
+    attribute `facts`.
     """
 
     def __init__(self, job: Job, run: Run) -> None:
@@ -79,7 +79,7 @@ class Watchdog:
         self.thread = thread(self.watch, "watchdog")
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """Record the phase that the main thread begins, in `step` or, without it, in the current step."""
+        """Record the phase that the main thread begins, and its step if that has changed."""
         now, before = time.time(), self.where
         if step is not None and step != before.step:
             self.steps.append((step, now))
@@ -88,11 +88,11 @@ class Watchdog:
             self.on_phase(phase, self.where.step, now)
 
     def moves(self) -> None:
-        """Record progress of the main thread within its phase, for layouts without collectives in that phase."""
+        """Record that the main thread makes progress within its phase, in which not every layout has collectives."""
         self.where = replace(self.where, count=self.where.count + 1)
 
     def set_mesh(self, mesh: Mesh) -> None:
-        """Set the mesh of the model: the flight recorder names process groups by its dimensions."""
+        """Set the mesh of the model, by whose dimensions the flight recorder names process groups."""
         self.mesh = mesh
         if mesh.pipeline is not None and dist.get_backend(mesh.pipeline) == "gloo":
             flight.record_messages()
@@ -108,7 +108,7 @@ class Watchdog:
             os.set_blocking(end, False)
         self.before = signal.set_wakeup_fd(self.wakeup_writer, warn_on_full_buffer=False)
         os.register_at_fork(before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child)
-        # True if the worker had registered the signal; __exit__ registers it again
+        # Whether the worker had registered the signal; then __exit__ registers it again.
         self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]
         # A signal reaches the wakeup descriptor only if it has a handler in Python.
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}
@@ -142,7 +142,7 @@ class Watchdog:
             os.close(end)
 
     def block_signals(self) -> None:
-        """Block stop and dump signals during fork(), so that the child gets none before `detach_child`."""
+        """Block the signals STOP and DUMP during fork(), so that the child gets none before `detach_child`."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
 
@@ -151,14 +151,14 @@ class Watchdog:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP + DUMP)
 
     def detach_child(self) -> None:
-        """Detach a forked child from the wakeup pipe and the thread, as signals to it do not concern the rank."""
+        """Detach a forked child from the wakeup pipe and the thread, as signals to the child do not concern the rank."""
         if self.thread is not None:
             signal.set_wakeup_fd(-1)
             self.unblock_signals()
             self.thread = None
 
     def watch(self) -> None:
-        """Handle signals, write heartbeats and check progress until the `with` block ends: the body of the thread."""
+        """Handle signals, write heartbeats and check progress until the `with` block ends. This is what the thread runs."""
         while self.thread is not None:
             ready, _, _ = select.select([self.wakeup_reader], [], [], TICK)
             with contextlib.suppress(OSError):  # the watchdog continues on a full or slow disk
@@ -167,7 +167,7 @@ class Watchdog:
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
                     self.check_neighbour()
-                    # A newer attempt has begun: the ranks stop as on any SIGTERM, and save nothing.
+                    # If a newer attempt has begun, the ranks stop as after any SIGTERM, but save nothing.
                     if self.run.rank == 0 and self.run.newer_attempt:
                         os.kill(os.getpid(), signal.SIGTERM)
             self.check_progress()
@@ -176,7 +176,7 @@ class Watchdog:
         """Handle a signal: a request to stop (several count as one), or a request to dump the flight recorder."""
         if number in STOP:
             self.asked = self.asked or time.monotonic()
-            self.beat()  # immediately: the launcher looks in the heartbeats for the rank that was not asked to stop
+            self.beat()  # at once, as the launcher finds out from the heartbeats which ranks were asked to stop
         elif number in DUMP:
             self.dump(f"asked by {signal.Signals(number).name}")
 
@@ -187,27 +187,27 @@ class Watchdog:
         write_text(layout.BEAT.of(self.run.attempt, self.run.rank), json.dumps(content), durable=False)
         if self.run.rank == 0:
             done = where.step if where.phase in AFTER else max(where.step - 1, 0)
-            status = {"step": done, "phase": where.phase, "time": where.since}  # `time` is when the main thread last moved
+            status = {"step": done, "phase": where.phase, "time": where.since}  # `time` is when the phase began
             write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
     @property
     def limit(self) -> float:
-        """The seconds without progress after which a rank is ended: a quarter more than a collective's time-out; three
-        times that in the first step, which may compile without a collective.
+        """The seconds without progress after which a rank is ended: a quarter more than a collective's time-out. In the
+        first step, which may compile for long without a collective, it is three times that time-out.
         """
         return 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
 
     def check_neighbour(self) -> None:
-        """End this rank if the next rank, frozen or on a frozen host, writes no heartbeats while this rank is in a phase
-        without a limit. Called after each heartbeat of this rank: time in which the file system blocks both is not
+        """In a phase without a limit, end this rank if the next rank writes no heartbeats: that rank, or its host, is
+        frozen. Called after each heartbeat of this rank, so that time in which the file system blocks both ranks is not
         counted.
         """
         phase = self.where.phase
         if phase not in HELD or self.run.world_size == 1:
             self.heard, self.unheard = None, 0.0
             return
-        beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # {} if it froze before its first heartbeat
+        beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # {} if that rank froze before its first heartbeat
         if beat.get("phase") == "end" or beat.get("time") != self.heard:
             self.heard, self.unheard = beat.get("time"), 0.0
             return
@@ -217,7 +217,7 @@ class Watchdog:
             self.end(Exit.HANG, f"step {self.where.step}, {phase}: {silent}; it or its host is frozen")
 
     def check_progress(self) -> None:
-        """End the rank if it has made no progress, in its phases or its collectives, for longer than its limit."""
+        """End the rank if it has begun no phase, and no collective has begun or ended, for longer than its limit."""
         now, where = time.monotonic(), self.where
         seen = where.count, flight.progress()
         if seen != self.seen:
@@ -232,26 +232,26 @@ class Watchdog:
         if self.run.world_size > 1 and phase not in UNLIMITED:
             if still > limit:
                 self.end(Exit.HANG, f"step {step}, {phase}: no progress for {still:.0f} s")
-            # faulthandler ends the process even if the main thread holds the GIL, so that this thread cannot run.
+            # faulthandler ends the process even if this thread cannot run because the main thread holds the GIL.
             faulthandler.dump_traceback_later(limit + BLOCKED, exit=True, file=2)
         else:
             faulthandler.cancel_dump_traceback_later()
 
     def dump(self, why: str, error: BaseException | None = None) -> None:
-        """Write flight_<rank>.json. Errors are suppressed, as the rank may be ending already."""
+        """Write flight_<rank>.json. Errors are suppressed, as the rank may already be ending."""
         where = {**vars(self.where), "steps": list(self.steps), "timeout": self.timeout}
         with contextlib.suppress(Exception):
             flight.dump(self.run, where, self.mesh, why, error)
 
     def mark_stopped(self, how: str = "agreed") -> None:
-        """Mark for the batch script that this attempt ends because it was asked to. `agreed`: its ranks agreed on the
-        stop, whatever their exit statuses. `blocked`: this rank could not agree; another may have failed.
+        """Mark for the batch script that this attempt ends because it was asked to stop. `agreed`: its ranks agreed on
+        the stop, whatever their exit statuses are. `blocked`: this rank could not agree; another may have failed.
         """
-        with contextlib.suppress(OSError):  # a full disk: the exit status has the same information
+        with contextlib.suppress(OSError):  # the disk may be full; the exit status has the same information
             layout.STOPPED.of(self.run.attempt).write_text(f"{how}\n")
 
     def end(self, status: Exit, message: str) -> None:
-        """End this process, whose main thread is stuck. Stacks go to the log, the reason to rank_<rank>.json."""
+        """End this process, whose main thread is stuck. Write the stacks to the log and the reason to rank_<rank>.json."""
         self.dump(message)
         file = self.run.record_of(self.run.rank)
         record = read_json(file) or {}

@@ -92,7 +92,7 @@ def every_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[], tuple
 
 
 def every_second_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[], tuple]:
-    """Return the context_fn of ac=op, which saves the results of the listed operators, but of every second matmul only."""
+    """Return the context_fn of ac=op, which saves the results of the listed operators, but only every second matmul."""
     return partial(selective_contexts, _saved(config, sparse), True)
 
 
@@ -113,8 +113,8 @@ def both(first: AbstractContextManager, second: AbstractContextManager) -> Itera
 
 
 def selective_contexts(saved: frozenset, alternate: bool) -> tuple:
-    """Return the contexts of one block's forward and of its recomputation. All matmuls are saved, or the first, the
-    third, ...
+    """Return the contexts of one block's forward and of its recomputation. All matmuls are saved or, if `alternate`,
+    every second one, beginning with the first.
 
     Forward and recomputation count matmuls separately, since torch before 2.13 calls the policy again in the
     recomputation.

@@ -9,7 +9,7 @@ from titan_hydra.config.schema import Job
 from . import activation_checkpoint, compile, context, data, experts, lora, simple_fsdp, tensor
 from .mesh import Mesh
 
-# Adapters are split as their linear is, so lora comes after tensor.
+# `lora` comes after `tensor`, as adapters are split like their linear.
 TECHNIQUES = (tensor, experts, lora, context, activation_checkpoint, compile)
 SHARDING = {"fsdp2": data.apply, "simple_fsdp": simple_fsdp.apply}  # by parallelism.backend
 

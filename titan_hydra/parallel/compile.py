@@ -24,9 +24,9 @@ from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Compile the blocks of a stage, in place, at their first call. Names stay. A graph break is an error, not a slow
-    block. Of a block that names its `compiled` methods, as one with experts does, only those are compiled, each by
-    itself.
+    """Compile the blocks of a stage, in place, at their first call. Names of modules stay. A graph break is an error, and
+    not just a slower block. If a block lists methods in `compiled`, as a block with experts does, only those are compiled,
+    each by itself.
 
     compile=model compiles the whole module instead, as one graph with the communication of SimpleFSDP: the compiler
     merges the parameters of a block into one all-gather, as FSDP2 does, and overlaps communication with computation.
@@ -89,5 +89,5 @@ def place(mesh: Mesh) -> str:
 
 
 def function(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
-    """Compile the loss function like the blocks: softmax and up-cast become one pass over the logits."""
+    """Compile the loss function like the blocks, so that softmax and up-cast become one pass over the logits."""
     return torch.compile(function, fullgraph=True, backend=config.backend) if config.name != "off" else function

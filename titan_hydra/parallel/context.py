@@ -32,12 +32,12 @@ from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Replace the attention kernel of every block of a stage by one that covers the whole sequence, in place: every
-    child called `sdpa`.
+    """In every block of a stage, replace the attention kernel, the child called `sdpa`, by one that covers the whole
+    sequence.
 
-    torch keeps the ring's options for the whole process, so every job sets them; one without context parallelism
-    switches the ring off. Raises ConfigError for a block without such a kernel, and in a ring for a kernel that is not
-    the package's: torch's replaces it there.
+    torch keeps the ring's options for the whole process. So every job sets them, and a job without context parallelism
+    switches the ring off. Raises ConfigError for a block without such a kernel. With a ring, it also raises for a kernel
+    that is not the package's, as torch's kernel would replace it.
     """
     private.disable_ring_dispatcher()
     if mesh.degrees.cp == 1:
@@ -62,8 +62,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Return this rank's part of every sequence of a titan_hydra.data.batch.Batch: of each tensor along the dimension
-    it declares.
+    """Return this rank's part of every sequence of a titan_hydra.data.batch.Batch. Each tensor is cut along the dimension
+    that it declares.
     """
     return batch if mesh.degrees.cp == 1 else batch.of_sequences(lambda length: local_index(length, mesh))
 
@@ -111,12 +111,12 @@ def ring_options() -> tuple[Any, ...]:
 
 
 class Ring(nn.Module):
-    """Attention, causal where `sdpa` is, on this rank's q, k, v [batch, heads, seq / ranks, head_dim], as if on the
-    whole sequence.
+    """Attention of this rank's q, k, v [batch, heads, seq / ranks, head_dim] to the whole sequence; it is causal if `sdpa`
+    is.
     """
 
     def __init__(self, sdpa: SDPA, mesh: DeviceMesh):
-        """Take what to compute from `sdpa`. Raises ConfigError if the kernel that it asks for has no ring."""
+        """Take the options of the attention from `sdpa`. Raises ConfigError if the kernel that it asks for has no ring."""
         super().__init__()
         self.mesh, self.causal, self.backend = mesh, sdpa.causal, sdpa.backend
         self.options = ring_options()
@@ -138,8 +138,8 @@ class Ring(nn.Module):
 
 
 class Ulysses(nn.Module):
-    """Attention on q, k, v [batch, heads, seq / ranks, head_dim], computed by `sdpa` on the whole sequence of 1 / ranks
-    of the heads.
+    """Attention of q, k, v [batch, heads, seq / ranks, head_dim]. The ranks exchange them, so that `sdpa` computes the
+    whole sequence for 1 / ranks of the heads.
     """
 
     def __init__(self, sdpa: nn.Module, mesh: DeviceMesh):

@@ -51,16 +51,16 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         gather_ahead(list(family.blocks(module).values()))
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            # The loss is a sum divided once by the tokens of the global batch: every reduction over ranks must be a
-            # plain sum. By default FSDP divides by the ranks, and with a custom factor HSDP would still do so
+            # The loss is a sum that is divided once, by the tokens of the global batch. So every reduction over ranks must
+            # be a plain sum. By default FSDP divides by the number of ranks, and HSDP does so even with a custom factor
             # (TorchTitan #2318).
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
 
 def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
-    """Shard a block. Its experts are sharded over the ranks that hold the same ones: by expert if these divide evenly,
-    else by width.
+    """Shard a block. Its experts are sharded over the ranks that hold the same experts: by expert if the number of ranks
+    divides that of the experts, else by width.
 
     If torch supports it (not 2.11), one group of hooks gathers both: a second group, inside the block, would run again
     when the block is recomputed.
@@ -84,9 +84,9 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
 
 
 def gather_ahead(blocks: list[Any]) -> None:
-    """Let each block start the gathers of the next one when its forward begins: in the forward the host waits for the
-    device, for the numbers of tokens. In the backward it does not wait, so FSDP's own prefetching suffices. In torch
-    2.11 experts are gathered separately.
+    """Let each block start the gathers of the next block when its forward begins. In the forward of experts, the host
+    waits for the device to read the numbers of tokens, which would delay these gathers. In the backward it does not wait,
+    so that FSDP's own prefetching suffices. In torch 2.11 experts are gathered separately.
     """
     for block, later in pairwise(blocks):
         block.set_modules_to_forward_prefetch([part for part in later.modules() if isinstance(part, FSDPModule)])
@@ -103,10 +103,10 @@ def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module],
 
 
 def last_microbatch(module: nn.Module, last: bool) -> None:
-    """Set whether this backward is the step's last: replicas reduce their gradients only then (TorchTitan #1929).
+    """Set whether this backward is the step's last. Replicas reduce their gradients only in the last (TorchTitan #1929).
 
-    For FSDP itself every backward is the last: otherwise it would keep the order of earlier forwards, and gather their
-    heads again.
+    FSDP itself is told that every backward is the last. Otherwise it would keep the order of earlier forwards, and gather
+    their heads again.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(last)

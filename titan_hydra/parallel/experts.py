@@ -51,8 +51,8 @@ class Balance:
     """How evenly a step's tokens were distributed over the experts of this rank's stages, as tensors on the device."""
 
     loads: Tensor  # [layers, experts]: numbers of tokens
-    worst: Tensor  # [2]: the largest number of tokens over the mean, of an expert and of an ep rank, in any layer
-    entropy: Tensor  # [2]: the sum over tokens and layers, and the number of summands
+    worst: Tensor  # [2]: largest ratio, in any layer, of the tokens of one expert, and of one ep rank, to the mean
+    entropy: Tensor  # [2]: the sum of the router's entropies over tokens and layers, and the number of summands
 
     def read(self) -> dict[str, float]:
         """Return the numbers of all stages for a row of metrics. This is a collective over all ranks."""
@@ -108,7 +108,7 @@ class Summed(nn.Module):
 
 @dataclass(frozen=True)
 class Route:
-    """The all-to-all of rows to their experts' ranks and back: how many go to, and come from, each rank."""
+    """The all-to-all of rows to the ranks of their experts and back, with the numbers of rows for each rank."""
 
     group: dist.ProcessGroup
     sent: list[int]
@@ -121,7 +121,7 @@ class Route:
         return wait_tensor(all_to_all_single(rows, self.received, self.sent, self.group))
 
     def back(self, rows: Tensor) -> Tensor:
-        """Undo `there`."""
+        """Send rows back to the ranks that they came from: the inverse of `there`."""
         return wait_tensor(all_to_all_single(rows, self.sent, self.received, self.group))
 
 
@@ -159,8 +159,8 @@ class AllToAll(nn.Module):
         return plan.restore(Travel.apply(rows, route.back, route.there))
 
     def sizes(self, plan: Any) -> tuple[Tensor, list[int], list[int]]:
-        """Return the numbers of rows that arrive [rank, own expert], of those sent to each rank, and of those received
-        from each.
+        """Return three numbers of rows: those that arrive [rank, own expert], those sent to each rank, and those received
+        from each rank.
         """
         rank, ranks, experts = self.group.rank(), self.group.size(), len(plan.counts)
         if self.balanced:  # every rank has the same counts, the first `more` experts one more than the others

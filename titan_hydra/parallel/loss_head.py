@@ -23,10 +23,10 @@ from .formats.select import is_plain
 
 
 def convert(model: nn.Module, config: Loss) -> list[str]:
-    """Make a model's head return the loss if it gets targets, as `linear_cross_entropy` does, in place; it keeps its
-    weight under its name.
+    """Make a model's head, in place, return the loss (`linear_cross_entropy`) if it gets targets. The name of its weight
+    stays.
 
-    The loss is part of the head, not a function after the model: so the head's weight is used only inside the forward,
+    As the loss is part of the head and not a function after the model, the head's weight is used only inside the forward,
     and FSDP need not keep it gathered afterwards. Raises ConfigError for a head that computes more than a matmul, which
     would be lost.
     """
@@ -46,8 +46,8 @@ def convert(model: nn.Module, config: Loss) -> list[str]:
 
 
 def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Compute `linear_cross_entropy`, also on DTensors: under tensor parallelism each rank has the whole hidden state
-    and a part of the vocabulary.
+    """Compute `linear_cross_entropy`, for DTensors too: with tensor parallelism, each rank has the whole hidden state and
+    a part of the vocabulary.
 
     Each rank's logits give a partial gradient of the hidden state, which DTensor sums in the backward.
     """
@@ -68,8 +68,8 @@ class Vocabulary:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None) -> Tensor:
-    """Compute the cross-entropy (fp32) of hidden [batch, seq, dim] @ weight.T [dim, vocab]: the sum for targets [batch,
-    seq], the losses of all tokens for targets [batch, seq, 1]. The loss of a negative target is 0.
+    """Return the cross-entropy (fp32) of the logits hidden [batch, seq, dim] @ weight.T [dim, vocab]: their sum if targets
+    are [batch, seq], one for each token if targets are [batch, seq, 1]. The loss of a negative target is 0.
 
     Matmuls run in the dtype of the arguments, softmax and sums in float32.
     """
@@ -154,7 +154,7 @@ def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, fa
     counts = targets >= 0
     if vocabulary is not None:
         targets = targets - vocabulary.first
-    here = counts & (targets >= 0) & (targets < logits.shape[1])  # on this rank, where the vocabulary is split
+    here = counts & (targets >= 0) & (targets < logits.shape[1])  # whether this rank's part of the vocabulary has the target
     largest, sums = softmax_sums(logits)
     right = logits.gather(1, targets.where(here, 0)).float() * here
     if vocabulary is not None:

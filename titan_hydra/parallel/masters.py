@@ -17,12 +17,12 @@ from .mesh import Mesh, local_part
 
 @dataclass
 class Masters:
-    """A rank's parameters as the optimizer holds them, under their plain names, and the copies that the modules compute
-    with.
+    """A rank's parameters as the optimizer holds them, under their plain names, and the copies with which the modules
+    compute.
 
-    The casts are those of FSDP2's mixed precision: weights once a step; each microbatch's gradient, which is in the
-    compute dtype, to the masters' dtype before it is accumulated. If FSDP casts itself, or nothing is cast, there are
-    no copies and `weights` is the model; with adapters `weights` is a tree of the trained parameters.
+    The casts are those of FSDP2's mixed precision: weights are cast once in each step; each microbatch's gradient, which
+    is in the compute dtype, is cast to the masters' dtype before it is accumulated. If FSDP casts, or nothing is cast,
+    there are no copies and `weights` is the model; with adapters `weights` is a tree of the trained parameters.
     """
 
     weights: nn.Module

@@ -17,8 +17,8 @@ from .whole import hold_whole, read_whole
 
 
 class Norm(ParallelStyle):
-    """Every rank holds the norm's whole weight and applies it to its part of the residual stream: all of it or, if
-    `split`, a shard of the sequence.
+    """Every rank holds the norm's whole weight. It applies the norm to the whole residual stream or, if `split`, to its
+    shard of the sequence.
 
     A shard gives only a partial gradient of the weight. torch's SequenceParallel leaves the sum over ranks to the
     gradient's next consumer, in the gradient's dtype: FSDP's reduce_dtype=float32 would not apply to it
@@ -46,7 +46,7 @@ class Norm(ParallelStyle):
 
 
 class _Norm(nn.RMSNorm):
-    """RMSNorm on plain tensors; only the weight's gradient involves other ranks."""
+    """RMSNorm on plain tensors. Only the gradient of its weight is summed over ranks."""
 
     gradient_arises: Placement
     reduce_dtype: torch.dtype

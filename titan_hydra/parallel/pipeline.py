@@ -23,20 +23,20 @@ from titan_hydra.job.schedules import TIME, actions_of
 from .mesh import Mesh, local_part
 
 Tensors = dict[str, Tensor]  # the tensors of a batch, by name
-# the first argument of the model's forward, and the others by name
+# a function from a batch to the first argument of the model's forward, and the other arguments by name
 Inputs = Callable[[Tensors], tuple[Tensor, Tensors]]
-Summed = Callable[[Tensor, Tensors], Tensor]  # of what the model returned, and the batch
+Summed = Callable[[Tensor, Tensors], Tensor]  # a function from the model's output and the batch to a sum
 FORWARD = (ComputationType.FORWARD, ComputationType.SEND_F, ComputationType.RECV_F)
 
 
 class Stage(PipelineStage):
-    """torch's pipeline stage, with the shapes of its input and output given. `inputs` are those of an objective, for a
-    microbatch.
+    """torch's pipeline stage, with given shapes of its input and output. `inputs` is the objective's function, which is
+    applied to a microbatch.
     """
 
     def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs):
         hidden = hidden_state(job)
-        # Given shapes save torch a run to infer them. The last stage's output is used only by the loss.
+        # With given shapes, torch need not run the stage to infer them. Only the loss uses the last stage's output.
         super().__init__(
             module,
             index,
@@ -65,13 +65,13 @@ class Stage(PipelineStage):
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # torch 2.11's first exchange with the neighbours, which fails on gloo where both stages are on one rank
+        # removes torch 2.11's first exchange with the neighbours, which fails on gloo if both stages are on one rank
         return []
 
 
 class Pipeline:
-    """This rank's stages under the job's schedule. `inputs`, `loss` and `measure` are an objective's; the rank of the
-    last stage computes the sums. `first` has the shape and the dtype of the first stage's input.
+    """This rank's stages under the job's schedule. `inputs`, `loss` and `measure` are the objective's functions; the rank
+    with the last stage computes the sums. `first` has the shape and the dtype of the first stage's input.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Pipeline:
         self.device, self.loss, self.measure = device, loss, measure
         self.summed, self.count = loss, torch.ones((), device=device)
         self.schedule = build_schedule(self.stages, job, self._loss_of)
-        # Made now: NCCL would make the group's communicator at its first mixed exchange, in which not every rank takes
-        # part.
+        # This makes the group's communicator now. NCCL would make it at the first mixed exchange, in which not every rank
+        # takes part.
         dist.all_reduce(torch.zeros(1, device=device), group=mesh.pipeline)
 
     def forward_backward(self, batch: Any, count: Tensor, last: bool) -> Tensor:
@@ -111,8 +111,8 @@ class Pipeline:
             return self._run(self.schedule.eval, batch, self.measure, torch.ones((), device=self.device))
 
     def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the last stage's share of the mean loss. torch counts microbatches by the target; the stage has the
-        tensors.
+        """Return the last stage's share of the mean loss. torch needs `target` only to count microbatches; the stage has
+        the tensors of the batch.
         """
         return local_part(self.summed(output, self.stages[-1].newest)) / self.count
 
@@ -129,8 +129,8 @@ class Pipeline:
 
 
 def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineSchedule:
-    """Build torch's schedule over this rank's stages. It must not scale gradients: the loss is already divided by what
-    counts in the global batch.
+    """Build torch's schedule over this rank's stages. It must not scale gradients, as the loss is already divided by the
+    count of the global batch.
     """
     record, config = PIPELINE_SCHEDULES[job.pp_schedule.name], cast(Any, job.pp_schedule)
     kind = resolve(record.schedule)
@@ -151,8 +151,8 @@ def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[Action]]
 
 
 def _computations(step: TorchAction) -> list[Action]:
-    """Return the computations of a step; one that overlaps a forward with a backward has both. What is left out is
-    communication.
+    """Return the computations of a step of the schedule, without communication. A step that overlaps a forward with a
+    backward has both.
     """
     parts = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)]
     return [part for part in parts if part[1] in TIME]

@@ -1,5 +1,5 @@
-"""What a model family's sharding returns, and what it is given: a plan names for each module, in the model or in a
-block, the style that splits its weights and its inputs and outputs (models/*/sharding.py).
+"""What a model family's sharding (models/*/sharding.py) returns, and what it is given. It returns a plan: for each module
+in the model or in a block, the style that splits the module's weights, inputs and outputs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .whole import SplitTokens
 
 @dataclass(frozen=True)
 class Plan:
-    """Styles by module name: `around` for the modules outside the blocks, `block` for those of every block, `sparse`
-    for those of blocks with experts instead.
+    """Styles by module name: `around` for modules outside the blocks, `block` for modules of a block. A block with experts
+    uses `sparse` instead of `block`.
     """
 
     around: dict[str, ParallelStyle]
@@ -33,8 +33,8 @@ class Plan:
 
 
 def with_experts(dense: Plan, norm: Norm) -> Plan:
-    """Return a plan whose blocks may have experts in place of the feed-forward. Shared experts are split as that is;
-    the router takes the rank's own tokens.
+    """Return a plan whose blocks may have experts in place of the feed-forward. Shared experts are split like the
+    feed-forward; the router gets the rank's own tokens.
     """
     own = {name: style for name, style in dense.block.items() if not name.startswith("feed_forward")}
     shared = {name.replace("feed_forward", "feed_forward.shared_experts"): dense.block[name] for name in dense.block.keys() - own.keys()}

@@ -1,6 +1,6 @@
-"""Make torch's ring attention run on CPUs: it is written for any kernel, but registered only for those of CUDA.
+"""Make torch's ring attention run on CPUs. torch has written it for any kernel, but registers it only for CUDA's kernels.
 
-Tests on gloo ranks thus execute the same code as GPUs: its dispatch, its rotation, its merging of partial results.
+So tests on gloo ranks execute the same code as GPUs: the dispatch, the rotation, and the merging of partial results.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from titan_hydra.base.private import flash_on_cpu as FORWARD
 from titan_hydra.base.private import flash_on_cpu_backward as BACKWARD
 
 SEQ_DIM = 2
-# Replicated, or split over heads, batch or sequence, for all tensors alike: [batch, heads, seq, ...] is what each
-# begins with.
+# All tensors are replicated, or all are split over batch, heads or sequence: each has dimensions that begin with [batch,
+# heads, seq].
 PLACEMENTS = (Replicate(), Shard(1), Shard(0), Shard(SEQ_DIM))
 
 

@@ -59,15 +59,15 @@ def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
         return distribute_tensor(parameter.detach(), mesh.fsdp, placements, src_data_rank=None)
     local = distribute_tensor(parameter.to_local().detach(), mesh.fsdp, placements, src_data_rank=None).to_local()
     (inner,) = parameter.placements
-    if inner == Shard(0):  # already split by tp: what FSDP takes is a stride of the whole
+    if inner == Shard(0):  # tp has already split dim 0, so that FSDP's shards are strided parts of the whole
         placements = (*placements[:-1], StridedShard(0, split_factor=parameter.device_mesh.size()))
     both = mesh.world[(*mesh.fsdp.mesh_dim_names, *parameter.device_mesh.mesh_dim_names)]
     return DTensor.from_local(local, both, (*placements, inner), run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def placements_of(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Return the placements: replicated over replicas, if the mesh has them, and sharded on dim 0 over the last
-    dimension.
+    """Return a parameter's placements: replicated over the mesh's replicas, if it has them, and sharded on dim 0 over the
+    last dimension of the mesh.
     """
     return (*[Replicate()] * (mesh.ndim - 1), Shard(0))
 
@@ -80,7 +80,7 @@ class Gather:
     def __init__(self, mesh: Mesh, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self.mesh: Any = mesh.fsdp
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
-        # not asked for in __call__: a compiler finds there the groups of an earlier job in the process
+        # These are not looked up in __call__, where a compiler may find the groups of an earlier job in the process.
         if mesh.degrees.tp > 1:
             self.tp = mesh.world["tp"]
             self.tp_rank: Any = mesh.coordinate("tp")  # torch annotates it as None
@@ -105,6 +105,6 @@ class Gather:
 
     def _whole(self, parameter: DTensor) -> torch.Tensor:
         replicated = redistribute(parameter, [Replicate()] * self.mesh.ndim, self.compute_dtype, self.reduce_dtype)
-        # Each rank has the gradient of its own samples: partial sums. Left out, they would be taken for equal copies
-        # (TorchTitan #2217).
+        # Each rank has the gradient of its own samples, so that these are partial sums. Without this placement they would
+        # count as equal copies (TorchTitan #2217).
         return replicated.to_local(grad_placements=[Partial()] * self.mesh.ndim)

@@ -1,5 +1,5 @@
-"""Split masters: modules and FSDP hold the upper half of each weight, in bfloat16, and the optimizer the lower one.
-Nothing is cast.
+"""Split masters: modules and FSDP hold the upper half of each weight, in bfloat16, and the optimizer holds the lower half.
+No weight is cast.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .mesh import like, local_part
 def split_masters(model: nn.Module, job: Job) -> Masters:
     """Split every parameter of this rank, in place, before the first forward.
 
-    FSDP learns of the new parameters as of those that `load_state_dict` assigns, and leaves the gradients in the dtype
-    of their sum. Without it gradients of vectors are float32, in which norms compute them.
+    FSDP treats the new parameters like those that `load_state_dict` assigns, and leaves gradients in the dtype in which
+    they are summed. Without FSDP, gradients of vectors are float32, as norms compute them in float32.
     """
     dtype = getattr(torch, gradient_dtype(job))
     wrapped = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -38,8 +38,8 @@ def split_masters(model: nn.Module, job: Job) -> Masters:
 
 @torch.no_grad()
 def split_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Return the upper half of a float32 parameter, with the lower one as its `lower_half`. `dtype` is that of its
-    gradient.
+    """Return the upper half of a float32 parameter; its attribute `lower_half` is the lower half. `dtype` is the dtype of
+    its gradient.
     """
     weight, remainder = halves_of(local_part(parameter))
     half: Any = nn.Parameter(like(parameter, weight), requires_grad=parameter.requires_grad)
@@ -49,8 +49,8 @@ def split_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter
 
 @torch.no_grad()
 def master_of(parameter: nn.Parameter) -> Tensor:
-    """Return the value of a parameter as the optimizer knows it: of split ones both halves together, in memory of its
-    own.
+    """Return the value of a parameter as the optimizer knows it. For a split parameter, this is a new tensor that joins
+    both halves.
     """
     if not is_split(parameter):
         return parameter.detach()
@@ -58,7 +58,7 @@ def master_of(parameter: nn.Parameter) -> Tensor:
 
 
 def lower_half(parameter: Any) -> Tensor:
-    """Return what the float32 master of this rank's shard has beyond its bfloat16."""
+    """Return the lower half of this rank's shard: the bits of its float32 master that the bfloat16 number lacks."""
     return parameter.lower_half
 
 

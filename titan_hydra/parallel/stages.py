@@ -26,8 +26,8 @@ def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
 
 
 def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
-    """Leave only some of a model's named modules, in place: others of a container ("layers.3") are deleted, other
-    children become None.
+    """Remove all of a model's named modules but those in `kept`, in place. Modules of a container ("layers.3") are deleted,
+    other children become None.
     """
     for name in set(names) - set(kept):
         container, _, member = name.rpartition(".")
@@ -46,7 +46,7 @@ def whole(stages: list[nn.Module]) -> nn.Module:
         return stages[0]
     shell = nn.Module()
     children = [child for stage in stages for child in stage.named_children()]
-    # blocks first: sums keep their order
+    # Blocks come first, so that sums over parameters keep their order.
     for name, child in sorted(children, key=lambda child: not isinstance(child[1], nn.ModuleDict)):
         if isinstance(child, nn.ModuleDict) and hasattr(shell, name):
             getattr(shell, name).update(child)

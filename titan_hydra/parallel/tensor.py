@@ -43,7 +43,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     for name in plan.around:
         if isinstance(part := getattr(module, name), nn.Embedding):
             part.register_forward_hook(_arrived)
-    experts = {weight for layer in sparse_layers(module) for weight in layer.experts.parameters()}  # split after this
+    experts = {weight for layer in sparse_layers(module) for weight in layer.experts.parameters()}  # experts.py splits them later
     for name, weight in module.named_parameters():
         if not isinstance(weight, DTensor) and weight not in experts:
             raise ConfigError(f"parallelism.tp={tp.size()}: the sharding of {job.model.family} has no style for {name}; nearest legal: 1")
@@ -77,7 +77,7 @@ def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
 
 
 def loss_context(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """Return the context of the loss, forward and backward: loss parallel if the logits stay split over the
-    vocabulary.
+    """Return the context in which the loss and its backward run. It enables loss parallelism if the logits stay split over
+    the vocabulary.
     """
     return loss_parallel() if mesh.degrees.tp > 1 and mesh.degrees.loss_parallel else contextlib.nullcontext()

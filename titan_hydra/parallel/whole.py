@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 
 class Whole(ParallelStyle):
-    """Every rank computes the same from the same input, and each gets the whole gradient of the output."""
+    """Every rank computes the same output from the same input, and gets the whole gradient of the output."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         hold_whole(module, mesh)
@@ -45,8 +45,8 @@ class WholeTree(ParallelStyle):
 
 
 class SplitTokens(ParallelStyle):
-    """Every rank applies the weights to tokens of its own, so its gradient of them is partial. It is summed in
-    `reduce_dtype`.
+    """Every rank applies the weights to its own tokens, so that it has a partial gradient of the weights. These gradients
+    are summed in `reduce_dtype`.
 
     The module reads its weights through its attribute `read`.
     """

@@ -1,3 +1,3 @@
-"""What a job would take and how fast it would be, from its configuration alone. Imports no torch, as login nodes
-plan.
+"""Predict the memory and the speed of a job from its configuration alone. Imports no torch, so that it works on login
+nodes.
 """

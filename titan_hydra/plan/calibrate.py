@@ -1,4 +1,4 @@
-"""Fit a device's rates to measured runs, so that the predictions for its other layouts are of this device."""
+"""Fit a device's rates to measured runs, so that predictions for other layouts hold for this device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import time
 from .predict import changed
 
 RATES = ("bf16_tflops", "float8_tflops", "attention_tflops", "flash_tflops", "memory_tbs", "nvlink_gbs", "nic_gbs", "passes_per_second")
-PULL = 1e-3  # weight of the penalty that keeps a rate near its start, so that one on which the runs hardly depend stays there
+PULL = 1e-3  # weight of the penalty that keeps a rate near its start, so that a rate on which the runs hardly depend stays there
 STEPS = (0.5, 0.2, 0.05, 0.01)  # successive step sizes of the search, in natural logarithms of a rate
 
 

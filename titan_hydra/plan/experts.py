@@ -13,8 +13,8 @@ from titan_hydra.job.experts import sparse
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """`rows` is the number of rows that a rank's experts compute for each token of a context-parallel rank; a row is a
-    token sent to an expert. Widths count elements of a row.
+    """The sizes of a block's experts on one rank. A row is a token that is sent to an expert; `rows` is the number of rows
+    that a rank's experts compute for each token of a context-parallel rank. Widths count elements of a row.
     """
 
     number: int  # routed experts of a block, on all ranks
@@ -44,7 +44,7 @@ class ExpertShape:
 
     @property
     def chosen(self) -> float:
-        """The bytes of a token that selective checkpointing keeps beside outputs of matmuls: rows that were sent,
+        """The bytes of a token that selective checkpointing keeps in addition to outputs of matmuls: rows that were sent,
         scores and indices.
         """
         return 2 * self.sent + 12 * self.rows
@@ -65,8 +65,8 @@ class ExpertShape:
         return self.rows * (self.used * (2 * self.dim + 4 * self.width) + orders) + 12 * self.number / self.sequence
 
     def backward(self, again: bool) -> float:
-        """Return the bytes of a token by which the backward, at its peak, exceeds `everything`: in the experts or, if
-        the block is recomputed (`again`), where rows are unpermuted.
+        """Return the bytes of a token by which the peak of the backward exceeds `everything`. The peak is in the experts or,
+        if the block is recomputed (`again`), at the point where rows are unpermuted.
         """
         return self.rows * self.used * max(self.width, 2 * self.width - self.dim, again * (2 + (self.ep > 1)) * self.dim)
 

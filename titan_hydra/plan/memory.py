@@ -42,10 +42,10 @@ Moment = tuple[float, list[Term]]  # number of parameters that have a gradient b
 class Peak:
     """The memory of the fullest rank at its fullest moment."""
 
-    rank: int  # its rank in the world; the others with the same pipeline rank hold as much
+    rank: int  # number of the fullest rank in the world; others with the same pipeline rank hold as much
     pipeline_rank: int
     terms: tuple[Term, ...]
-    live: float  # most bytes of live tensors; the moment may be another than that of `terms`
+    live: float  # largest number of bytes of live tensors; this may be at another moment than that of `terms`
 
     @property
     def gib(self) -> float:
@@ -65,11 +65,11 @@ class Peak:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants that are fitted, or that differ in older versions of torch; tests of the paper's tables change the
-    latter.
+    """Constants that are fitted, or that differ in older versions of torch. Tests of the paper's tables change those that
+    differ.
     """
 
-    # reserved over live bytes of temporary memory: fitted to one H200 with torch 2.11; 1.17 on the paper's ranks (2024)
+    # ratio of reserved to live bytes of temporary memory, fitted to one H200 with torch 2.11; 1.17 on the paper's ranks (2024)
     reserve: float = 1.05
     logits: float | None = None  # bytes per logit at the loss; None: the number counted in `_head`
     kept_logits: float = 0  # bytes per logit that older pipeline schedules kept for all microbatches, twice
@@ -79,7 +79,7 @@ def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = Non
     """Predict the memory of a frozen job's fullest rank. Raises NotPredictable."""
     shape = shape or shape_of(job)
     ranks = len(shape.stages)
-    # the first and last ranks, and inner ranks, which have the most blocks
+    # candidates for the fullest rank: the first, the last, and an inner rank with the most blocks
     likely = sorted({0, 1 % ranks, ranks // 2, max(ranks - 2, 0), ranks - 1})
     return max((_of_rank(shape, rank, constants) for rank in likely), key=lambda found: found.gib)
 
@@ -90,7 +90,7 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     trained, share, of_gradient = shape.trained(shape.stages[rank]), shape.stored / shape.shards, shape.gradient / shape.shards
     copied = shape.job.optimizer.masters == "whole" and not shape.wrapped and shape.used != shape.stored
     copies = trained * shape.used * copied
-    # frozen weights are in the compute dtype, without gradients or optimizer state
+    # frozen weights are in the compute dtype, and have no gradients or optimizer state
     frozen = parameters * shape.used / shape.shards if shape.adapter else 0
     always = [Term("weights", trained * share + frozen), Term("optimizer", trained * share * shape.moments), Term("weight copies", copies)]
     moments = [*_moments(shape, rank, parameters, constants)]
@@ -152,7 +152,7 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
         gradients = shape.reduced * parameters * shape.learned * (shape.microbatches > 1 and summed)
         return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients + own * (reduced is not None))]
     kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
-    tied = shape.used * shape.embedding * (not shape.head)  # it is gathered with the root module, which stays gathered
+    tied = shape.used * shape.embedding * (not shape.head)  # a tied embedding belongs to the root module, which stays gathered
     if reduced is None:
         # the fused loss runs before the all-gather's buffer is freed
         weights = shape.used * shape.head * (1 + shape.fused_loss) + tied
@@ -183,8 +183,8 @@ def saved(shape: Shape) -> float:
 
 
 def _norms(shape: Shape) -> float:
-    """Return the elements of a token in the outputs of a block's two norms, as the linears take them: whole under
-    tensor parallelism.
+    """Return the elements of a token in the outputs of a block's two norms, in the form in which the linears read them:
+    whole with tensor parallelism.
     """
     dim = shape.job.model.dim
     if shape.job.parallelism.tp == 1:
@@ -193,8 +193,8 @@ def _norms(shape: Shape) -> float:
 
 
 def _heads(shape: Shape) -> float:
-    """Return the elements of a token in queries, keys, values and attention's output, and in what they are computed
-    from: latents, or queries and keys that are not normalized yet.
+    """Return the elements of a token in queries, keys, values and attention's output, and in the tensors from which they
+    are computed: latents, or queries and keys that are not normalized yet.
     """
     before = 2 * shape.latents + (shape.queries + shape.keys) * shape.job.model.qk_norm
     return shape.queries + shape.keys * (1 + shape.values / shape.queries) + shape.values + before
@@ -209,7 +209,7 @@ def _attention(shape: Shape) -> float:
 
 
 def _mask(shape: Shape) -> float:
-    """Return the size of a microbatch's document mask, which every attention kernel needs but flash in half precision."""
+    """Return the size of a microbatch's document mask. Every attention kernel needs it except flash in half precision."""
     job = shape.job
     return shape.samples * job.data.seq_len**2 * call_of(job).masked
 
@@ -231,7 +231,7 @@ def _between_stages(shape: Shape, rank: int) -> list[Term]:
 
 
 def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]:
-    """Yield the memory of the head and the loss: several copies of the logits; or, for the fused loss, first a chunk of
+    """Yield the memory of the head and the loss: several copies of the logits. For the fused loss, yield first a chunk of
     logits with the gradients so far, then the scaled gradients.
     """
     job, tokens, last = shape.job, shape.tokens, len(shape.layers) - 1
@@ -240,7 +240,7 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     around = waiting * shape.used * tokens * (dim + (job.model.dim if tp else dim))
     if shape.fused_loss:
         weight = job.model.vocab_size * job.model.dim / job.parallelism.tp
-        one = job.loss.chunk_tokens >= tokens  # a single chunk's product is the gradient; those of several chunks are summed in float32
+        one = job.loss.chunk_tokens >= tokens  # whether there is one chunk; products of several are summed in float32
         each, hidden = (shape.used if one else 4) * weight, shape.used * tokens * job.model.dim
         gradients = Term("head's gradient", (waiting - one) * each + waiting * hidden)
         # a chunk's logits, and its product for the weight's gradient
@@ -261,9 +261,9 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
 
 
 def _block(shape: Shape) -> Iterator[list[Term]]:
-    """Yield the memory of one block's backward: its activations, saved or recomputed, and its gradients; at its
-    feed-forward, and at ring attention, which sums the gradients of queries, keys and values in float32 while keys and
-    values are passed on.
+    """Yield the memory of one block's backward (its activations, saved or recomputed, and its gradients) at two moments:
+    in the feed-forward, and in ring attention, which sums the gradients of queries, keys and values in float32 while keys
+    and values are passed on.
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
     width = (5 + (not shape.compiled)) * shape.ffn_width

@@ -75,7 +75,7 @@ def exchanges(shape: Shape) -> tuple[int, int]:
 
 def _shards(shape: Shape, parameters: float) -> float:
     """Return the bytes of a local batch's all-gathers of weights and reduce-scatters of gradients. ZeRO-3 gathers all
-    weights twice, but the head's once: the backward begins with them.
+    weights twice, except those of the head: the backward begins with them, so that they are gathered once.
     """
     reshard, pp = shape.job.parallelism.reshard_after_forward, len(shape.stages) > 1
     if reshard == "always":

@@ -1,4 +1,4 @@
-"""One answer for one job: memory against what the device has, tokens per second, GPU-hours; and what would make it
+"""Predict for one job whether it fits the device's memory, its tokens per second, its GPU-hours, and what would make it
 fit.
 """
 
@@ -91,8 +91,8 @@ def of_launch(job: Job) -> Prediction | None:
 
 
 def objection(prediction: Prediction) -> Fault | None:
-    """Return the fault of a job that is predicted not to fit its devices, with the nearest change that would; None if
-    it fits.
+    """Return the fault of a job that is predicted not to fit its devices, with the nearest change that would make it fit;
+    None if it fits.
     """
     job, peak, capacity = prediction.job, prediction.peak, prediction.capacity_gib
     if prediction.fits != "no":
@@ -117,7 +117,7 @@ def objection(prediction: Prediction) -> Fault | None:
 
 
 def too_large(prediction: Prediction) -> bool:
-    """Whether the predicted memory exceeds the device's by so much that the job is refused instead of warned of."""
+    """Whether the predicted memory exceeds the device's by so much that the job is refused, and not only warned about."""
     return prediction.fits == "no" and prediction.peak.gib > REFUSED * prediction.capacity_gib
 
 
@@ -178,7 +178,7 @@ def _section_of(mode: str) -> ActivationCheckpoint:
 
 
 def on_nodes(job: Job, gpus: int | None) -> Job:
-    """Return a copy of a job on `gpus` devices of a cluster whose nodes are those of its `hardware`."""
+    """Return a copy of a job on `gpus` devices of a cluster whose nodes are described by its `hardware`."""
     node = job.cluster.gpus_per_node or job.hardware.gpus_per_node
     if runs_here(job):
         job = copy.copy(job)

@@ -1,4 +1,4 @@
-"""Every legal layout of a job on a number of devices, at a fixed global batch: which fit, and how fast each is."""
+"""Search the legal layouts of a job on a number of devices, at a fixed global batch: which fit, and how fast each is."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
 
 
 def _points(job: Job) -> Iterator[Prediction]:
-    """Yield the memory of the legal points of the search space; of points that differ only in checkpointing, the one
-    that fits and recomputes least.
+    """Yield the memory of the legal points of the search space. Of points that differ only in checkpointing, yield the
+    one that fits and recomputes least.
     """
     modes = searched_modes()
     for layout in _layouts(job):

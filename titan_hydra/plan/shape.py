@@ -90,14 +90,14 @@ class Shape:
 
     @property
     def format(self) -> Format | None:
-        """The number format that the linears compute in; None: the compute dtype, or a format that is emulated in
+        """The number format in which the linears compute. None means the compute dtype, or a format that is emulated in
         it.
         """
         return None if self.job.precision.emulate else FORMATS.get(self.job.precision.converter)
 
     @property
     def one_scale(self) -> bool:
-        """Whether that format has one scale per tensor, so that ranks cast a tensor before they gather it."""
+        """Whether the number format has one scale per tensor, so that ranks cast a tensor before they gather it."""
         return self.format is not None and has_one_scale(self.job)
 
     @property
@@ -148,7 +148,7 @@ class Shape:
 
     @property
     def halves(self) -> int:
-        """In how many of a block's halves, attention and feed-forward, tensor-parallel ranks gather the input; routed
+        """The number of a block's two halves (attention, feed-forward) whose input tensor-parallel ranks gather. Routed
         experts take split tokens.
         """
         return 1 if self.experts and not sparse(self.job).n_shared_experts else 2
@@ -220,7 +220,7 @@ class Shape:
         return 1 + [one.column for one in self.linears].index(False)
 
     def outputs(self, rows: int) -> list[float]:
-        """Return the widths of a token in the outputs of a block's matmuls on this rank, in running order; outputs of
+        """Return the elements of a token in the outputs of a block's matmuls on this rank, in running order. Outputs of
         row-parallel linears are split over `rows` ranks.
         """
         widths = [one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows) for one in self.linears]

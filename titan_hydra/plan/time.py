@@ -1,5 +1,5 @@
-"""The seconds of a step, from a job and its hardware: what a block computes and sends, how the pipeline waits, what
-FSDP cannot hide.
+"""The seconds of a step, from a job and its hardware: what a block computes and sends, how long the pipeline waits, and
+the part of FSDP's communication that nothing overlaps.
 
 Rates come from conf/hardware; `Factors` do not depend on the device. docs/plan.md tells how both were fitted.
 """
@@ -23,7 +23,7 @@ from .shape import NotPredictable, Shape, shape_of
 Passes = dict[str, tuple[float, float]]  # (seconds of the forward, seconds of the backward) by kind of work
 # half-widths of the error band, relative: for a hardware preset that was fitted to runs, and for another
 BAND, UNMEASURED = 0.15, 0.20
-# the update's memory traffic per parameter: 28 bytes for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
+# bytes of the update's memory traffic per parameter: 28 for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
 TOKEN_BYTES = 36
 LATENCY = 0.01  # seconds of a step that no other term counts
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
@@ -37,9 +37,15 @@ class Factors:
     compiled: float = 0.5  # the same for compiled code; the lower bound of the fit, as the fitted matmul rates include the rest
     # memory traffic of Float8 casts as a multiple of the count for tensorwise scaling (H200: 2.1; not fitted)
     cast: float = 2.0
+<<<<<<< HEAD
     rowwise: float = 2.1  # casts of rowwise over those of tensorwise scaling (H200: 120 against 56 ms)
     async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
     ring: float = 0.84  # rate of ring attention (context parallelism) over that on one rank
+=======
+    rowwise: float = 2.1  # ratio of the time of rowwise casts to that of tensorwise casts (H200: 120 against 56 ms)
+    async_tp: float = 0.67  # fraction of tensor-parallel communication that async TP does not overlap
+    ring: float = 0.84  # ratio of the rate of ring attention (context parallelism) to the rate of attention on one rank
+>>>>>>> h-words
     memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
     contention: float = 0.35  # seconds that computation loses to a second of a collective at NVLink's rate, if both overlap
@@ -172,8 +178,8 @@ def recomputed(shape: Shape) -> tuple[float, float, float]:
 
 
 def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:
-    """Return the seconds of the head and the loss for one microbatch, forward and backward, both as in eager: 16 and 20
-    bytes of memory traffic per logit.
+    """Return the seconds of the head and the loss for one microbatch, (forward, backward). Both count as eager code, with
+    16 and 20 bytes of memory traffic per logit.
     """
     model, tokens = shape.job.model, shape.tokens
     matmul = 2 * tokens * model.vocab_size * model.dim / shape.job.parallelism.tp / (shape.job.hardware.bf16_tflops * 1e12)
@@ -334,7 +340,7 @@ def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], e
     half = [(seconds + call) / 2 for seconds in backward]  # if a schedule splits the backward in two passes: seconds of each
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
     most = max(sum(forward[stage] + backward[stage] + call * splits_backward(job) for stage in stages) for stages in shape.stages)
-    # with more microbatches idle time does not grow: each of them adds the slowest rank's work
+    # Further microbatches do not add idle time: each adds the work of the slowest rank.
     number = min(shape.microbatches, (4 if exact else 2) * pp)
     if written_schedule(job):
         number = shape.microbatches

@@ -144,13 +144,13 @@ class ReportCell:
 
     @cached_property
     def means(self) -> Mapping[int, float]:
-        """At each logged step: the mean loss since the row before or, if the row has no mean, the step's loss."""
+        """For each logged step, the mean loss since the row before or, if the row has no mean, the step's loss."""
         means = self.column("loss_mean")
         return means if len(means) == len(self.losses) else dict(self.losses) | dict(means)
 
     @cached_property
     def loss(self) -> float | None:
-        """The mean loss of the last rows (LAST, ROWS), as that of one step is noisy; None for a failed run."""
+        """The mean loss of the last rows (LAST, ROWS), as the loss of one step is noisy; None for a failed run."""
         if self.state.failure:
             return None
         last = [loss for step, loss in self.means.items() if step > (1 - LAST) * self.step]

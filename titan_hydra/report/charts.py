@@ -203,8 +203,8 @@ def looks(report: Report) -> list[Look]:
 
 
 def distances(report: Report) -> Lines:
-    """Chart the mean relative difference of each loss from the baseline's, which decides whether it is in the band, and
-    the bands: one for each number format.
+    """Chart the mean relative difference of each loss from the baseline's, which decides whether the loss is in the band.
+    Also chart the bands, one for each number format.
     """
     reference, lines, bands = report.baseline.cell.losses, [], {}
     for number, row in enumerate(report.rows):
@@ -239,8 +239,8 @@ def distances(report: Report) -> Lines:
 
 
 def thin(values: list[Any], report: Report) -> list[Any]:
-    """Keep at most POINTS values of a line, evenly spaced, and of all lines of a chart TOGETHER; always the first and the
-    last.
+    """Keep at most POINTS values of a line, and at most TOGETHER of all lines of a chart. They are evenly spaced, with the
+    first and the last.
     """
     every = -(-len(values) // max(min(POINTS, TOGETHER // len(report.rows)), 2))
     return values if every < 2 else values[:-1][::every] + values[-1:]

@@ -1,4 +1,4 @@
-"""Which cells may be compared: what must be equal for tokens/s, what for losses, and what a sweep varies on purpose.
+"""Decide which cells may be compared: which keys must be equal to compare tokens/s or losses, and which a sweep varies.
 
 The schema states for each key what it changes (`changes`, config/field.py). Techniques may always differ: how a job is
 split, its schedule, precision, activation checkpointing, compilation, the local batch.
@@ -113,7 +113,7 @@ def swept_keys(overrides: list[list[str]]) -> set[str]:
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
-    """Raise ConfigError with a line for each difference, but for those on purpose, those in `allowed`, and those that
+    """Raise ConfigError with a line for each difference, except those on purpose, those in `allowed`, and those that
     change the held-out loss alone.
     """
     unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))]

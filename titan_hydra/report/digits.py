@@ -6,7 +6,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def rate(value: float | None, noise: float | None = None) -> str | None:
-    """Format tokens per second: no decimals above 100, else three digits, and none finer than the noise's second."""
+    """Format tokens per second without decimals above 100, else with three digits, and no finer than the noise allows."""
     if value is None or not math.isfinite(value):
         return None if value is None else str(value)
     if noise and math.isfinite(noise):

@@ -57,7 +57,7 @@ def page(report: Report, live: float = 0) -> str:
 
 @cache
 def packed_plotly() -> str:
-    """Return plotly's script, gzipped and in base64: a third of the size. The page's own script unpacks it."""
+    """Return plotly's script, gzipped and in base64, a third of its size. The page's own script unpacks it."""
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
@@ -114,7 +114,7 @@ def data(report: Report) -> dict[str, Any]:
 
 
 def digits(value: float | None) -> float | None:
-    """Round to six significant digits: charts cannot show more, and these numbers are most of a large sweep's page."""
+    """Round to six significant digits. Charts cannot show more, and these numbers are most of a large sweep's page."""
     if not isinstance(value, float):
         return value
     return int(value) if value.is_integer() else float(f"{value:.6g}")

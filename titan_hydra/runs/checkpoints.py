@@ -23,7 +23,7 @@ from titan_hydra.config.fault import Fault
 
 from . import layout
 
-WRITING, DAMAGED, DELETING = ".writing", ".damaged", ".deleting"  # suffixes of folders that are no complete step
+WRITING, DAMAGED, DELETING = ".writing", ".damaged", ".deleting"  # suffixes of folders that are not a complete step
 CHUNK = 2**24  # bytes of a file that are read at a time
 
 
@@ -47,7 +47,7 @@ def step_of(path: Path) -> int:
 
 def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple[int, int]], held_out: float | None = None) -> None:
     """Write the manifest of a step. `sums` gives (size, CRC-32) of every file by name; `held_out` is the held-out loss of
-    its weights, if it was measured.
+    the step's weights, if it was measured.
     """
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
     text = json.dumps(
@@ -60,7 +60,7 @@ def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Read the manifest of a step; None if it is missing, damaged or closed."""
+    """Read the manifest of a step; None if it is missing or damaged, or this user may not read it."""
     with contextlib.suppress(OSError):
         manifest = layout.MANIFEST.read(path)
         return manifest if manifest.get("files") else None
@@ -74,19 +74,19 @@ def held_out_loss(path: Path) -> float:
 
 
 def best(folder: Path) -> Path | None:
-    """Return the complete step with the lowest held-out loss, the first of equals; None if none has one."""
+    """Return the complete step with the lowest held-out loss, the first of equal ones; None if no step has a loss."""
     losses = [(held_out_loss(path), path) for path in complete(folder)]
     return min([(loss, path) for loss, path in losses if loss < inf], default=(inf, None))[1]
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return what is wrong with a step's files, a line each. Every byte is read; with several ranks, each reads a share
-    of the files.
+    """Return what is wrong with a step's files, one line for each fault. Every byte is read; of several ranks, each reads
+    a share of the files.
     """
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{layout.MANIFEST.name} is missing or cannot be read"] if rank == 0 else []
-    # The folder was renamed, or restored under another name.
+    # A manifest of another step: the folder was renamed, or restored under another name.
     if re.fullmatch(r"step-\d+", path.name) and manifest.get("step") != step_of(path):
         return [f"{layout.MANIFEST.name} is that of step {manifest.get('step')}"] if rank == 0 else []
     names = sorted(manifest["files"], key=lambda name: (manifest["files"][name]["bytes"], name))
@@ -117,8 +117,8 @@ def checksum(file: Path) -> str:
 
 
 def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = False) -> list[Path]:
-    """Return the complete steps that may be deleted: all but the newest `keep_latest` (0 keeps all), multiples of
-    `keep_every` and, with `keep_best`, the one with the lowest held-out loss.
+    """Return the complete steps that may be deleted. Kept are the newest `keep_latest` (0: all), the multiples of
+    `keep_every` and, with `keep_best`, the step with the lowest held-out loss.
     """
     old = complete(folder)[:-keep_latest] if keep_latest else []
     kept = best(folder) if keep_best and old else None
@@ -126,9 +126,9 @@ def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = F
 
 
 def asked_for(run: Path, step: str | None) -> Path:
-    """Return the checkpoint of a run at a step, or at `best`, the step with the lowest held-out loss; for None the run.
+    """Return the checkpoint of a run at a step, or at `best`, the step with the lowest held-out loss; for None, the run.
 
-    Raises ConfigError if it was not kept; `best` is the step with the lowest loss of all, kept or not.
+    Raises ConfigError if that step was not kept. `best` is not replaced by the best of the steps that were kept.
     """
     if step is None:
         return run
@@ -148,20 +148,20 @@ def asked_for(run: Path, step: str | None) -> Path:
 
 
 def lowest_held_out(run: Path) -> tuple[float | None, int | None]:
-    """Return the lowest held-out loss in a run's events and its step, the first of equals; (None, None) without one."""
+    """Return the lowest held-out loss in a run's events and its (first) step; (None, None) if no loss was measured."""
     rows = (row for row in layout.EVENTS.rows(run)[0] if row["event"] == "validation")
     losses = [(loss, row["step"]) for row in rows if isfinite(loss := row.get("validation_loss") or nan)]
     return min(losses, default=(None, None))
 
 
 class Bin:
-    """Deletes folders in threads. Each is renamed first, so that a partly deleted one never looks complete."""
+    """Deletes folders in threads. Each folder is renamed first, so that a partly deleted step never looks complete."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
 
     def throw(self, paths: list[Path]) -> None:
-        """Rename folders now and delete them in a thread. One that cannot be renamed stays, with a warning."""
+        """Rename folders now and delete them in a thread. Print a warning for a folder that cannot be renamed."""
         deleting = []
         for path in paths:
             try:

@@ -1,5 +1,5 @@
-"""Determine what failed: a rank's exception as a record, and from all ranks' records, and what their executor knows, the
-rank and the cause.
+"""Determine what failed. `describe` turns a rank's exception into a record. `guilty` finds the rank and the cause, from
+the records of all ranks and from what their executor knows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from titan_hydra.base.text import printable
 
 from . import hang, layout
 
-# asked to end, not failed
+# exit statuses of a rank that was asked to end, and so has not failed
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
 DISK_FULL = r"No space left on device|Disk quota exceeded"
 TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
-# Messages of a rank whose peer has died; the peer is the guilty one. The spellings are gloo's, NCCL's and TCPStore's.
+# Messages of a rank that has lost its connection to another one, which is then the guilty one: gloo's, NCCL's, TCPStore's.
 SECONDARY = (
     r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
     r"remote process exited|communicator was aborted|ncclRemoteError|gloo/transport|failed to recv|unbound_buffer"
@@ -66,7 +66,7 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
         "traceback": "" if isinstance(error, RunError) else "".join(traceback.format_exception(error)),
         "time": time.time(),
         "secondary": any(_is_secondary(link) for link in chain),
-        # where the rank was: train.watchdog adds it
+        # the step and the phase, the host and so on, which observe/watchdog.py and observe/health.py have added
         **next((link.facts for link in chain if hasattr(link, "facts")), {}),
     }
     return _status(error, chain), record
@@ -92,8 +92,8 @@ def _status(error: BaseException, chain: list[BaseException]) -> int:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and those that it came from: pipeline stages and the compiler wrap exceptions in their
-    own.
+    """Return an exception and the exceptions that caused it. Pipeline stages and the compiler wrap the exception of a
+    rank in one of their own.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain and len(chain) < 16:
@@ -110,12 +110,12 @@ def _is_secondary(error: BaseException) -> bool:
 
 
 def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
-    """Return the cause of the end of an attempt that is over; None if all ranks ended well, were asked to stop, or left
-    no record (power cut).
+    """Return why an attempt failed that is over. None if all ranks ended well, were asked to stop, or left no record (as
+    after a power cut).
 
     The cause is the earliest error of a rank's own, or the earliest rank that died without a record. If no rank has an
-    error of its own, what its executor knows (`outside`) takes precedence. Errors that only report the loss of another
-    rank count last: a time-out first, with the rank that did not notice it.
+    error of its own, the cause that its executor knows (`outside`) comes first. Errors that only report the loss of
+    another rank count last; among them a time-out comes first, and blames the rank that the others waited for.
     """
     outside = outside or Outside()
     ranks = Ended.all(attempt, outside.ranks)
@@ -134,8 +134,8 @@ def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
 
 
 def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
-    """Return the failure of a time-out, in the words of the rank that noticed it first; guilty is the one that was
-    behind all.
+    """Return the failure of a time-out. Its message is that of the rank that noticed the time-out first (`first`); its
+    guilty rank is the one that was behind all others.
     """
     failure = first.failure()
     if (said := hang.verdict(attempt)) and said.rank is not None:
@@ -168,9 +168,9 @@ class Ended:
     status: int | None  # negative: the signal
     error: dict[str, Any] | None
     time: float
-    killed: bool  # after another rank had failed
-    order: int  # of the executor's lines
-    spoke: bool  # wrote its own exit status
+    killed: bool  # its parent or its executor ended it, after another rank had failed
+    order: int  # position among the executor's lines on ended ranks
+    spoke: bool  # the rank has recorded its own exit status
     host: str | None
 
     @classmethod
@@ -239,7 +239,7 @@ class Ended:
 
 
 def _out_of_memory(rank: int, error: dict[str, Any]) -> str:
-    """Return one line: which rank, at which step, and of how much memory."""
+    """Return one line: which rank ran out of memory at which step, and its peak and the device's capacity if known."""
     where = f"rank {rank}, step {error['step']}:"
     if error.keys() >= {"peak_gib", "capacity_gib"}:
         return f"{where} peak {error['peak_gib']:.1f} of {error['capacity_gib']:.1f} GiB"

@@ -1,5 +1,5 @@
-"""Find runs by what is typed: a run directory, a sweep's manifest or name, a folder of runs, a run's name, or the start
-of a hash.
+"""Find the runs that a user names on the command line: by a run directory, a sweep's manifest or name, a folder of
+runs, a run's name, or the start of a hash.
 
 A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells in order:
 
@@ -46,8 +46,8 @@ class Selection:
 
 
 def select_runs(target: str, runs: Path) -> Selection:
-    """Return the runs that `target` selects. Raises ConfigError, with the nearest names, if it selects none or is
-    ambiguous.
+    """Return the runs that `target` selects. Raises ConfigError if it is ambiguous, or selects none; the message then
+    has the nearest names.
     """
     path = Path(target)
     if path.name == layout.SWEEP.name:
@@ -96,7 +96,7 @@ def folder_of_runs(runs: Path) -> Selection:
 
 
 def run_cell(directory: Path) -> RunCell:
-    """Return a run of no sweep as a cell, with the overrides that were typed."""
+    """Return a run directory as a cell, with the overrides that were typed when the run was started."""
     typed = ""
     with contextlib.suppress(OSError):  # missing, or another user's
         typed = layout.OVERRIDES.of(directory).read_text(errors="replace")
@@ -109,7 +109,7 @@ def all_runs(runs: Path) -> list[Path]:
 
 
 def sweeps(runs: Path) -> list[Path]:
-    """Return the folders of all sweeps in a folder of runs, that with the newest manifest first."""
+    """Return the folders of all sweeps in a folder of runs, the one with the newest manifest first."""
     return sorted((file.parent for file in layout.SWEEPS.of(runs).glob(f"*/{layout.SWEEP.name}")), key=written, reverse=True)
 
 
@@ -132,7 +132,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def runs_option(folder: Path) -> str:
-    """Return ` --runs FOLDER` for the commands that are suggested; "" for ./runs, the default."""
+    """Return the option ` --runs FOLDER` for a suggested command; "" for ./runs, the option's default."""
     return "" if folder.absolute() == Path("runs").absolute() else f" --runs {quoted([str(folder)])}"
 
 
@@ -145,4 +145,4 @@ def is_run(path: Path) -> bool:
     try:
         return layout.CONFIG.of(path).is_file() or layout.ATTEMPT.of(path).parent.is_dir()
     except PermissionError:
-        return path.is_dir()  # another user's: its state names the owner
+        return path.is_dir()  # another user's folder: `rundir.inspect` reports who owns it

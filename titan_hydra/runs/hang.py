@@ -2,8 +2,8 @@
 step.
 
 A rank waits for another if it has begun an operation of a group that the other has not begun. Following these waits
-leads to a rank that waits for no other. If they form a circle, one of its ranks omitted an operation that it had
-executed in the step before. (Completion is ignored: torch's recorder also marks failed operations as complete.)
+leads to a rank that waits for no other. If the waits form a circle, one of its ranks omitted an operation that it had
+executed in the step before. Whether an operation is complete is ignored: torch's recorder marks failed ones complete.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any
 
 from . import layout
 
-# torch's name for a group of no mesh: the checkpoints', which a thread of their own uses at any time
+# torch's description of a group outside the mesh: that of the checkpoints, which a thread may use at any time
 OTHER = "undefined"
 Operation = dict[str, Any]  # group, mesh, ranks, seq, op, sizes, done, time, stack; for a message between two ranks also peer
 Series = tuple[Any, ...]
@@ -36,8 +36,8 @@ class Wait:
 
 
 class Dump:
-    """The contents of one rank's recorder. Operations that it began after `until`, the first rank's time-out, do not
-    count.
+    """The contents of one rank's recorder. Operations that the rank began after `until`, the time of the first time-out
+    of any rank, do not count.
     """
 
     def __init__(self, content: dict[str, Any], until: float) -> None:
@@ -49,13 +49,13 @@ class Dump:
         self.later = recorded[len(self.operations) :]
 
     def last(self, key: Series) -> int:
-        """Return the number of the last operation of a series that this rank has begun; 0 if none."""
+        """Return the number of the last operation of a series that this rank has begun; 0 if it has begun none."""
         return max((one["seq"] for one in self.operations if series(self.rank, one) == key), default=0)
 
     @property
     def blocked(self) -> bool:
-        """Whether the main thread is inside a collective. A rank may have begun collectives that it does not wait for
-        yet.
+        """Whether the main thread is inside a collective. (A rank may also have begun collectives for which it does not
+        wait yet.)
         """
         return any("/torch/distributed/" in frame or "wait_tensor" in frame for frame in self.content["stacks"].get("MainThread", []))
 
@@ -79,8 +79,8 @@ class Dump:
 
 
 def series(rank: int, one: Operation) -> Series:
-    """Return what an operation is numbered within: its group and back end (a group on GPUs has NCCL and gloo), or
-    sender and receiver.
+    """Return the series within which an operation is numbered: its group and back end (a group on GPUs has NCCL and
+    gloo), or for a message its sender and receiver.
     """
     if "peer" in one:
         return ("message", rank, one["peer"]) if one["op"] == "send" else ("message", one["peer"], rank)
@@ -88,7 +88,7 @@ def series(rank: int, one: Operation) -> Series:
 
 
 def signature(one: Operation) -> tuple[Any, ...]:
-    """Return what identifies the same operation in two steps."""
+    """Return a key that is equal for the same operation of two steps."""
     return (one["mesh"], one["op"], str(one["sizes"]), one.get("peer"))
 
 
@@ -108,7 +108,7 @@ def verdict(attempt: Path) -> Verdict | None:
     if not found:
         return None
     newest = max(found, key=lambda content: content["time"])
-    # An older dump describes another moment: it was requested then, or its replica group was restarted since.
+    # An older dump belongs to another moment: a user asked for it then, or its replica group was restarted since.
     since = newest["time"] - 2 * newest["timeout"]
     until = given_up(attempt)
     dumps = {content["rank"]: Dump(content, until) for content in found if content["time"] > since}
@@ -127,16 +127,16 @@ def verdict(attempt: Path) -> Verdict | None:
 
 
 def given_up(attempt: Path) -> float:
-    """Return the time of an attempt's first time-out or lost connection, or infinity. A frozen rank may go on after
-    it.
+    """Return the time of an attempt's first time-out or lost connection, or infinity. A rank that was paused may have
+    gone on after that time.
     """
     errors = (rank.get("error") or {} for rank in layout.RANK.read_all(attempt).values())
     return min((error["time"] for error in errors if error.get("secondary")), default=math.inf)
 
 
 def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
-    """Return every wait of a rank for another, one for each series: the first operation that the other has not begun
-    or, if the other left no dump, the last.
+    """Return every wait of a rank for another, one for each series of operations. It names the first operation that the
+    other rank has not begun or, if the other rank left no dump, the last.
     """
     found: dict[tuple[int, int, Series], Wait] = {}
     for dump in dumps.values():
@@ -185,14 +185,14 @@ def _described(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: W
 
 
 def names(ranks: Iterable[int]) -> str:
-    """List ranks: rank 3, or ranks 0, 1, 3"""
+    """Format a list of ranks: "rank 3", or "ranks 0, 1, 3"."""
     numbers = sorted(ranks)
     return f"{'ranks' if len(numbers) > 1 else 'rank'} {', '.join(map(str, numbers))}"
 
 
 def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
-    """Describe the state of every rank: none is behind, or the waits form a circle and the step before is not
-    recorded.
+    """Describe the state of every rank, for a hang without a late rank: no rank is behind, or the waits form a circle
+    and no omitted operation was found.
     """
     line = "the ranks wait for one another: one has left out an operation, or they do different things" if waits else "no rank is behind"
     text = f"{line[0].upper()}{line[1:]}."

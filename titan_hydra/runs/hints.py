@@ -1,5 +1,5 @@
-"""Suggest what to try after a failure: overrides that can be typed, based on the run's own config.json and legal by the
-checks.
+"""Suggest what to try after a failure. Suggested overrides can be typed as they are; they are based on the config.json
+of the run, and the rules of `config/rules` accept them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .run import group_at
 
 
 def hint(failure: Failure) -> str:
-    """Return the next thing to try after a failure, as it is typed; "" if there is no suggestion, or if the run's
-    config.json is missing, was written by another version, or names modules not here.
+    """Return what to try next after a failure; "" if there is no suggestion. There is none either if the config.json of
+    the run is missing, was written by another version, or names modules that are not here.
     """
     if failure.attempt is None:
         return ""
@@ -53,8 +53,8 @@ def hint(failure: Failure) -> str:
 
 
 def less_memory(job: Job) -> Iterator[str]:
-    """Yield overrides that need less device memory, the smallest change first: more recomputation, then a smaller local
-    batch.
+    """Yield overrides that need less device memory, the smallest change first: first more recomputation, then a smaller
+    local batch.
     """
     faults = check(job)
     for name in modes_that_keep_less(job.ac.name):
@@ -64,5 +64,5 @@ def less_memory(job: Job) -> Iterator[str]:
             yield f"ac={name}"
     tried = copy.deepcopy(job)
     tried.data.local_batch //= 2
-    if tried.data.local_batch and check(tried) == faults:  # the global batch stays: the run learns the same
+    if tried.data.local_batch and check(tried) == faults:  # the global batch stays, so that the run learns the same
         yield f"data.local_batch={tried.data.local_batch} data.global_batch={tried.data.global_batch}"

@@ -1,8 +1,8 @@
 """The files of a run directory and of a sweep: the name of each, who writes it, what it holds, and the shape of its
 JSON.
 
-Readers treat a JSON file of any other shape as damaged, and so as absent. `python -m titan_hydra.runs.layout` prints
-the table of docs/architecture.md.
+Readers treat a JSON file of any other shape as damaged, and a damaged file as absent. The command `python -m
+titan_hydra.runs.layout` prints the table of docs/architecture.md.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from .shapes import Each, Fields, Moment, Place, Test, test_of
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A kind of file or folder. `name` is relative to the folder that its methods are given; <n>, <r> and <g> in it stand
-    for a number.
+    """A kind of file or folder. `name` is a path relative to the folder that the methods are given; <n>, <r> and <g> in
+    the name stand for a number.
     """
 
     name: str
@@ -37,18 +37,18 @@ class Entry:
         return folder / re.sub("<.+>", str(number), self.name)
 
     def all(self, folder: Path) -> dict[int, Path]:
-        """Return the paths of this kind in a folder by number, ascending. A copy such as 1.bak is left out."""
+        """Return the paths of this kind in a folder by number, ascending. Copies such as 1.bak are left out."""
         pattern = re.compile(re.sub("<.+>", "(0|[1-9][0-9]*)", self.name.rstrip("/")))
         found = {path.relative_to(folder).as_posix(): path for path in folder.glob(re.sub("<.+>", "*", self.name.rstrip("/")))}
         return dict(sorted((int(match[1]), path) for name, path in found.items() if (match := pattern.fullmatch(name))))
 
     @cached_property
     def intact(self) -> Test:
-        """The test of a JSON value for the shape."""
+        """The test whether a JSON value has the shape of this kind of file."""
         return test_of(self.shape)
 
     def read(self, folder: Path, number: int | str = 0) -> dict[str, Any]:
-        """Read a JSON object; {} if there is none or it is damaged. Raises OSError if the file may not be read."""
+        """Read a JSON object; {} if the file is missing or damaged. Raises OSError if this user may not read it."""
         content = read_json(self.of(folder, number))
         return content if content is not None and self.intact(content) else {}
 
@@ -61,8 +61,8 @@ class Entry:
         write_json(self.of(folder, number), content)
 
     def rows(self, folder: Path, number: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return the intact rows of a .jsonl file, and the number of damaged ones. A last row without a line end is still
-        being written, and not damaged.
+        """Return the intact rows of a .jsonl file, and the number of damaged rows. A last row without a line end does not
+        count as damaged, as it may still be being written.
         """
         path = self.of(folder, number)
         try:
@@ -74,8 +74,8 @@ class Entry:
         return rows, ended.count(None)
 
     def last(self, folder: Path) -> dict[str, Any]:
-        """Return the last intact row of a .jsonl file, of its last two lines, as the last may be being written; {} if
-        neither is intact.
+        """Return the last intact row among the last two lines of a .jsonl file, as the last line may still be being
+        written; {} if neither is intact.
         """
         for line in reversed(last_lines(self.of(folder), 2, 8192).splitlines()):
             if (row := self._row(line.encode())) is not None:
@@ -114,7 +114,7 @@ LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks
 
 KEYS = typing.get_type_hints(Job)
 CONFIG = Entry("config.json", LAUNCHER, "the resolved job; its hash is in the folder's name", Fields(
-    {"model": KEYS["model"]}, KEYS))  # one that was written with converted weights holds only the model
+    {"model": KEYS["model"]}, KEYS))  # a config.json beside converted weights holds only the model
 OVERRIDES = Entry("overrides.txt", LAUNCHER, "the overrides that were typed, a line each")
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; in the attempt too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "versions": dict[str, str], "host": str, "platform": str}))

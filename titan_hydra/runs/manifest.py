@@ -1,6 +1,6 @@
 """Write a sweep's manifest: its cells and their directories. find.py documents the format.
 
-Which job runs a cell is recorded in the cell's own attempt, so two launchers of one sweep write different files.
+Which job runs a cell is recorded in the cell's own attempt, so that two launchers of one sweep write different files.
 """
 
 import getpass
@@ -18,8 +18,8 @@ from . import layout
 
 
 def folder_of(cells: list[Any]) -> Path | None:
-    """Write the manifest of a sweep and return its folder: that of an earlier start of the same cells, else a new one.
-    None for a single cell, which is no sweep.
+    """Write the manifest of a sweep and return the sweep's folder: the folder of an earlier start of the same cells, or a
+    new one. Return None for a single cell, which is no sweep.
     """
     if len(cells) == 1:
         return None
@@ -39,7 +39,7 @@ def folder_of(cells: list[Any]) -> Path | None:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Create the folder `name`, or `name-2` if another sweep has begun in the same second."""
+    """Create the folder `name`, or `name-2` (`name-3`, ...) if another sweep has begun in the same second."""
     folder, number = parent / name, 1
     while True:
         try:
@@ -56,7 +56,7 @@ def entry_of(cell: Any) -> dict[str, Any]:
 
 
 def add_cell(folder: Path, cell: dict[str, Any]) -> None:
-    """Add a cell to a sweep that its command line does not have: the baseline that is repeated at the end."""
+    """Add to a sweep's manifest a cell that its command line lacks: the baseline that is repeated at the end."""
     content = layout.SWEEP.read(folder)
     if cell not in content["cells"]:
         layout.SWEEP.write(folder, {**content, "cells": [*content["cells"], cell]})

@@ -1,4 +1,4 @@
-"""Ask the executors about the attempts that they have started: one question to each for all runs."""
+"""Ask the executors about the attempts that they have started. Each executor gets one question about all its runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Owner = dict[str, Any]  # an attempt's attempt.json
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as its executor's queue lists it: its state and why it waits, in the queue's own words; `start`, in ISO
-    8601, is when it started or is expected to.
+    """A job in its executor's queue. `state`, and `reason` (why it waits), are the queue's own words; `start` is the time
+    (ISO 8601) at which the job started, or is expected to start.
     """
 
     id: str
@@ -31,14 +31,14 @@ class QueuedJob:
 
     @property
     def why(self) -> str:
-        """Why it waits; "" if the queue gives no reason."""
+        """Why the job waits; "" if the queue gives no reason."""
         return self.reason if self.reason != "None" else ""
 
 
 @dataclass
 class Queue:
-    """An executor's jobs at one moment. `answers` is False if it could not be asked: then nothing is known about any
-    job. An executor without a queue has none.
+    """An executor's jobs at one moment. `answers` is False if the executor could not be asked: then nothing is known about
+    any job. For an executor without a queue, `jobs` is empty.
     """
 
     jobs: dict[str, Any] = field(default_factory=dict)  # QueuedJobs by id
@@ -46,8 +46,8 @@ class Queue:
 
 
 def executor_of(directory: Path, owner: Owner) -> Any:
-    """Return the executor that has started an attempt of a run, by its attempt.json. One of the user's own is there
-    once the run's modules are imported. Raises ConfigError if it is not.
+    """Return the executor that has started an attempt of a run, as attempt.json names it. A user's own executor becomes
+    known by importing the modules of the run. Raises ConfigError if the name is unknown then too.
     """
     if (name := name_of(owner)) not in EXECUTORS:
         require_user_modules(layout.CONFIG.read(directory).get("train", {}).get("imports", []))
@@ -55,18 +55,18 @@ def executor_of(directory: Path, owner: Owner) -> Any:
 
 
 def name_of(owner: Owner) -> str:
-    """Return the name of an attempt's executor; without a record its ranks can only be processes of this machine."""
+    """Return the name of an attempt's executor: `local` without a record, as the ranks can only be processes here then."""
     return owner.get("executor", "local")
 
 
 def is_here(owner: Owner) -> bool:
-    """Whether the ranks of an attempt are processes, whose ids say whether they run."""
+    """Whether the ranks of an attempt are processes whose ids show whether they still run."""
     executor = EXECUTORS.get(name_of(owner))
     return executor is None or executor.here
 
 
 def ask(directories: list[Path]) -> dict[str, Queue]:
-    """Return what the executors know of the newest attempts of these runs, by their names: one question to each."""
+    """Return by executor what it knows of the newest attempts of these runs. Each executor is asked one question."""
     asked: dict[str, tuple[Any, list[tuple[Path, Owner]]]] = {}
     for directory in directories:
         with contextlib.suppress(PermissionError, ConfigError):  # `inspect` reports such a run

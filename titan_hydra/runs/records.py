@@ -8,7 +8,7 @@ from typing import Any
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts by dotted key; an empty dict counts as a value."""
+    """Return a dict from dotted keys to the values of nested dicts. An empty dict counts as a value."""
     leaves = {}
     for name, value in tree.items():
         leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
@@ -26,15 +26,15 @@ def process(pid: int) -> dict[str, Any]:
 
 
 def alive(record: dict[str, Any] | None) -> bool:
-    """Whether the process of a record runs on this host still; a later process with the same id is another one."""
+    """Whether the process of a record still runs, on this host. A later process with the same id does not count."""
     if not record or record.get("host") != socket.gethostname():
         return False
     return record.get("born") is not None and _born(record["pid"]) == record["born"]
 
 
 def _born(pid: int) -> str | None:
-    """Return the boot and the clock tick at which a process started, which no other process shares; None if it has ended
-    or is a zombie.
+    """Return the boot and the clock tick at which a process of this id started. With its id they identify the process.
+    None if it has ended or is a zombie.
     """
     if not Path("/proc/self").exists():
         return _started(pid)
@@ -47,7 +47,7 @@ def _born(pid: int) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return the second at which a process started, as `ps` says it, where there is no /proc (macOS); None as `_born`."""
+    """Return the second at which a process started, from `ps`, as macOS has no /proc. None in the same cases as `_born`."""
     command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
     state, _, second = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().partition(" ")
     return second.strip() if second and not state.startswith("Z") else None

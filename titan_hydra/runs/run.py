@@ -9,8 +9,8 @@ from . import layout
 
 @dataclass(frozen=True)
 class Run:
-    """One rank of one attempt. A replica group (fault_tolerance) is a world of its own: its ranks are counted within it,
-    and its files lie in its own folders (`folders_of`).
+    """One rank of one attempt. A replica group (fault_tolerance) is a world of its own: its ranks are counted from 0, and
+    its files lie in its own folders (`folders_of`).
     """
 
     directory: Path  # run folder of the rank's replica group, absolute
@@ -20,7 +20,7 @@ class Run:
     world_size: int = 1
     store: Any = None  # torch.distributed.Store of all ranks of the world
     replica: int = 0  # index of the replica group
-    submission: str = ""  # token of the submission where each replica group is a job with attempts of its own
+    submission: str = ""  # if each replica group is a job with attempts of its own: the token of their submission
 
     @property
     def home(self) -> Path:
@@ -29,7 +29,7 @@ class Run:
 
     @property
     def meetings(self) -> Path:
-        """The folder of the rendezvous of replica groups, of this attempt or of this submission."""
+        """The folder for the rendezvous of the replica groups of this submission (if there is a token) or this attempt."""
         return layout.MEETINGS.of(self.home) / self.submission if self.submission else layout.MEETINGS.of(self._attempt)
 
     def record_of(self, rank: int) -> Path:
@@ -38,8 +38,8 @@ class Run:
 
     @property
     def newer_attempt(self) -> int | None:
-        """The number of a later attempt, which then owns the run, so that this one must no longer write to it; None if
-        this attempt is the newest.
+        """The number of the newest attempt, if there is a later one than this; else None. A later attempt owns the run,
+        and this one must no longer write to it.
         """
         mine, newest = self._attempt.name, newest_attempt(self.directory if self.submission else self.home)
         return newest if mine.isdecimal() and newest > int(mine) else None
@@ -66,7 +66,7 @@ def group_at(home: Path) -> tuple[Path, int]:
 
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
-    """Return the run folder and the attempt folder of a replica group: the run's own for group 0, replicas/<g> in them
-    for the others.
+    """Return the run folder and the attempt folder of a replica group. Those of group 0 are the run's own; those of the
+    others are replicas/<g> in them.
     """
     return (layout.REPLICA.of(directory, replica), layout.REPLICA.of(attempt, replica)) if replica else (directory, attempt)

@@ -1,9 +1,9 @@
-"""Run directories: created atomically, claimed by one launcher at a time; their files give the state of the run.
+"""Run directories. They are created atomically and claimed by one launcher at a time; their files give the run's state.
 
     runs/<name>-<hash>/config.json overrides.txt env.json attempts/<n>/... and what the trainer adds
 
-An attempt is claimed by renaming a prepared folder to attempts/<n>, which fails if that exists. The folder already
-contains the owner's record, so an attempt never exists without a known owner.
+An attempt is claimed by renaming a prepared folder to attempts/<n>, which fails if attempts/<n> exists. The prepared
+folder already contains the owner's record, so an attempt never exists without a known owner.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .records import alive, this_process
 from .run import homes_of, newest_attempt
 
 REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted
-SILENCE = 120  # seconds without a sign of life after which a run on another host counts as interrupted
+SILENCE = 120  # seconds without a write into its attempt's folder after which a run on another host counts as interrupted
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands: its kind (new, not submitted, queued, running, done, interrupted, failed, or unknown if its
-    executor does not answer), its newest attempt (0: none), and its failure. `inspect` can also return the kind
+    """The state of a run: its kind, its newest attempt (0: none), and its failure. The kinds are new, not submitted,
+    queued, running, done, interrupted, failed, unknown (its executor does not answer) and, from `inspect` alone,
     damaged.
     """
 
@@ -53,13 +53,13 @@ class State:
     failure: Failure | None = None
     host: str | None = None  # where it runs: a host, or a list of nodes
     job: QueuedJob | None = None  # its job in the executor's queue
-    damage: str = ""  # of a damaged run: which of its files cannot be read
-    refused: str = ""  # why the executor has refused a run that is not submitted
+    damage: str = ""  # if the run is damaged: which of its files cannot be read
+    refused: str = ""  # if the run is not submitted: why the executor has refused it
     groups: tuple[State, ...] = ()  # states of replica groups that are separate jobs, each with its own attempts
 
     @property
     def active(self) -> bool:
-        """Whether it will change without anybody doing anything, as far as is known."""
+        """Whether the state may change without anybody doing anything."""
         return self.kind in ("queued", "running", "unknown")
 
     @property
@@ -73,7 +73,7 @@ def directory_of(job: Job) -> Path:
 
 
 def state(directory: Path, queues: dict[str, Queue] | None = None) -> State:
-    """Read the state of a run from its files and, if its executor has a queue, from what that has answered (`ask`)."""
+    """Read the state of a run from its files and, if its executor has a queue, from the answer of that queue (`ask`)."""
     attempt = newest_attempt(directory)
     if not directory.is_dir():
         return State("new")
@@ -106,14 +106,14 @@ def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
     """Read the state of a run for display. Its kind is damaged if a file that defines the run or its end cannot be
     read.
 
-    The launcher uses `state`, which treats an unreadable file as absent: the run continues and writes it again.
+    The launcher uses `state` instead, which treats a damaged file as absent: the run continues and writes it again.
     """
     try:
         now = state(directory, queues)
         damage = "" if now.active or now.kind == "new" else damage_of(directory, now)
     except PermissionError as error:
         now, damage = State("unknown"), denied(error)
-    except ConfigError as error:  # an executor of the user's own that is not here, and is not needed after the end
+    except ConfigError as error:  # a user's own executor whose module is not here; a run that is done does not need it
         done = layout.RESULT.read(directory).get("status") == "done"
         now, damage = (State("done", newest_attempt(directory)), "") if done else (State("unknown"), str(error))
     except OSError as error:  # a broken disk
@@ -141,7 +141,7 @@ def damage_of(directory: Path, now: State) -> str:
 def note(attempt: Path, **known: object) -> dict[str, Any]:
     """Update the record of an attempt, attempt.json, and return it.
 
-    Setting a job id clears `ended`: another launcher may have marked the attempt finished before the id was known.
+    Setting a job id clears `ended`: another launcher may have marked the attempt as ended before the id was known.
     """
     record = {**layout.CLAIM.read(attempt), **known}
     if "job_id" in known:
@@ -158,12 +158,12 @@ def running_ranks(attempt: Path) -> list[dict[str, Any]]:
 def host_of_running(attempt: Path) -> str | None:
     """Return the host on which an attempt is running; None if it is over.
 
-    The owner of an attempt is the launcher until the ranks' parent has written ranks.json, then that parent. Ranks may
-    outlive both.
+    The owner of an attempt is the launcher at first; once the ranks' parent process has written ranks.json, the owner is
+    that process. Ranks may outlive both.
     """
     owner = layout.RANKS.read(attempt) or layout.CLAIM.read(attempt)
     if not is_here(owner):
-        return None  # only its executor knows
+        return None  # only its executor knows whether it runs
     if owner and "ended" not in owner:
         if owner.get("host") == socket.gethostname():
             return owner["host"] if alive(owner) or running_ranks(attempt) else None
@@ -175,15 +175,15 @@ def heard_lately(attempt: Path) -> bool:
     """Whether anything was written into the folder of an attempt within the last SILENCE seconds."""
     newest = 0.0
     for file in attempt.iterdir():
-        if not file.name.startswith("."):  # in the making, by `write_json`
+        if not file.name.startswith("."):  # skips the temporary files of `write_json`
             with contextlib.suppress(FileNotFoundError):
                 newest = max(newest, file.stat().st_mtime)
     return file_time(attempt) - newest < SILENCE
 
 
 def file_time(folder: Path) -> float:
-    """Return the present time by the clock that gives the files of a folder theirs; hosts' own clocks may differ from
-    it by an hour.
+    """Return the present time by the clock of a folder's file system, which sets the times of its files. The clocks of
+    hosts may differ from it by an hour.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -193,8 +193,8 @@ def file_time(folder: Path) -> float:
 
 
 def heard_of_ranks(attempt: Path) -> bool:
-    """Whether a rank of an attempt has not ended, and some rank has written to a file within the last SILENCE
-    seconds.
+    """Whether ranks of an attempt seem to run: one has not ended, and a file of the attempt was written within the last
+    SILENCE seconds.
     """
     return (
         not layout.EXIT.of(attempt).exists()
@@ -204,11 +204,11 @@ def heard_of_ranks(attempt: Path) -> bool:
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
-    """Claim attempt `number` of a run. Returns its folder, or None if another launcher was faster: then read the state
+    """Claim attempt `number` of a run. Return its folder, or None if another launcher was faster: then read the state
     again.
 
-    `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields of
-    attempt.json: of a submitted job its token, user and code. Raises OSError if nothing can be written.
+    `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields for
+    attempt.json, such as a submitted job's token, user and code. Raises OSError if nothing can be written.
     """
     owner = {"executor": job.cluster.executor, "overrides": overrides, **owner}
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
 
 
 def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: object) -> list[Path]:
-    """Claim the next attempt of each replica group but the first, for the launcher that has claimed the run's."""
+    """Claim the next attempt of each replica group but the first. The launcher has claimed that one with the run."""
     claimed = []
     for home in homes_of(directory, replicas)[1:]:
         while (attempt := _rename_into(home, newest_attempt(home) + 1, owner | {"overrides": overrides})) is None:
@@ -255,7 +255,7 @@ def _rename_into(directory: Path, number: int, owner: dict[str, Any]) -> Path | 
 
 
 def _create(directory: Path, job: Job, owner: dict[str, Any]) -> Path | None:
-    """Create a run directory with its first attempt, in one rename. Returns None if another launcher was faster."""
+    """Create a run directory with its first attempt, in one rename. Return None if another launcher was faster."""
     with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent, ignore_cleanup_errors=True) as scratch:
         run = Path(scratch) / directory.name
         _write_attempt(layout.ATTEMPT.of(run, 1), owner)
@@ -270,11 +270,11 @@ def _create(directory: Path, job: Job, owner: dict[str, Any]) -> Path | None:
 
 
 def _remove(directory: Path) -> None:
-    """Rename a run directory away, then delete it: what an interrupted deletion leaves is not mistaken for a run."""
+    """Move a run directory into REPLACED, then delete it, so that a partly deleted one is not mistaken for a run."""
     grave = directory.parent / REPLACED / f"{directory.name}-{os.getpid()}-{time.time_ns()}"
     grave.parent.mkdir(exist_ok=True)
     directory.rename(grave)
-    for folder in grave.parent.glob(f"{directory.name}-*"):  # also what an interrupted deletion left there earlier
+    for folder in grave.parent.glob(f"{directory.name}-*"):  # also what an earlier, interrupted deletion left there
         shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         grave.parent.rmdir()
@@ -286,8 +286,8 @@ def _write_attempt(folder: Path, owner: dict[str, Any]) -> None:
 
 
 def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
-    """Write the configuration of the newest attempt; settings outside the identity may have changed since the last
-    one.
+    """Write the configuration of the newest attempt into the run directory. Settings outside the identity may differ from
+    those of the attempt before.
     """
     layout.CONFIG.write(directory, to_dict(job))
     write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in overrides))
@@ -296,20 +296,20 @@ def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
 
 
 def mark_cancelled(attempt: Path) -> None:
-    """Record in an attempt that it is being cancelled, before it is."""
+    """Record in an attempt that it is cancelled, and by whom. This comes before the cancelling itself."""
     layout.CANCELLED.write(attempt, {"by": getpass.getuser(), "time": time.time()})
 
 
 def end_attempt(attempt: Path) -> None:
-    """Mark that the launcher has finished with an attempt, while it continues with other cells."""
+    """Mark an attempt as ended, although its launcher, its owner, goes on with other cells."""
     if layout.CLAIM.read(attempt):
         note(attempt, ended=time.time())
 
 
 @functools.cache
 def describe_environment() -> dict[str, Any]:
-    """Return code, versions and machine of this run. Includes nothing from os.environ, and a diff without what looks
-    like a secret.
+    """Return the code, the versions and the machine of this run. The environment variables are no part of it, and in the
+    diff everything that looks like a secret is replaced.
     """
     diff = _git("diff", "HEAD")
     return {
@@ -325,7 +325,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return the output of git in the checkout of this code; None if it is not a checkout, or git is not available."""
+    """Return the output of git in the checkout of this code; None without a checkout or if git fails."""
     root = Path(titan_hydra.__file__).parents[1]
     if not (root / ".git").exists():
         return None

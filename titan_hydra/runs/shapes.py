@@ -1,4 +1,4 @@
-"""The shapes of JSON values, and the test that a value has one. layout.py gives each file its shape."""
+"""The shapes of JSON values, and the test whether a value has a given shape. layout.py names the shape of each file."""
 
 import dataclasses
 import re
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, NewType
 
 Moment = NewType("Moment", float)  # seconds since 1970
-Place = NewType("Place", str)  # a path that a file system can have
+Place = NewType("Place", str)  # a path that a file system accepts
 Test = Callable[[Any], bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The shape of a JSON object: the types of required and of optional fields. Other fields may hold anything."""
+    """The shape of a JSON object: the shapes of its required and its optional fields. Other fields may hold anything."""
 
     needed: dict[str, Any]
     others: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -21,7 +21,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """The shape of a list whose elements all have one shape; with `named`, of an object whose values do."""
+    """The shape of a list whose elements all have one shape; with `named`, of an object whose values all have one."""
 
     shape: Any
     named: bool = False
@@ -29,7 +29,7 @@ class Each:
 
 def test_of(kind: Any) -> Test:
     """Return the test for a shape: a plain type, a tuple or union of shapes, list[...], dict[str, ...], `Fields`, `Each`,
-    or a dataclass, whose fields are all optional as a file of another version may lack some.
+    or a dataclass. All fields of a dataclass are optional, as a file of another version may lack some.
     """
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         kind = Fields({}, typing.get_type_hints(kind))
@@ -53,8 +53,8 @@ def test_of(kind: Any) -> Test:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string that can be printed and be a path. JSON can encode a zero byte and half of a surrogate
-    pair, which cannot.
+    """Whether a value is a string that can be printed and be part of a path. A zero byte and half of a surrogate pair,
+    both of which JSON can encode, cannot.
     """
     return isinstance(value, str) and (value.isprintable() or not re.search("[\0\ud800-\udfff]", value))
 

@@ -1,6 +1,6 @@
-"""What the commands that follow runs share: selecting runs, and collecting what one line about a run shows.
+"""Functions that the commands share that follow runs: they select runs, and collect what the line of a run shows.
 
-Only the ends of files are read, and each executor is asked once for all runs.
+Of long files only the end is read, and each executor is asked once for all runs.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from .queue import Owner, Queue, ask
 from .run import homes_of
 from .rundir import State
 
-# A running cell is called silent after so many seconds, and after so many step times, without progress.
+# A running cell is called silent after SILENT seconds, and STEPS_SILENT times the time of a step, without progress.
 SILENT, STEPS_SILENT = 60.0, 10
 FIRST_STEP = 300.0  # seconds without progress that the first step may take, as it compiles
-LASTING = ("start", "validation", "checkpoint", "end")  # phases that may take any time
+LASTING = ("start", "validation", "checkpoint", "end")  # phases that may take any time before a cell is called silent
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """What is known of a run at one moment; None is unknown."""
+    """What is known of a run at one moment. None means unknown."""
 
     cell: str
     directory: Path
@@ -40,13 +40,13 @@ class RunRow:
     step: int | None = None  # the last step that is done
     tokens_per_second: float | None = None
     loss: float | None = None
-    where: str | None = None  # host, or SLURM's list of nodes
-    seconds: float | None = None  # how long the newest attempt has waited (queued), has run, or took
-    to_go: float | None = None  # seconds until the last step, at the present rate
+    where: str | None = None  # its host, or SLURM's list of nodes
+    seconds: float | None = None  # how long the newest attempt has waited (if queued), has run, or took
+    to_go: float | None = None  # seconds until the end of the last step, at the present rate
     silent: float | None = None  # seconds without progress, if they are more than expected
     phase: str | None = None  # phase of a running cell: start, checkpoint, ..., or a part of a step
-    cancelled: str | None = None  # user who cancelled it
-    best: str | None = None  # with checkpoint.keep_best: the step that is kept, and its held-out loss
+    cancelled: str | None = None  # the user who cancelled the newest attempt
+    best: str | None = None  # with checkpoint.keep_best: the best step so far, and its held-out loss
 
     @property
     def hash(self) -> str:
@@ -70,8 +70,8 @@ def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep
 
 
 def choose(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects: what find.select_runs finds, or a cell of a sweep by the name that tables
-    show; the newest sweep for None.
+    """Return the runs that `target` selects: a cell of a sweep by the name that tables show, or what find.select_runs
+    finds. None selects the newest sweep or, without a sweep, all runs.
     """
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
@@ -96,7 +96,7 @@ def choose(target: str | None, runs: Path) -> Selection:
 
 
 def begun(directory: Path) -> float:
-    """Return the time at which a run's newest attempt was claimed; 0 if there is none, or it may not be read."""
+    """Return the time at which a run's newest attempt was claimed; 0 if there is no attempt, or it may not be read."""
     try:
         return layout.ATTEMPT.of(directory).parent.stat().st_mtime
     except OSError:
@@ -120,7 +120,7 @@ def place_of(target: str, runs: Path) -> Path:
 
 
 def look(cells: list[RunCell]) -> tuple[list[RunRow], dict[str, Queue]]:
-    """Return a row for each run, and what their executors answered, each asked once for all of them."""
+    """Return a row for each run, and the answers of their executors. Each executor is asked once for all runs."""
     queues = ask([cell.directory for cell in cells])
     names, now = short_names(cells), rundir.file_time(cells[0].directory.parent) if cells else 0.0
     return [
@@ -129,13 +129,13 @@ def look(cells: list[RunCell]) -> tuple[list[RunRow], dict[str, Queue]]:
 
 
 def owner_of(row: RunRow) -> Owner:
-    """Return the record of who claimed a row's attempt."""
+    """Return attempt.json, the record of who claimed the newest attempt, for a row's run."""
     return layout.CLAIM.read(layout.ATTEMPT.of(row.directory, row.state.attempt))
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
-    """Return the names that tables show: without hashes; of cells without names, or with equal ones, the overrides in
-    which they differ.
+    """Return the names of cells that tables show, without hashes. For cells without names, or with equal names, these are
+    the overrides in which the cells differ.
     """
     overrides = [list(filter(tells, cell.overrides)) for cell in cells]
     if all(cell.name == " ".join(cell.overrides) for cell in cells):
@@ -152,7 +152,7 @@ def short_names(cells: list[RunCell]) -> list[str]:
 
 
 def tells(override: str) -> bool:
-    """Whether an override belongs to the experiment, not to where it runs or to what it logs."""
+    """Whether an override belongs to the experiment: its key is part of a run's identity, or is unknown."""
     return identities().get(key_of(override), True)
 
 
@@ -169,7 +169,7 @@ def identities() -> dict[str, bool]:
 
 
 def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
-    """Read the files that show a run's progress. `file_now` is the present time by the clock of its file system."""
+    """Read the files that show a run's progress. `file_now` is the present time by the clock of their file system."""
     if state.kind in ("new", "damaged"):
         return RunRow(cell, directory, state)
     home, number, _ = shown_group(directory, state)
@@ -185,7 +185,7 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
         beat = layout.BEAT.read(attempt)
         if beat:  # the present time by the clock of rank 0's host: its last heartbeat, plus the age of that file
             now = beat["time"] + file_now - modified(layout.BEAT.of(attempt))
-        # Whether the newest attempt has logged a step: its rate is known.
+        # Whether the newest attempt has logged a step, so that the time of its steps is known.
         steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(layout.RANK.of(attempt))
         silent = silence(beat, now, last["step_seconds"] if steady else None)
         phase = beat.get("phase", "start")
@@ -224,21 +224,21 @@ def _best(home: Path) -> str | None:
 
 
 def jobs_of(directory: Path, state: State) -> list[tuple[Path, int, State]]:
-    """Return (run folder, newest attempt, state) of each job of a run: one, or on SLURM one for each replica group."""
+    """Return (run folder, newest attempt, state) for each job of a run: one job, or on SLURM one for each replica group."""
     homes = homes_of(directory, max(len(state.groups), 1))
     return [(home, job.attempt, job) for home, job in zip(homes, state.groups or (state,), strict=True)]
 
 
 def shown_group(directory: Path, state: State) -> tuple[Path, int, State]:
-    """Return the job whose progress is shown for a run: the first that runs, else the first."""
+    """Return the job of a run whose progress is shown: the first that is running, else the first."""
     jobs = jobs_of(directory, state)
     running = [job for job in jobs if job[2].kind == state.kind == "running"]
     return (running or jobs)[0]
 
 
 def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> float | None:
-    """Return the seconds since rank 0's last progress, if its heartbeats (one a second) or its step times let expect
-    fewer; None if not, or in a phase that may take any time.
+    """Return the seconds since rank 0's last progress if they are too many: more than SILENT since its last heartbeat (it
+    writes one a second), or more than its step times let expect, except in a phase that may take any time. Else None.
     """
     if not beat:
         return None
@@ -250,8 +250,8 @@ def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> flo
 
 
 def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """Return where a run runs: the job's list of nodes, or rank 0's host and the number of further nodes. None while it
-    waits.
+    """Return where a run runs: its job's list of nodes, or rank 0's host and the number of further nodes. None while the
+    run is queued.
     """
     if state.kind == "queued":
         return None
@@ -263,7 +263,7 @@ def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | 
 
 
 def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, Any], now: float) -> float | None:
-    """Return the seconds for which the newest attempt has waited (queued), has run, or ran."""
+    """Return the seconds for which the newest attempt has waited (if queued) or has run, or which it took."""
     claimed = layout.CLAIM.read(attempt).get("started")
     if state.kind == "queued":
         began = rank.get("ended", claimed)  # a requeued job waits since its last end
@@ -274,7 +274,7 @@ def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, 
 
 
 def moment(written: str) -> float | None:
-    """Parse a time as a queue writes it; None for N/A and the like."""
+    """Return a time that a queue writes in ISO 8601 as seconds since 1970; None for N/A and the like."""
     try:
         return datetime.fromisoformat(written).timestamp()
     except ValueError:

@@ -9,9 +9,9 @@ class Agreement:
     """
 
     def __init__(self, norm: torch.Tensor, sums: torch.Tensor) -> None:
-        """Take sums over all ranks (float64): the loss, the number of ranks that were asked to stop, votes."""
+        """Keep `sums` over all ranks (float64): the loss, the number of ranks that were asked to stop, the votes."""
         self.norm, self.finite = norm, sums[0].isfinite() & norm.isfinite()
-        # the copy does not wait for work that is queued later
+        # the copy begins now, so that it does not wait for work that is queued later
         self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)
         self.copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
 

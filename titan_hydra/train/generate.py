@@ -1,4 +1,4 @@
-"""Generate text with the model of a checkpoint, in one process: each new token takes a forward over all before it,
+"""Generate text with the model of a checkpoint, in one process. Each new token takes a forward over all tokens before it,
 without a cache.
 """
 
@@ -54,14 +54,14 @@ def generate(
 
 
 def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dtype: str) -> nn.Module:
-    """Build the whole model of a checkpoint or export in `dtype`, on the GPU if there is one, in eval mode. `config` is
-    its own.
+    """Build the whole model of a checkpoint or export in `dtype`, on the GPU if there is one, in eval mode. This changes
+    `config`, the model section of the checkpoint.
     """
-    config.attention = "auto"  # the run's kernel may not exist here
+    config.attention = "auto"  # as the run's kernel may not exist here
     with torch.device("meta"):
         model = models.build(config, seq_len)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[dtype])  # not the buffers: positions are always float32
+        parameter.data = parameter.data.to(DTYPES[dtype])  # buffers keep their dtype, as positions are always float32
     model.to_empty(device=device_here())
     reset_buffers(model)
     for name, parameter in model.named_parameters():

@@ -1,5 +1,5 @@
-"""The interface of replica groups to the loop, for a run without them. fault_tolerance has the classes that
-communicate.
+"""The interface through which the loop uses replica groups. `Groups` is for a run without them; fault_tolerance has the
+classes that communicate.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +17,11 @@ class Groups:
     in the same order.
     """
 
-    leads = True  # this group writes the run's result
+    leads = True  # whether this group writes the run's result
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The state of these groups that a checkpoint of this rank holds, in its own memory."""
+        """The groups' state on this rank, which is part of a checkpoint, without copying it."""
         return {}
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
@@ -53,7 +53,7 @@ class Groups:
         return True
 
     def stops(self, asked: bool) -> bool:
-        """Whether to stop after this step: if any rank, of any group that knows of it, was asked to."""
+        """Whether to stop after this step. `asked` is whether any rank of this group was asked to stop."""
         return asked
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""The training loop: build a job's model on this rank, train it, record it. Reads from the top down."""
+"""The training loop: build a job's model on this rank, train it, and record the run. Read it from the top down."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
 
 
 def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
-    """Build everything that the steps use, with the state of the step to continue from. `opened` closes it again."""
+    """Build everything that the steps use, with the state of the step to continue from. At its end, `opened` closes all."""
     device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
     trainer = build(job, device)
     watch.set_mesh(trainer.mesh)
@@ -119,12 +119,12 @@ class Loop:
         watch: Watchdog,
         start: int,
     ) -> None:
-        """Take what `begin` has built; `start` is the step to continue from."""
+        """Keep what `_begin` has built. `start` is the step to continue from."""
         self.trainer, self.groups, self.loader, self.held_out = trainer, groups, loader, held_out
         self.checkpointer, self.metrics, self.watch, self.start, self.job = checkpointer, metrics, watch, start, trainer.job
         self.probes = Probes(self.job, watch.run, trainer.model, trainer.masters.weights)
         self.profiler = Profiler(self.job.profiling, watch.run, trainer.device, metrics, watch)
-        self.settled = False  # the first step of this process, which may be slow, is done
+        self.settled = False  # whether the first step of this process, which may be slow, is done
 
     def run(self) -> None:
         """Run the steps after `start`, up to the last."""
@@ -161,15 +161,15 @@ class Loop:
         self.profiler.close()
 
     def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
-        """Raise NotFinite, once the pending save is complete: it is the last one with finite weights."""
+        """Raise NotFinite if loss or norm is not finite. The pending save, which has finite weights, is completed first."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.watch.at("checkpoint")
             self.checkpointer.finish_pending()
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}")
 
     def validate(self, step: int) -> float:
-        """Measure held-out loss if it is due, always on the same samples, and record it with its own duration. Returns
-        it, or infinity.
+        """Measure the held-out loss if it is due, always on the same samples, and record it with the time that this took.
+        Return the loss; infinity if it is not due.
         """
         config = self.job.validation
         every = config.interval or math.ceil(self.job.steps / 10)
@@ -183,8 +183,8 @@ class Loop:
         return loss
 
     def save(self, step: int, votes: list[float], held_out: float, stop: bool, missed: bool) -> None:
-        """Save if a checkpoint is due, or the run is to stop. Raises Stopped if it is; `missed`: a meeting of the
-        groups was, too.
+        """Save if a checkpoint is due or the run is to stop. Raises Stopped if it is to stop. `missed`: the stop came
+        before a meeting of the groups that was due.
         """
         if stop or missed:
             refuse_stale(self.watch.run)
@@ -196,7 +196,7 @@ class Loop:
             raise Stopped(f"stopped after step {step} of {self.job.steps}; {saved}")
 
     def settle(self) -> None:
-        """After the first step, use the short time-outs."""
+        """After the first step, switch to the short time-outs."""
         if not self.settled:
             seconds = steady_timeout(self.job)
             set_timeout(seconds)
@@ -205,7 +205,7 @@ class Loop:
 
 
 def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
-    """Report the shards that some rank has left out since the last report, once each. This is a collective."""
+    """Report each shard that some rank has left out since the last report. This is a collective."""
     parts: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, loader.news())
     news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))

@@ -19,8 +19,8 @@ from titan_hydra.parallel.mesh import local_part
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon with the same updates, for matrices that the ranks of `group` shard or replicate; None: plain
-    tensors. In stacked experts [experts, rows, columns] each expert is a matrix.
+    """torch's Muon, with the same updates, for matrices that the ranks of `group` shard or replicate (None: for plain
+    tensors). In stacked experts [experts, rows, columns], each expert is a matrix.
 
     Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1, without
     a host synchronization.

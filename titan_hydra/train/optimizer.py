@@ -1,5 +1,5 @@
-"""Optimizers and the learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler
-state.
+"""Optimizers and the learning rate. The rate is a pure function of the step, so that a resumed run needs no state of a
+scheduler.
 """
 
 import math
@@ -33,7 +33,7 @@ def adamw(model: nn.Module, config: AdamW, mesh: Mesh) -> list[torch.optim.Optim
 
 
 def muon(model: nn.Module, config: MuonAndAdamW, mesh: Mesh) -> list[torch.optim.Optimizer]:
-    """Build Muon for the matrices of the blocks, stacked ones too, and AdamW for the rest."""
+    """Build Muon for the matrices of the blocks (stacked ones too), and AdamW for all other parameters."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim >= 2 and name.startswith("layers.") else others).append(parameter)
@@ -72,9 +72,9 @@ def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
 
 
 def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite: torch.Tensor) -> None:
-    """Update the weights by the gradients / `divisor`, unless `finite` is false; both are scalars on the device.
-    torch's fused optimizers, and Muon, apply both within the update, without a host synchronization. For others the
-    gradients are divided in place, and the host waits for `finite`.
+    """Update the weights by the gradients / `divisor`, unless `finite` is false; both are scalars on the device. torch's
+    fused optimizers, and Muon, use both scalars within the update, without a host synchronization. For other optimizers,
+    the gradients are divided in place, and the host waits for `finite`.
     """
     for optimizer in optimizers:
         if scales_gradients(optimizer):
@@ -122,8 +122,8 @@ def wsd(step: int, steps: int, config: StableDecay) -> float:
 
 
 def _decay(step: int, steps: int, config: Decay, decay_steps: int, shape: str) -> float:
-    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2: as if one more step followed, so that the
-    last step has a rate above 0.
+    """Return the rate of a decay over the last steps, as in TorchTitan 0.2.2. It is computed as if one more step followed,
+    so that the last step has a rate above 0.
     """
     decay_steps = min(decay_steps, steps - config.warmup_steps)
     if step <= steps + 1 - decay_steps:

@@ -20,7 +20,7 @@ from titan_hydra.data.files import texts
 
 from .generate import load_model
 
-TOGETHER = 1000  # texts that are sorted by length at a time: the texts of a forward are then about equally long
+TOGETHER = 1000  # number of texts that are sorted by length at a time, so that the texts of a forward are about equally long
 LOGITS = 2**28  # maximum number of logits in a forward, unless a single text needs more
 
 
@@ -29,8 +29,8 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
     the end-of-text after them, and their number. `place` is a run, a checkpoint or an export.
 
     A text of more than `context` tokens is scored in windows of that length, each of which begins in the middle of the
-    previous one: a token is predicted from at least half a context. The default is the run's data.seq_len; of an
-    export, its model.max_seq_len. Raises ConfigError for a file without text, or with a row that cannot be read.
+    previous one, so that a token is predicted from at least half a context. `context` is by default the run's data.seq_len,
+    or an export's model.max_seq_len. Raises ConfigError for a file without text, or with a row that cannot be read.
     """
     if initial.is_hf(place):
         reader, at_most = Folder(place), None
@@ -72,7 +72,7 @@ def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) ->
 
 def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
     """Yield for each window of a row its begin, the first token whose loss counts in it, and its end. Each token but
-    the row's first counts once; a window takes `context` tokens.
+    the row's first counts in exactly one window. A window has `context` tokens.
     """
     begin, first = 0, 1
     while first < length:

@@ -15,8 +15,8 @@ from titan_hydra.parallel.mesh import local_part
 class SplitAdamW(torch.optim.AdamW):
     """Takes parameters with a `lower_half` (parallel/split_masters.py), and gradients of any dtype.
 
-    The state is created in the constructor: torch would create it in the dtype of a bfloat16 parameter, and by a step
-    when a checkpoint is loaded.
+    The constructor creates the state. torch would create it in the dtype of the bfloat16 parameter, and make a step for
+    that when a checkpoint is loaded.
     """
 
     grad_scale: Tensor | None = None
@@ -56,7 +56,7 @@ class SplitAdamW(torch.optim.AdamW):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does, but leave the moments in float32: torch casts them to the dtype of the
+        """Load a state as torch does, but leave the moments in float32, which torch would cast to the dtype of the
         parameter.
         """
         values = state_dict["state"]
@@ -68,8 +68,8 @@ class SplitAdamW(torch.optim.AdamW):
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient, sharded as the parameter is: tensor parallelism does not shard an embedding's
-    gradient.
+    """Return a parameter's gradient, sharded like the parameter. (Tensor parallelism leaves an embedding's gradient
+    unsharded.)
     """
     gradient: Any = parameter.grad
     return (gradient.redistribute(placements=parameter.placements) if isinstance(parameter, DTensor) else gradient).contiguous()

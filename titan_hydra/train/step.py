@@ -1,5 +1,5 @@
-"""Run one local batch through the model: gradients or loss alone, with the same loss function whether or not there is a
-pipeline.
+"""Run one local batch through the model, for gradients or for the loss alone. The loss function is the same with and
+without a pipeline.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.devi
 
 
 class Plain:
-    """Runs local batches through a whole model. `inputs`, `loss` and `measure` are an objective's."""
+    """Runs local batches through a whole model. `inputs`, `loss` and `measure` are the objective's functions."""
 
     has_loss = True  # True on every rank; with a pipeline only on the rank of the last stage
 
@@ -44,8 +44,8 @@ class Plain:
         self.model, self.inputs, self.loss, self.measure = model, inputs, loss, measure
 
     def forward_backward(self, batch: Batch, count: Tensor, last: bool) -> Tensor:
-        """Accumulate a local batch's gradients of its summed loss / `count`; return that loss. Replicas reduce
-        gradients only at the `last` local batch of a step.
+        """Accumulate the gradients of a local batch's summed loss / `count`, and return that loss. Replicas reduce
+        gradients only in the `last` local batch of a step.
         """
         data_parallel.last_microbatch(self.model, last)
         loss = self._sum(self.loss, batch) / count

@@ -59,15 +59,15 @@ class Trainer:
         """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the
         mean loss.
 
-        The loss is the sum over all elements that count, divided by their number in the whole global batch, counted
-        once before the first microbatch: correct under accumulation, uneven masks and replica groups alike.
+        The loss is the sum over all elements that count, divided by their number in the whole global batch. They are
+        counted before the first microbatch, so that accumulation, uneven masks and replica groups give the right loss.
         """
         self.masters.cast()
         count = onto(self.device, self.objective.count(batch.tensors))
         if self.mesh.batch is not None:
             dist.all_reduce(count, group=self.mesh.batch)
         self.groups.add_up([count])
-        count = count.masked_fill(count == 0, 1)  # not clamp: weights can sum to less than 1
+        count = count.masked_fill(count == 0, 1)  # `clamp` would be wrong, as weights can sum to less than 1
         total = torch.zeros((), device=self.device)
         parts = batch.split(self.job.data.local_batch)
         for number, part in enumerate(parts, start=1):
@@ -154,10 +154,10 @@ class Parts:
 
 
 def assemble(job: Job, device: torch.device, mesh: Mesh | None = None) -> Parts:
-    """Build this rank's part of the model, split and parallelized, on the meta device: the whole model is never in
+    """Build this rank's part of the model, split and parallelized, on the meta device. The whole model is never in
     memory.
 
-    `mesh` is that of an earlier job with the same degrees in this process.
+    `mesh`, if given, is the mesh of an earlier job in this process with the same degrees.
     """
     check_attention(job, device)
     if mesh is None:
@@ -177,8 +177,8 @@ def assemble(job: Job, device: torch.device, mesh: Mesh | None = None) -> Parts:
 
 
 def build(job: Job, device: torch.device, mesh: Mesh | None = None) -> Trainer:
-    """Build this rank's part of the model in memory, with its initial values, and its optimizers; `mesh` as for
-    `assemble`.
+    """Build this rank's part of the model in memory, with its initial values, and its optimizers. `mesh` has the same
+    meaning as for `assemble`.
     """
     parts = assemble(job, device, mesh)
     for stage in parts.stages:

@@ -20,7 +20,7 @@ from titan_hydra.observe import flight, health
 from titan_hydra.runs.run import Run
 
 FILES = 2**16  # maximum number of open files that a rank needs: rank 0 has a connection with every other rank
-CONNECTED = 256  # ranks that gloo may connect with each other at the start
+CONNECTED = 256  # largest number of ranks that gloo may connect with each other at the start
 RECOMPILE = 30  # seconds in which a rank compiles a transformer block, on a busy host
 
 
@@ -30,7 +30,7 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
     of the block.
     """
     set_determinism(job)
-    # an earlier run in this process: torch compiles the same code at most eight times
+    # forgets an earlier run in this process, as torch compiles the same code at most eight times
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     flight.configure(run)
@@ -55,7 +55,7 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
         yield device
         leave_together(run)
     except BaseException:
-        if run.world_size > 1:  # NCCL could wait here for the rank that failed; the process ends anyway
+        if run.world_size > 1:  # NCCL could wait here for a rank that has failed; this process ends anyway
             raise
         dist.destroy_process_group()
         raise
@@ -63,12 +63,12 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
 
 
 def allow_connections(ranks: int) -> None:
-    """Raise the limit of open files, often 1,024, as far as the system allows, and let gloo connect large worlds only
-    where ranks exchange something: else each rank connects with all others (gloo#419), in the default group and in the
-    checkpoints'.
+    """Raise the limit of open files, often 1,024, as far as the system allows. In a large world, let gloo connect only
+    ranks that exchange something; otherwise each rank connects with all others (gloo#419), in the default group and in the
+    group of the checkpoints.
 
-    A rank that dies before a group's first use can leave others connecting without a time-out (gloo#520): the launcher
-    or the watchdog ends them, but small worlds need not depend on that.
+    A rank that dies before a group's first use may leave others connecting without a time-out (gloo#520). The launcher or
+    the watchdog ends them, but small worlds should not depend on that.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
@@ -79,9 +79,9 @@ def allow_connections(ranks: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep up to 1 GiB of freed memory, and to take buffers up to that size from it. By default it
-    returns those of 32 MiB and more to the system, which maps and clears every page of them again at each step. Other C
-    libraries are left as they are.
+    """Tell glibc to keep up to 1 GiB of freed memory, and to take buffers up to that size from it. By default, it returns
+    buffers of 32 MiB and more to the system, which then maps and clears all their pages again at each step. Nothing is
+    done for other C libraries.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
@@ -89,9 +89,9 @@ def keep_freed_memory() -> None:
 
 
 def leave_together(run: Run) -> None:
-    """Wait until no rank is inside a collective: gloo fails one if a peer has left and closed its connections.
+    """Wait until no rank is inside a collective, as a collective of gloo fails if a rank has closed its connections.
 
-    It uses the store. Rank 0 may host the store, so it leaves last.
+    The ranks wait through the store. Rank 0 leaves last, as it may host the store.
     """
     if run.store.add("leaving", 1) == run.world_size:
         run.store.set("all leave", "")
@@ -103,8 +103,8 @@ def leave_together(run: Run) -> None:
 
 
 def refuse_stale(run: Run) -> None:
-    """Raise ConfigError on all ranks if a later attempt has taken over the run: its checkpoints and rows must not be
-    written by this one.
+    """Raise ConfigError on all ranks if a later attempt has taken over the run. This attempt must no longer write the
+    run's checkpoints and rows.
 
     This is a collective, called when the ranks have agreed to stop. During training rank 0's watchdog checks for a
     later attempt.
@@ -116,8 +116,8 @@ def refuse_stale(run: Run) -> None:
 
 
 def set_determinism(job: Job) -> None:
-    """Seed torch, compute float32 as such, and with debug.deterministic refuse every kernel whose result may differ
-    from run to run.
+    """Seed torch, and compute float32 without TF32. With debug.deterministic, also refuse every kernel whose result may
+    differ from run to run.
     """
     torch.manual_seed(job.seed)
     exact_float32()
@@ -129,7 +129,7 @@ def set_determinism(job: Job) -> None:
 
 
 def exact_float32() -> None:
-    """Compute float32 without TF32, also where the environment asks for it (NVIDIA's containers set
+    """Compute float32 without TF32, even if the environment asks for TF32 (NVIDIA's containers set
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
 
     torch's newer names, fp32_precision, would leave the older ones as they are, and the compiler fails where the two
@@ -140,8 +140,8 @@ def exact_float32() -> None:
 
 
 def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
-    """Open a store for other processes at `host`, on a free port. On loopback it listens only there, not on every
-    address.
+    """Open a store for other processes at `host`, on a free port. If `host` is the loopback address, the store listens
+    only there.
     """
     if host != "127.0.0.1":
         return dist.TCPStore(host, 0, ranks, True, limit, wait_for_workers=False)
@@ -152,8 +152,8 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
 def steady_timeout(job: Job) -> int:
     """Return the time-out of collectives after the first step, in seconds.
 
-    A pipeline that is compiled has RECOMPILE more for each further rank: the first validation, or a shape that changes,
-    is compiled by one rank after the other, as each waits for the activations of the one before.
+    A compiled pipeline gets RECOMPILE seconds more for each rank after the first. Its ranks compile the first validation,
+    or a new shape, one after another, as each waits for the activations of the rank before.
     """
     return job.comm.train_timeout_seconds + (RECOMPILE * (job.parallelism.pp - 1) if job.compile.name != "off" else 0)
 
@@ -162,14 +162,14 @@ def set_timeout(seconds: int) -> None:
     """Set the time-out of collectives after the slow first step, in the default group and all groups of the mesh."""
     dist.barrier()  # no rank may still be inside a collective that began with the long time-out
     for group in list(process_groups.pg_map):
-        # others, as the checkpoints', keep their own
+        # other groups, such as that of the checkpoints, keep their time-outs
         if group.group_desc == "default_pg" or group.group_desc.startswith("mesh_"):
             set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def collect_garbage(step: int, interval: int) -> None:
-    """Collect the young generations before the first step and then every `interval` steps, on all ranks alike, and
-    never else: a rank that pauses at a moment of its own delays the others.
+    """Collect the young generations before the first step and then every `interval` steps, on all ranks in the same step,
+    and at no other time. A rank that pauses at another moment than the others delays them.
     """
     gc.disable()
     if step % interval == 0:

@@ -30,7 +30,7 @@ class Counted:
 
 
 def eager(job: Job) -> Job:
-    """Return a job without compilation, which the fake world lacks, and number format, whose emulation makes copies."""
+    """Return a job without compilation, which the fake world lacks, and without a number format to emulate."""
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp, job.precision.converter = "off", False, None
     return job
@@ -76,8 +76,8 @@ def _blocks(job: Job, rank: int) -> float:
 
 
 def _count(job: Job, rank: int) -> Counted:
-    """Step a rank once. Optimizer state is created at the end of the first step; it counts from the step's beginning,
-    as in later steps.
+    """Step a rank once. The optimizer creates its state at the end of this first step; the state counts from the step's
+    beginning, as in later steps.
     """
     job = copy.deepcopy(job)
     job.comm.rank = rank

@@ -24,7 +24,7 @@ TIGHT = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-2, "weights": 1e-3}  # diff
 # Factors of the spread. For layouts that differ by rounding alone, a parameter's difference was 0.3 to 1.3 times the
 # largest of the draws. Loss and norm are single numbers: all draws may be close to each other by chance.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
-# How the error of a case begins that ranks refuse; ring attention, for example, refuses a user's attention kernel.
+# The beginning of the error of a case that ranks refuse, as ring attention refuses a user's attention kernel.
 REFUSED = "titan_hydra.base.errors.ConfigError: "
 # The runs that measure a band: (seed of the changed last bits, or None; number of local batches per global batch). Most
 # cases need one; cases in which tokens change experts need more.
@@ -97,8 +97,8 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
 
 
 def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:
-    """Return the relative differences of a run from its reference, by column and entry. Those of a `draw` are rounding
-    throughout, so nothing is subtracted from them.
+    """Return the relative differences of a run from its reference, by column and entry. All differences of a `draw` are
+    rounding, so that nothing is subtracted from them.
     """
     steps, start = 0 if draw else len(run.losses), reference.start
     return {
@@ -115,10 +115,10 @@ def lost(case: Case, error: str) -> Outcome:
 
 
 def rounds_alike(job: Job, reference: Job) -> bool:
-    """Whether a layout rounds as its reference does, but for the order of sums: then its band can be measured on the
+    """Whether a layout rounds like its reference except for the order of sums, so that its band can be measured on the
     reference.
     """
-    precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]  # gathers round nothing
+    precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]  # a gather in Float8 rounds nothing more
     return precisions[0] == precisions[1] and job.optimizer.masters == reference.optimizer.masters
 
 
@@ -167,8 +167,8 @@ def misrouted(run: Trace, reference: Trace) -> int:
 def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
     """Return the distance of a weight from the reference's, relative to the distance that the reference has moved.
 
-    Each update rounds a float32 weight by up to 2**-24 of it. That is subtracted, as SGD moves a norm's weight of 1 by
-    little more.
+    Each update rounds a float32 weight by up to 2**-24 of it. This rounding is subtracted, as SGD moves a norm's weight
+    of 1 by little more.
     """
     rounding = steps * 2.0**-24 * reference.double().norm()
     difference = (weight.double() - reference.double()).norm()

@@ -31,8 +31,8 @@ BASE = (
 class Case:
     """A layout to be verified. Its reference is the same job in one process, or reference.py in float64.
 
-    Bounds of differences are relative. The band that is measured besides (judge.py) is narrower if steps amplify
-    rounding.
+    The bounds of differences are relative. In addition a band is measured (judge.py), which is narrower than the bounds if
+    steps amplify rounding.
     """
 
     name: str

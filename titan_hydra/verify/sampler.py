@@ -51,7 +51,7 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
     local_batch = dice.choice((1, 2, 4, 6, 8))
     global_batch = min(local_batch * degrees["dp_replicate"] * degrees["dp_shard"] * dice.choice((1, 1, 2, 3)), 48)
     optimizer, precision = dice.choice(("adamw", "adamw", "sgd", "muon")), dice.choice(("fp32", "fp32", "fp32", "bf16"))
-    if sparse := dice.random() < 0.4:  # more than the share of such cases: rules refuse more of the jobs with experts
+    if sparse := dice.random() < 0.4:  # fewer than 40 % of the cases have experts, as rules refuse more of these jobs
         # In float32, as rounding to bfloat16 would route some tokens to other experts.
         optimizer, precision = dice.choice(("adamw", "sgd")), "fp32"
         degrees["ep"] = dice.choice(divisors(degrees["dp_shard"] * degrees["cp"] * degrees["tp"])[1:] or (1,))

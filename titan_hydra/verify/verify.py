@@ -56,7 +56,7 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
 ]
-NOTE = "in the case"  # how the note begins by which an exception names its case
+NOTE = "in the case"  # beginning of the note by which an exception names its case
 
 
 def job_of(case: Case, steps: int = STEPS) -> Job:
@@ -136,8 +136,8 @@ def reductions() -> Iterator[list[torch.dtype]]:
 
 
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
-    """Count the parameters whose gradients were summed in bfloat16 although reduce_dtype=float32: they lack the lower
-    bits.
+    """Count the parameters whose gradients were summed in bfloat16 although reduce_dtype=float32. Such gradients lack the
+    lower bits.
     """
     job = trainer.job
     parts = trainer.mesh.data_ranks * job.parallelism.cp * microbatches(job) * local_batches(job)
@@ -198,7 +198,7 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
     depend on slot and step alone.
 
     Up to 80 % of a sample's labels are ignored, so that microbatches count different numbers of them. At step 1 no
-    label in the first quarter of the slots counts, at step 2 none in the first half: some ranks have none.
+    label in the first quarter of the slots counts, and at step 2 none in the first half, so that some ranks have none.
     """
     if not case.uneven_mask and not case.documents:
         return batch
@@ -259,7 +259,7 @@ def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> Non
         except (Raised, Crashed) as error:
             text = [line for line in str(error).splitlines() if line.strip()]
             lines = [line for line in text if not line.startswith(NOTE)]
-            # Of a refusal only the last line is printed, with the note that names the case.
+            # If a rank refuses a case, only the last line is printed, with the note that names the case.
             _tell(", ".join(text[text.index(lines[-1]) :]) if lines[-1].startswith(REFUSED) else str(error))
             jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
             if not jobs:
@@ -341,7 +341,7 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
 
 
 def _tell(line: str) -> None:
-    """Print progress to the standard error, as the table is printed at the end, for the whole matrix after an hour."""
+    """Print progress to the standard error, as the table comes only at the end (an hour later for the whole matrix)."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -20,7 +20,7 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:
-    """The given initial weights exist, with every part that is not excluded: a run must not start from random weights
+    """The given initial weights exist, with every part that is not excluded. A run must never start from random weights
     instead.
     """
     path, left_out = job.checkpoint.initial_load_path, job.checkpoint.exclude_from_loading

@@ -58,8 +58,8 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
 
 @rule(RANKS)
 def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
-    """The product of the degrees is the number of ranks: each has one place in the mesh. One degree may be -1 and takes
-    the rest.
+    """The product of the degrees is the number of ranks, as each rank has one place in the mesh. One degree may be -1: it
+    becomes what the others leave.
     """
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
     if len(free) == 2:
@@ -136,7 +136,7 @@ def family_can_be_split_over_tensor_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def family_can_be_cut_into_stages(job: Job) -> Iterator[Fault]:
-    """A stage of a pipeline passes one tensor to the next: a model with two streams cannot be cut so."""
+    """A stage of a pipeline passes one tensor to the next. A model whose blocks pass on two cannot be cut into stages."""
     if job.parallelism.pp > 1 and not family_of(job.model).pipeline:
         yield Fault("parallelism.pp", job.parallelism.pp, f"family {job.model.family} cannot be cut into stages", legal=(1,))
 
@@ -153,8 +153,8 @@ def heads_divide_over_tensor_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def feed_forward_divides_over_tensor_ranks(job: Job) -> Iterator[Fault]:
-    """Each TP rank holds a column slice of w1/w3 and the row slice of w2 that matches: local tensors, all of the same
-    size.
+    """Each TP rank holds a column slice of w1/w3 and the matching row slice of w2. These are local tensors, and must have
+    the same size on all ranks.
     """
     width, tp = job.model.ffn_width, job.parallelism.tp
     if width % tp:
@@ -187,8 +187,8 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
-    """Context parallelism cuts a sequence into cp parts, of two chunks if the ring is balanced; sequence parallelism
-    cuts these by tp.
+    """Context parallelism cuts a sequence into cp parts, each of two chunks if the ring is balanced. Sequence parallelism
+    cuts each part into tp parts.
     """
     seq_len, cp, tp = job.data.seq_len, job.parallelism.cp, job.parallelism.tp
     parts = lcm(job.parallelism.sequence_parts, cp * (tp if job.parallelism.sequence_parallel else 1))
@@ -235,8 +235,8 @@ def global_batch_is_whole_local_batches(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
-    """The ring merges the results of fused kernels and supports no mask of documents. Ulysses runs any attention, on
-    whole sequences.
+    """The ring merges the results of fused kernels, and supports no mask of documents. Ulysses can run any attention, as
+    it has whole sequences.
     """
     if not has_ring(job):
         return
@@ -249,8 +249,8 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
-    """A kernel that is asked for computes this attention on a CPU or on a GPU. Checks that depend on the GPU are made
-    by the ranks.
+    """The kernel that the job asks for can compute this attention on a CPU or on a GPU. The ranks make the checks that
+    depend on the GPU.
     """
     if fault := kernel_fault(job.model.attention, *(call_of(job, device) for device in ("cpu", "cuda"))):
         yield fault
@@ -325,8 +325,8 @@ def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def masters_can_be_split(job: Job) -> Iterator[Fault]:
-    """Split masters are float32 weights whose upper half the model computes with; whatever reads or sums weights must
-    support them.
+    """Split masters are float32 weights with whose upper half the model computes. Every technique that reads or sums
+    weights must support them.
     """
     if job.optimizer.masters == "whole":
         return
@@ -378,7 +378,7 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
 PLACE += [memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_are_there]
 
 
-# --- what is legal, and hardly meant ----------------------------------------------------------------------------------
+# --- what is legal, but probably a mistake ----------------------------------------------------------------------------
 
 
 def warnings(job: Job) -> Iterator[Fault]:

@@ -8,7 +8,7 @@ from titan_hydra.config.schema import Job
 
 
 def nodes_can_be_counted(job: Job) -> Iterator[Fault]:
-    """A job elsewhere needs the number of devices of a node, which only the cluster's file knows. On this machine they
+    """For a job on another machine, the cluster's file must give the number of devices of a node. On this machine they
     are counted.
     """
     executor = job.cluster.executor

@@ -9,7 +9,7 @@ from titan_hydra.config.fault import Fault
 from titan_hydra.config.schema import Job
 from titan_hydra.job.recomputation import mode_of, recomputed_share
 
-# of torch.compile
+# back ends of torch.compile
 BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")
 
 
@@ -38,14 +38,14 @@ def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
 
 
 def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """The compiler chooses which activations to keep within a budget, when it splits a block into forward and backward."""
+    """With a memory budget, the compiler chooses which activations to keep, when it splits a block into its two passes."""
     if mode_of(job).budget and job.compile.name != "block":
         yield Fault("compile.name", job.compile.name, f"ac={job.ac.name} needs the compiler", legal=("block",))
 
 
 def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
-    """compile=model needs one graph, which holds its communication (SimpleFSDP) and no shapes that depend on values
-    (experts).
+    """compile=model needs one graph of the whole model. So communication must be part of it (SimpleFSDP), and no shape may
+    depend on values (as with experts).
     """
     if job.compile.name != "model":
         return
@@ -63,8 +63,8 @@ def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
 
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
     """Recomputed blocks with tensor parallelism cannot be compiled by torch 2.13: it puts the mesh among the saved
-    tensors of the recomputation and asserts that all of them are tensors. torch 2.11 does not. Nothing is compiled
-    under comm=fake, so the paper's own rows can be stepped there.
+    tensors of the recomputation and asserts that all of them are tensors. torch 2.11 does not. With comm=fake nothing is
+    compiled, so that the rows of the TorchTitan paper can be tried.
     """
     compiled = job.compile.name == "block" and job.comm.name != "fake"
     if job.parallelism.tp > 1 and compiled and recomputed_share(job) and not versions().get("torch", "").startswith("2.11."):

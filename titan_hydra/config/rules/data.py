@@ -36,7 +36,7 @@ def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
 
 
 def data_files_are_there(job: Job) -> Iterator[Fault]:
-    """The data files exist: a file that is missing here would be missing on every rank, after the time in the queue."""
+    """The data files exist. A file that is missing here would be missing on every rank, after the job has been queued."""
     for key, source in data_sources(job.data).items():
         record = DATA_SOURCES[source.name]
         if record.needs_path and not source.path:
@@ -53,8 +53,8 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
 def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
     """Warn if the text is shorter than one step, so that each step would contain all of it several times.
 
-    A token is at least one byte, so bytes bound the tokens. Compressed files (.gz, .zst, .parquet) hold more text than
-    bytes and give no warning.
+    As a token is at least one byte, there are at most as many tokens as bytes. Compressed files (.gz, .zst, .parquet) hold
+    more text than their bytes, and give no warning.
     """
     step = job.data.global_batch * job.data.seq_len
     for key, source in data_sources(job.data).items():
@@ -107,7 +107,7 @@ def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
 
 
 def sources_find_nothing_wrong(job: Job) -> Iterator[Fault]:
-    """Sources with checks of their own pass them, such as one that is tried on the first row of its files."""
+    """Sources pass their own checks. Such a check may, for example, try the first row of a source's files."""
     for key, source in data_sources(job.data).items():
         if record_faults := resolve(DATA_SOURCES[source.name].faults):
             yield from record_faults(key, source, job)

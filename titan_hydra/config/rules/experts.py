@@ -19,7 +19,7 @@ def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
 
 
 def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
-    """Each ep rank holds as many whole experts as the others; ep ranks are those of dp_shard x cp x tp."""
+    """Each ep rank holds the same number of whole experts. The ep ranks are the ranks of dp_shard x cp x tp."""
     if not job.model.sparse:
         return
     model, degrees, ep = sparse(job), job.parallelism, job.parallelism.ep
@@ -38,7 +38,7 @@ def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
         return
     degrees, model = job.parallelism, sparse(job)
     shards = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
-    # 0: more ep ranks than ranks, which another rule refuses
+    # it is 0 if there are more ep ranks than ranks, which another rule refuses
     if shards == 0 or model.n_experts // degrees.ep % shards == 0:
         return
     for key, width in (("model.expert_dim", model.expert_dim), ("model.dim", model.dim)):
@@ -62,7 +62,7 @@ def rows_of_experts_are_aligned(job: Job) -> Iterator[Fault]:
 
 
 def tokens_of_experts_are_split(job: Job) -> Iterator[Fault]:
-    """Under tp the experts take tokens that are split over the sequence; else each rank would compute all of them."""
+    """With tp, the tokens of experts are split over the sequence; otherwise each rank would compute all tokens."""
     if not job.model.sparse:
         return
     if job.parallelism.tp > 1 and not job.parallelism.sequence_parallel:

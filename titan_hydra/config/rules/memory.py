@@ -1,7 +1,7 @@
 """The least memory that a job takes, computed from its configuration alone, and the rule that refuses what cannot fit.
 
-Lower bounds: parameters, gradients and the optimizer's moments; of the activations each block's input and the logits;
-one batch on the host.
+The memory is a lower bound. It counts parameters, gradients and the optimizer's moments, of the activations each block's
+input and the logits, and on the host one batch.
 """
 
 import os
@@ -20,7 +20,7 @@ from titan_hydra.job.batches import local_batches, microbatch_size
 from titan_hydra.job.dtypes import GIB, SIZE, gradient_dtype
 from titan_hydra.job.ranks import devices_here, processes, runs_here
 
-PROCESS = 0.25 * GIB  # a rank before it has a model: Python and torch
+PROCESS = 0.25 * GIB  # memory of a rank before it has a model: Python and torch
 PROCESSES_PER_CORE = 8  # limit without GPUs: more processes would exceed every time-out
 
 
@@ -31,8 +31,8 @@ def _parameters(model: Model) -> int | None:
 
 
 def of_a_rank(job: Job) -> dict[str, float]:
-    """Return a rank's least bytes by the key that each part grows with: data.global_batch those of the host, the others
-    the device's.
+    """Return the least bytes that a rank takes, by the key with which each part grows. Those of data.global_batch are on
+    the host, the others on the device.
     """
     layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
     moments, gradient = OPTIMIZERS[job.optimizer.name].moments(job.optimizer), SIZE[gradient_dtype(job)]

@@ -1,4 +1,4 @@
-"""The rules of objectives: what a job's objective cannot be combined with, as its record tells."""
+"""The rules of objectives: what a job's objective cannot be combined with, according to its record."""
 
 from collections.abc import Iterator
 
@@ -34,8 +34,8 @@ def objective_suits_the_model(job: Job) -> Iterator[Fault]:
 
 
 def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
-    """Only some losses can be computed in the head, or from logits that are split over the vocabulary: the objective's
-    record tells.
+    """Only some losses can be computed in the head, or from logits that are split over the vocabulary. The objective's
+    record states which.
     """
     record = OBJECTIVES[job.objective.name]
     if job.loss.name == "linear_cross_entropy" and not record.head_loss:

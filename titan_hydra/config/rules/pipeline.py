@@ -38,7 +38,7 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
         if of["I"] != of["W"] or of["B"] & of["I"] or of["B"] | of["I"] != of["F"]:
             return f"stage {stage} must run B, or I and W, for every microbatch once"
     last = [number for actions in ranks for stage, kind, number in actions if (stage, kind) == (stage_count(job) - 1, "F")]
-    if last != sorted(last):  # torch looks up a microbatch's loss by its place among them
+    if last != sorted(last):  # torch looks up a microbatch's loss by its position in this order
         return "the last stage must run the forwards in the order of the microbatches"
     for actions, played in zip(ranks, play(ranks, stage_count(job)), strict=True):
         if len(played) < len(actions):
@@ -50,8 +50,8 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
 
 
 def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:
-    """Schedule, stages, split and microbatches fit model, ranks and each other. Each rule needs the one before: the
-    first fault ends it.
+    """Schedule, stages, split and microbatches fit the model, the ranks and each other. Each check needs the one before,
+    so that the first fault ends the rule.
     """
     if job.parallelism.pp > 1:
         for rule in (

@@ -13,7 +13,7 @@ from titan_hydra.job.dtypes import has_one_scale, is_opaque
 
 
 def format_suits_the_job(job: Job) -> Iterator[Fault]:
-    """A format's own rules hold, and there is one to emulate."""
+    """The format's own rules hold, and `emulate` is set only with a format."""
     format = FORMATS.get(job.precision.converter)
     if format is None and job.precision.emulate:
         yield Fault("precision.emulate", True, "there is no number format to emulate", legal=(False,))
@@ -22,8 +22,8 @@ def format_suits_the_job(job: Job) -> Iterator[Fault]:
 
 
 def float8_faults(job: Job) -> Iterator[Fault]:
-    """FSDP gathers Float8 weights that have a single scale, and only FSDP2 has the hooks for it. Our own kernels cast by
-    rows and by columns, of whole weights.
+    """FSDP can gather Float8 weights that have a single scale, and only FSDP2 has the hooks for that. Our own kernels cast
+    whole weights by rows and by columns.
     """
     precision: Any = job.precision
     if precision.float8_all_gather:
@@ -49,8 +49,8 @@ def float8_faults(job: Job) -> Iterator[Fault]:
 
 
 def _without_rows(job: Job) -> str | None:
-    """Return a reason if some rank would have no row of a linear that is gathered in Float8: torch takes no largest value
-    of nothing, on CUDA.
+    """Return a reason if some rank would have no row of a linear that is gathered in Float8. On CUDA, torch cannot compute
+    the largest value of an empty tensor.
     """
     step, shards = FORMATS["float8"].step, job.parallelism.dp_shard * job.parallelism.cp
     skipped = [part for name in job.precision.skip if (part := name.rpartition(".")[2])]
@@ -72,8 +72,8 @@ def widths_suit_the_format(job: Job) -> Iterator[Fault]:
 
 
 def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
-    """A weight's gradient is a matmul over the tokens of a microbatch, which the kernels take in the format's steps, as
-    they do widths.
+    """A weight's gradient is a matmul that sums over the tokens of a microbatch. Their number must be a multiple of the
+    format's step, as widths must.
     """
     format, precision = FORMATS.get(job.precision.converter), job.precision
     if format is None or precision.emulate or format.plain_gradients(precision):
@@ -85,16 +85,16 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
 
 
 def emulation_is_eager(job: Job) -> Iterator[Fault]:
-    """Emulation reproduces the numerics, not the speed. A compiler would fuse its casts and round in other places, but
-    for those of our own kernels, into which it does not see.
+    """Emulation reproduces the numerics, not the speed. A compiler would fuse its casts and round in other places; only
+    the casts of our own kernels are opaque to it.
     """
     if job.precision.emulate and job.compile.name != "off" and not is_opaque(job):
         yield Fault("precision.emulate", True, f"compile={job.compile.name} would round in other places", legal=(False,))
 
 
 def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
-    """Under tp with one scale a tensor the linears of a block share an input gathered in the format, so all of them are
-    converted.
+    """With tp and one scale for each tensor, the linears of a block share an input that is gathered in the format, so that
+    all of them must be converted.
     """
     precision, format = job.precision, FORMATS.get(job.precision.converter)
     if job.parallelism.tp == 1 or format is None:

@@ -1,5 +1,5 @@
-"""Where ranks run: in this process, on this machine, or as jobs of a SLURM cluster. Each registers itself, as an
-executor in a module of `train.imports` does.
+"""Executors, which start ranks: in this process, as processes of this machine, or as jobs of a SLURM cluster. Each is
+registered in the same way as a user's executor in a module of `train.imports`.
 """
 
 import importlib

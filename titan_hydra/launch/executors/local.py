@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Processes(Executor):
-    """A process for each rank. A user's executor on this machine overrides `start`."""
+    """Runs each rank in a process of its own. A user's executor for this machine overrides `start`."""
 
     def start(self, directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
-        """Start all ranks of a claimed attempt. Returns their parent process: it has its own session, forwards SIGTERM
+        """Start all ranks of a claimed attempt. Return their parent process, which has its own session, forwards SIGTERM
         to the ranks, and ends after them.
         """
         from . import ranks
@@ -39,12 +39,12 @@ class Processes(Executor):
 
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
         """Run a claimed attempt to its end."""
-        with interrupts.counted():  # before the import below: Python can lose a KeyboardInterrupt raised during an import
+        with interrupts.counted():  # before `start` imports: Python can lose a KeyboardInterrupt that comes during an import
             parent = self.start(cell.directory, attempt, cell.job)
             attach(cell.directory, attempt, cell.job.steps, interrupts, parent, cell.label)
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield a fault for each key that only has a meaning for batch jobs."""
+        """Yield a fault for each key that has a meaning for batch jobs alone."""
         if cells[0].job.launch.packed:
             yield Fault("launch.packed", True, "applies to batch jobs: on this machine cells run one after another anyway", legal=(False,))
         if (parallel := max(cell.job.cluster.max_parallel for cell in cells)) > 1:
@@ -61,8 +61,8 @@ class Processes(Executor):
         return rundir.state_here(directory, attempt)
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask local ranks to stop, as Ctrl-C does. For a whole sweep its launch.py is asked, so that it starts no
-        further cell.
+        """Ask the ranks of runs to stop, as Ctrl-C does. For a whole sweep, ask its launch.py instead, so that it does not
+        start further cells either.
         """
         told = set()
         for row in rows:
@@ -73,7 +73,7 @@ class Processes(Executor):
                 continue
             rundir.mark_cancelled(attempt)
             if whole and alive(launcher) and "ended" not in launcher:
-                if launcher["pid"] not in told:  # a second signal kills
+                if launcher["pid"] not in told:  # a second signal would kill the ranks
                     os.kill(launcher["pid"], signal.SIGTERM)
                     told.add(launcher["pid"])
                 whom = "its launcher"
@@ -83,21 +83,21 @@ class Processes(Executor):
 
 
 class Inline(Processes):
-    """One rank in this process, so that pdb and print work."""
+    """Runs a single rank in this process, so that pdb and print work."""
 
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
-        """Run the rank of a claimed attempt. Raises KeyboardInterrupt if it was interrupted."""
+        """Run the rank of a claimed attempt. Raises KeyboardInterrupt if Ctrl-C has ended the rank."""
         from titan_hydra.launch import worker
 
         status = worker.run_rank(str(cell.directory), int(attempt.name), inline=True)
         if status == 130:
             raise KeyboardInterrupt
-        if status == Exit.REQUEUED:  # its trainer has received the signal that this process was sent, and no cell follows
+        if status == Exit.REQUEUED:  # the trainer has handled this process's SIGTERM; counting it prevents further cells
             interrupts.received.append(signal.SIGTERM)
 
 
 def started(attempt: Path, seconds: float = 15) -> bool:
-    """Wait until ranks can be signalled. Returns False if the attempt ended before."""
+    """Wait until ranks can be signalled, for at most `seconds`. Return False if they cannot, or the attempt has ended."""
     deadline = time.monotonic() + seconds
     while not rundir.running_ranks(attempt) and not alive(layout.RANKS.read(attempt)):
         if time.monotonic() > deadline or rundir.host_of_running(attempt) is None:

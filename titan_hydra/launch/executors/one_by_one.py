@@ -1,4 +1,4 @@
-"""Run cells on this machine, one after another: start each, or attach to it, and print how it ends."""
+"""Run cells on this machine, one after another: start each cell, or attach to it if it runs, and print how it ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from titan_hydra.launch.cell import RETRY, Cell
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.rundir import State
 
-# Runs a claimed attempt (cell, its folder, the counter of Ctrl-C) to its end.
+# A function that runs a claimed attempt to its end. Arguments: the cell, the attempt's folder, the counter of Ctrl-C.
 RunAttempt = Callable[[Cell, Path, Interrupts], None]
 
 
 def run_all(cells: list[Cell], run: RunAttempt) -> int:
-    """Run one cell after another. After a failed cell the next one starts; Ctrl-C stops all."""
+    """Run one cell after another, and return the exit status. A failed cell does not prevent the next; Ctrl-C does."""
     states: list[State] = []
     status = Exit.DONE
     interrupts = Interrupts()
@@ -42,7 +42,7 @@ def run_all(cells: list[Cell], run: RunAttempt) -> int:
 
 
 def settle(cell: Cell, run: RunAttempt, interrupts: Interrupts) -> State:
-    """Start one cell or attach to it, depending on its state, until it ends; or print why neither is possible. Returns
+    """Start one cell or attach to it, depending on its state, and wait for its end; or print why neither is done. Return
     its final state.
     """
     launch, fresh = cell.job.launch, cell.job.launch.force
@@ -89,7 +89,7 @@ def _start(cell: Cell, attempt: Path, run: RunAttempt, interrupts: Interrupts) -
 
 
 def tell(cell: Cell) -> State:
-    """Print how a run has ended, and the command to continue."""
+    """Print how a run has ended, and return its state."""
     state = rundir.state(cell.directory)
     if state.kind == "done":
         print(show.result_line(cell.directory))

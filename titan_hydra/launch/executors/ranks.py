@@ -1,10 +1,10 @@
-"""Start ranks on this machine: submitit's local executor, but the ranks' parent process is `Ranks`.
+"""Start ranks on this machine by submitit's local executor, with `Ranks` as the parent process of the ranks.
 
-submitit's own parent shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides GPUs,
-drops exit codes, and lets ranks continue after one has died. `Ranks` has its own session, keeps the user's visible
-devices, records every exit code in ranks.json, and ends the other ranks when one fails: all others, or those of the
-same replica group (`fault_tolerance`), which it restarts. It outlives launch.py: after a closed terminal or `kill -9`
-of launch.py the ranks continue, and the same command line attaches to them again.
+submitit's own parent process shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides
+GPUs, drops exit codes, and lets ranks continue after one has died. `Ranks` has its own session, keeps the user's visible
+devices, and records every exit code in ranks.json. When a rank fails, it ends all other ranks; with replica groups
+(`fault_tolerance`), it ends the other ranks of the same group and restarts the group. It outlives launch.py: after a
+closed terminal or `kill -9` of launch.py the ranks continue, and the same command line attaches to them again.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
 
-GRACE = 1.5  # seconds for the other ranks to end by themselves after one has failed
-GRACE_STOPPED = 60.0  # the same after a rank that stopped on request: the others may still be writing their checkpoint
-# seconds before the time limit at which the ranks are asked to save and stop (a tenth of the limit, if that is less)
+GRACE = 1.5  # seconds in which the other ranks may end by themselves after one has failed
+GRACE_STOPPED = 60.0  # the same seconds after a rank has stopped on request, as the others may still write their checkpoint
+# The ranks are asked to save and stop this many seconds before the time limit; a tenth of the limit, if that is less.
 LAST_MINUTE = 60
 VARIABLES = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
-YEAR = 365 * 24 * 60  # minutes: submitit's limit for a job without a time limit
+YEAR = 365 * 24 * 60  # minutes that submitit is given as the limit of a job without a time limit
 
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
-    """Start all ranks of an attempt. Returns their parent process, which ends when all ranks have ended."""
+    """Start all ranks of an attempt. Return their parent process, which ends when all ranks have ended."""
     executor = RanksExecutor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
     job_of_ranks: Any = executor.submit(run_here, str(directory), int(attempt.name))
@@ -53,8 +53,8 @@ def run_here(directory: str, attempt: int) -> None:
 
 
 class RanksExecutor(LocalExecutor):
-    """submitit's local executor, with `Ranks` as the parent of the ranks, in its own session. Ranks import from `paths`
-    first.
+    """submitit's local executor with another parent process of the ranks: `Ranks`, in its own session. Ranks import from
+    `paths` first.
     """
 
     def __init__(self, folder: Path, paths: list[str]) -> None:
@@ -75,7 +75,7 @@ class RanksExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             "PYTHONPATH": os.pathsep.join([*self.paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "RUST_LOG": os.environ.get("RUST_LOG", "error"),  # torchft writes many lines a step
+            "RUST_LOG": os.environ.get("RUST_LOG", "error"),  # torchft otherwise writes many lines in each step
             "PYTHONSAFEPATH": "1",  # ranks import the same files as launch.py, never modules in the current folder
         }
         with open(Path(self.folder) / "parent.log", "ab") as log:
@@ -92,22 +92,22 @@ class RanksExecutor(LocalExecutor):
 
 @dataclass
 class Group:
-    """Ranks that end together: all ranks, or a replica group."""
+    """Ranks of which none goes on without the others: all ranks, or those of a replica group."""
 
     ranks: range
-    deadline: float = float("inf")  # the time at which its remaining ranks are killed
+    deadline: float = float("inf")  # time (by time.monotonic) at which the remaining ranks of the group are killed
     restarts: int = 0
 
 
 class Ranks(Controller):
-    """The parent process of all ranks: waits for them, records how they end, and ends the rest of a group when one of
-    its ranks fails.
+    """The parent process of all ranks. It waits for them, records how they end, and ends the rest of a group when one of
+    the group's ranks fails.
     """
 
     asked = False  # whether the ranks were asked to stop
 
     def wait(self, freq: int = 20) -> list[int]:
-        """Wait for all ranks and return their exit codes. Called by submitit's `run` once they are started."""
+        """Wait for all ranks and return their exit codes. submitit's `run` calls this once the ranks are started."""
         self.ranks = [process(task.pid) for task in self.tasks]
         self.record()
         config = layout.CONFIG.read(self.folder.parents[2]).get("fault_tolerance", {"name": "off", "replicas": 1})
@@ -134,7 +134,7 @@ class Ranks(Controller):
         return [task.returncode for task in self.tasks]
 
     def note_ends(self, group: Group, now: float) -> None:
-        """Record the ranks that have ended since the last call; a failed one sets a deadline for the others."""
+        """Record the ranks that have ended since the last call. A failed rank sets a deadline for the others."""
         for number in group.ranks:
             rank, task = self.ranks[number], self.tasks[number]
             if "ended" not in rank and task.poll() is not None:
@@ -144,8 +144,8 @@ class Ranks(Controller):
                     group.deadline = min(group.deadline, now + (GRACE_STOPPED if task.returncode == Exit.REQUEUED else GRACE))
 
     def end_others(self, group: Group) -> None:
-        """Send SIGKILL to a group's running ranks: inside a collective they react to nothing else. SIGQUIT first logs
-        their stacks.
+        """Send SIGKILL to a group's running ranks, as a rank inside a collective reacts to nothing else. A SIGQUIT before
+        it makes them log their stacks.
         """
         running = [number for number in group.ranks if self.tasks[number].poll() is None]
         for signal_number in (signal.SIGQUIT, signal.SIGKILL) if running else ():
@@ -156,8 +156,8 @@ class Ranks(Controller):
             time.sleep(0.3)
 
     def has_died(self, group: Group) -> bool:
-        """Whether a group has died and is to be started again: it was not asked to stop, and its configuration is
-        valid.
+        """Whether a group is to be started again: all its ranks have ended, not all well, and the reason was neither a
+        request to stop nor a wrong configuration.
         """
         ended = [self.ranks[number].get("exit_status") for number in group.ranks]
         return None not in ended and any(ended) and not self.asked and not {Exit.REQUEUED, Exit.CONFIG} & set(ended)
@@ -165,7 +165,7 @@ class Ranks(Controller):
     def restart(self, group: Group, replica: int) -> None:
         """Start a replica group again. It takes the weights of the other groups at the next exchange."""
         folder = folders_of(replica, self.folder.parents[2], self.folder.parent)[1]
-        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # of the group's previous start
+        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # it has the address of the group's previous start
         group.restarts, group.deadline = group.restarts + 1, float("inf")
         for number in group.ranks:
             environment = {
@@ -183,21 +183,21 @@ class Ranks(Controller):
         super()._forward_signal(signum)
 
     def record(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the ranks and other groups may still continue
+        with contextlib.suppress(OSError):  # the disk may be full, and ranks may continue nevertheless
             layout.RANKS.write(self.folder.parent, {**this_process(), "ranks": self.ranks})
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen[Any]:
-    """Start torchft's lighthouse; it drops a replica group that has sent no heartbeat for `silent` seconds. It ends
-    with this process.
+    """Start torchft's lighthouse. It drops a replica group that has sent no heartbeat for `silent` seconds, and ends when
+    this process ends.
     """
     command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(layout.MEETINGS.of(attempt) / "lighthouse"), str(silent)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def main() -> None:
-    """Run the ranks' parent process. At the end kill all helpers left in this process group (compile workers,
-    loaders).
+    """Run the ranks' parent process. At the end, kill all processes that are left in this process group, such as compile
+    workers and data loaders.
     """
     try:
         Ranks(Path(sys.argv[1])).run()

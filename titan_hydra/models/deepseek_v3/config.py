@@ -66,7 +66,7 @@ class DeepSeekV3Config(SparseModel):
 
 
 def parameters(config: DeepSeekV3Config) -> int:
-    """Return the number of parameters; attention has norms of its latents."""
+    """Return the number of parameters, with the norms of attention's latents."""
     queries, heads = config.n_heads * config.head_width, config.n_heads
     from_stream = config.dim * queries if not config.q_lora_rank else config.q_lora_rank * (config.dim + 1 + queries)
     latent = config.dim * (config.kv_lora_rank + config.qk_rope_head_dim) + config.kv_lora_rank
@@ -75,8 +75,8 @@ def parameters(config: DeepSeekV3Config) -> int:
 
 
 def flops(config: DeepSeekV3Config, seq_len: int, parameters: int) -> int:
-    """Return the FLOPs of a token, forward and backward: 6 for each weight that multiplies it, and attention's two
-    products of each head.
+    """Return the FLOPs of a token, forward and backward: 6 for each weight that multiplies the token, and those of the
+    two matmuls of attention in each head.
     """
     lookups = 0 if config.tie_embeddings else config.vocab_size * config.dim
     products = 6 * config.n_layers * config.n_heads * (config.head_width + config.v_head_dim) * seq_len

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 in Hugging Face's format, DeepseekV3ForCausalLM. Weights need no permutation, as both rotate neighbouring
-pairs.
+"""DeepSeek-V3 in Hugging Face's format, DeepseekV3ForCausalLM. Weights need no permutation, as both models rotate
+neighbouring pairs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAME = (  # keys that have Hugging Face's names
 KEYS = {"n_experts": "n_routed_experts", "experts_per_token": "num_experts_per_tok", "expert_dim": "moe_intermediate_size"}
 KEYS |= {name: name for name in SAME}
 ONLY = {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True}
-BIAS_UPDATE_RATE = 1e-3  # the paper's; config.json has none
+BIAS_UPDATE_RATE = 1e-3  # the paper's rate, as config.json has none
 
 
 def to_config(config: DeepSeekV3Config, dtype: torch.dtype) -> dict:

@@ -54,7 +54,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
         config, (batch, seq, _) = self.config, x.shape
-        # -1 heads: under tensor parallelism the linears return only this rank's.
+        # The number of heads is -1, as with tensor parallelism the linears return only this rank's heads.
         q = (self.wq_b(self.q_norm(self.wq_a(x))) if config.q_lora_rank else self.wq(x)).view(batch, seq, -1, config.head_width)
         latent, shared = self.wkv_a(x).split((config.kv_lora_rank, config.qk_rope_head_dim), -1)
         kv = self.wkv_b(self.kv_norm(latent)).view(batch, seq, -1, config.qk_nope_head_dim + config.v_head_dim)
@@ -78,7 +78,7 @@ def temperature(yarn: Yarn) -> float:
 
 
 def yarn_of(frequencies: Tensor, theta: float, yarn: Yarn) -> Tensor:
-    """Return radians per position, the low frequencies divided by `factor` (YaRN), those between the bounds
+    """Return radians per position with YaRN: low frequencies are divided by `factor`, and those between the bounds are
     interpolated by their index.
     """
     if yarn.factor == 1:

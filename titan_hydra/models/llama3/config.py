@@ -39,8 +39,8 @@ class Llama3Config(Model):
         return super().arithmetic() | {"ffn_dim_multiplier": None, "multiple_of": None, "rope_scaling": scaling}
 
     def faults(self) -> Iterator[Fault]:
-        """Llama 3.1 divides low frequencies by a factor, keeps high ones, and interpolates between the two bounds. A
-        multiplier near 0 would round the feed-forward's width to 0.
+        """Llama 3.1 divides low frequencies by a factor, keeps high ones, and interpolates between two bounds, which must be
+        in order. A multiplier near 0 would round the feed-forward's width to 0.
         """
         scaling = self.rope_scaling
         if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:

@@ -19,8 +19,8 @@ class Llama3(Decoder):
 def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return radians per position, the low frequencies stretched.
 
-    Wavelengths below original_max_seq_len / high_freq_factor stay, those above original_max_seq_len / low_freq_factor
-    grow by `factor`, and those between are interpolated linearly in their number of turns over the original length.
+    Wavelengths below original_max_seq_len / high_freq_factor stay. Those above original_max_seq_len / low_freq_factor
+    grow by `factor`. Those between are interpolated linearly in their number of turns over the original length.
     """
     if scaling.factor == 1:
         return frequencies

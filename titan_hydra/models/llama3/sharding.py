@@ -14,9 +14,9 @@ def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
     """Return Megatron's split (arXiv 1909.08053): heads and feed-forward width over ranks, with two sums over ranks at
     the ends of each block.
 
-    With sequence parallelism (arXiv 2205.05198) the residual stream and the norms hold 1/tp of the sequence each; a sum
-    becomes a reduce-scatter, and the input an all-gather: the same bytes. Embedding and head split the vocabulary. The
-    sums are in the compute dtype, as the matmuls around them: under bf16 they round once for each rank.
+    With sequence parallelism (arXiv 2205.05198), each rank has 1/tp of the sequence in the residual stream and the norms.
+    Each sum becomes a reduce-scatter and an all-gather, with the same number of bytes. Embedding and head split the
+    vocabulary. Like the matmuls around them, sums are in the compute dtype: with bf16, they round once for each rank.
     """
     residual = Shard(1) if config.sequence_parallel else Replicate()
     logits = Shard(-1) if config.loss_parallel else Replicate()
@@ -28,7 +28,7 @@ def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
         },
         block={
             "attention_norm": norm,
-            # Gathered once for wq, wk and wv. Positions and documents are whole on every rank.
+            # The input is gathered once for wq, wk and wv. Positions and documents are whole on every rank.
             "attention": linears.prepare(input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None)),
             "attention.wq": linears.colwise(),
             "attention.wk": linears.colwise(),

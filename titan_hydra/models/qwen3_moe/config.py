@@ -21,7 +21,7 @@ def parameters(config: Qwen3MoeConfig) -> int:
 
 
 def flops(config: Qwen3MoeConfig, seq_len: int, parameters: int) -> int:
-    """Return the FLOPs of a token, forward and backward: a decoder's, of the experts that the token passes."""
+    """Return the FLOPs of a token, forward and backward. Only the experts that the token uses count."""
     return decoder_flops(config, seq_len, active_parameters(config, parameters))
 
 

@@ -1,5 +1,5 @@
-"""Number formats of linears: the functions that the rest of the package calls for the job's format, whose record is in
-config/registry.py.
+"""Number formats of linears. The rest of the package calls the functions of this file, which use the record of the job's
+format (config/registry.py).
 
 A format is a file of this folder or a user's module. No other file names a format.
 """
@@ -35,7 +35,7 @@ def after_step(model: nn.Module, job: Job) -> None:
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a weight without any format's wrapper, in the same memory: checkpoints are independent of the number
+    """Return a weight without any format's wrapper, in the same memory, so that checkpoints do not depend on the number
     format.
     """
     for unwrap in (format.plain for format in FORMATS.values() if format.plain):

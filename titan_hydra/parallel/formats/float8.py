@@ -72,8 +72,8 @@ def linears(job: Job) -> Linears:
     """Return the styles with which tensor parallelism splits linears. Tensorwise scaling casts before the ranks gather,
     which halves the bytes.
 
-    The scale of a row needs the whole row, so the rowwise recipes gather in the compute dtype, as plain linears do. So
-    does emulation: it is for gloo, which cannot gather Float8.
+    As the scale of a row needs the whole row, the rowwise recipes gather in the compute dtype, as plain linears do.
+    Emulation does so too, as it is made for gloo, which cannot gather Float8.
     """
     return Linears() if not has_one_scale(job) or job.precision.emulate else float8_linears()
 

@@ -1,8 +1,8 @@
-"""Float8 linears whose casts are our own kernels (precision.kernels=fused), with the norm and SwiGLU around them where
-the model's layers declare them: `normed`, `projections`, `gated` (models/layers.py).
+"""Float8 linears whose casts are our own kernels (precision.kernels=fused). The kernels also compute the norm and SwiGLU
+around the linears, if the model's layers declare these: `normed`, `projections`, `gated` (models/layers.py).
 
-A declaration holds for the class that makes it, and not for subclasses, which may compute something else: each of their
-linears is cast by itself.
+A declaration holds for the class that makes it, and not for subclasses, which may compute something else. Each linear of
+a subclass is cast by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .select import kinds
 
 
 class Normed(NamedTuple):
-    """What RMSNorm was asked to compute, for the module after it."""
+    """The input, weight and epsilon of an RMSNorm that the module after it is to compute."""
 
     x: Tensor
     weight: Tensor | None = None
@@ -29,7 +29,7 @@ class Normed(NamedTuple):
 
 
 class DeferredNorm(nn.RMSNorm):
-    """RMSNorm that the module after it computes."""
+    """An RMSNorm that passes on what it should compute; the module after it computes the norm."""
 
     def forward(self, x: Tensor) -> Normed:  # type: ignore[override]
         return Normed(x, self.weight, self.eps)

@@ -18,7 +18,7 @@ from titan_hydra.config.schema import Precision
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress warnings while torchao is imported: every rank would print those about libraries for other hardware."""
+    """Suppress warnings while torchao is imported, as every rank would print them about libraries for other hardware."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -49,20 +49,20 @@ def needs_hardware(
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module computes exactly what nn.Linear does: replacing any other module would change its result without
+    """Whether a module computes exactly what nn.Linear does. Replacing any other module would change its result without
     an error.
     """
     return type(module).forward is nn.Linear.forward
 
 
 def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the linears to convert, and the others with the reason, stacked experts among them. Raises
-    ConfigError if no linear matches a name to skip.
+    """Return the names of the linears to convert, and the names of the others (and of stacked experts) with the reason.
+    Raises ConfigError if no linear matches a name to skip.
 
-    A linear is left out if its name contains one of `precision.skip` (`wk`: every block's; `layers.0.`: a whole block),
-    if its dimensions are not multiples of the format's step, if it is the head, whose logits decide the loss, if it
-    belongs to a module that is `per_sample` (the matmul of its weight's gradient has a row a sample, and kernels take
-    rows in steps too), or if its class has a forward of its own.
+    A linear is left out if its name contains one of `precision.skip` (`wk`: those of every block; `layers.0.`: a whole
+    block), if its dimensions are not multiples of the format's step, if it is the head, or if its class has a forward of
+    its own. It is also left out in a module that is `per_sample`: the matmul for its weight's gradient sums over one row
+    for each sample, and kernels need a multiple of the step there too.
     """
     step = FORMATS[precision.converter].step
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

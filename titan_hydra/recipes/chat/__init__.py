@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations, of which the assistant's tokens are learned."""
+"""Supervised fine-tuning on conversations, in which the assistant's tokens are learned."""
 
 from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 

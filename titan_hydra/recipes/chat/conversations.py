@@ -33,8 +33,8 @@ class Conversation:
 
 
 class ConversationFiles:
-    """The rows of some files, numbered over all files; blank lines do not count. A file is mapped into memory, a
-    compressed one is decompressed.
+    """The rows of some files, numbered over all files; blank lines do not count. Files are mapped into memory; compressed
+    files are decompressed.
 
     With `most`, at most that many lines of each file are read.
     """
@@ -132,7 +132,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Return a call with its arguments as a dict: a template would quote a text again."""
+    """Return a call with its arguments as a dict, as a template would quote arguments in JSON text again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"message {number} has a call without the name of a function")

@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _show(samples: Chat, job: Job, row: int) -> None:
-    """Print one source."""
+    """Print one row and the summary of one source."""
     reader = samples.reader
     if not 1 <= row <= len(reader.lines):
         nearest = (max(1, min(row, len(reader.lines))),)

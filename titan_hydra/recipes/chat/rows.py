@@ -1,9 +1,9 @@
 """Conversations as samples: a template turns each into text, which is tokenized as a whole; short ones share a sample.
 
-The conversations of an epoch, in its order, are cut into windows of WINDOW. Those of a window are packed into samples
-by first-fit decreasing, none of them split; the samples of all windows form one sequence, which is distributed over the
-slots. So nothing depends on the layout, and the position of a slot is a window and the number of its first sample.
-Every rank encodes all conversations, as it needs their lengths.
+The conversations of an epoch are cut, in their order, into windows of WINDOW conversations. The conversations of a window
+are packed into samples by first-fit decreasing, and none is split. The samples of all windows form one sequence, which
+is distributed over the slots. So nothing depends on the layout, and a slot's position is a window and the number of the
+window's first sample. Every rank encodes all conversations, as it needs their lengths.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Turns:
 
     @property
     def size(self) -> dict[str, int]:
-        """The room that it needs in a sample, by unit."""
+        """The room that these tokens need in a sample, by unit."""
         return {"tokens": len(self.tokens)}
 
 
@@ -254,7 +254,7 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
     except (ConfigError, OSError):
         found = []
     if not found:
-        return  # another rule tells
+        return  # another rule yields this fault
     value = source.chat_template
     try:
         own = template.load_template(key, source, job.tokenizer)
@@ -285,7 +285,7 @@ def _refuse_unknown_marks(key: str, source: TemplateSource, job: schema.Job, own
     try:
         known = unknown.tokenizer_at(job.tokenizer.path or "")
     except ConfigError:
-        return  # another rule tells
+        return  # another rule yields this fault
     for mark in dict.fromkeys(MARK.findall(own.source)):
         if mark in known.special or not any(mark in text for text in texts):
             continue

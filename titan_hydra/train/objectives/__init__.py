@@ -1,5 +1,5 @@
-"""Objectives: what a sample is, which of its elements count, what the model is called with, and the loss. One module
-each.
+"""Objectives, one in each module. An objective defines what a sample is, which of its elements count, the inputs of the
+model, and the loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.data.loader import Sample
 
-Tensors = dict[str, Tensor]  # of a batch, by name
+Tensors = dict[str, Tensor]  # the tensors of a batch, by name
 
 
 class Objective(ABC):
@@ -26,7 +26,7 @@ class Objective(ABC):
     batch.
     """
 
-    dims: Mapping[str, Dims]  # for every tensor that `batch` can return; the code that cuts batches only uses these
+    dims: Mapping[str, Dims]  # for every tensor that `batch` can return; batches are cut by these alone
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -34,7 +34,7 @@ class Objective(ABC):
 
     @abstractmethod
     def blank_sample(self) -> Sample:
-        """Return a sample of zeros, as the data source gives them: its shapes are those of all samples."""
+        """Return a sample of zeros, in the form of the data source. All samples have its shapes."""
 
     @abstractmethod
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
@@ -44,8 +44,8 @@ class Objective(ABC):
 
     @abstractmethod
     def count(self, batch: Tensors) -> Tensor:
-        """Return the number of elements that count, or the sum of their weights. The batch has whole sequences or a
-        rank's part of each.
+        """Return the number of elements that count, or the sum of their weights. The batch has whole sequences, or this
+        rank's part of each sequence.
         """
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
-        """Return the loss summed over the elements that count, from what the model returned. With compile=block this
+        """Return the loss summed over the elements that count. `output` is the model's output. With compile=block this
         function is compiled.
         """
 
@@ -65,7 +65,7 @@ class Objective(ABC):
         return self.loss(output, batch)
 
     def example(self, samples: int) -> Batch:
-        """Return a batch without data, of the shapes of real ones, whose samples are one document each."""
+        """Return a batch of zeros with the shapes of real batches. Each of its samples is a single document."""
         return self.batch([self.blank_sample()] * samples, (None, None))
 
 

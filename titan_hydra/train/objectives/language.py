@@ -39,7 +39,7 @@ class Language(Objective):
 
     def assembled(self, arrays: dict[str, np.ndarray]) -> Batch:
         """Return arrays as a batch, with positions if context parallelism needs them."""
-        # otherwise the model would number a part's positions from 0
+        # without `positions`, the model would number the positions of a part from 0
         if self.job.parallelism.cp > 1 and "positions" not in arrays:
             arrays["positions"] = np.broadcast_to(np.arange(self.job.data.seq_len), arrays["tokens"].shape).copy()
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, self.dims)
@@ -54,7 +54,7 @@ class Language(Objective):
         return batch["tokens"], others
 
     def loss(self, output: torch.Tensor, batch: Tensors) -> torch.Tensor:
-        """Return the summed loss: with linear_cross_entropy the head has computed it from the targets
+        """Return the summed loss. With linear_cross_entropy, the head has already computed it from the targets
         (parallel/loss_head.py).
         """
         return output if self.job.loss.name == "linear_cross_entropy" else cross_entropy(output, batch["labels"])
@@ -66,7 +66,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) -> dict[str, np.ndarray]:
-    """Split samples [n, S + 1] into tokens and labels; with separators also the document of each token, and its
+    """Split samples [n, S + 1] into tokens and labels. With separators, also return for each token its document and its
     position in it.
 
     The first token of a document is not a label, as the text before it belongs to another document.
@@ -82,8 +82,8 @@ def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) ->
 
 
 def packed(documents: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the documents [n, seq] of samples, the position of each token in its document, and where each document
-    ends.
+    """Return the documents [n, seq] of samples, the position of each token in its document, and the position at which
+    each document ends.
     """
     place = np.arange(documents.shape[1])
     begins = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
@@ -92,11 +92,11 @@ def packed(documents: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def ends_of(documents: np.ndarray) -> np.ndarray:
-    """Return where the documents of samples [n, seq] end: [n, m], rows of fewer than m filled with seq.
+    """Return the positions [n, m] at which the documents of samples [n, seq] end. A row with fewer than m documents is
+    filled with seq.
 
-    The kernels are launched for m documents, which the host knows without waiting for the device; empty documents cost
-    little. m is a power of two up to 16, above it a multiple of 16. torch.compile compiles for the first m; the second
-    m is compiled for any number.
+    The kernels are launched for m documents. The host knows m without waiting for the device, and empty documents cost
+    little. m is a power of two up to 16, then a multiple of 16. torch.compile compiles for the first m, then for any.
     """
     last = np.ones(documents.shape, bool)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
@@ -110,8 +110,8 @@ def ends_of(documents: np.ndarray) -> np.ndarray:
 
 
 def _begins(tokens: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
-    """Return True where a document begins: at begin-of-text, or after end-of-text if the tokenizer has no
-    begin-of-text.
+    """Return for each token whether a document begins there: at begin-of-text or, if the tokenizer has none, after
+    end-of-text.
     """
     if bos is not None:
         return tokens == bos

@@ -1,4 +1,4 @@
-"""SLURM: job arrays through submitit and sbatch, and their states from squeue and sacct."""
+"""The executor slurm: it submits job arrays through submitit and sbatch, and reads their states from squeue and sacct."""
 
 from titan_hydra.config.registry import ExecutorKind, register
 

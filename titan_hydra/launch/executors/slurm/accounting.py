@@ -1,4 +1,4 @@
-"""SLURM's account of an attempt: the final state of its job, and the lines of slurmd and srun in the attempt's job.log."""
+"""Find out from SLURM how an attempt ended: from its job's final state, and slurmd's and srun's lines in its job.log."""
 
 import re
 import signal
@@ -19,7 +19,7 @@ VERDICTS = {  # SLURM's final state of a job: class, our exit status, message
     "OUT_OF_MEMORY": (Kind.OUT_OF_MEMORY, Exit.OUT_OF_MEMORY, HOST_MEMORY),
     "FAILED": (Kind.UNKNOWN, Exit.BUG, "SLURM reports FAILED, and no rank has recorded an error"),
 }
-WRITTEN = (  # what slurmd writes when it ends a job; used when SLURM no longer lists the job
+WRITTEN = (  # what slurmd writes into job.log when it ends a job, and the state that this means
     (r"JOB \d+ .*DUE TO TIME LIMIT", "TIMEOUT"),
     (r"DUE TO NODE FAILURE|error: Node failure on", "NODE_FAIL"),
     (r"oom_kill event|Out Of Memory", "OUT_OF_MEMORY"),
@@ -30,19 +30,19 @@ SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()
 
 
 def cause_of_end(attempt: Path, state: str | None = None) -> Failure | None:
-    """Return the cause of the end of an attempt (`guilty`), also from SLURM's final `state` of its job; None if SLURM
-    no longer lists the job.
+    """Return why an attempt ended, as `guilty` does, but also from what SLURM reports. `state` is SLURM's final state of
+    the attempt's job; None if SLURM no longer lists the job.
     """
     last = _without_trace(attempt) if state == "FAILED" else None
     return guilty(attempt, Outside(_verdict(attempt, state), _seen_by_srun(attempt), last))
 
 
 def _verdict(attempt: Path, state: str | None) -> Failure | None:
-    """Return the failure that SLURM's state of the job or the job's log names; None if SLURM did not end the job, or
-    preempted it.
+    """Return the failure that SLURM's state of the job, or the job's log, names. None if SLURM did not end the job, or
+    preempted it with requeues left.
     """
     log = layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20)
-    if layout.SPENT.of(attempt).exists():  # a mark that the batch script leaves
+    if layout.SPENT.of(attempt).exists():  # the batch script leaves this mark
         line = "asked to stop again, and cluster.max_requeues is reached"
         return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
@@ -55,14 +55,14 @@ def _verdict(attempt: Path, state: str | None) -> Failure | None:
 
 
 def _without_trace(attempt: Path) -> Failure:
-    """Return the failure of a job that SLURM calls failed although no rank left a record: the end of its log."""
+    """Return the failure of a job that SLURM calls FAILED although no rank left a record. Its detail is the log's end."""
     kind, status, line = VERDICTS["FAILED"]
     log = layout.JOB_LOG.of(attempt)
     return Failure(None, status, line, layout.last_lines(log), log if log.exists() else None, kind, attempt=attempt)
 
 
 def _host(state: str, log: str) -> str | None:
-    """Return the host that SLURM's message names as the cause."""
+    """Return the host that SLURM's lines in job.log name for this state; None if they name none."""
     patterns = {
         "NODE_FAIL": r"STEP \S+ ON (\S+) CANCELLED AT \S+ DUE TO NODE FAILURE|Node failure on (\S+)",
         "OUT_OF_MEMORY": r"srun: error: (\S+?): tasks? [\d,-]+: Out Of Memory",
@@ -72,12 +72,12 @@ def _host(state: str, log: str) -> str | None:
 
 
 def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
-    """Return the ends of ranks as srun reported them, in the form of ranks.json; srun gives no times, and its lines are
-    not in order.
+    """Return how ranks ended, as srun reported it, in the form of ranks.json. srun gives no times, and its lines are not
+    in order.
 
-    srun reports neither ranks that ended with status 0 nor the ranks of a lost node. It ends ranks itself by SIGTERM,
-    which they record in their beats, and then SIGKILL. A rank without a beat, or frozen in a hang, was killed by srun
-    unless its line is the first. srun sends no other signals.
+    srun reports neither ranks that ended with status 0 nor the ranks of a lost node. When it ends ranks itself, it sends
+    SIGTERM, whose time they record in their heartbeat files (`asked`), then SIGKILL, and no other signal. A rank without
+    a heartbeat, or any rank in a hang, counts as killed by srun unless srun's first line is about it.
     """
     died, records = deaths(attempt), layout.RANK.read_all(attempt)
     hung = any(said.get("exit_status") == Exit.HANG for said in records.values())
@@ -96,8 +96,8 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
 
 
 def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
-    """Return how ranks ended, as srun reported it, in the order of its lines: {rank: (exit status, or -signal; host;
-    line)}.
+    """Return how ranks ended, as srun reported it: {rank: (exit status or -signal, host, number of srun's line)}, in the
+    order of the lines.
     """
     found: dict[int, tuple[int, str, int]] = {}
     for number, (host, tasks, how) in enumerate(DEATH.findall(layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20))):
@@ -114,6 +114,6 @@ def _status(how: str) -> int:
 
 
 def _numbers(tasks: str) -> list[int]:
-    """Expand SLURM's short form of numbers: 0-2,5."""
+    """Return the numbers that SLURM abbreviates, as in 0-2,5."""
     ranges = [part.partition("-") for part in tasks.split(",")]
     return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]

@@ -1,4 +1,4 @@
-"""Cancel runs that are jobs of SLURM: all by one scancel, which asks their ranks to save and stop."""
+"""Cancel runs that are jobs of SLURM. One scancel for all jobs asks their ranks to save and stop."""
 
 import subprocess
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from . import squeue
 
 
 def cancel_jobs(rows: list[RunRow]) -> Iterable[str]:
-    """Cancel the jobs of exactly these cells with one scancel. Yields the reasons why some cannot be cancelled."""
+    """Cancel the jobs of these cells alone, with one scancel. Yield a line for each cell that cannot be cancelled."""
     cells: list[Path] = []
-    jobs: list[str] = []  # packed cells share one job, and each replica group has its own
+    jobs: list[str] = []  # cells of a packed job share its id; a cell has an id for each replica group
     for row in rows:
         owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].active]
         if cluster := squeue.elsewhere(owner):
@@ -46,9 +46,7 @@ def cancel_jobs(rows: list[RunRow]) -> Iterable[str]:
 
 
 def ranges(jobs: list[str]) -> list[str]:
-    """Return job ids as SLURM abbreviates them: 7_[0-2,5] for the tasks of an array, 7-9 for jobs with successive
-    numbers.
-    """
+    """Abbreviate job ids as SLURM does: 7_[0-2,5] for the tasks of an array, 7-9 for jobs with successive numbers."""
     arrays: dict[str, set[int]] = {}
     for job in jobs:
         array, _, task = job.rpartition("_")
@@ -67,7 +65,7 @@ def ranges(jobs: list[str]) -> list[str]:
 
 
 def sharing(owner: Owner, row: RunRow, rows: list[RunRow]) -> list[str]:
-    """List the other runs in the same packed job that are neither finished nor to be cancelled."""
+    """Return the names of the other runs in the packed job of a row that have not ended and are not in `rows`."""
     found = []
     for directory in {*row.directory.parent.iterdir()} - {row.directory for row in rows}:
         mine = [attempt for attempt in layout.ATTEMPT.all(directory).values() if layout.CLAIM.read(attempt).get("token") == owner["token"]]

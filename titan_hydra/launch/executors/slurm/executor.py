@@ -1,4 +1,4 @@
-"""Cells as jobs of a SLURM cluster: job arrays of cells that need the same resources, submitted at once."""
+"""Run cells as jobs of a SLURM cluster. Cells that need the same resources are submitted as one job array."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Slurm(Executor):
     """Submits by sbatch, through submitit, and asks squeue, sacct and the run directories for the state of a job."""
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield what prevents submitting these cells: sbatch is missing, the code cannot be copied, a job exceeds the
-        site's limits. A dry run needs no SLURM.
+        """Yield what prevents submitting these cells: sbatch is missing, the code cannot be copied, or a job exceeds the
+        site's limits. A dry run works without SLURM.
         """
         from titan_hydra.launch import snapshot
         from titan_hydra.launch.cell import to_start
@@ -48,14 +48,14 @@ class Slurm(Executor):
             yield from limits.faults(submit.planned(start))
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
-        """Yield each array with its batch script."""
+        """Yield a text for each array: its resources and its batch script."""
         from . import submit
 
         for array, text in submit.scripts(cells):
             yield f"\n--- {array.words}\n{text}"
 
     def submit(self, cells: list[Cell], folder: Path | None) -> int:
-        """Submit every cell that is to be started; with launch.wait, follow them."""
+        """Submit every cell that is to be started. With launch.wait, follow the cells until they have ended."""
         from . import submit
 
         return submit.run(cells, folder)
@@ -67,7 +67,7 @@ class Slurm(Executor):
         return squeue.ask_queue([*(owner for _, owner in owners), *groups])
 
     def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
-        """Return the state of a run; from its files alone if its attempt.json is damaged."""
+        """Return the state of a run. If its attempt.json is damaged, its files alone give the state."""
         return states.run_state(directory, attempt, owner, queue) if "token" in owner else rundir.state_here(directory, attempt)
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
@@ -77,7 +77,7 @@ class Slurm(Executor):
         return cancel_jobs(rows)
 
     def hint(self, job: Job, failure: Failure) -> str:
-        """Return overrides of cluster keys that may prevent the failure."""
+        """Return overrides of cluster keys that may prevent such a failure; "" if there are none."""
         cluster = cast(SlurmCluster, job.cluster)
         if failure.kind == Kind.OUT_OF_MEMORY and failure.rank is None:
             return "cluster.sbatch={mem: 0}"

@@ -1,5 +1,5 @@
-"""`titan cluster init [NAME]`: write a file of conf/cluster for the SLURM of this login node, from sinfo's list of GPU
-partitions.
+"""`titan cluster init [NAME]`: write a file of conf/cluster for the SLURM cluster of this login node, from sinfo's list
+of partitions with GPUs.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from . import squeue
 from .keys import SlurmCluster
 from .limits import limits_of
 
-FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, nodes, cores and MiB of a node, time limit
-# GiB by the GPU's name
+FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, number of nodes, a node's cores and MiB, time limit
+# GiB of device memory by the GPU's name
 DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, "l4": 24, "mi300x": 192}
 FILE = """\
 # {cluster}, partition {partition}: {nodes} node{s} of {gpus} {kind} GPU{p}, as sinfo had it; see docs/slurm.md.
@@ -41,12 +41,12 @@ class Partition:
 
     name: str
     default: bool
-    nodes: int
-    kind: str  # model of the GPUs, as h100; "" if GRES does not name it
-    gpus: int  # GPUs of a node
-    cores: int
-    memory_mib: int
-    minutes: int | None  # time limit; None if there is none
+    nodes: int  # number of such nodes
+    kind: str  # model of the GPUs, such as h100; "" if GRES does not name it
+    gpus: int  # GPUs of one node
+    cores: int  # CPU cores of one node
+    memory_mib: int  # host memory of one node
+    minutes: int | None  # smallest time limit of the site; None if there is none
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     init.add_argument("name", nargs="?", help="what cluster=NAME will be (default: the cluster's name in SLURM)")
     init.add_argument("--partition", help="which one (default: SLURM's default partition, else the one with most GPUs)")
-    conf = Path("conf") if Path("conf").is_dir() else CONF  # of the project in the current folder, if there is one
+    conf = Path("conf") if Path("conf").is_dir() else CONF  # conf/ of the project in the current folder, if there is one
     init.add_argument("--folder", type=Path, default=conf / "cluster", help="where to write (default: conf/cluster)")
     init.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the file, print it, and suggest a command to try it."""
+    """Write the file, print it, and suggest a command that tries it."""
     listing = squeue.call("sinfo", "--noheader", f"--format={FIELDS}")
     if listing is None:
         raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def partitions(listing: str) -> Iterable[Partition]:
-    """Parse sinfo's listing into the partitions with GPUs, one entry for each kind of node."""
+    """Parse sinfo's listing. Yield the partitions with GPUs, one entry for each kind of node."""
     for line in listing.splitlines():
         name, gres, nodes, cores, memory, limit = (part.strip() for part in line.split("|"))
         kind, gpus = gpus_of(gres)
@@ -115,8 +115,8 @@ def partitions(listing: str) -> Iterable[Partition]:
 
 
 def gpus_of(gres: str) -> tuple[str, int]:
-    """Parse kind and number of GPUs from a node's GRES: `gpu:h100:8(S:0-1),nvme:1` is eight h100; `gpu:8` has no
-    kind.
+    """Parse the kind and the number of GPUs from a node's GRES. `gpu:h100:8(S:0-1),nvme:1` means eight h100; `gpu:8` names
+    no kind.
     """
     found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))??(?::(\d+))?(?=[(,]|$)", gres)
     kinds = {kind for kind, _ in found if kind}
@@ -124,14 +124,14 @@ def gpus_of(gres: str) -> tuple[str, int]:
 
 
 def device_memory(kind: str) -> int | None:
-    """Return the GiB of a GPU if its name implies them: `h100`, `nvidia_h200`, `a100_80gb`."""
+    """Return the GiB of a GPU's memory if its name implies them, as in `h100`, `nvidia_h200`, `a100_80gb`; else None."""
     if found := re.search(r"(\d+)gb", kind.lower()):
         return int(found[1])
     return next((DEVICE_MEMORY[word] for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in DEVICE_MEMORY), None)
 
 
 def hardware(kind: str) -> str:
-    """Return the lines that choose the preset of a GPU if its name implies a whole one and its memory; "" if not."""
+    """Return YAML lines that choose the GPU's preset in conf/hardware; "" if its name implies no memory or preset."""
     if device_memory(kind) is None or re.search(r"[+.]", kind):  # several kinds of GPU, or a part of one
         return ""
     known = {file.stem for file in option_files("hardware")}
@@ -140,8 +140,8 @@ def hardware(kind: str) -> str:
 
 
 def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
-    """Return the requested partition, else the default one, else the one with most GPUs; within it the most common kind
-    of node.
+    """Return the requested partition, else the default one, else the one with most GPUs. If it has several kinds of
+    nodes, return the entry of the kind with most GPUs.
     """
     if not found:
         raise ConfigError("sinfo shows no partition whose nodes have GPUs (GRES gpu); copy conf/cluster/slurm.yaml by hand")
@@ -153,8 +153,8 @@ def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
 
 
 def file_text(partition: Partition, name: str, cluster: str) -> str:
-    """Return the text of the file: a node's cores and 95 % of its memory divided evenly among its GPUs, and the
-    smallest time limit.
+    """Return the text of the file. It divides a node's cores and 95 % of its memory evenly among its GPUs; the time limit
+    is the smallest that the site sets.
     """
     return FILE.format(
         cluster=cluster,

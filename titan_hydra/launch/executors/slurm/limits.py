@@ -1,5 +1,5 @@
-"""The site's limits on one job, as scontrol and sacctmgr report them: SLURM accepts a job that exceeds them, but never
-starts it.
+"""The site's limits on one job, as scontrol and sacctmgr report them. SLURM accepts a job that exceeds them, but never
+starts it, so that it is refused here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limit:
-    """What a partition, an association or a QOS allows a job; None is no limit."""
+    """What a partition, an association or a QOS allows a job. None means no limit."""
 
     source: str
     minutes: int | None
@@ -32,8 +32,8 @@ class Limit:
 
 
 def limits_of(cluster: SlurmCluster) -> Iterator[Limit]:
-    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. A list of several
-    partitions has no limits here.
+    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. If `cluster.partition`
+    lists several partitions, their limits are left out.
     """
     partition = _partition(cluster.partition or os.environ.get("SBATCH_PARTITION", ""))
     qualities = [partition["QoS"]] if partition.get("QoS", "N/A") != "N/A" else []
@@ -54,7 +54,7 @@ def limits_of(cluster: SlurmCluster) -> Iterator[Limit]:
 
 
 def faults(arrays: Iterable[Array]) -> Iterator[Fault]:
-    """Yield a fault for each array with a longer or larger job than its partition, association or QOS allows."""
+    """Yield a fault for each array whose job is longer or larger than its partition, association or QOS allows."""
     known: dict[str, list[Limit]] = {}
     for array in arrays:
         shape, cluster = array.shape, array.cluster
@@ -72,8 +72,8 @@ def faults(arrays: Iterable[Array]) -> Iterator[Fault]:
 
 
 def _partition(name: str) -> dict[str, str]:
-    """Return what scontrol reports about a partition, or about the default one for ""; {} if there is no such
-    partition.
+    """Return what scontrol reports about the partition `name`, or about the default partition if `name` is "". {} if there
+    is no such partition.
     """
     for line in (squeue.call("scontrol", "show", "partition", "--oneliner") or "").splitlines():
         found = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -83,12 +83,12 @@ def _partition(name: str) -> dict[str, str]:
 
 
 def _rows(*arguments: str) -> list[list[str]]:
-    """Return sacctmgr's rows; none on a cluster without accounting."""
+    """Return the rows that sacctmgr prints; [] on a cluster without accounting."""
     return [line.split("|") for line in (squeue.call("sacctmgr", "--noheader", "--parsable2", *arguments) or "").splitlines()]
 
 
 def _counts(tres: str) -> tuple[int | None, int | None]:
-    """Parse nodes and GPUs from SLURM's form of resources: cpu=64,gres/gpu=8,node=2."""
+    """Return the numbers of nodes and GPUs in a text of SLURM's TRES form, such as cpu=64,gres/gpu=8,node=2."""
     known = dict(word.split("=", 1) for word in tres.split(",") if "=" in word)
     nodes, gpus = (int(known[name]) if known.get(name, "").isdigit() else None for name in ("node", "gres/gpu"))
     return nodes, gpus

@@ -1,4 +1,4 @@
-"""Checks of SLURM's keys: what sbatch and srun would refuse, and what would keep the ranks from starting."""
+"""Checks of SLURM's keys. They find what sbatch and srun would refuse, and what would keep the ranks from starting."""
 
 import itertools
 import os
@@ -13,8 +13,8 @@ from titan_hydra.config.schema import Job
 
 from .keys import SlurmCluster
 
-# sbatch flags that follow from the layout, or that the batch script relies on, and the key that sets each. A site may
-# leave one out by setting it to null.
+# sbatch flags that follow from the layout, or that the batch script relies on; beside each stands the key that sets it.
+# A site may leave out a flag by setting it to null.
 OURS = {
     "nodes": "the layout",
     "ntasks": "the layout",
@@ -37,7 +37,7 @@ OURS = {
 }
 # keys that become #SBATCH lines of the batch script
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
-START, EARLY = 60, 60  # seconds that ranks may need until their first step; seconds by which SLURM may send the signal too early
+START, EARLY = 60, 60  # seconds that ranks may need until their first step; seconds by which SLURM's signal may be early
 SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
 
 
@@ -51,7 +51,7 @@ def faults(job: Job) -> Iterator[Fault]:
 
 
 def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
-    """Environment variables have names that a shell can export; any other would end the batch script on its first
+    """Environment variables have names that a shell can export. Any other name would end the batch script in its first
     lines.
     """
     for name in cluster.environment:
@@ -60,8 +60,8 @@ def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
 
 
 def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
-    """Extra flags of sbatch and srun must not be those that the launcher sets. srun takes an argument without a dash
-    for its program.
+    """Extra flags of sbatch and srun are not among those that the launcher sets. Each srun argument begins with a dash, as
+    srun takes any other for the program to run.
     """
     for flag, value in cluster.sbatch.items():
         name = flag.replace("_", "-")
@@ -79,8 +79,8 @@ def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
 
 
 def text_reaches_the_script_as_it_is(cluster: SlurmCluster, folder: str) -> Iterator[Fault]:
-    """Text in sbatch lines holds no backslash, which sbatch drops; the path of the runs no control character, which
-    ends a line.
+    """Text in #SBATCH lines has no backslash, which sbatch drops. The path of the runs has no control character either,
+    such as a line feed.
     """
     for key in SBATCH:
         for text in elements(getattr(cluster, key)):
@@ -92,8 +92,8 @@ def text_reaches_the_script_as_it_is(cluster: SlurmCluster, folder: str) -> Iter
 
 
 def time_suffices_to_start_and_stop(cluster: SlurmCluster) -> Iterator[Fault]:
-    """A job can take a step before it is asked to stop, or it would requeue for ever. SLURM may send the stop signal a
-    minute too early.
+    """A job has time to take a step before it is asked to stop; otherwise it would be requeued for ever. SLURM may send the
+    signal to stop up to a minute early.
     """
     minutes = cluster.time_minutes
     if minutes:

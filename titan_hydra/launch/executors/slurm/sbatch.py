@@ -1,15 +1,15 @@
-"""The batch script of a job, by submitit's SLURM executor: ranks under srun, one cell after another, requeued when they
-were asked to stop.
+"""The batch script of a job: it runs one cell after another, starts the ranks of each by srun, and requeues the job if
+they were asked to stop.
 
 submitit makes the script's header from its parameters. Its pickles are not used: they are named after the job's id, so
-a submitter killed just after sbatch would leave a job without its pickle. Here everything a job needs is on disk before
-sbatch: a list of cells, a line each (number, nodes, ranks, run directory, attempt, restarts); an array's task takes its
-own line, a packed job all of them. A replica group has a line of its own, with its run folder for the run directory:
-SLURM requeues it alone.
+a submitter killed just after sbatch would leave a job without its pickle. Here everything that a job needs is on disk
+before sbatch: a list with a line (number, nodes, ranks, run directory, attempt, restarts) for each cell. A task of an
+array runs its own line, a packed job all lines. Each replica group of a cell has its own line, with its run folder in
+place of the run directory, so that SLURM can requeue it alone.
 
-A job starts an attempt only if attempt.json has the submission's token, and only once: the first job to write its id
-into the attempt's file `job` owns it. A requeued job creates the next attempt; a job that finds another token or
-another job's id starts nothing.
+A job starts an attempt only if attempt.json has the submission's token, and only once: the first job that writes its id
+into the attempt's file `job` owns the attempt. A requeued job creates the next attempt; a job that finds another token
+or another job's id starts nothing.
 """
 
 import os
@@ -30,15 +30,15 @@ from titan_hydra.runs import layout
 from .keys import SlurmCluster
 
 LIST = "cells.tsv"
-LOST_NODES = 3  # requeues of a job because ranks lost a node that SLURM still considered healthy
-# Environment variables of sbatch that would change the job, whatever the configuration says: to sbatch they have
-# priority over the lines of the script.
+LOST_NODES = 3  # how often a job is requeued at most because its ranks lost a node that SLURM still considered healthy
+# Environment variables that would change the job in spite of the configuration, as sbatch prefers them to the lines of
+# the script.
 OURS = {f"SBATCH_{name}" for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")}
-# variables that are not named after their flag
+# flags of sbatch whose environment variables, SBATCH_..., are not named after them
 NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 
-# Not SLURM_JOB_ID: one task of an array has the array's own number, and requeuing that requeues all its tasks, finished
-# ones too.
+# `job` cannot be SLURM_JOB_ID alone: in one task of an array, this is the array's own number, and requeuing that number
+# would requeue all tasks, even finished ones.
 BODY = """
 unset -f ls grep cat sed sort tail head rm mv mkdir xargs sleep date hostname  # functions that the user's shell exports, as for colours
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
@@ -120,7 +120,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class JobShape:
-    """Resources of a job: cells with the same resources share an array."""
+    """The resources of a job. Cells with the same resources share an array."""
 
     nodes: int
     ranks_per_node: int
@@ -129,13 +129,13 @@ class JobShape:
 
 @dataclass(frozen=True)
 class JobLine:
-    """One cell of a job, or one replica group of a cell."""
+    """A line of a job's list: one cell, or one replica group of a cell."""
 
     nodes: int
     ranks: int
     directory: Path
     attempt: int
-    restarts: int = 0  # how often this replica group has been started again after a failure
+    restarts: int = 0  # how often this replica group may be started again after a failure
 
 
 class SubmissionError(Exception):
@@ -143,8 +143,8 @@ class SubmissionError(Exception):
 
 
 class SlurmBatch(SlurmExecutor):
-    """A job, or an array with one task per line, or (`packed`) one job that runs all lines one after another on the
-    same nodes.
+    """What one sbatch submits: a job with a single line, an array with a task for each line or, if `packed`, one job that
+    runs all lines one after another on the same nodes.
     """
 
     def __init__(
@@ -187,13 +187,13 @@ class SlurmBatch(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Tell submitit that SLURM is available, since launch.mode=dry needs none."""
+        """Tell submitit that SLURM is available, even if it is not, so that launch.mode=dry works without it."""
         return 1
 
     def flags(self, shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
-        """Return sbatch flags that submitit does not know, or would set differently."""
+        """Return the sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
-        # % is doubled, as SLURM would replace %j in a path by the job's id
+        # Each % of the path is doubled, as SLURM would replace a %j in it by the job's id.
         log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"
         return {
             "output": log,
@@ -205,11 +205,11 @@ class SlurmBatch(SlurmExecutor):
         }
 
     def setup(self) -> list[str]:
-        """Return the shell lines of the batch script before its ranks start."""
+        """Return the shell lines that the batch script runs before its ranks start."""
         paths = f"{':'.join(shlex.quote(str(path)) for path in self.paths)}${{PYTHONPATH:+:$PYTHONPATH}}"
         cores = self.cluster.cpus_per_task
         return [
-            # The ranks get this script's environment, also where a site exports none to the script itself.
+            # The ranks get this script's environment, even if the site submits scripts with --export=NONE.
             "unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK",
             f"export SLURM_EXPORT_ENV=ALL PYTHONPATH={paths} PYTHONSAFEPATH=1",
             *([f"export SRUN_CPUS_PER_TASK={cores}"] if cores else []),
@@ -246,7 +246,7 @@ class SlurmBatch(SlurmExecutor):
         return "\n".join(line for line in text.split("\n") if not (line.startswith("#SBATCH") and line.endswith(unset)))
 
     def write(self) -> None:
-        """Write all files that the job needs."""
+        """Write the list of lines and the batch script."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         rows = [
@@ -257,8 +257,8 @@ class SlurmBatch(SlurmExecutor):
         layout.SBATCH.of(folder).write_text(self.text)
 
     def submit_all(self) -> tuple[list[str], str]:
-        """Call sbatch. Returns the job id of each line: 123_0, 123_1, ... in an array, else 123; and the cluster, if
-        its flag chose one.
+        """Call sbatch. Return the job id of each line (123_0, 123_1, ... in an array, else 123), and the cluster that a
+        flag of sbatch has chosen, if any.
 
         Raises SubmissionError.
         """

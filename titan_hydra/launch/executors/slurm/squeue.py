@@ -1,4 +1,4 @@
-"""Ask SLURM about jobs: one squeue call for all of them, and one sacct call for those that squeue has forgotten."""
+"""Ask SLURM about jobs: squeue once for all of them, and sacct once for those that squeue no longer lists."""
 
 import getpass
 import re
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from titan_hydra.runs.queue import Owner, Queue, QueuedJob
 
-LIMIT = 30  # seconds that a SLURM command may take; without this limit one would block while the controller is down
+LIMIT = 30  # seconds that a SLURM command may take; without a limit it would block while SLURM's controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reasons for which this package has a clearer word
+REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reason why a job waits: a clearer word that is shown instead
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-# time of the last `scontrol show config`, and its answer; without an answer it is asked again after LIMIT seconds
+# Time and answer of the last `scontrol show config`; if it gave no answer, it is called again after LIMIT seconds.
 SETTINGS: list[tuple[float, str]] = []
-FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason, nodes, expected or real start, name
+FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason why it waits, nodes, expected or real start, name
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class SlurmJob(QueuedJob):
 
 
 def find_job(queue: Queue, owner: Owner) -> SlurmJob | None:
-    """Return an attempt's job: by its id or, if the submitter died before recording it, by the token in the job's
-    name.
+    """Return the job of an attempt. It is found by its id or, if the submitter died before recording the id, by the token
+    in the job's name.
     """
     if owner["job_id"]:
         return queue.jobs.get(owner["job_id"])
@@ -49,11 +49,11 @@ def find_job(queue: Queue, owner: Owner) -> SlurmJob | None:
 
 
 def ask_queue(owners: list[Owner]) -> Queue:
-    """Ask SLURM about some attempts (their attempt.json): one squeue call, and one sacct call for what squeue has
-    forgotten.
+    """Ask SLURM about the jobs of attempts, given as the content of attempt.json: squeue about all of them, and sacct about
+    those that squeue no longer lists.
 
-    squeue also lists jobs whose end was recorded before: an administrator may requeue them, and after a failed sbatch
-    they may appear late.
+    squeue is also asked about attempts that are recorded as ended: an administrator may have requeued their jobs, and
+    after a failed sbatch a job may appear late.
     """
     owners = [owner for owner in owners if not elsewhere(owner)]
     if not owners:
@@ -74,10 +74,10 @@ def _job(line: str) -> SlurmJob | None:
 
 
 def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
-    """Return how jobs ended that squeue has forgotten, from sacct; {} on a cluster without accounting."""
+    """Return from sacct how jobs ended that squeue no longer lists; {} on a cluster without accounting."""
     ids = sorted(job_ids)
     found = {}
-    for first in range(0, len(ids), 500):  # a command line has a limit
+    for first in range(0, len(ids), 500):  # as the length of a command line is limited
         out = call("sacct", "-X", "-n", "--parsable2", "-j", ",".join(ids[first : first + 500]), "-o", "JobID,State,NodeList")
         for line in (out or "").splitlines():
             job_id, state, nodes = [*line.split("|"), "", ""][:3]
@@ -87,7 +87,7 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
 
 
 def setting(name: str) -> str:
-    """Return a setting of this machine's SLURM, such as ClusterName; "" if SLURM is not installed or does not
+    """Return a setting of the SLURM cluster of this machine, such as ClusterName; "" if SLURM is not installed or does not
     answer.
     """
     if not SETTINGS or (not SETTINGS[-1][1] and time.monotonic() - SETTINGS[-1][0] > LIMIT):
@@ -98,8 +98,8 @@ def setting(name: str) -> str:
 
 
 def elsewhere(owner: Owner) -> str:
-    """Return the cluster of an attempt that was submitted to another one than this machine's, which knows nothing of
-    its jobs; else "".
+    """Return the name of the cluster to which an attempt was submitted, if that is not the cluster of this machine; else
+    "". The commands of this machine's SLURM know nothing of such a job.
     """
     own = owner.get("cluster") and setting("ClusterName")
     return owner["cluster"] if own and own != owner["cluster"] else ""

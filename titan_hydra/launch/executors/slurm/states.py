@@ -21,11 +21,11 @@ from . import accounting, squeue
 
 
 def run_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue) -> State:
-    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is its attempt.json, written by the
-    submitter.
+    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is the content of its attempt.json,
+    which the submitter has written.
 
-    Each replica group is a job. The run continues while one of them runs; once all have ended it has failed if one of
-    them failed.
+    Each replica group is a job. The run is running while one of these jobs runs; once all have ended, the run has failed
+    if one of them failed.
     """
     groups = [job_state(directory, attempt, owner, queue)]
     for home, number, other in submitted_groups(directory, owner["token"]):
@@ -43,8 +43,8 @@ def run_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 
 
 def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """Yield (run folder, newest attempt, its attempt.json) of each replica group after the first that was submitted as
-    a job.
+    """Yield (run folder, newest attempt, its attempt.json) for each replica group after the first that was submitted
+    with this token.
     """
     homes = homes_of(directory, 1 + sum(layout.ATTEMPT.of(home).parent.is_dir() for home in layout.REPLICA.all(directory).values()))[1:]
     for home in homes:
@@ -68,7 +68,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
             owner = rundir.note(folder, job_id=job.id)
     if job and job.waiting:
         return State("queued", attempt, job=job)
-    over = owner.get("packed") and _has_ended(folder)  # the job continues with other cells
+    over = owner.get("packed") and _has_ended(folder)  # this cell has ended; its packed job may continue with other cells
     if job and job.active and not over:
         started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
@@ -92,7 +92,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 
 
 def _has_ended(attempt: Path) -> bool:
-    """Whether the batch script has recorded that the ranks of an attempt ended, other than to be requeued."""
+    """Whether the batch script has recorded that the ranks of an attempt ended, and not because they were asked to stop."""
     try:
         return layout.EXIT.of(attempt).read_text().strip() != str(int(Exit.REQUEUED))
     except OSError:
@@ -100,8 +100,8 @@ def _has_ended(attempt: Path) -> bool:
 
 
 def being_submitted(owner: dict[str, Any]) -> bool:
-    """Whether the process that claimed an attempt may still submit it. For a process of another host only the elapsed
-    time is known.
+    """Whether the process that claimed an attempt may still submit it. If it runs on another host, it may do so for
+    SILENCE seconds after the claim.
     """
     if owner["host"] == socket.gethostname():
         return alive(owner) and "ended" not in owner

@@ -1,9 +1,9 @@
-"""Submit cells to SLURM: claim each, group them by the resources they need, write the manifest, and only then call
-sbatch.
+"""Submit cells to SLURM: group them by the resources they need, claim their attempts, write all files that their jobs
+need, and only then call sbatch.
 
-No cell runs twice and none is lost, whatever happens on the way: a claimed attempt records a token that is in the job's
-name too, so the next launcher finds a job whose submitter died, or whose sbatch failed, before its id was recorded; a
-job's script starts no attempt with another token; and ranks of an attempt that is not the newest stop.
+No cell runs twice and none is lost, even if the submitter dies or sbatch fails before a job's id is recorded: each
+claimed attempt records a token that is part of the job's name too, by which the next launcher finds the job. A job's
+script starts no attempt with another token, and ranks of an attempt that is not the newest stop.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
 POLL = 5  # seconds between two squeue calls with launch.wait
-# errors of sbatch after which SLURM may have accepted the job nevertheless
+# errors of sbatch after which SLURM may have accepted the job all the same
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"
-# errors of sbatch if a user would have too many jobs; each task of an array counts as a job
+# errors of sbatch if the user would have more jobs than allowed; each task of an array counts as a job
 TOO_MANY = r"Submit\w*Limit|submit limit"
-PATIENCE = 3  # seconds until squeue is asked again after an error as in NO_ANSWER
+PATIENCE = 3  # seconds between two questions to squeue after an error as in NO_ANSWER
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Array:
 
     @property
     def cluster(self) -> SlurmCluster:
-        """The cluster settings, which all its cells share."""
+        """The section `cluster` of the configuration, which is the same for all cells of the array."""
         return cast(SlurmCluster, self.cells[0].job.cluster)
 
     @property
     def words(self) -> str:
-        """Its resources, for launch.mode=dry."""
+        """The resources of the array in words, which launch.mode=dry prints."""
         many, nodes, groups = len(self.cells), self.shape.nodes, self.cells[0].job.fault_tolerance.replicas
         kind = "one after another in one job" if self.packed else "one job array" if many * groups > 1 else "one job"
         per_node = f"{counted(nodes, 'node')} x {counted(self.shape.ranks_per_node, 'GPU')}"
@@ -72,21 +72,21 @@ class Array:
 
 
 class ArrayOrder:
-    """Which jobs an array waits for, so that at most cluster.max_parallel cells of a command line run at once, whatever
-    their shapes.
+    """The order of the arrays of a command line: it makes an array wait for earlier jobs, so that at most
+    cluster.max_parallel cells run at once, whatever their shapes.
     """
 
     def __init__(self, states: list[State]) -> None:
-        """Count the cells of the line that are queued or running already."""
+        """Count the cells of the command line that are already queued or running."""
         self.refused = Counter[str]()  # number of cells that SLURM has refused, by SLURM's message
         active = [state.job.id.split("_")[0] for state in states if state.active and state.job]
         self.before: list[str] = []  # ids of the jobs that must end before the next array starts
-        # ids of the jobs submitted since then, and how many of their cells may run at once
+        # ids of the jobs submitted after those in `before`, and how many of their cells may run at once
         self.now, self.used = list(dict.fromkeys(active)), len(active)
 
     def after(self, count: int, limit: int) -> str:
-        """Return the ids, joined by colons, of the jobs that an array of `count` cells waits for; limit 0 means no
-        limit.
+        """Return the ids, joined by colons, of the jobs for which an array of `count` cells must wait. `limit` is
+        cluster.max_parallel; 0 means no limit.
         """
         if limit and self.now and self.used + min(count, limit) > limit:
             self.before, self.now, self.used = self.now, [], 0
@@ -99,15 +99,15 @@ class ArrayOrder:
 
 
 def _shape_of(cell: Cell) -> JobShape:
-    """Return the resources of a cell's job, or of each of its jobs: one for each replica group."""
+    """Return the resources of a cell's job or, with replica groups, of each of its jobs: one for each group."""
     ranks = processes(cell.job) // cell.job.fault_tolerance.replicas
     nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
     return JobShape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
 
 
 def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
-    """Group cells of the same shape, number of replica groups and cluster settings, in arrays of at most `limit` tasks;
-    packed: all into one job of the largest shape, in their order.
+    """Group cells with the same shape, number of replica groups and cluster settings into arrays of at most `limit` tasks.
+    If `packed`, put all cells into one job of the largest shape, in their order.
     """
     if packed:
         shapes = [_shape_of(cell) for cell in cells]
@@ -127,10 +127,10 @@ def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
 
 
 def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path, after: str = "") -> SlurmBatch:
-    """Build the batch job of an array whose files are in `folder`, from the attempts of each cell: one for each of its
-    replica groups.
+    """Build the batch job of an array. Its files go to `folder`; `attempts` has the attempts of each cell: one for each of
+    its replica groups.
 
-    It starts when the job `after` has ended.
+    The job starts when the jobs `after` (ids joined by colons) have ended.
     """
     lines = []
     for cell, own in zip(array.cells, attempts, strict=True):
@@ -149,18 +149,20 @@ def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, 
 
 
 def largest_array() -> int:
-    """Return the number of tasks that the cluster allows in an array."""
+    """Return how many tasks the cluster allows in an array."""
     return max(int(squeue.setting("MaxArraySize") or 1001) - 1, 1)
 
 
 def planned(cells: list[Cell]) -> list[Array]:
-    """Return the arrays that these cells would be submitted in. Needs no SLURM."""
+    """Return the arrays in which these cells would be submitted. This works without SLURM."""
     packed, baseline = cells[0].job.launch.packed, baseline_of(cells)
     return arrays_of([*cells, baseline] if packed and len(cells) > 1 and baseline else cells, packed, largest_array())
 
 
 def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
-    """Yield the batch scripts that these cells would be submitted with. Needs no SLURM and writes nothing."""
+    """Yield the arrays of these cells with the batch scripts they would be submitted with. This works without SLURM, and
+    writes nothing.
+    """
     runs = cells[0].runs
     for array in planned(cells):
         folder = layout.SWEEPS.of(runs) / "NAME-TIME" / array.token
@@ -170,8 +172,8 @@ def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
 
 
 def run(cells: list[Cell], folder: Path | None) -> int:
-    """Submit every cell that is to be started, and print how to follow them; with launch.wait, follow them. Returns the
-    exit status.
+    """Submit every cell that is to be started, and print how to follow the cells. With launch.wait, follow them here.
+    Return the exit status.
     """
     interrupts, wait = Interrupts(), cells[0].job.launch.wait
     states = rundir.states([cell.directory for cell in cells])
@@ -188,16 +190,16 @@ def run(cells: list[Cell], folder: Path | None) -> int:
 
 
 def baseline_of(cells: list[Cell]) -> Cell | None:
-    """Return the cell that the others are compared with, if it is one of these: the one that the sweep names, or the
-    first.
+    """Return the cell with which the others are compared: the one that the sweep names, or the first. None if the named
+    cell is not one of these.
     """
     named = cells[0].job.sweep.baseline
     return next((cell for cell in cells if cell.name == named), None if named else cells[0])
 
 
 def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None) -> list[tuple[Cell, State]]:
-    """Put the baseline first in a packed job and, for a sweep, once more at the end: the difference of the two measures
-    drift.
+    """In the packed job of a sweep, put the baseline first, and once more at the end. The difference of these two runs
+    measures the drift of the machine.
     """
     baseline = baseline_of([cell for cell, _ in start])
     if folder is None or baseline is None:
@@ -209,8 +211,8 @@ def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None)
 
 
 def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts, order: ArrayOrder) -> int:
-    """Submit cells to SLURM, (cell, its state) each. `folder` is the sweep's, None for a single cell. Returns the exit
-    status.
+    """Submit cells to SLURM; `start` has pairs (cell, its state). `folder` is the folder of their sweep, None for a single
+    cell. Return the exit status.
     """
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
@@ -230,7 +232,7 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
 
 
 def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cell, list[Path]]]:
-    """Claim the next attempt of an array's cells. Returns each cell with its attempt and those of its replica
+    """Claim the next attempt of each cell of an array. Return pairs of a cell and its attempts: one for each of its replica
     groups.
     """
     owner = {
@@ -246,14 +248,14 @@ def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cel
     for cell in array.cells:
         number = states[cell.directory].attempt + 1
         attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
-        if attempt is not None:  # None: another launcher has claimed this attempt meanwhile
+        if attempt is not None:  # it is None if another launcher has claimed this attempt meanwhile
             groups = rundir.claim_groups(cell.directory, cell.job.fault_tolerance.replicas, cell.overrides, **owner)
             claimed.append((cell, [attempt, *groups]))
     return claimed
 
 
 def _print_refusals(refused: Counter[str]) -> None:
-    """Print how many cells SLURM has refused, by SLURM's message, and what to do if they were too many."""
+    """Print for each message of SLURM how many cells it has refused, and what to do if they were too many."""
     for reason, number in refused.items():
         print(f"SLURM refused {counted(number, 'cell')}: {reason}", file=sys.stderr)
     if any(re.search(TOO_MANY, reason, re.I) for reason in refused):
@@ -261,16 +263,16 @@ def _print_refusals(refused: Counter[str]) -> None:
 
 
 def unfit_hosts(states: list[State]) -> tuple[str, ...]:
-    """Return the hosts that the health check found unfit in an earlier attempt; a retry excludes them."""
+    """Return the hosts that a health check found unfit in the last attempts of runs. A retry excludes them."""
     unfit = [state.failure for state in states if state.failure and state.failure.status == Exit.UNHEALTHY]
     return tuple(sorted({failure.host for failure in unfit if failure.rank is not None and failure.host}))
 
 
 def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, order: ArrayOrder) -> int:
-    """Submit the claimed attempts of each cell: in one array or, if SLURM refuses so many jobs, in the largest arrays
-    that it accepts.
+    """Submit the claimed attempts of each cell in one array or, if SLURM refuses so many jobs, in smaller ones: half as
+    many cells after each refusal.
 
-    Returns the exit status.
+    Return the exit status.
     """
     first, size, status, limit = 0, len(claimed), Exit.DONE, array.cells[0].job.cluster.max_parallel
     while first < len(claimed):
@@ -313,10 +315,10 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
 
 def after_refusal(attempts: list[Path], number: int, reason: str, refused: Counter[str]) -> int:
     """Check whether SLURM has accepted the job of `number` cells although sbatch failed, for example by a time-out. If
-    it has not, the cells are counted in `refused`. Returns the exit status.
+    not, add the cells to `refused`. Return the exit status.
 
-    After a time-out an attempt is over only if squeue answers without its token; a job that appears later is found by
-    the next command.
+    After a time-out, an attempt counts as ended only if squeue answers and does not list a job with its token. If such a
+    job appears later, the next command finds it.
     """
     owners = [layout.CLAIM.read(attempt) for attempt in attempts]
     uncertain, cells = re.search(NO_ANSWER, reason, re.I), counted(number, "cell")
@@ -338,8 +340,8 @@ def after_refusal(attempts: list[Path], number: int, reason: str, refused: Count
 
 
 def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
-    """Print changes of state until no cell is queued or running (launch.wait). Ctrl-C ends the printing; the jobs
-    continue.
+    """Print the changes of the cells' states until no cell is queued or running (launch.wait). Ctrl-C ends the printing,
+    and the jobs continue.
     """
     before: dict[Path, str] = {}
     while True:
