@@ -22,12 +22,8 @@ from titan_hydra.plan.search import Row, prepared, search
 from titan_hydra.plan.shape import NotPredictable, shape_of
 from titan_hydra.runs.view import add_runs
 
-<<<<<<< HEAD
 from . import calibrate, plan_score, tune
-=======
-from . import calibrate, tune
 from .goodput import add_goodput, goodput
->>>>>>> h-goodput
 
 BAR = 40  # characters of the longest bar
 

@@ -37,15 +37,9 @@ class Factors:
     compiled: float = 0.5  # the same for compiled code; the lower bound of the fit, as the fitted matmul rates include the rest
     # memory traffic of Float8 casts as a multiple of the count for tensorwise scaling (H200: 2.1; not fitted)
     cast: float = 2.0
-<<<<<<< HEAD
-    rowwise: float = 2.1  # casts of rowwise over those of tensorwise scaling (H200: 120 against 56 ms)
-    async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
-    ring: float = 0.84  # rate of ring attention (context parallelism) over that on one rank
-=======
     rowwise: float = 2.1  # ratio of the time of rowwise casts to that of tensorwise casts (H200: 120 against 56 ms)
-    async_tp: float = 0.67  # fraction of tensor-parallel communication that async TP does not overlap
+    async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
     ring: float = 0.84  # ratio of the rate of ring attention (context parallelism) to the rate of attention on one rank
->>>>>>> h-words
     memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
     contention: float = 0.35  # seconds that computation loses to a second of a collective at NVLink's rate, if both overlap
