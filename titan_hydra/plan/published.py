@@ -87,7 +87,7 @@ def score(row: Row) -> Scored:
     modes = [mode] if (mode := _recomputation(row)) else ["none", "op", "full"]
     jobs = [(mode, freeze(compose_unchecked(*overrides_of(row, hardware, mode)))) for mode in modes]
     mode, job = _likely(row, jobs)
-    peak = memory.peak(job, OLDER[row.get("tp", 1) > 1] if "memory_gib" in row else memory.Constants()).gib
+    peak = memory.peak(job, _constants(row)).gib
     overrides = overrides_of(row, hardware, mode, timed=True)
     job = freeze(compose_unchecked(*overrides))
     shape = shape_of(job)
@@ -110,15 +110,18 @@ def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:
     """Return the job whose recomputation a source that names none probably used: the nearest in memory or, without a
     measurement, that which recomputes least and fits. Buffers of all microbatches are this trainer's alone.
     """
-    constants = OLDER[row.get("tp", 1) > 1]
     if "memory_gib" in row:
-        return min(jobs, key=lambda pair: abs(memory.peak(pair[1], constants).gib - row["memory_gib"]))
+        return min(jobs, key=lambda pair: abs(memory.peak(pair[1], _constants(row)).gib - row["memory_gib"]))
 
     def needed(job: Job) -> float:
         terms = memory.peak(job).terms
         return sum(term.bytes for term in terms if term.name != "receive buffers") / GIB
 
     return next((pair for pair in jobs if needed(pair[1]) <= TIGHT * pair[1].hardware.memory_gib), jobs[-1])
+
+
+def _constants(row: Row) -> memory.Constants:
+    return memory.Constants() if row["stack"].get("compiled_loss") else OLDER[row.get("tp", 1) > 1]
 
 
 def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> list[str]:
