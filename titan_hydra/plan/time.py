@@ -137,7 +137,9 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
 
 
 def _launch(shape: Shape, factors: Factors) -> float:
-    """Return the seconds in which the host starts the kernels of a block's forward."""
+    """Return the seconds in which the host starts the kernels of a block's forward. Those of a backward take no longer,
+    as autograd starts them without Python.
+    """
     if shape.compiled or shape.job.hardware.passes_per_second:  # a CPU has no kernels that run behind the host
         return 0.0
     return factors.launch * (factors.launch_tp if shape.job.parallelism.tp > 1 else 1)
