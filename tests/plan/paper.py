@@ -13,6 +13,7 @@ from titan_hydra.config import Job
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import memory, time
+from titan_hydra.plan.published import OLDER
 from titan_hydra.plan.shape import shape_of
 
 HERE = Path(__file__).parent
@@ -66,7 +67,7 @@ def of_then(row: dict, table: str = "") -> memory.Constants:
     pipeline schedule kept the logits of all microbatches, in float32 at first.
     """
     kept = {"table4": 4, "table6": 2}.get(table, 2 if "pp" in row else 0)
-    return memory.Constants(reserve=1.17, logits=16 if "tp" in row else 12, kept_logits=kept)
+    return replace(OLDER["tp" in row], kept_logits=kept)
 
 
 def measured_and_predicted(row: dict, table: str = "") -> tuple[float | None, float, float, float]:

@@ -154,7 +154,7 @@ def draw_goodput(folder: Path, at: Site, curves: dict[str, list[dict[str, Any]]]
     """Draw the goodput over the interval and over the number of devices; print the files."""
     import matplotlib
 
-    from titan_hydra.report.plots import figure
+    from titan_hydra.report.plots import figure, save_figure
     from titan_hydra.report.style import settings
 
     for name, rows in curves.items():
@@ -170,6 +170,4 @@ def draw_goodput(folder: Path, at: Site, curves: dict[str, list[dict[str, Any]]]
             axes.set_xlabel("steps between two saves" if name == "steps" else "GPUs", loc="right")
             axes.set_title(f"{at.job.model.name}, {at.rate:.2g} failures per GPU-day: goodput", loc="left")
             drawn.legend(loc="outside lower center", ncols=2)
-            for ending in ("png", "svg"):
-                drawn.savefig(folder / f"goodput-{name}.{ending}", facecolor="white")
-                print(folder / f"goodput-{name}.{ending}")
+            print(*save_figure(drawn, folder, f"goodput-{name}"), sep="\n")

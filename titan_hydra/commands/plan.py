@@ -293,7 +293,7 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
     """
     import matplotlib
 
-    from titan_hydra.report.plots import figure
+    from titan_hydra.report.plots import figure, save_figure
     from titan_hydra.report.style import LIGHT, settings
 
     make_folder(folder)
@@ -324,6 +324,4 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
         plane.set_title(f"{what}: tokens/s of the fastest layout that fits", loc="left")
         plane.set_ylim(bottom=0)
         for name, made in (("memory", drawn), ("speed", speed)):
-            for ending in ("png", "svg"):
-                made.savefig(folder / f"plan-{name}.{ending}", facecolor="white")
-                print(folder / f"plan-{name}.{ending}")
+            print(*save_figure(made, folder, f"plan-{name}"), sep="\n")

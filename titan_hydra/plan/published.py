@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def rows_of(file: Path | None = None) -> list[Row]:
         raise ConfigError(f"--score {file}: cannot be read: {str(error).splitlines()[0]}") from error
     if isinstance(content, dict):
         content = [
-            source["common"] | row | {"source": source["source"]} for source in content.get("sources", ()) for row in source.get("rows", ())
+            source.get("common", {}) | row | {"source": source.get("source")}
+            for source in content.get("sources", ())
+            for row in source.get("rows", ())
         ]
     if not isinstance(content, list) or not content or not all(isinstance(row, dict) and "id" in row for row in content):
         raise ConfigError(f"--score {file}: is not a list of rows with an id each, as titan_hydra/assets/published.yaml has")
@@ -85,11 +88,11 @@ def score(row: Row) -> Scored:
     if row["global_batch"] % row.get("dp", 1):
         raise NotPredictable(f"global_batch={row['global_batch']}: is no multiple of dp={row['dp']}")
     modes = [mode] if (mode := _recomputation(row)) else ["none", "op", "full"]
-    jobs = [(mode, freeze(compose_unchecked(*overrides_of(row, hardware, mode)))) for mode in modes]
+    jobs = [(mode, _composed(*overrides_of(row, hardware, mode))) for mode in modes]
     mode, job = _likely(row, jobs)
     peak = memory.peak(job, _constants(row)).gib
     overrides = overrides_of(row, hardware, mode, timed=True)
-    job = freeze(compose_unchecked(*overrides))
+    job = _composed(*overrides)
     shape = shape_of(job)
     if _of_megatron(row) and job.parallelism.pp > 1:  # it sends weights and gradients while the pipeline fills and drains
         shape = replace(shape, wrapped=False)
@@ -104,6 +107,11 @@ def score(row: Row) -> Scored:
         (row["memory_gib"], peak) if "memory_gib" in row and said else None,
         apart,
     )
+
+
+@cache  # most rows have the same overrides for their memory and for their time
+def _composed(*overrides: str) -> Job:
+    return freeze(compose_unchecked(*overrides))
 
 
 def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:

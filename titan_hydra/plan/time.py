@@ -38,10 +38,10 @@ class Factors:
     # memory traffic of Float8 casts as a multiple of the count for tensorwise scaling (H200: 2.1; not fitted)
     cast: float = 2.0
     rowwise: float = 2.1  # ratio of the time of rowwise casts to that of tensorwise casts (H200: 120 against 56 ms)
-    async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
     ring: float = 0.84  # ratio of the rate of ring attention (context parallelism) to the rate of attention on one rank
     memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
+    async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
     contention: float = 0.35  # seconds that computation loses to a second of a collective at NVLink's rate, if both overlap
     straggler: float = 23e-6  # seconds that a collective waits for its last rank, for each node; nothing hides them
     message: float = 40e6  # bytes of a collective that reaches half of its link's rate
@@ -103,8 +103,8 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
         parts["FSDP"] = blocks * ((gather + reduce).seconds * shape.rounds + replicas.seconds)
     else:
         again = gather * (job.parallelism.reshard_after_forward != "never")
-        passes = [(gather, forward, shape.rounds), (again + reduce, backward, shape.rounds - 1), (again + reduce + replicas, backward, 1)]
-        shown = sum(sent.behind(seconds) * times for sent, seconds, times in passes)
+        sides = [(gather, forward, shape.rounds), (again + reduce, backward, shape.rounds - 1), (again + reduce + replicas, backward, 1)]
+        shown = sum(sent.behind(seconds) * times for sent, seconds, times in sides)
         parts["FSDP"] = shown * job.model.n_layers + (gather + again + reduce).seconds * shape.rounds
     step = sum(parts.values())
     return Speed(step, job.data.global_batch * job.data.seq_len / all_ranks(job) / step, parts)
@@ -266,7 +266,7 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
 
 def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:
     """Return an all-gather or reduce-scatter of `size` bytes over `ranks` ranks that are `inside` ranks apart: a ring's
-    bytes at the rate of its slowest link, and a latency for each rank and node that the ring visits.
+    bytes at the rate of its slowest link, and more for a short message.
     """
     if ranks == 1 or not size:
         return Sent()

@@ -41,9 +41,14 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
         with matplotlib.rc_context(settings(name)):
             drawn = make()
             below(drawn, origin)
-            for ending in ("png", "svg"):
-                drawn.savefig(folder / f"{name}.{ending}", metadata={"Date": None} if ending == "svg" else None, facecolor="white")
-                yield folder / f"{name}.{ending}"
+            yield from save_figure(drawn, folder, name)
+
+
+def save_figure(drawn: Figure, folder: Path, name: str) -> Iterator[Path]:
+    """Write a figure as PNG and as SVG, without a date, and yield the files."""
+    for ending in ("png", "svg"):
+        drawn.savefig(folder / f"{name}.{ending}", metadata={"Date": None} if ending == "svg" else None, facecolor="white")
+        yield folder / f"{name}.{ending}"
 
 
 def figure(height: float) -> tuple[Figure, Axes]:

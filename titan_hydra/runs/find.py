@@ -59,24 +59,23 @@ def select_runs(target: str, runs: Path) -> Selection:
         return Selection(path.absolute().name, [run_cell(path.absolute())])
     if path.is_dir() and (any(map(is_run, path.iterdir())) or layout.SWEEPS.of(path).is_dir()):
         return folder_of_runs(path.absolute())
-    named = readable(runs)[::-1]
-    latest = [folder for folder in named if layout.SWEEP.read(folder).get("name") == target]
-    if latest:
-        return sweep(latest[-1])
+    named = {folder: sweep(folder) for folder in readable(runs)[::-1]}
+    if latest := [found for found in named.values() if found.name == target]:
+        return latest[-1]
     # Sweeps all of whose runs have this name, as after `-m name=...`: the newest of them stands for these runs.
-    whole = [folder for folder in named if {cell.directory.name.rpartition("-")[0] for cell in sweep(folder).cells} == {target}]
-    inside = {cell.directory for folder in whole for cell in sweep(folder).cells}
+    whole = [folder for folder in named if {cell.directory.name.rpartition("-")[0] for cell in named[folder].cells} == {target}]
+    inside = {cell.directory for folder in whole for cell in named[folder].cells}
     every = {run: run.name.rpartition("-")[::2] for run in all_runs(runs) if run not in inside}  # the name and the hash of each
     matches = [run for run, (name, digest) in every.items() if target in (run.name, name) or digest.startswith(target)]
     matches += whole[-1:] or [folder for folder in named if folder.name.startswith(target)]
     if len(matches) == 1:
         match = matches[0]
-        return sweep(match) if match in named else Selection(match.name, [run_cell(match)])
+        return named[match] if match in named else Selection(match.name, [run_cell(match)])
     if matches:
         names = ", ".join(match.name for match in matches[:6])
         raise ConfigError(f"{target}: could be any of {len(matches)}: {names}{', ...' if len(matches) > 6 else ''}")
     known = [known for run, (name, digest) in every.items() for known in (name, digest, run.name)]
-    known += [known for folder in named for known in (folder.name, *(cell.name for cell in sweep(folder).cells))]
+    known += [known for folder in named for known in (folder.name, *(cell.name for cell in named[folder].cells))]
     close = suggest(target, sorted(set(known)))
     raise ConfigError(f"{target}: no such run or sweep in {runs}" + did_you_mean(close))
 
