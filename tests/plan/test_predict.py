@@ -6,7 +6,7 @@ from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.rules.checks import check
 from titan_hydra.job.adapter import adapter_parameters
 from titan_hydra.job.freeze import freeze
-from titan_hydra.plan import memory, predict, search
+from titan_hydra.plan import memory, predict, search, time
 from titan_hydra.plan.shape import NotPredictable, shape_of
 
 BASE = ("model=llama3_8b", "data=synthetic", "data.seq_len=8192", "data.local_batch=2", "hardware=h100", "cluster=slurm", "gpus=8")
@@ -179,3 +179,14 @@ def test_presets_say_where_each_constant_comes_from():
         assert first.startswith("# ")
         for line in lines:
             assert "  # " in line or line.split(":")[0] in ("name", "measured", "gpus_per_node"), (file, line)
+
+
+def test_replicas_sum_their_gradients_once_in_a_step():
+    """On a slow network the sum over replicas is nearly all that FSDP's messages cost; four local batches do not repeat it."""
+    line = "model=llama3_8b data=synthetic data.seq_len=2048 data.local_batch=1 hardware=h100 hardware.nic_gbs=0.1 comm=fake gpus=16"
+    layout = "parallelism.dp_replicate=2 parallelism.dp_shard=8"
+    costs = [
+        time.speed(freeze(compose_unchecked(*line.split(), *layout.split(), f"data.global_batch={samples}"))).parts["FSDP"]
+        for samples in (16, 64)
+    ]
+    assert costs[1] < 1.5 * costs[0]
