@@ -43,7 +43,7 @@ MISTAKES = [
     ("+experiment=llama3_8b_c4", "write experiment=OPTION without +"),
     ("steps=[1", "steps=[1: cannot be parsed"),
     ("data.path=../train s\u00e9q.jsonl", "as a text it is typed \"data.path='../train s\u00e9q.jsonl'\""),
-    ("hardware=mi300x", "hardware=mi300x: AMD's GPUs are not supported"),
+    ("hardware=mi250", "hardware=mi250: AMD's GPUs are not supported"),
     ("hardware=tpu_v5e", "hardware=tpu_v5e: TPUs are not supported"),
     ("hardware=h101", "did you mean h100?"),
     ("steps", "steps: is not KEY=VALUE"),

@@ -69,7 +69,7 @@ NOT_OURS = {  # Hydra's keys for functions that this program has itself
     "hydra.output_subdir": "Hydra writes nothing here; a run's config.json has the configuration",
 }
 ELSEWHERE = {  # devices without an option of `hardware`, as this package does not run on them
-    r"mi\d|amd|rocm|radeon": "AMD's GPUs are not supported: nothing here has run on ROCm, and its kernels are for CUDA",
+    r"mi\d|amd|rocm|radeon": "AMD's GPUs are not supported: nothing here has run on ROCm (`titan plan` knows mi300x)",
     r"tpu|v[2-7][ep]?$": "TPUs are not supported: PyTorch's distributed parts used here run on CUDA GPUs and CPUs; see docs/coming-from.md",
     r"gaudi|hpu|trn|trainium|inferentia|m[1-9]|mps": "is not supported: training runs on NVIDIA's GPUs and on CPUs",
 }
