@@ -321,7 +321,8 @@ def found(fault: tuple[str, ...], seed: int = 1) -> str:
     """How a fault goes red, in words; empty if all stays green. An exception on the ranks counts as red."""
     file, right, wrong, *where = fault
     command = ["verify_some.py", where[0] if where else str(seed)]
-    if where and where[0].startswith("tests/"):
+    in_test = bool(where) and where[0].startswith("tests/")
+    if in_test:
         command = ["-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=no", where[0]]
     with tempfile.TemporaryDirectory() as name:
         plant(Path(name), file, right, wrong)
@@ -333,6 +334,8 @@ def found(fault: tuple[str, ...], seed: int = 1) -> str:
             check=False,
             env={**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"},
         )
+    # pytest's other statuses are those of a test that it did not find or could not collect
+    assert not in_test or run.returncode < 2, run.stdout + run.stderr
     return "" if run.returncode == 0 else (run.stdout.strip() or run.stderr.strip()).splitlines()[-1]
 
 
