@@ -42,7 +42,7 @@ def test_each_term_is_counted_or_fitted_and_the_fullest_rank_is_named():
     peak = memory.peak(job)
     assert {term.tag for term in peak.terms} == {"counted", "fitted"}
     assert peak.rank == peak.pipeline_rank * 2 and peak.allocated_gib < peak.gib
-    assert {"receive buffers", "unsharded gradients"} <= {term.name for term in peak.terms}
+    assert {"early receives", "unsharded gradients"} <= {term.name for term in peak.terms}
 
 
 @pytest.mark.parametrize(

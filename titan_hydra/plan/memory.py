@@ -22,6 +22,7 @@ from titan_hydra.job.schedules import in_flight
 from .shape import Shape, shape_of
 
 SAVED = "saved activations"  # the term that checkpointing changes
+EARLY = 2  # tensors that a rank with several stages receives before their turn: 1 to 4 of them, by schedule and rank (pp 4 and 8)
 CHUNK = 2**24  # elements that an update of split masters joins at a time (kernels/split_masters.py)
 BAND = 0.10  # half-width of the error band, relative: none of the paper's 18 rows has a larger error
 
@@ -73,6 +74,7 @@ class Constants:
     reserve: float = 1.05
     logits: float | None = None  # bytes per logit at the loss; None: the number counted in `_head`
     kept_logits: float = 0  # bytes per logit that older pipeline schedules kept for all microbatches, twice
+    all_received: bool = False  # a stage allocates what it receives for all microbatches at once, as torch's does by itself
 
 
 def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = None) -> Peak:
@@ -120,7 +122,7 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     whole = shape.gathered_parameters(stages)
     before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
     flying = in_flight(shape.job, rank, shape.layers)
-    kept, others = saved(shape), _between_stages(shape, rank)
+    kept, others = saved(shape), _between_stages(shape, rank, constants)
     late = PIPELINE_SCHEDULES[shape.job.pp_schedule.name].late
     if end in stages:
         for head in _head(shape, rank, constants):
@@ -214,19 +216,20 @@ def _mask(shape: Shape) -> float:
     return shape.samples * job.data.seq_len**2 * call_of(job).masked
 
 
-def _between_stages(shape: Shape, rank: int) -> list[Term]:
-    """Return the masks of all microbatches in flight and, in a pipeline, the buffers between stages.
-
-    torch allocates receive buffers for all microbatches, forward and backward, and keeps a stage's outputs until their
-    backward.
+def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]:
+    """Return the masks of all microbatches in flight and, in a pipeline, the tensors between stages: what arrives before
+    its turn (the input of a microbatch in flight is a saved activation of the first block), and the outputs that a stage
+    keeps until their backward.
     """
     job, last = shape.job, len(shape.layers) - 1
     number = in_flight(job, rank, (1,) * len(shape.layers)).most
     terms = [Term("masks", _mask(shape) * number * (shape.compiled or shape.recomputes))]  # a byte per element
     if last:
         message = shape.tokens * shape.used * shape.residual
-        buffers = sum((stage > 0) + (stage < last) for stage in shape.stages[rank]) * shape.microbatches
-        terms += [Term("receive buffers", buffers * message), Term("stage outputs", number * message)]
+        early = EARLY if job.pp_schedule.stages_per_rank > 1 else 1
+        if constants.all_received:
+            early = sum((stage > 0) + (stage < last) for stage in shape.stages[rank]) * shape.microbatches
+        terms += [Term("early receives", early * message), Term("stage outputs", number * message)]
     return terms
 
 

@@ -19,7 +19,6 @@ from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import ASSETS
 from titan_hydra.config.schema import Job
-from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.freeze import freeze
 
 from . import memory, time
@@ -28,7 +27,8 @@ from .shape import NotPredictable, shape_of
 
 SHIPPED = ASSETS / "published.yaml"
 # what TorchTitan holds beyond this trainer: an eager loss, and pools of several streams (docs/plan.md)
-OLDER = memory.Constants(reserve=1.17, logits=12), memory.Constants(reserve=1.17, logits=16)  # without, with tensor parallelism
+# constants of eager losses and of torch's own pipeline stages: without, with tensor parallelism
+OLDER = tuple(memory.Constants(reserve=1.17, logits=logits, all_received=True) for logits in (12, 16))
 Row = dict[str, Any]
 
 
@@ -116,16 +116,12 @@ def _composed(*overrides: str) -> Job:
 
 def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:
     """Return the job whose recomputation a source that names none probably used: the nearest in memory or, without a
-    measurement, that which recomputes least and fits. Buffers of all microbatches are this trainer's alone.
+    measurement, that which recomputes least and fits.
     """
     if "memory_gib" in row:
         return min(jobs, key=lambda pair: abs(memory.peak(pair[1], _constants(row)).gib - row["memory_gib"]))
 
-    def needed(job: Job) -> float:
-        terms = memory.peak(job).terms
-        return sum(term.bytes for term in terms if term.name != "receive buffers") / GIB
-
-    return next((pair for pair in jobs if needed(pair[1]) <= TIGHT * pair[1].hardware.memory_gib), jobs[-1])
+    return next((pair for pair in jobs if memory.peak(pair[1]).gib <= TIGHT * pair[1].hardware.memory_gib), jobs[-1])
 
 
 def _constants(row: Row) -> memory.Constants:
