@@ -319,10 +319,10 @@ LINES = {
     "fault_tolerance": 1114,  # 600
     "verify": 2002,  # 2,000
     "launch": 3165,  # 1,950
-    "report": 2308,  # 2,050
-    "commands": 2953,  # 2,300
+    "report": 2339,  # 2,050
+    "commands": 2961,  # 2,300
     "recipes": 3786,  # 3,100
-    "plan": 2016,  # 1,800
+    "plan": 2080,  # 1,800
 }
 
 

@@ -61,6 +61,14 @@ def test_a_report_shows_predicted_beside_measured(tuned):
     assert "predicted" not in titan(folder, "report", "--csv").stdout
 
 
+def test_runs_are_written_as_rows_that_the_score_reads(tuned, tmp_path):
+    folder, _ = tuned
+    rows = titan(folder, "report", "--row").stdout
+    (tmp_path / "rows.yaml").write_text(rows)
+    scored = json.loads(titan(folder, "plan", "--score", str(tmp_path / "rows.yaml"), "--json").stdout)
+    assert len(scored["rows"]) == rows.count("- id: ") >= 2 and scored["skipped"] == {}
+
+
 def test_a_run_slower_than_predicted_is_flagged(tuned):
     folder, _ = tuned
     newest = max((folder / "runs/_sweeps").glob("tune-*"), key=lambda place: (place / "manifest.json").stat().st_mtime)

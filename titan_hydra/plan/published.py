@@ -87,7 +87,7 @@ def score(row: Row) -> Scored:
         raise NotPredictable(f"{missing[0]}: is not given")
     if row["global_batch"] % row.get("dp", 1):
         raise NotPredictable(f"global_batch={row['global_batch']}: is no multiple of dp={row['dp']}")
-    modes = [mode] if (mode := _recomputation(row)) else ["none", "op", "full"]
+    modes = [mode] if (mode := mode_of_row(row)) else ["none", "op", "full"]
     jobs = [(mode, _composed(*overrides_of(row, hardware, mode))) for mode in modes]
     mode, job = _likely(row, jobs)
     peak = memory.peak(job, _constants(row)).gib
@@ -99,7 +99,7 @@ def score(row: Row) -> Scored:
     apart = row.get("apart")
     if apart is None and "power limited" in row.get("device", ""):
         apart = "power-limited cards, as the source says"
-    said = _recomputation(row) is not None and "graph" not in str(row.get("compile")) and "Simple" not in str(row.get("compile"))
+    said = mode_of_row(row) is not None and "graph" not in str(row.get("compile")) and "Simple" not in str(row.get("compile"))
     return Scored(
         row,
         tuple(overrides),
@@ -155,7 +155,7 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
         lines.append(f"compile={'off' if _eager(row) else 'block'}")
     lines += ["debug.balance_experts=true"] * bool(row.get("routing"))
     nic = [f"hardware.nic_gbs={row['nic_gbs']}"] if "nic_gbs" in row else []
-    return lines + nic + row["stack"].get("overrides", [])
+    return lines + nic + row.get("stack", {}).get("overrides", []) + row.get("overrides", [])
 
 
 def measured_speed(row: Row, job: Job) -> float:
@@ -223,15 +223,18 @@ def _precision(row: Row) -> list[str]:
         return ["precision=float8_tensorwise"]
     if "rowwise" in name:
         return ["precision=float8_rowwise", *(["precision.recipe=rowwise_with_gw_hp"] if "gw_hp" in name else [])]
-    if name.startswith("mxfp8"):
-        return ["precision=mxfp8"]
+    for known in ("mxfp8", "fp32"):
+        if name.startswith(known):
+            return [f"precision={known}"]
     raise NotPredictable(f"precision={name}: is not a format of this trainer")
 
 
-def _recomputation(row: Row) -> str | None:
+def mode_of_row(row: Row) -> str | None:
     """Return the mode of activation checkpointing that a row names; None if its source does not say it."""
     said = row.get("recompute", "not said")
     if "not said" in said and "share" not in said:
         return None
-    modes = {"full": "full", "none": "none", "op": "op", "graph SAC": "op", "selective (attention": "op", "selective": "layer"}
+    modes = {"graph SAC": "op", "selective (attention": "op", "selective": "layer"} | {
+        name: name for name in ("full", "none", "op", "lean", "layer")
+    }
     return next((mode for start, mode in modes.items() if said.startswith(start)), None)
