@@ -1,5 +1,5 @@
-"""The pipeline's layout and its rules: what they pass, torch takes; and what the acceptance matrix cannot show of the
-stages.
+"""Test the layout of pipelines and its rules: torch accepts what the rules accept; and properties of stages that the
+acceptance matrix does not check.
 """
 
 import copy
@@ -24,7 +24,7 @@ PIPELINE = ("parallelism=pp", "precision=fp32", "data=synthetic", "data.local_ba
 
 
 def job_with(schedule, pp=2, **values):
-    """A pipelined job, not checked."""
+    """Return a pipelined job that has not been checked."""
     job = compose_job(*PIPELINE, "gpus=2", "model.n_layers=8")
     job.gpus = job.parallelism.pp = pp
     job.pp_schedule.name = schedule
@@ -37,7 +37,7 @@ def job_with(schedule, pp=2, **values):
 @pytest.mark.parametrize(
     ("layers", "stages", "blocks"),
     [
-        (126, 16, [7, *[8] * 14, 7]),  # Llama 3 405B as the paper splits it
+        (126, 16, [7, *[8] * 14, 7]),  # Llama 3 405B, split as in the paper
         (32, 4, [7, 9, 9, 7]),
         (8, 8, [1] * 8),
         (5, 4, [1, 2, 1, 1]),
@@ -111,8 +111,8 @@ def test_stages_hold_every_parameter_once_under_its_own_name(world):
 
 
 def test_the_schedule_leaves_gradients_as_the_loss_made_them(world):
-    """The loss is divided by the tokens of the global batch. torch would divide by the microbatches again, which
-    AdamW's losses hide.
+    """The loss is already divided by the tokens of the global batch. torch would also divide by the number of
+    microbatches, which losses with AdamW would not show.
     """
     job = job_with("1f1b")
     stage = Stage(nn.Linear(1, 1), 0, world(job.parallelism), job, torch.device("cpu"), torch.empty(1), dict)

@@ -1,4 +1,4 @@
-"""`titan plan`, and what launch.py says of cells before they start."""
+"""Test `titan plan`, and what launch.py prints about cells before they start."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path, monkeypatch)
     }
     for name in ("memory", "speed"):
         assert ">llama3_8b on h100_500w: " in (tmp_path / f"new/plan-{name}.svg").read_text()
-    assert bands == [pytest.approx((0.92 * 95, 1.10 * 95))]  # fits for certain below it, and is refused beyond it
+    assert bands == [pytest.approx((0.92 * 95, 1.10 * 95))]  # it surely fits below the first number, and is refused above the second
 
 
 def test_several_numbers_of_devices_are_a_curve(capsys, tmp_path):
@@ -86,7 +86,7 @@ def test_a_cell_that_does_not_fit_is_status_2_as_in_a_search(capsys):
     assert status == 2 and err == "" and ": does not fit; " in out and "saved activations (counted)" in out
     status, out, _ = plan(capsys, *line, "--json")
     assert status == 2 and json.loads(out)["fits"] == "no"
-    status, out, _ = plan(capsys, *line[:-1], "--why", "ac=none")  # a question, which has its answer
+    status, out, _ = plan(capsys, *line[:-1], "--why", "ac=none")  # --why is a question that this layout can answer
     assert status == 0 and ": does not fit; " in out
 
 

@@ -1,4 +1,4 @@
-"""The formulas of memory and of messages against what a rank of the fake world holds and sends, counted."""
+"""Compare the formulas of memory and messages with the bytes that a rank of the fake world holds and sends."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from titan_hydra.plan.shape import shape_of
 from titan_hydra.verify.count import count_rank
 
 BASE = ("model=llama3_debug", "data=synthetic", "precision=bf16", "data.seq_len=512", "data.local_batch=4", "gpus=4", "comm=fake")
-SMALL = "model.vocab_size=512"  # so that the fullest moment is not at the loss
+SMALL = "model.vocab_size=512"  # so that the peak is not during the loss
 LAYOUTS = {
     "FSDP": (),
     "FSDP, full": ("ac=full", SMALL),

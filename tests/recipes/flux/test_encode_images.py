@@ -1,4 +1,6 @@
-"""Captioned images from files to a run and back: encoded before it or in it, with tiny random encoders."""
+"""Captioned images from files to a run and back to files, encoded before the run or during it, with tiny random
+encoders.
+"""
 
 import json
 
@@ -18,7 +20,7 @@ MODEL = ("model=flux_debug", "model.channels=4", "model.text_dim=24", "model.poo
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """encoders/ with random weights, and images.jsonl with nine images of two sizes."""
+    """Return a folder with encoders/ with random weights, and images.jsonl with nine images of two sizes."""
     transformers = pytest.importorskip("transformers", reason="transformers, which writes the encoders, is not installed")
     diffusers = pytest.importorskip("diffusers", reason="diffusers, which writes the autoencoder, is not installed")
     pytest.importorskip("PIL", reason="pillow, which reads images, is not installed")

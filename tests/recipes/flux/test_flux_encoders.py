@@ -1,5 +1,5 @@
-"""The text encoders and the autoencoder around FLUX compute what transformers and diffusers compute, on tiny random
-weights.
+"""The text encoders and the autoencoder of FLUX compute what those of transformers and diffusers compute, with tiny
+random weights.
 """
 
 import json
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def drawn(model):
-    """A model with all parameters random, norms and biases too."""
+    """Return a model with random parameters, including norms and biases."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -29,7 +29,7 @@ def test_t5(tmp_path):
     config = transformers.T5Config(vocab_size=50, d_model=24, d_kv=8, d_ff=40, num_layers=3, num_heads=3, feed_forward_proj="gated-gelu")
     theirs = drawn(transformers.T5EncoderModel(config))
     theirs.save_pretrained(tmp_path)
-    tokens = torch.randint(50, (2, 300))  # beyond the largest distance that has a bucket of its own
+    tokens = torch.randint(50, (2, 300))  # longer than the largest distance that has a bucket of its own
     with torch.no_grad():
         expected = theirs(tokens).last_hidden_state
     torch.testing.assert_close(read_frozen(T5, tmp_path, CPU)(tokens), expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""`titan sample`: Euler steps from noise to the image, guidance, PNG files."""
+"""Test `titan sample`: Euler steps from noise to the image, guidance, PNG files."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from titan_hydra.recipes.flux.sample_command import png
 
 
 class Straight(nn.Module):
-    """The velocity of a flow from any noise to one image, which is the caption's first number everywhere."""
+    """The velocity of a flow from any noise to one image. All values of the image equal the caption's first number."""
 
     def __init__(self):
         super().__init__()
