@@ -123,7 +123,7 @@ def test_held_out_loss_is_drawn_against_what_cells_differ_in(sweep, capsys, tmp_
     for name, said in (("compute", "training FLOPs"), ("parameters", "parameters")):
         drawn = text(tmp_path / f"{name}.svg")
         assert f">{said}<" in drawn and f">Held-out loss against {name}<" in drawn
-        assert all(f">{cell}<" in drawn for cell in ("narrow", "wide"))
+        assert all(f">{cell}<" in drawn for cell in ("narrow (baseline)", "wide")) and "e+" not in drawn
 
 
 def test_two_keys_of_a_sweep_are_colours_and_dashes():

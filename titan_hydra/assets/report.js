@@ -107,7 +107,8 @@ function draw() {
       plain(chart.unit || "") + "</span>", x: 0, xanchor: "left" }, showlegend: own.showlegend ?? chart.kind === "timeline",
       legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: css("base"), activecolor: css("ink") }, margin: { t: 60, r: 20, b: 40, l: 60, ...own.margin },
-      xaxis: { ...grid, ...own.xaxis }, yaxis: { ...grid, ...own.yaxis }, hoverlabel: { namelength: -1 } };
+      xaxis: { ...grid, ...own.xaxis }, yaxis: { ...grid, ...own.yaxis },
+      hoverlabel: { namelength: -1, bgcolor: css("paper"), bordercolor: css("rule"), font: { color: css("ink") } } };
     Plotly.react(place, traces, layout, { responsive: true, displaylogo: false, modeBarButtons: [BUTTONS] });
   });
   document.body.dataset.drawn = Number(document.body.dataset.drawn || 0) + 1;

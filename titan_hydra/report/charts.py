@@ -143,9 +143,12 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
         low = [loss - errors.get(step, 0) for step, loss in found.items()] if errors else []
         high = [loss + errors.get(step, 0) for step, loss in found.items()] if errors else []
-        label = f"{row.label} (baseline)" if row is report.reference else row.label
-        lines.append(Curve(number, label, list(found), list(found.values()), low, high))
+        lines.append(Curve(number, _label(report, row), list(found), list(found.values()), low, high))
     return Lines(name, title, unit, lines)
+
+
+def _label(report: Report, row: ReportRow) -> str:
+    return f"{row.label} (baseline)" if row is report.reference else row.label
 
 
 def both_losses(report: Report) -> Lines:
@@ -171,7 +174,7 @@ def sizes(report: Report) -> Iterator[Lines]:
         ("parameters", "Held-out loss against parameters", "parameters", lambda cell: cell.parameters or 0),
     ):
         points = [
-            Curve(number, row.label, [size], [row.cell.held_out])
+            Curve(number, _label(report, row), [size], [row.cell.held_out])
             for number, row in enumerate(report.rows)
             if (size := of(row.cell)) and row.cell.held_out is not None and isfinite(row.cell.held_out)
         ]

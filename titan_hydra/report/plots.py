@@ -183,7 +183,8 @@ def scale(axes: Axes, chart: Lines, log: bool) -> None:
         sizes = [x for one in chart.lines for x in one.x] if chart.over != "step" else []
         if sizes and max(sizes) > 10 * min(sizes):
             axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}" if sizes else f"{value:,.10g}")
+        if not sizes:
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         if chart.log or (log and all(value is None or value > 0 for one in chart.lines for value in one.y)):
             axes.set_yscale("log")
         if log and not chart.log:

@@ -86,6 +86,7 @@ def settings(name: str) -> dict[Any, Any]:
         "savefig.dpi": 200,
         "hatch.linewidth": 0.8,
         "axes.axisbelow": True,
+        "axes.formatter.use_mathtext": True,
         "legend.frameon": False,
         "legend.fontsize": 8.5,
         "legend.handlelength": 3.2,
