@@ -175,6 +175,8 @@ def test_all_is_drawn_without_errors_and_without_network(shown):
         )
     ]
     assert all(count for _, count in charts), charts
+    beside = run(shown, "[...document.querySelectorAll('#chart-throughput .annotation')].map(one => one.textContent)")
+    assert len(beside) == 3 and "baseline" in beside[0], "the values stand beside the bars, where no thin line runs through them"
     assert run(shown, "performance.getEntriesByType('resource').length") == 0
     assert [entry["message"] for entry in shown.get_log("browser") if entry["level"] == "SEVERE"] == []
 

@@ -63,6 +63,12 @@ def test_lines_over_tokens_and_seconds_with_logarithms(sweep, capsys, tmp_path):
         assert f">{said}<" in text(tmp_path / axis / "loss.svg")
 
 
+def test_marks_on_the_axis_of_steps_are_whole_steps(sweep, capsys, tmp_path):
+    sweep.cell("base", losses=CURVE[:20], result=RESULT)
+    sweep.report(capsys, "--plots", "-o", str(tmp_path))
+    assert ">10<" in text(tmp_path / "loss.svg") and ">7.5<" not in text(tmp_path / "loss.svg")
+
+
 def test_lines_of_neighbours_differ_in_colour_and_dashes():
     looks = [line_style(number) for number in range(28)]
     assert len(set(looks)) == 28 and len(set(LINES)) == 7
@@ -117,7 +123,7 @@ def test_held_out_loss_is_drawn_against_what_cells_differ_in(sweep, capsys, tmp_
     for name, said in (("compute", "training FLOPs"), ("parameters", "parameters")):
         drawn = text(tmp_path / f"{name}.svg")
         assert f">{said}<" in drawn and f">Held-out loss against {name}<" in drawn
-        assert all(f">{cell}<" in drawn for cell in ("narrow", "wide"))
+        assert all(f">{cell}<" in drawn for cell in ("narrow (baseline)", "wide")) and "e+" not in drawn
 
 
 def test_two_keys_of_a_sweep_are_colours_and_dashes():
@@ -133,6 +139,14 @@ def test_two_keys_of_a_sweep_are_colours_and_dashes():
     assert shown("seed=1") == [(*line_style(0), False)]
     many = shown(*(f"model.dim={width} seed={seed}" for width in range(8) for seed in seeds))
     assert many[3] == (*line_style(3), False), "more values than colours"
+    layouts = (
+        "parallelism=single",
+        "parallelism=ddp gpus=2",
+        "parallelism=fsdp gpus=2",
+        "parallelism=tp",
+        "parallelism=fsdp gpus=4",
+    )
+    assert shown(*layouts)[:2] == [(*line_style(0), True), (*line_style(1), False)], "few of the combinations are rows"
 
 
 def test_a_long_command_stands_whole_below_the_figure(sweep, capsys, tmp_path):
