@@ -229,7 +229,7 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
 
     def steps():
         rows = (row["_step"] for file in folder.glob("*.wandb") for row in wandb_file.rows(file))
-        return list(dict.fromkeys(rows))  # a row is printed twice if that of a checkpoint is added to it
+        return list(dict.fromkeys(rows))  # a step has two rows if a checkpoint was saved at it
 
     launcher.wait(lambda: steps() == list(range(1, 61)))  # wandb's own process writes a little later
     rows = [json.loads(row)["step"] for row in (launcher.run_directory / "metrics.jsonl").read_text().splitlines()]

@@ -167,8 +167,8 @@ def test_compiled_code_of_another_rank_is_not_taken_from_the_cache(on_ranks, tmp
 
 
 def test_every_rank_knows_the_norm_of_the_whole_gradient(on_ranks):
-    """The model has split, copied and plain gradients. An uneven one with three rows has rows on every rank, but counts
-    only on the ranks that hold it.
+    """The model has split, copied and plain gradients. The unevenly split gradient with three rows has rows on every
+    rank, and each row counts only on the rank that holds it.
     """
 
     def task(rank):
