@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.recipes.flux.folders import write_encoders
 from titan_hydra import cli, data
@@ -11,7 +12,6 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job
 from titan_hydra.recipes.flux.images import CAPTIONS, picture
 from titan_hydra.recipes.flux.sample import as_bytes
-from titan_hydra.recipes.flux.sample_command import png
 
 MODEL = ("model=flux_debug", "model.channels=4", "model.text_dim=24", "model.pooled_dim=24", "data.seq_len=24", "gpus=1")
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     rows = []
     for number, caption in enumerate(CAPTIONS[:9]):
         pixels = as_bytes(picture(caption, 32, 0))
-        (folder / f"{number}.png").write_bytes(png(pixels if number % 2 else pixels[:, 4:28]))
+        Image.fromarray(pixels if number % 2 else pixels[:, 4:28]).save(folder / f"{number}.png")
         rows.append({"image": f"{number}.png", "caption": caption})
     (folder / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["encode-images", str(folder / "images.jsonl"), "--encoders", str(encoders), "--size", "16", "--text-len", "8"]
@@ -76,8 +76,6 @@ def test_a_run_on_them_draws_with_the_same_encoders(folder, run_job, tmp_path, c
     assert cli.main(words) == 2
     assert "name the folder with --encoders" in capsys.readouterr().err
     assert cli.main([*words, "--encoders", str(folder / "encoders")]) == 0
-    from PIL import Image
-
     assert Image.open(tmp_path / "01-a-red-circle.png").size == (16, 16)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -98,8 +99,6 @@ def caption_of(text: str, tools: Encoders, length: int) -> Caption:
 
 def pixels_of(file: Path, size: int) -> np.ndarray:
     """Return an image's central square as [3, size, size] in -1 to 1. Raises ConfigError if it cannot be read."""
-    from PIL import Image  # with diffusers, which has made `tools`
-
     try:
         with Image.open(file) as opened:
             image = opened.convert("RGB")
