@@ -158,6 +158,12 @@ def with_pickles_alone(folder):
         file.unlink()
 
 
+def with_an_index_of_pickles(folder):
+    with_pickles_alone(folder)
+    index = {"metadata": {}, "weight_map": {"shared.weight": "pytorch_model.bin"}}
+    (folder / "text_encoder_2/model.safetensors.index.json").write_text(json.dumps(index))
+
+
 DAMAGE = {
     "no folder": (shutil.rmtree, "/text_encoder: has no config.json"),
     "no configuration": (lambda folder: (folder / "vae/config.json").unlink(), "/vae: has no config.json"),
@@ -166,6 +172,7 @@ DAMAGE = {
     "another width of T5": (with_other_shapes("text_encoder_2", d_ff=41), ".layer.1.DenseReluDense.wi_0.weight is missing, or has"),
     "other latents": (with_other_shapes("vae", latent_channels=5), "/vae: decoder.conv_in.weight is missing, or has another shape"),
     "pickles": (with_pickles_alone, "/text_encoder_2: cannot be read (Error no file named model.safetensors"),
+    "an index of pickles": (with_an_index_of_pickles, "/model.safetensors.index.json: names files that are not safetensors"),
     "half a file": (lambda folder: (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"half"), "/vae: cannot be read ("),
     "no merges": (lambda folder: (folder / "tokenizer/merges.txt").unlink(), "/tokenizer: has no tokenizer.json or vocab.json with"),
     "half a tokenizer": (lambda folder: (folder / "tokenizer/vocab.json").write_text("{"), "/tokenizer: cannot be read ("),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.files import read_json
 
 
 class Encoders:
@@ -70,6 +71,9 @@ def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json")
+    for index in folder.glob("*.index.json"):  # use_safetensors does not keep a pickle out that it names
+        if not all(str(name).endswith(".safetensors") for name in (read_json(index) or {}).get("weight_map", {}).values()):
+            raise ConfigError(f"{index}: names files that are not safetensors")
     told = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
     module, found = from_folder(kind, folder, dtype=torch.float32, **told)
     if wrong := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
