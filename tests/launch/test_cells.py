@@ -248,7 +248,7 @@ atexit.register(tell)
 
 
 def test_rank_imports_only_what_it_needs(launcher):
-    unused = {"hydra", "omegaconf", "datasets", "wandb", "rich", "torch.distributed.pipelining"}
+    unused = {"hydra", "omegaconf", "datasets", "wandb", "rich", "torch.distributed.pipelining", "transformers", "diffusers"}
     launcher.sabotage_step_3(0, f"import sys; sys.exit(sorted({unused} & set(sys.modules)) == [] and 78)")
     assert launcher.run(*launcher.TINY, "gpus=1").returncode == 78
 

@@ -76,7 +76,7 @@ def test_images_are_encoded_in_a_stream_of_their_own(monkeypatch):
         def __exit__(self, *_):
             entered.pop()
 
-    tools = SimpleNamespace(device=torch.device("cuda", OWN), autoencoder=SimpleNamespace(factor=8))
+    tools = SimpleNamespace(device=torch.device("cuda", OWN), factor=8)
     row = {name: torch.zeros(1, 2) for name in ("mean", "std", "text", "pooled")}
     monkeypatch.setattr(encode, "Encoders", lambda *_: tools)
     monkeypatch.setattr(encode, "captioned", lambda _: [("image", "caption")])
