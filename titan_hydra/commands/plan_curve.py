@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import table
@@ -60,7 +61,7 @@ def _show(job: Job, counts: list[int], best: dict[int, Row]) -> None:
     batch = f"{job.data.global_batch:,} samples" if job.data.global_batch else f"{job.data.local_batch:,} on each GPU"
     print(f"{job.model.name} on {job.hardware.name}, {job.data.seq_len:,} tokens a sample, global batch: {batch}")
     fitting = [one.prediction.speed for one in best.values() if one.prediction.fits != "no"]
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for count in counts:
         row = best.get(count)
         if row is None:
