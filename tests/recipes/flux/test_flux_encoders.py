@@ -206,6 +206,8 @@ def test_what_needs_no_encoders_imports_no_libraries():
 from titan_hydra import data
 from titan_hydra.config.compose import compose_job
 from titan_hydra.recipes.flux import encode, encode_command, sample, sample_command
-data.build(compose_job("experiment=flux_laptop", "gpus=1", "data.local_batch=2"), 0, 1).next()
+loader = data.build(compose_job("experiment=flux_laptop", "gpus=1", "data.local_batch=2"), 0, 1)
+loader.next()
+loader.close()
 assert not {"transformers", "diffusers"} & set(sys.modules)"""
     subprocess.run([sys.executable, "-c", code], check=True)
