@@ -123,6 +123,7 @@ def test_torchft_drops_what_a_waiting_group_learned_and_raises_nothing():
             time.sleep(AWAY)
             lighthouse.start()
             alone = groups[1].train()
+            time.sleep(2 * AWAY)  # group 0 connects again; the lighthouse would not wait for it
             after = groups[1].train()
             assert (alone, after, waiting.result()) == (4 + 2 * 16, 4 + 4 * 16, 4 + 4 * 16)
         assert groups[0].taken == [4 + 4 * 16]
