@@ -1,10 +1,10 @@
-"""How long a save holds the training thread: python benchmarks/checkpoints.py [--mib 600] [--ranks 2] [--saves 5]
+"""Measure how long training waits for a save: python benchmarks/checkpoints.py [--mib 600] [--ranks 2] [--saves 5]
 [--folder DIR]
 
-One model, FSDP over the ranks, AdamW; in one run saves by turns with checkpoint=sync and checkpoint=async, with
-training steps beside the latter until it is written, and (async, bare) with none beside its copy. Held is all that the
-training thread waits: beginning the save, and waiting for the copy before the update. The first save of each kind,
-which makes buffers, is shown but not counted.
+One run of a model with FSDP over the ranks and AdamW saves in three ways in turn: with checkpoint=sync; with
+checkpoint=async, while training steps run until the checkpoint is written; and with checkpoint=async while no step runs
+beside the copy (async, bare). `held` is the time for which the training thread waits: to begin the save, and for the
+copy before the update. The first save of each kind creates buffers; it is shown but not counted.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from titan_hydra.config.operation import Checkpoint
 from titan_hydra.runs.run import Run
 
 WIDTH = 2048
-KINDS = ("sync", "async", "async, bare")  # bare: with no step beside the copy, so that training waits for all of it
+KINDS = ("sync", "async", "async, bare")  # bare: no step runs beside the copy, so training waits for all of it
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    """Be a rank: save by turns, and on rank 0 print what it cost."""
+    """Run one rank: save with each kind in turn, and on rank 0 print the time of each save."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks)
     layers = max(1, args.mib * 2**20 // (WIDTH * WIDTH * 4 * 3))
@@ -69,7 +69,7 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
         if kind == KINDS[2]:
             saver.wait_for_staging()
         going = saver.pending
-        # steps, until every rank has written: the next save comes when the disk is quiet
+        # make steps until every rank has written, so that the disk is idle at the next save
         while saver.pending is not None:
             train(model)
             saver.wait_for_staging()
@@ -90,12 +90,12 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
 
 
 def train(model: nn.Module) -> None:
-    """A forward and a backward: what a copy can hide behind."""
+    """Run a forward and a backward, with which a copy can overlap."""
     model(torch.randn(64, WIDTH)).square().mean().backward()
 
 
 def show(times: dict[str, list[tuple[float, float]]], size: int, ranks: int) -> None:
-    """A line for each save, medians, and the ratio."""
+    """Print a line for each save, medians, and the ratio."""
     print(f"{size / 2**20:,.0f} MiB by {ranks} ranks; seconds that training is held, and until the step is complete")
     for name, rows in times.items():
         first, *others = (f"{held:.3f} of {seconds:.3f}" for held, seconds in rows)

@@ -1,7 +1,8 @@
-"""How fast one process makes batches: python benchmarks/data.py [--seconds 3] [--seq-len 2048] [--global-batch 16]
+"""Measure how fast one process makes batches: python benchmarks/data.py [--seconds 3] [--seq-len 2048] [--global-batch
+16]
 
-Text is tokenized on the fly, .bin was encoded before. Nothing consumes the batches, and prefetch is off, so the numbers
-are what one core can deliver at most; with prefetch this work runs beside the step.
+Text is tokenized during the measurement, .bin files were encoded before. No step uses the batches, and prefetch is off,
+so the numbers are the most that one core can deliver; with prefetch this work runs while steps run.
 """
 
 import argparse
@@ -27,13 +28,13 @@ def main() -> None:
         print(f"\n{'source':<13} {'first batch, s':>14} {'tokens/s':>12}")
         sources = {"embedded": {}, "text_files": {"path": text}, "tokens": {"path": tokens}, "synthetic": {}, "embedded_chat": {}}
         for name, keys in sources.items():
-            if name in DATA_SOURCES:  # embedded_chat is a recipe's
+            if name in DATA_SOURCES:  # embedded_chat belongs to a recipe
                 first, speed = measure(make_job(args, name=name, **keys), args.seconds)
                 print(f"{name:<13} {first:>14.3f} {speed:>12,.0f}")
 
 
 def write_corpus(folder: Path) -> tuple[str, str]:
-    """The embedded corpus as text files, and as the .bin that `titan tokenizer encode` makes of them."""
+    """Write the embedded corpus as text files, and as the .bin file that `titan tokenizer encode` makes of them."""
     corpus = Embedded()
     for unit in range(corpus.units):
         for _, text in corpus.rows(unit):
@@ -51,7 +52,7 @@ def make_job(args: argparse.Namespace, **keys) -> schema.Job:
 
 
 def measure(job: schema.Job, seconds: float) -> tuple[float, float]:
-    """Seconds from nothing to the first batch, and tokens per second after it."""
+    """Return the seconds until the first batch, and the tokens per second after it."""
     start = time.perf_counter()
     loader = data.build(job, rank=0, ranks=1)
     loader.next()

@@ -1,8 +1,8 @@
-"""What attention without a mask is worth over packed documents, on a CPU: python benchmarks/documents.py
+"""Measure what attention without a mask saves over packed documents, on a CPU: python benchmarks/documents.py
 
-Time: forward and backward of attention alone, of the process, with the mask by that without, each the fastest of a few
-turns that alternate. Memory: live bytes of a step that the fake world counts, one sample of 4 blocks of width 1024.
-Both with one kernel of torch.
+Time: the process time of forward and backward of attention alone, with the mask divided by without. Both are measured
+in turn a few times, and the fastest of each counts. Memory: the live bytes that the fake world counts in a step, for
+one sample and 4 blocks of width 1024. Both use one kernel of torch.
 """
 
 import time
@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def seconds(seq_len: int, number: int) -> tuple[float, float]:
-    """Return the seconds of attention over documents of one length with a mask and without: 8 query heads, 2 of keys,
-    width 64, bf16.
+    """Return the seconds of attention over documents of one length, with and without a mask: 8 query heads, 2 key/value
+    heads, width 64, bf16.
     """
     ends = torch.from_numpy(ends_of(np.repeat(np.arange(number), seq_len // number)[None]))
     q, k, v = (torch.randn(1, seq_len, heads, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for heads in (8, 2, 2))

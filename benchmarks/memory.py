@@ -1,5 +1,5 @@
-"""What each lever is worth in memory: live bytes that the fake world counts for one rank, and what `titan plan`
-predicts, as a table.
+"""Print how much memory each technique saves: the live bytes that the fake world counts for one rank, and those that
+`titan plan` predicts.
 
     python benchmarks/memory.py            # Llama 3.1 8B with 12 of its layers at batch 2, and whole at batch 1; no GPU; a few minutes
 """

@@ -1,10 +1,10 @@
-"""How long the login node's half takes, against its limits: python benchmarks/orchestration.py
+"""Measure how long the commands on a login node take, and compare this with limits: python benchmarks/orchestration.py
 
-`--help`, dry runs of 96 cells (of four layouts with 24 seeds, and of every combination of three groups), the submission
-of 96 cells to a SLURM of this machine (tests/slurm/slurm-cluster; left out where SLURM is not installed; the jobs are
-held and cancelled), and `titan status` over 500 run directories. Each is a process as a user starts it. Exit status 1
-if one is over its limit, fails, or has imported torch. The load of the machine is printed beside the times, as the
-limits are for a quiet one.
+The commands are `--help`, dry runs of 96 cells (four layouts with 24 seeds, and every combination of three groups), the
+submission of 96 cells to a SLURM on this machine, and `titan status` over 500 run directories. The SLURM is
+tests/slurm/slurm-cluster; its jobs are held and cancelled, and this command is left out if SLURM is not installed. Each
+command is a process as a user starts it. The exit status is 1 if a command takes longer than its limit, fails, or has
+imported torch. The load of the machine is printed beside the times, as the limits are for an idle machine.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def measure(folder: Path, command: list[str], says: str, **environment: str) -> tuple[float, float]:
-    """Seconds on the clock and of the CPU that a command takes. Raises SystemExit if it fails, says something else, or
+    """Return the wall-clock and CPU seconds of a command. Raise SystemExit if it fails, prints something unexpected, or
     imports torch.
     """
     cpu, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -82,8 +82,8 @@ def measure(folder: Path, command: list[str], says: str, **environment: str) -> 
 
 
 def measure_submission(folder: Path, script: Path) -> tuple[float, float]:
-    """The same for 96 cells to SLURM, whose jobs may begin tomorrow only."""
-    with tempfile.TemporaryDirectory(prefix="o-", dir="/tmp") as home:  # short: it holds unix sockets
+    """Return the same for submitting 96 cells to SLURM; their jobs may not begin before tomorrow."""
+    with tempfile.TemporaryDirectory(prefix="o-", dir="/tmp") as home:  # a short path, as it contains unix sockets
         environment = {"SLURM_HOME": home, "SLURM_CONF": f"{home}/etc/slurm.conf", "SLURM_OWNER": str(os.getpid()), "PATH": path(home)}
         slurm = {**os.environ, **environment}
         subprocess.run([str(script), "up", "4", "4"], env=slurm, check=True, capture_output=True)
@@ -101,12 +101,14 @@ def measure_submission(folder: Path, script: Path) -> tuple[float, float]:
 
 
 def path(home: str = "") -> str:
-    """PATH with SLURM's daemons, and with the programs that the throw-away SLURM brings."""
+    """Return PATH with SLURM's daemons, and with the programs of the temporary SLURM."""
     return f"{f'{home}/bin:' if home else ''}{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 def make_runs(runs: Path, number: int) -> None:
-    """Run directories as trainings leave them: of five, three are done, one has failed and one was interrupted."""
+    """Make run directories like those of real trainings: of each five, three are done, one has failed and one was
+    interrupted.
+    """
     job = compose_job("debug=tiny", f"paths.runs={runs}")
     for seed in range(number):
         job.seed = seed

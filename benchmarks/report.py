@@ -47,9 +47,7 @@ def main() -> int:
 
 
 def measure(folder: Path, flags: list[str]) -> tuple[float, float, int]:
-    """Return CPU seconds, bytes of memory and bytes of the page of one `titan report`. Raises SystemExit if it
-    fails.
-    """
+    """Return CPU seconds, bytes of memory and bytes of the page of one `titan report`. Raise SystemExit if it fails."""
     code = (
         "import resource, sys; from titan_hydra.cli import main; status = main(sys.argv[1:]); "
         "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime, used.ru_maxrss, file=sys.stderr); "

@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def counting(folder: Path, path: str) -> Path:
-    """Write a folder of programs that note each call in `folder`/calls, and then run SLURM's own."""
+    """Write a folder of programs that record each call in `folder`/calls and then run SLURM's own program."""
     folder.mkdir()
     for name in CALLS:
         own = subprocess.run(["which", name], env={"PATH": path}, capture_output=True, text=True).stdout.strip()
@@ -82,7 +82,7 @@ def counting(folder: Path, path: str) -> Path:
 
 
 def measure(folder: Path, command: list[str], environment: dict[str, str]) -> tuple[float, float, Counter]:
-    """Return CPU seconds, bytes of memory and calls of SLURM of a command of Python. Raises SystemExit if it fails."""
+    """Return CPU seconds, bytes of memory and SLURM calls of a Python command. Raise SystemExit if it fails."""
     calls = folder / "bin" / "calls"
     calls.write_text("")
     with (folder / "output").open("w") as output:

@@ -1,5 +1,5 @@
-"""What all tests share: a few ranks on this machine, one thread a process, since they run on few cores, and no
-network.
+"""Share settings and fixtures among all tests: how many ranks run at once, one thread per process because cores are
+few, and no network.
 """
 
 import itertools
@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # hidden from all tests but tests/gpu: the others are about ranks on CPUs
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # hidden from all tests except tests/gpu: the others test ranks on CPUs
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
 
-# `pytest -m quick`: what a change breaks most often, and what a release of torch changes.
+# `pytest -m quick` runs these: the tests that fail most often after a change, and those that a new release of torch
+# affects.
 QUICK = (
     "test_walls.py",
     "runs/test_find.py",
@@ -49,8 +50,8 @@ QUICK_LAYOUTS = (
 )
 
 
-# Left out by default, run by `.ci/run` with `pytest -m "long and not slow"`: what takes long and whose kind a shorter
-# test of the default suite covers. Layouts of four ranks in the matrix are long too.
+# These tests are left out by default; `.ci/run` runs them with `pytest -m "long and not slow"`. They take long, and a
+# shorter test of the default suite checks something similar. Layouts of four ranks in the matrix are long too.
 LONG = (
     "checkpoint/test_reshard.py",
     "checkpoint/test_torture.py",
@@ -101,13 +102,13 @@ LONG = (
     "train/test_world.py::test_a_process_may_train_any_number_of_compiled_models",
 )
 
-# The folders of the files that take longest: they start launch.py, or ranks for every layout.
+# The folders of the files that take longest: their tests start launch.py, or ranks for every layout.
 LONG_FOLDERS = ("equivalence", "launch", "commands", "fault_tolerance")
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the quick and the long tests. Give out the longest files first, those on SLURM in turn with others: two SLURMs at a time
-    would slow each other down.
+    """Mark the quick and the long tests, and order the files: the longest first, with files on SLURM and other files in
+    turn, because two SLURMs at a time would slow each other down.
     """
     for item in items:
         place = item.path.relative_to(Path(__file__).parent).as_posix()
@@ -127,7 +128,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def card():
-    """The environment of a process that may use this machine's GPU. Skips where there is none."""
+    """Return the environment of a process that may use this machine's GPU. Skip the test if there is no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {} if GPUS is None else {"CUDA_VISIBLE_DEVICES": GPUS}
     question = "import torch; raise SystemExit(not torch.cuda.is_available())"
@@ -138,8 +139,8 @@ def card():
 
 @pytest.fixture(scope="module")
 def user_modules(tmp_path_factory):
-    """A function that writes files, given by name, into a folder on the path of Python, and returns it. What they
-    register is forgotten.
+    """Return a function that writes files, given by name, into a folder on Python's path and returns this folder. Parts
+    that these modules register are removed after the test.
     """
     from titan_hydra.config.registry import REGISTRIES
 
@@ -162,7 +163,9 @@ def user_modules(tmp_path_factory):
 
 @pytest.fixture
 def on_ranks(tmp_path):
-    """A function that runs `task(rank)` in `world` forked processes over gloo and fails with the first traceback."""
+    """Return a function that runs `task(rank)` in `world` forked processes over gloo, and raises the first traceback if
+    any of them fails.
+    """
 
     def run(world, task):
         context = mp.get_context("fork")
@@ -173,7 +176,7 @@ def on_ranks(tmp_path):
         while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes) and time.monotonic() < deadline:
             time.sleep(0.02)
         for process in processes:
-            process.kill()  # the peers of one that failed would wait for it; those that ended do not mind
+            process.kill()  # ranks that communicate with a failed rank would wait for it; for ranks that have ended, this does nothing
             process.join()
         errors = [path.read_text() for path in sorted(tmp_path.glob("error*"))]
         assert not errors, errors[0]
@@ -191,7 +194,7 @@ def _rank(rank, world, task, folder):
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
         task(rank)
-        # a rank that exits resets connections from which others may still read, the last barrier's too
+        # an exiting rank resets its connections, from which others may still read; this includes the last barrier's
         (folder / f"done{rank}").touch()
         while len(list(folder.glob("done*"))) < world:
             time.sleep(0.02)

@@ -1,5 +1,5 @@
-"""Read what wandb has written offline: blocks of 32 KiB of records (checksum, length, kind: whole, first, middle or
-last part).
+"""Read the files that wandb writes offline: blocks of 32 KiB of records, each with checksum, length and kind (whole,
+first, middle or last part).
 """
 
 import json
@@ -10,10 +10,10 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 
 def records(file: Path) -> Iterator[Record]:
-    """The records of a run-ID.wandb file."""
+    """Return the records of a run-ID.wandb file."""
     content, position, record = file.read_bytes(), 7, b""
     while position + 7 <= len(content):
-        if 32768 - position % 32768 < 7:  # too little for a header
+        if 32768 - position % 32768 < 7:  # too few bytes for a header
             position += 32768 - position % 32768
             continue
         length, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
@@ -25,7 +25,7 @@ def records(file: Path) -> Iterator[Record]:
 
 
 def rows(file: Path) -> list[dict]:
-    """The rows that were logged, with `_step`, in their order."""
+    """Return the logged rows in their order, with `_step`."""
     return [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         for record in records(file)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[0] = str(ROOT)  # in place of this folder, whose profile.py is not Python's
+sys.path[0] = str(ROOT)  # replaces this folder, whose profile.py must not replace Python's
 
 
 def main(device: str) -> None:
@@ -32,7 +32,7 @@ def main(device: str) -> None:
         "commit": commit(),
     }
     if device == "cuda":
-        torch.empty(2**20, device=where)  # fails here where the environment's allocator settings do not suit the card
+        torch.empty(2**20, device=where)  # this fails if the environment's allocator settings do not suit the card
         found |= {
             "memory_gib": torch.cuda.get_device_properties().total_memory / 2**30,
             "peak_flops": peak_flops(where),
@@ -46,7 +46,7 @@ def main(device: str) -> None:
 
 
 def commit() -> str | None:
-    """The commit of this tree: what `carry` has noted, or git's."""
+    """Return the commit of this tree, from the file that `carry` wrote or from git."""
     if (noted := ROOT / "COMMIT").exists():
         return noted.read_text().strip()
     try:
@@ -56,7 +56,7 @@ def commit() -> str | None:
 
 
 def smi() -> str:
-    """Name, driver, power limit and clocks, as nvidia-smi tells them."""
+    """Return name, driver, power limit and clocks, as nvidia-smi prints them."""
     query = "name,driver_version,power.limit,clocks.max.sm,clocks.max.mem,memory.total"
     try:
         return subprocess.run(

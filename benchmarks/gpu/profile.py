@@ -1,9 +1,9 @@
 """Split a step of a list's rows into matmul, attention, casts, optimizer, loss, gaps: python benchmarks/gpu/profile.py
 LIST [--only TEXT]
 
-Runs the rows of run.py with torch's profiler over their last two steps, for both tools, and reads both traces with
-trace_summary.py: milliseconds a step, each moment counted once. Writes FOLDER/profile.jsonl at once, one line a row. A
-profiler slows steps down (most where a CPU is what limits them): rates are run.py's.
+This program runs the rows of run.py with torch's profiler over their last two steps, for both tools, and reads both
+traces with trace_summary.py: milliseconds per step, each moment counted once. After each row, its line is written to
+FOLDER/profile.jsonl. A profiler slows steps down, most of all if the CPU limits them; take rates from run.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def split(file: Path) -> dict[str, Any]:
-    """Milliseconds a step by class, and the longest kernels, of a trace."""
+    """Return milliseconds per step by class, and the longest kernels, of a trace."""
     with gzip.open(file, "rt") as content:
         summary = trace.summarize(json.load(content)["traceEvents"])
     step = 1000 * summary.seconds / summary.steps

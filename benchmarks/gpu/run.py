@@ -1,9 +1,9 @@
-"""Measure titan_hydra beside TorchTitan's own trainer on one GPU: python benchmarks/gpu/run.py LIST ... [--out FOLDER]
+"""Measure titan_hydra and TorchTitan's own trainer on one GPU: python benchmarks/gpu/run.py LIST ... [--out FOLDER]
 
-A LIST is a file of lists/ (8b_block) or the path of one: rows that each run in a process of their own with a deadline
-of their own, so that a row that fails, or a machine that is taken away, costs one row. Writes FOLDER/rows.jsonl at
-once, one line a row, and the table so far to table.txt. With --device cpu the rows run on the CPU; --dry-run makes them
-tiny, to see that all of it works.
+A LIST is the name of a file in lists/ (8b_block), or the path of such a file. Each of its rows runs in a process of its
+own with a deadline of its own, so if a row fails, or the machine is taken away, only one row is lost. After each row,
+its line is written to FOLDER/rows.jsonl, and the table so far to table.txt. With --device cpu the rows run on the CPU;
+--dry-run makes them tiny, to check that everything works.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import yaml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# dim, layers, heads, key/value heads, feed-forward width, vocabulary. Heads have weights of their own, as in
+# dim, layers, heads, key/value heads, feed-forward width, vocabulary. The head has weights of its own, as in
 # TorchTitan's model.
 SHAPES = {
     "8b": (4096, 32, 32, 8, 14336, 128256),
@@ -39,20 +39,20 @@ SHAPES = {
     "30b_a3b": (2048, 48, 32, 4, 6144, 151936),
     "debug_experts": (256, 4, 4, 2, 768, 4096),
 }
-# head's width, experts, those of a token, their width: Qwen3's
+# for Qwen3: width of a head, number of experts, experts of a token, width of an expert
 EXPERTS = {"30b_a3b": (128, 128, 8, 768), "debug_experts": (64, 8, 2, 384)}
 RECIPES = {"rowwise": "float8_rowwise", "tensorwise": "float8_tensorwise", "bf16": "bf16", "fp32": "fp32"}
-PLAIN = ("bf16", "fp32")  # formats that a CPU computes in; the others are emulated there
-LEAST = 25  # seconds: with fewer left no row begins
+PLAIN = ("bf16", "fp32")  # formats in which a CPU computes; the others are emulated there
+LEAST = 25  # seconds; if less time is left, no row begins
 FIRST_STEP = re.compile(r"step:? +1\b.*loss")  # as both tools print it
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement. What both tools know stands in the same words; `overrides` are ours alone, `wrap` is
-    TorchTitan's.
+    """One measurement. Keys that both tools have share one name; `overrides` are for titan_hydra only, `wrap` is for
+    TorchTitan only.
 
-    `against` names the row of the same list that this one's tokens per second are divided by.
+    `against` names a row of the same list; the ratio is this row's tokens per second divided by that row's.
     """
 
     name: str
@@ -60,14 +60,14 @@ class Row:
     shape: str
     seq_len: int
     batch: int
-    layers: int = 0  # 0: the shape's own
+    layers: int = 0  # 0: as in the shape
     against: str = ""
     precision: str = "bf16"  # or fp32, rowwise, rowwise_with_gw_hp, tensorwise
     ac: str = "none"
     compile: bool = True
     steps: int = 20
     window: int = 5  # steps of a measurement; the first window is left out, and the median of the others counts
-    # native: TorchTitan 0.2.2 without FSDP; fsdp: FSDP2 over one rank, as it runs on several and 0.3 always does
+    # native: TorchTitan 0.2.2 without FSDP; fsdp: FSDP2 over one rank, as on several ranks and always in 0.3
     wrap: str = "native"
     float8_all_gather: bool = False
     overrides: tuple[str, ...] = ()
@@ -76,18 +76,18 @@ class Row:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Head's width, experts, experts of a token, an expert's width; () for Llama 3."""
+        """Return width of a head, number of experts, experts of a token, and width of an expert; () for Llama 3."""
         return EXPERTS.get(self.shape, ())
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """dim, layers, heads, key/value heads, feed-forward width, vocabulary."""
+        """Return dim, layers, heads, key/value heads, feed-forward width, vocabulary."""
         dim, layers, *rest = SHAPES[self.shape]
         return dim, self.layers or layers, *rest
 
 
 def read(name: str, changes: dict[str, Any]) -> list[Row]:
-    """The rows of a list. Raises SystemExit(2) where it cannot be read as one."""
+    """Return the rows of a list. Raise SystemExit(2) if it cannot be read."""
     file = Path(name) if name.endswith(".yaml") else HERE / "lists" / f"{name}.yaml"
     try:
         content = yaml.safe_load(file.read_text())
@@ -105,7 +105,7 @@ def read(name: str, changes: dict[str, Any]) -> list[Row]:
 
 
 def tiny(row: Row) -> Row:
-    """The same row for seconds."""
+    """Return the same row in a size that takes seconds."""
     shape = "debug_experts" if row.experts else "debug"
     return dataclasses.replace(row, shape=shape, layers=2, seq_len=64, batch=min(row.batch, 2), steps=6, window=2)
 
@@ -114,7 +114,7 @@ def tiny(row: Row) -> Row:
 
 
 def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
-    """What runs the row."""
+    """Return the command that runs the row."""
     if row.tool == "torchtitan":
         more = {"dimensions": row.dimensions, "experts": row.experts, "trace": str(trace or "")}
         settings = json.dumps(dataclasses.asdict(row) | more)
@@ -125,7 +125,7 @@ def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
 
 
 def overrides(row: Row) -> list[str]:
-    """The row as a command line of ours."""
+    """Return the row as overrides of titan_hydra."""
     dim, layers, heads, kv_heads, width, vocabulary = row.dimensions
     emulated = row.cpu and row.precision not in PLAIN
     precision = [f"precision={RECIPES.get(row.precision, 'float8_rowwise')}"]
@@ -160,17 +160,17 @@ def overrides(row: Row) -> list[str]:
 
 
 def sparse(row: Row) -> list[str]:
-    """The row's experts as overrides."""
+    """Return the row's experts as overrides."""
     keys = ("model.head_dim", "model.n_experts", "model.experts_per_token", "model.expert_dim")
     return [*(f"{key}={value}" for key, value in zip(keys, row.experts, strict=False)), *["debug.balance_experts=true"] * row.balanced]
 
 
 def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, trace: Path | None = None) -> dict[str, Any]:
-    """Run a row and return what it measured, or how it failed."""
+    """Run a row and return its measurements, or how it failed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
-        # first steps compile anew
+        # a first step compiles again
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         with (scratch / "output").open("wb") as output:
             process = subprocess.Popen(
@@ -196,7 +196,7 @@ def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, tr
 
 
 def watch(process: subprocess.Popen, seconds: float, output: Path) -> tuple[int | None, float | None]:
-    """Wait for a row. Returns its exit status, None if it has not ended in time, and the seconds until it printed its
+    """Wait for a row. Return its exit status (None if it has not ended in time), and the seconds until it printed its
     first step.
     """
     began, started = time.monotonic(), None
@@ -221,7 +221,7 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def ended(status: int | None, text: str) -> str:
-    """How a row failed."""
+    """Return how a row failed."""
     if status is None:
         return "hung"
     if status == 76 or "OutOfMemoryError" in text:
@@ -230,7 +230,7 @@ def ended(status: int | None, text: str) -> str:
 
 
 def measured(row: Row, scratch: Path, text: str) -> dict[str, Any]:
-    """The figures of a row that ended well: of the windows after the first."""
+    """Return the figures of a row that succeeded, from all windows after the first."""
     if row.tool == "torchtitan":
         found = json.loads(next(line for line in reversed(text.splitlines()) if line.startswith('{"windows"')))
         first, steady, flops = found["first_step_seconds"], found["windows"], found["flops_per_token"]
@@ -269,7 +269,7 @@ def measured(row: Row, scratch: Path, text: str) -> dict[str, Any]:
 
 
 def card(device: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What is measured on, and the environment of all rows: with expandable segments where the card takes them."""
+    """Return what the rows run on, and the environment of all rows: with expandable segments if the card supports them."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     for settings in ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}) if device == "cuda" else ({},):
@@ -282,7 +282,7 @@ def card(device: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def results(rows: list[Row], until: float, limit: float, environment: dict[str, str], peak: float | None, out: Path) -> Iterator[dict]:
-    """Measure rows, and give each its MFU and its ratio."""
+    """Measure rows, and add to each its MFU and its ratio."""
     rates: dict[str, float] = {}
     for row in rows:
         left = until - time.monotonic()
@@ -292,7 +292,7 @@ def results(rows: list[Row], until: float, limit: float, environment: dict[str, 
         found = measure(row, min(left, limit), environment, out / "rows.log")
         if found["status"] == "done":
             rates[row.name] = rate = found["tokens_per_second"]
-            # of the bf16 peak, under Float8 too
+            # relative to the bf16 peak, under Float8 too
             found["mfu"] = rate * found["flops_per_token"] / peak if peak else None
             found["against"], found["ratio"] = row.against, rate / rates[row.against] if row.against in rates else None
         yield found | {"settings": dataclasses.asdict(row)}
@@ -304,7 +304,7 @@ HEADER = (
 
 
 def line(found: dict) -> str:
-    """A result as a line of the table."""
+    """Return a result as a line of the table."""
     start = f"{found['tool']:<12}{found['name']:<36}"
     if found["status"] != "done":
         return f"{start}{found['status']}"
@@ -319,7 +319,7 @@ def line(found: dict) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """The command line that run.py and profile.py share."""
+    """Parse the command line; run.py and profile.py share this function."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lists", nargs="+", metavar="LIST")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -335,7 +335,7 @@ def parse() -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace) -> list[Row]:
-    """The rows that the command line asks for."""
+    """Return the rows that the command line selects."""
     changes = {key: yaml.safe_load(value) for key, _, value in (change.partition("=") for change in args.set)}
     rows = [row for name in args.lists for row in read(name, {**changes, "cpu": args.device == "cpu"}) if args.only in row.name]
     return [tiny(row) for row in rows] if args.dry_run else rows

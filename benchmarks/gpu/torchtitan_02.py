@@ -1,9 +1,9 @@
 """TorchTitan 0.2.2 for torchtitan_row.py: the row as its JobConfig and as a model of its registry.
 
-Its Llama 3, parallelize_llama, compiled loss, optimizers, clipping, schedule and metrics are unchanged. Ours are the
-model's shape, a dataloader of random tokens, and a sink for its metrics. wrap=native is what it does with one rank: no
-FSDP, autocast to bf16. wrap=fsdp makes FSDP2 count at a shard degree of one too, as it runs on several GPUs. Both
-figures belong beside ours.
+TorchTitan's Llama 3, parallelize_llama, compiled loss, optimizers, clipping, schedule and metrics are unchanged. We add
+the model's shape, a dataloader of random tokens, and a sink for the metrics. wrap=native is TorchTitan's own behaviour
+on one rank: no FSDP, autocast to bf16. wrap=fsdp uses FSDP2 at a shard degree of one too, as on several GPUs. Our
+figures should be compared with both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def expert_shape(block: Any) -> tuple[int, ...]:
 
 
 def emulate_float8() -> None:
-    """Let Float8 run on a CPU; TorchTitan passes emulation on for tensorwise scaling alone."""
+    """Let Float8 run on a CPU; TorchTitan passes the option for emulation on for tensorwise scaling only."""
     import torchtitan.train  # noqa: F401 - all that binds the device
     from torchao.float8 import Float8LinearConfig
 
@@ -38,7 +38,7 @@ def emulate_float8() -> None:
 
 
 def configuration(row: SimpleNamespace, windows: list[dict]):
-    """TorchTitan's JobConfig for a row, whose measurements go to `windows`."""
+    """Return TorchTitan's JobConfig for a row; its measurements are appended to `windows`."""
     from torchtitan.config import JobConfig
     from torchtitan.distributed.parallel_dims import ParallelDims
 
@@ -54,7 +54,7 @@ def configuration(row: SimpleNamespace, windows: list[dict]):
     config.model.converters = ["quantize.linear.float8"] if float8_recipe else []
     settings = config.quantize.linear.float8
     settings.filter_fqns, settings.emulate = ["output"], row.cpu
-    if row.precision == "tensorwise":  # documented without a recipe's name
+    if row.precision == "tensorwise":  # documented without the name of a recipe
         settings.enable_fsdp_float8_all_gather = settings.precompute_float8_dynamic_scale_for_fsdp = row.float8_all_gather
     elif float8_recipe:
         settings.recipe_name = row.precision
@@ -66,7 +66,7 @@ def configuration(row: SimpleNamespace, windows: list[dict]):
         config.activation_checkpoint.mode = row.ac
     elif row.ac == "memory_budget":
         config.activation_checkpoint.mode, config.activation_checkpoint.memory_budget = "memory_budget", 0.5
-    else:  # op, or layer: every second one
+    else:  # op, or every second layer
         config.activation_checkpoint.mode = "selective"
         config.activation_checkpoint.selective_ac_option = {"op": "op", "layer": "2"}[row.ac]
     config.metrics.log_freq, config.metrics.disable_color_printing = row.window, True
@@ -76,7 +76,7 @@ def configuration(row: SimpleNamespace, windows: list[dict]):
 
 
 def register(row: SimpleNamespace, windows: list[dict]) -> None:
-    """The row as a model of TorchTitan's registry."""
+    """Register the row as a model in TorchTitan's registry."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.lr_scheduler import build_lr_schedulers
@@ -116,7 +116,9 @@ def register(row: SimpleNamespace, windows: list[dict]) -> None:
 
 
 def model_of(row: SimpleNamespace) -> tuple:
-    """The class of the row's model, its arguments, and what parallelizes it: Llama 3, or Qwen3 with experts."""
+    """Return the class of the row's model, its arguments, and the function that parallelizes it: Llama 3, or Qwen3 with
+    experts.
+    """
     dim, layers, heads, kv_heads, width, vocabulary = row.dimensions
     shape = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": kv_heads, "vocab_size": vocabulary}
     if row.experts:
@@ -139,5 +141,5 @@ def model_of(row: SimpleNamespace) -> tuple:
         return Qwen3Model, arguments, parallelize_qwen3
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
 
-    multiplier = (width - 0.5) / int(2 * 4 * dim / 3)  # it derives the width; this ends at the one that is wanted
+    multiplier = (width - 0.5) / int(2 * 4 * dim / 3)  # TorchTitan derives the width from this; the result is the width we want
     return Transformer, TransformerModelArgs(**shape, multiple_of=256, rope_theta=500000, ffn_dim_multiplier=multiplier), parallelize_llama

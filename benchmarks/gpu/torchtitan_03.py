@@ -1,10 +1,10 @@
 """TorchTitan 0.3 for torchtitan_row.py: the row as its Trainer.Config.
 
-Its Llama 3 and Qwen3, parallelize functions, chunked loss, optimizers, clipping, schedule and metrics are unchanged.
-Ours are the model's shape, a dataloader of random tokens, a tokenizer that does nothing, and a sink for its metrics. It
-wraps a model with FSDP2 on one rank too, so wrap=native and wrap=fsdp are one measurement. On CUDA it runs as its own
-configurations do, with FlexAttention and CUDA graphs. FlexAttention has no backward on a CPU: there its blocks get its
-own module around scaled_dot_product_attention.
+TorchTitan's Llama 3 and Qwen3, parallelize functions, chunked loss, optimizers, clipping, schedule and metrics are
+unchanged. We add the model's shape, a dataloader of random tokens, a tokenizer that does nothing, and a sink for the
+metrics. TorchTitan 0.3 wraps a model with FSDP2 on one rank too, so wrap=native and wrap=fsdp are one measurement. On
+CUDA it runs like its own configurations, with FlexAttention and CUDA graphs. FlexAttention has no backward on a CPU, so
+there the blocks use TorchTitan's own module around scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def trainer_class() -> type:
 
 
 def expert_shape(block: Any) -> tuple[int, ...]:
-    """The experts of a block and their width."""
+    """Return the number of a block's experts and their width."""
     (shape,) = {tuple(weight.shape[:2]) for name, weight in block.moe.named_parameters() if name.endswith("w1_EFD")}
     return shape
 
 
 def emulate_float8() -> None:
-    """Import all that binds the device. Its Float8 converter takes emulation from its configuration."""
+    """Import everything that reads the device at import. The Float8 converter gets emulation from its configuration."""
     import torchtitan.trainer  # noqa: F401
 
 
 def configuration(row: SimpleNamespace, windows: list[dict]):
-    """TorchTitan's Trainer.Config for a row, whose measurements go to `windows`."""
+    """Return TorchTitan's Trainer.Config for a row; its measurements are appended to `windows`."""
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config import CompileConfig, TrainingConfig
@@ -74,7 +74,7 @@ def configuration(row: SimpleNamespace, windows: list[dict]):
 
 
 def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
-    """The configurations of what is ours: tokenizer, dataloader, metrics."""
+    """Return the configurations of the parts that are ours: tokenizer, dataloader, metrics."""
     import torch
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.metrics import BaseLogger, MetricsProcessor
@@ -99,7 +99,7 @@ def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
             pass
 
         def __iter__(self):
-            # one document a sequence, as FlexAttention's mask wants to know
+            # one document per sequence, which FlexAttention's mask requires
             positions = torch.arange(row.seq_len).repeat(row.batch, 1)
             for tokens, targets in random_tokens(row):
                 yield {"input": tokens, "positions": positions.clone()}, targets
@@ -120,8 +120,8 @@ def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
 
 
 def model_of(row: SimpleNamespace, float8: bool, compiled: bool):
-    """The row's model in TorchTitan's own words: the record of a size of Llama 3 or of Qwen3 with experts, with the
-    row's shape.
+    """Return the row's model in TorchTitan's configuration: the record of a size of Llama 3, or of Qwen3 with experts,
+    with the row's shape.
     """
     from torchtitan.components.quantization import Float8LinearConverter
     from torchtitan.models import llama3, qwen3

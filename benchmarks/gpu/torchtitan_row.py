@@ -22,7 +22,8 @@ from unittest.mock import MagicMock
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# What its data and logging modules import, and nothing uses that runs here. Large, and so carried nowhere.
+# TorchTitan's data and logging modules import these, but nothing that runs here uses them. They are large, so they are
+# not carried to the card.
 UNUSED = {"datasets": ("datasets", "datasets.distributed"), "tokenizers": ("tokenizers",), "tensorboard": ("torch.utils.tensorboard",)}
 
 
@@ -57,7 +58,7 @@ def main(row: SimpleNamespace) -> None:
 
 
 def adapter() -> ModuleType:
-    """The file beside this one that knows the installed release."""
+    """Return the adapter file, beside this one, for the installed release."""
     version = importlib.metadata.version("torchtitan")
     name = "torchtitan_02" if version.startswith("0.2.") else "torchtitan_03"
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
@@ -75,8 +76,8 @@ def random_tokens(row: SimpleNamespace):
 
 
 class NoState:
-    """What a checkpoint keeps of a dataloader: nothing. A row saves none, and TorchTitan's dataloaders must have both
-    methods.
+    """The state of a dataloader in a checkpoint, which is empty. A row saves no checkpoint, but TorchTitan's
+    dataloaders must have both methods.
     """
 
     def state_dict(self) -> dict:
@@ -87,7 +88,7 @@ class NoState:
 
 
 def window(row: SimpleNamespace, step: int, metrics: dict) -> dict:
-    """What is kept of the metrics that TorchTitan logs at a step."""
+    """Return the values that are kept of the metrics that TorchTitan logs at a step."""
     memory = {"active_gib": metrics["memory/max_active(GiB)"], "reserved_gib": metrics["memory/max_reserved(GiB)"]}
     return {
         "step": step,
@@ -98,7 +99,9 @@ def window(row: SimpleNamespace, step: int, metrics: dict) -> dict:
 
 
 def timed(trainer: type, row: SimpleNamespace) -> type:
-    """TorchTitan's trainer, which also times its first step and, where the row wants a trace, records its last two."""
+    """Return TorchTitan's trainer, extended to time its first step and, if the row wants a trace, to record its last
+    two steps.
+    """
 
     class Timed(trainer):
         first_step_seconds = None
@@ -127,7 +130,7 @@ def timed(trainer: type, row: SimpleNamespace) -> type:
 
 
 def pretend_device(release: ModuleType) -> None:
-    """Let TorchTitan run on a CPU: its modules look the device up once, when they are imported."""
+    """Let TorchTitan run on a CPU: its modules look up the device once, when they are imported."""
 
     def nothing(*_, **__) -> None:
         pass
@@ -144,7 +147,7 @@ def pretend_device(release: ModuleType) -> None:
         manual_seed_all=nothing,
         device_count=lambda: 1,
     )
-    torch.cuda.synchronize = torch.distributed.barrier = nothing  # with one rank there is nobody to wait for
+    torch.cuda.synchronize = torch.distributed.barrier = nothing  # with one rank there is no other rank to wait for
     release.emulate_float8()
     for name, found in list(sys.modules.items()):
         if name.startswith("torchtitan"):
@@ -154,7 +157,7 @@ def pretend_device(release: ModuleType) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["torchtitan_row"] = sys.modules["__main__"]  # what the adapters import
+    sys.modules["torchtitan_row"] = sys.modules["__main__"]  # the adapters import this module by this name
     status = 1
     try:
         main(SimpleNamespace(**json.loads(sys.argv[1])))
@@ -163,4 +166,4 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # without waiting for process groups and the compiler's workers
+    os._exit(status)  # exit without waiting for process groups and the compiler's workers

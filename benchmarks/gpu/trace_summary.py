@@ -1,8 +1,8 @@
-"""Summarize where the time of a torch profiler's trace was spent, without torch: python benchmarks/gpu/trace_summary.py
-trace_0.json.gz
+"""Summarize how the time in a trace of torch's profiler was spent; this needs no torch: python
+benchmarks/gpu/trace_summary.py trace_0.json.gz
 
-Every moment counts once, for the first of the classes below that is active, so the shares add up to 100 %:
-communication overlapped by computation costs nothing. On a GPU kernels are counted, on a CPU the operators of the
+Every moment counts once, for the first of the classes below that is active. So the shares add up to 100 %, and
+communication that overlaps with computation does not count. On a GPU kernels are counted, on a CPU the operators of the
 training thread.
 """
 
@@ -20,22 +20,22 @@ from pathlib import Path
 
 CLASSES = ("optimizer", "attention", "matmul", "loss", "casts", "other", "communication", "idle")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-NAMES = (  # the first that is found in a name; operators are aten::..., all else are kernels or ranges
+NAMES = (  # the first that matches a name counts; operators are called aten::..., all others are kernels or ranges
     ("communication", r"nccl|gloo:|c10d|symm_mem|record_param_comms"),
     ("loss", r"soft_?max|nll_loss|cross_entropy|logsumexp"),
-    ("casts", r"titan_hydra::float8|^_(rows|columns|gated_maxima|gated_backward)$"),  # of precision.kernels=fused
+    ("casts", r"titan_hydra::float8|^_(rows|columns|gated_maxima|gated_backward)$"),  # kernels of precision.kernels=fused
     ("casts", r"triton.*(amax|clamp)|aten::(copy_|cat|clone)$|copy_kernel|memcpy|memset|CatArray|chunk_cat"),
-    ("other", r"^triton_"),  # the compiler's kernels bear the names of all operators that they fuse
+    ("other", r"^triton_"),  # names of the compiler's kernels contain the names of all operators that they fuse
     ("optimizer", r"Optimizer\.step|adam|multi_tensor_apply|_foreach_|_fused_"),
     ("attention", r"attention|flash|fmha|sdpa|_sdp"),
     ("matmul", r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|gemm|cublas|cutlass|nvjet|xmma"),
 )
-TOP = 15  # names shown
+TOP = 15  # number of names that are shown
 
 
 @dataclass(frozen=True)
 class Work:
-    """An activity from begin to end, in microseconds."""
+    """An activity from its begin to its end, in microseconds."""
 
     begin: float
     end: float
@@ -46,10 +46,10 @@ class Work:
 @dataclass(frozen=True)
 class Summary:
     steps: int
-    seconds: float  # of all of them
-    shares: dict[str, float]  # by class, of the whole time
-    communication: float  # share of the time in which messages were under way, hidden or not
-    top: list[tuple[str, float, int]]  # name, seconds, how often
+    seconds: float  # of all recorded steps
+    shares: dict[str, float]  # by class, as shares of the whole time
+    communication: float  # share of the time in which messages were sent, overlapped or not
+    top: list[tuple[str, float, int]]  # name, seconds, number of calls
     device: str
 
 
@@ -75,7 +75,7 @@ def summarize(events: list[dict]) -> Summary:
     kernels = [event for event in events if event.get("cat") in KERNELS and begin <= event["ts"]]
     if kernels:
         works = [_work(event) for event in kernels]
-        end = max(end, max(work.end for work in works))  # the device is behind the thread
+        end = max(end, max(work.end for work in works))  # the device may end later than the thread
         top = _totals(((work.name, work.end - work.begin) for work in works), Counter(work.name for work in works))
     else:
         thread = steps[0]["tid"]
@@ -136,8 +136,8 @@ def _shared_out(works: list[Work], begin: float, end: float) -> tuple[dict[str, 
 
 
 def _innermost(works: list[Work]) -> Iterator[Work]:
-    """Yield the time that a thread's operators spend themselves, without the operators they call. Sorted by begin,
-    callers first.
+    """Yield the time that a thread's operators spend themselves, without the operators they call. They are sorted by
+    begin, callers first.
 
     An operator without a class gets its caller's; everything that the optimizer or attention calls counts as theirs.
     """

@@ -1,4 +1,4 @@
-"""Threads are those of the small jobs of tests/train."""
+"""Import the fixture of small jobs from tests/train, whose threads are tested here."""
 
 from tests.train.conftest import tiny
 

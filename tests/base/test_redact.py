@@ -1,4 +1,4 @@
-"""Secrets are recognized by name, by value and by shape, and code that only speaks of tokens is left alone."""
+"""Secrets are recognized by name, by value and by form; code that only mentions tokens is not changed."""
 
 import pytest
 
@@ -136,7 +136,7 @@ def test_code_is_left_alone(line):
     ],
 )
 def test_a_diff_has_no_value_of_a_line_that_names_a_secret(line):
-    """Short ones and phrases too: nobody needs them to know what the code was."""
+    """Short values and phrases are removed too, as nobody needs them to see which code ran."""
     out = redact(f"+before = 'abc'\n{line}\n+after = 'abc'", {}, code=True)
     first, *middle, last = out.split("\n")
     assert (first, last) == ("+before = 'abc'", "+after = 'abc'")

@@ -1,5 +1,5 @@
-"""Every thread that works for a rank has the rank's device, and not device 0, where each would make a context of half a
-GiB.
+"""Every thread that works for a rank uses the rank's device. If it used device 0, it would create a context of half a
+GiB there.
 """
 
 import threading
@@ -19,7 +19,9 @@ OWN = 3  # the device of this rank
 
 @pytest.fixture
 def device(monkeypatch):
-    """`device()` is the current CUDA device of the thread that asks: torch's own rule, without CUDA."""
+    """Return a function `device()` that returns the current CUDA device of the calling thread, by torch's own rule but
+    without CUDA.
+    """
     current = threading.local()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "device", 0))
@@ -48,7 +50,7 @@ def test_threads_of_a_save(device, on_ranks, tiny, tmp_path, monkeypatch, name):
     monkeypatch.setattr(Writer, "write_data", lambda *given: (seen.update(write=(device(), where().name)), write(*given))[1])
 
     def task(rank):
-        torch.cuda.set_device(OWN)  # in the main thread of this process
+        torch.cuda.set_device(OWN)  # sets the device of this process's main thread
         job = tiny(f"checkpoint={name}")
         built, loader = trainer.build(job, torch.device("cpu")), data.build(job, 0, 1)
         checkpointer = Checkpointer(job.checkpoint, Run(tmp_path, tmp_path, 0, 0, 1), built.model, built.optimizers)

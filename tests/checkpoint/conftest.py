@@ -1,4 +1,4 @@
-"""Checkpoints are written by small jobs, as those of tests/train."""
+"""Import the fixtures of small jobs from tests/train, which write the checkpoints."""
 
 from tests.train.conftest import run_job, tiny
 

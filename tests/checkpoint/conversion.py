@@ -1,5 +1,5 @@
-"""What the tests of conversions share: models in which everything shows, `titan convert`, and folders compared with
-transformers.
+"""Share helpers among the tests of conversions: models whose logits depend on all parts, `titan convert`, and a
+comparison of folders with transformers.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from titan_hydra.models.init import init_weights
 
 
 def loud_model(config):
-    """A model whose attention, positions, norms, experts and biases all show in the logits."""
+    """Return a model whose logits visibly depend on attention, positions, norms, experts and biases."""
     model = build(config, 128)
     init_weights(model, config, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -29,7 +29,7 @@ def loud_model(config):
 
 
 def save_run(model, config, run, step=10, **others):
-    """Write a run's directory with one checkpoint, of the model and what else is given."""
+    """Write a run's directory with one checkpoint of the model and of the other given values."""
     folder = run / f"checkpoints/step-{step:08d}"
     dcp.save({"model": model.state_dict()} | others, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (run / "config.json").write_text(json.dumps({"model": to_dict(config)}))
@@ -42,7 +42,7 @@ def titan_convert(*words):
 
 
 def exported(config, folder, dtype="float32"):
-    """A loud model and its Hugging Face folder."""
+    """Return a loud model and its Hugging Face folder."""
     model = loud_model(config)
     save_run(model, config, folder / "run")
     titan_convert(folder / "run", "--to", "hf", folder / "hf", "--dtype", dtype)
@@ -54,7 +54,7 @@ def some_tokens():
 
 
 def assert_transformers_agrees(model, folder, kind):
-    """transformers takes all of a folder's tensors, for a model of this class, and computes the same logits."""
+    """transformers loads all tensors of a folder into a model of this class, and computes the same logits."""
     transformers = pytest.importorskip("transformers")
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert type(theirs).__name__ == kind
@@ -64,7 +64,7 @@ def assert_transformers_agrees(model, folder, kind):
 
 
 def load(model, checkpoint):
-    """Read a checkpoint into a model, every tensor of it."""
+    """Load every tensor of a checkpoint into a model."""
     state = {"model": {name: torch.full_like(value, torch.nan) for name, value in model.state_dict().items()}}
     dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     model.load_state_dict(state["model"])

@@ -1,4 +1,4 @@
-"""What tests read of checkpoints, and runs that are cut back to one of them."""
+"""Read checkpoints for tests, and cut runs back to one of their steps."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from titan_hydra.runs.checkpoints import complete, step_of
 
 
 def tensors(step: Path, part: str | tuple[str, ...] = "") -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint whose names begin with `part`, whole."""
+    """Return all tensors of a checkpoint whose names begin with `part`, unsharded."""
     metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -22,7 +22,7 @@ def tensors(step: Path, part: str | tuple[str, ...] = "") -> dict[str, torch.Ten
 
 
 def cut_back(run: Path, step: int, copy: Path | None = None) -> Path:
-    """A run, or a copy of it, as if it had been killed just after saving a step."""
+    """Make a run, or a copy of it, look as if it had been killed just after saving a step."""
     run = shutil.copytree(run, copy) if copy else run
     for path in complete(run / "checkpoints"):
         if step_of(path) > step:

@@ -1,5 +1,5 @@
-"""What a step on disk is worth: summed, renamed, verified, kept or deleted; written beside the training; tried again
-when it fails.
+"""Test a step on disk: its checksums, names, checks, and when it is kept or deleted; how it is written while training
+continues, and written again if that fails.
 """
 
 import json
@@ -27,7 +27,7 @@ from titan_hydra.train.agreement import Agreement
 
 from .steps import cut_back
 
-NOTHING = Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step whose gradient is given
+NOTHING = Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # for a step whose gradient is given
 DAMAGES = {
     "cut short": (lambda file: os.truncate(file, file.stat().st_size // 2), "bytes instead of"),
     "a bit flipped": (lambda file: flip(file), "does not match its checksum"),
@@ -36,7 +36,7 @@ DAMAGES = {
 
 
 def flip(file: Path) -> None:
-    """One bit in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -44,7 +44,7 @@ def flip(file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory):
-    """A finished run of two ranks with checkpoints of steps 2, 4 and 6, and its job."""
+    """Return a finished run of two ranks with checkpoints of steps 2, 4 and 6, and its job."""
     from titan_hydra.config.compose import compose_job
 
     job = compose_job(
@@ -62,7 +62,7 @@ def a_run(tmp_path_factory):
 
 @pytest.fixture
 def cut(a_run, run_job, tmp_path):
-    """A copy of the run that has yet to take its last two steps: checkpoints of steps 2 and 4."""
+    """Return a copy of the run that has not yet made its last two steps, with checkpoints of steps 2 and 4."""
     job, whole = a_run
     if not whole.exists():
         run_job(job, whole)
@@ -102,9 +102,7 @@ def test_a_damaged_step_is_left_out_and_an_older_one_taken(cut, run_job):
 
 
 def test_a_step_under_another_name_is_damaged_and_garbage_in_the_rows_is_left_out(cut, run_job):
-    """A restore or a wrong mv gives step 4 the name of step 6, a crashed file system leaves blocks of other bytes in a
-    log.
-    """
+    """A restore or a wrong mv has renamed step 4 to step 6, or a crashed file system has left garbage in a log."""
     job, whole, copy = cut
     (copy / "checkpoints/step-00000004").rename(copy / "checkpoints/step-00000006")
     assert checkpoints.damage(copy / "checkpoints/step-00000006") == ["manifest.json is that of step 4"]
@@ -149,7 +147,7 @@ def test_saving_in_the_background_saves_the_same(cut, run_job, tiny, tmp_path):
 
 
 def test_every_byte_is_on_the_disk_before_a_step_has_its_name(alone, monkeypatch):
-    """torch's own sync of `.metadata` comes before its bytes have left the buffer."""
+    """torch syncs `.metadata` before all of its bytes have left the buffer."""
     synced, fsync = {}, os.fsync
 
     def noted(number):
@@ -168,7 +166,9 @@ def test_every_byte_is_on_the_disk_before_a_step_has_its_name(alone, monkeypatch
 
 @pytest.fixture
 def alone(on_ranks, tiny, tmp_path):
-    """`alone(task, *overrides)` calls task(trainer, checkpointer, loader, events) in a process of one rank."""
+    """Return `alone(task, *overrides)`, which calls task(trainer, checkpointer, loader, events) in a process of one
+    rank.
+    """
 
     def run(task, *overrides):
         job = tiny("steps=20", "checkpoint.keep_latest_k=0", *overrides)
@@ -209,8 +209,8 @@ def test_the_optimizer_waits_for_the_copy(alone, monkeypatch, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["sync", "async", "async_pinned"])
 def test_a_save_of_split_masters_joins_one_at_a_time(alone, monkeypatch, tmp_path, name):
-    """What is handed to DCP is in the weights' own memory; of what is joined for the file two are alive at most, the
-    last and the next.
+    """The tensors that DCP gets are in the weights' own memory. Of the joined tensors at most two exist at a time, the
+    last one and the next.
     """
     joined, alive, most = [], weakref.WeakSet(), []
 
@@ -253,7 +253,7 @@ def test_a_save_of_split_masters_joins_one_at_a_time(alone, monkeypatch, tmp_pat
 
 
 def test_every_save_is_copied_into_the_same_memory(alone, monkeypatch):
-    """As torch 2.11 does, the stager closes its inner one after each copy."""
+    """As in torch 2.11, the stager closes its inner stager after each copy."""
 
     def task(built, checkpointer, data_state, events):
         stager, copies = checkpointer.stager, []
@@ -315,7 +315,7 @@ def test_a_failing_save_is_tried_again_and_two_that_were_due_end_the_run(alone, 
 
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_the_first_save_of_a_process_is_read_back(alone, monkeypatch, name):
-    """On Python 3.11.2 no checkpoint could be read, which runs learned when they were to resume."""
+    """On Python 3.11.2 no checkpoint could be read, and runs noticed this only when they were to resume."""
     read, check = [], safe.check_readable
 
     def task(built, checkpointer, state, events):

@@ -1,4 +1,4 @@
-"""A checkpoint is data: whatever its bytes are, loading it runs none of them, and says so in a line."""
+"""A checkpoint is only data: loading it never runs code from it, whatever its bytes are, and the refusal is one line."""
 
 import enum
 import os
@@ -17,7 +17,7 @@ from titan_hydra.runs import checkpoints, layout
 
 
 class Evil:
-    """Pickled: the command to make a file."""
+    """When it is unpickled, run a command that creates a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -28,7 +28,7 @@ class Evil:
 
 @pytest.fixture
 def saved(tmp_path):
-    """A checkpoint of a tensor and a number, by DCP itself."""
+    """Return a checkpoint of a tensor and a number, written by DCP itself."""
     step = tmp_path / "step-00000002"
     dcp.save({"model": {"w": torch.arange(4.0)}, "lr": 0.5}, storage_writer=dcp.FileSystemWriter(step), no_dist=True)
     return step
@@ -60,7 +60,7 @@ def test_an_index_that_would_run_code_is_refused(saved, tmp_path):
 
 
 class ByName(pickle.Pickler):
-    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
+    """Pickle members of enums as Python 3.11.0 to 3.11.3 do."""
 
     def reducer_override(self, found):
         return (getattr, (type(found), found.name)) if isinstance(found, enum.Enum) else NotImplemented
@@ -118,7 +118,7 @@ def test_only_the_classes_of_an_index_have_names(saved, name):
 
 
 def test_a_value_that_would_run_code_is_refused(saved, tmp_path):
-    """What is not a tensor lies in the shards as a pickle, which DCP would load without limits."""
+    """Values that are not tensors are pickled in the shards, and DCP would load them without limits."""
     shutil.rmtree(saved)
     dcp.save({"model": {"w": torch.arange(4.0)}, "lr": Evil(tmp_path / "owned")}, storage_writer=dcp.FileSystemWriter(saved), no_dist=True)
     with pytest.raises(BaseException, match=r"(?s)Weights only load failed"):
@@ -158,7 +158,7 @@ def test_an_index_that_is_none_is_a_line(saved, content):
 
 
 def test_a_run_refuses_it_in_a_line(tiny, run_job, tmp_path):
-    """With the manifest made to fit: checksums are against accidents, not against people."""
+    """The manifest has the right checksums, as they protect against accidents and not against people."""
     job = tiny("steps=2", "checkpoint.interval=2")
     run = run_job(job)
     (run / "result.json").unlink()

@@ -1,5 +1,5 @@
-"""Checkpoints to Hugging Face and back: the same logits in transformers, the same bytes after a round trip, clear
-refusals.
+"""Convert checkpoints to Hugging Face's format and back: the same logits in transformers, the same bytes after a round
+trip, clear refusals.
 """
 
 import json
@@ -49,7 +49,7 @@ def tiny(**changes):
 
 @pytest.fixture
 def a_run(tmp_path):
-    """A function that saves a model as a run's step, beside what else a checkpoint holds."""
+    """Return a function that saves a model as a step of a run, with the other parts of a checkpoint."""
 
     def make(config, step=10):
         model, run = loud_model(config), tmp_path / "run"
@@ -67,7 +67,7 @@ def test_transformers_computes_the_same_logits(shape, a_run, tmp_path):
 
 
 def test_transformers_own_folder_can_be_imported(tmp_path):
-    """Written by save_pretrained, in the spelling of today's transformers."""
+    """The folder was written by save_pretrained, with the names of the installed transformers."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     theirs = (
@@ -107,7 +107,7 @@ def test_transformers_own_folder_can_be_imported(tmp_path):
 @pytest.mark.parametrize("shape", ["tied", "scaled8"])
 def test_export_import_export_gives_the_same_bytes(shape, dtype, a_run, tmp_path):
     _, run = a_run(tiny(**SHAPES[shape]))
-    shard = 0.0001  # 100 kB: several files
+    shard = 0.0001  # 100 kB, so that there are several files
     titan_convert(run, "--to", "hf", tmp_path / "a", "--dtype", dtype, "--max-shard-gb", shard)
     titan_convert(tmp_path / "a", "--from", "hf", tmp_path / "b")
     assert {entry.properties.dtype for entry in convert.Reader(tmp_path / "b").metadata.state_dict_metadata.values()} == {
@@ -126,7 +126,9 @@ def test_export_import_export_gives_the_same_bytes(shape, dtype, a_run, tmp_path
 
 
 def test_an_export_keeps_the_stored_number_format(a_run, tmp_path, capsys):
-    """A float32 run's export was bfloat16 without a word, and a biologist's scores moved by 16 %."""
+    """An earlier version exported a float32 run in bfloat16 without a message, and a biologist's scores changed by 16
+    %.
+    """
     for dtype in ("float32", "bfloat16"):
         _, run = a_run(tiny())
         titan_convert(run, "--to", "hf", tmp_path / dtype, "--dtype", dtype)
@@ -154,11 +156,11 @@ def test_an_import_holds_one_tensor_at_a_time(a_run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(convert, "LazySavePlanner", Watched)
     titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint")
-    assert 1 <= most <= 2  # the next one is read before the last one's name is rebound
+    assert 1 <= most <= 2  # two, because the next tensor is read before the name of the last one is bound again
 
 
 def test_what_ranks_saved_in_parts_is_exported_whole(tmp_path):
-    config = tiny(vocab_size=97)  # which two ranks split unevenly
+    config = tiny(vocab_size=97)  # an odd number of rows, which two ranks split unevenly
     whole = loud_model(config).state_dict()
     folder = tmp_path / "checkpoints/step-00000001"
     context = torch.multiprocessing.get_context("fork")
@@ -237,7 +239,7 @@ def test_a_damaged_checkpoint_is_named(a_run, tmp_path):
     part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
     with pytest.raises(CheckpointError, match=r"model\..* cannot be read; the checkpoint is damaged"):
         titan_convert(run, "--to", "hf", tmp_path / "hf")
-    assert not (tmp_path / "hf/config.json").exists()  # so nothing can take it for a whole one
+    assert not (tmp_path / "hf/config.json").exists()  # so no program can mistake the folder for a complete one
     metadata = part.parent / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r".metadata: cannot be read"):

@@ -1,5 +1,5 @@
-"""Models with experts at Hugging Face: the same logits in transformers, both ways; experts one by one, packed, in
-float8; refusals.
+"""Convert models with experts: the same logits in transformers in both directions; experts as single tensors, packed,
+and in float8; refusals.
 """
 
 import json
@@ -70,7 +70,7 @@ CONFIGS = {
 
 
 def imported(source, target):
-    """The model of a Hugging Face folder, by `titan convert`."""
+    """Return the model of a Hugging Face folder, imported by `titan convert`."""
     titan_convert(source, "--from", "hf", target)
     return load(build(convert.read_model_config(target), 128), target)
 
@@ -82,7 +82,7 @@ def change(folder, **values):
 
 
 def rewrite(folder, change):
-    """Replace the tensors of a folder of one file by what `change` makes of them."""
+    """Replace the tensors in the one file of a folder by the result of `change`."""
     save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
 
 
@@ -94,7 +94,7 @@ def test_transformers_computes_the_same_logits(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen", "deepseek, yarn"])
 def test_transformers_own_folder_can_be_imported(kind, tmp_path):
-    """transformers saves newer names in config.json for the number of experts and the positions."""
+    """transformers writes newer names into config.json for the number of experts and for the positions."""
     transformers = pytest.importorskip("transformers")
     _, folder = exported(CONFIGS[kind], tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -115,7 +115,7 @@ def test_a_round_trip_is_bitwise(name, tmp_path):
 
 
 def test_biases_of_routers_stay_float32(tmp_path):
-    """A bias moves by 1e-3 a step, which bfloat16 does not add to 0.5."""
+    """A bias changes by 1e-3 in a step; in bfloat16, adding this to 0.5 changes nothing."""
     model, folder = exported(deepseek(), tmp_path, "bfloat16")
     assert load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
     assert load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
@@ -129,14 +129,14 @@ def test_biases_of_routers_stay_float32(tmp_path):
 def test_experts_are_written_one_by_one_in_their_order(config, tmp_path):
     model, folder = exported(config, tmp_path)
     tensors, experts = load_file(folder / "model.safetensors"), model.layers["2"].feed_forward.experts
-    for number in range(12):  # as texts, 10 would stand before 2
+    for number in range(12):  # sorted as texts, 10 would come before 2
         for theirs, ours in (("gate_proj", experts.w1), ("down_proj", experts.w2), ("up_proj", experts.w3)):
             assert torch.equal(tensors[f"model.layers.2.mlp.experts.{number}.{theirs}.weight"], ours[number])
 
 
 def packed(tensors):
-    """The layout of transformers 5 in memory: one tensor for the first and third matrices of all experts, one for the
-    second.
+    """Return the tensors in the layout that transformers 5 has in memory: one tensor for the first and third matrices
+    of all experts, one for the second.
     """
     blocks = {name.split(".experts.")[0] + ".experts." for name in tensors if ".experts." in name}
     rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
@@ -158,8 +158,8 @@ def test_packed_experts_can_be_read(config, tmp_path):
 
 
 def in_float8(block, exact):
-    """A function that stores matrices, but those that DeepSeek leaves alone, in float8 with a scale for each block. The
-    values that this gives are put into `exact`.
+    """Return a function that stores matrices in float8 with a scale for each block, except those that DeepSeek leaves
+    unconverted. The values after this rounding are put into `exact`.
     """
 
     def stored(tensors):
@@ -184,7 +184,7 @@ def in_float8(block, exact):
 
 @pytest.fixture
 def float8(tmp_path):
-    """A folder in DeepSeek's float8 and the values that it holds, by name there."""
+    """Return a folder in DeepSeek's float8 format, and the values that it represents, by their names there."""
     _, folder = exported(deepseek(), tmp_path)
     exact = {}
     rewrite(folder, in_float8((16, 24), exact))
@@ -202,7 +202,7 @@ def test_float8_in_blocks_can_be_read(float8, tmp_path):
             assert torch.equal(part, exact[theirs]), theirs
             rounded += not torch.equal(part, part.bfloat16().float())
     assert rounded > 100
-    # without a dtype: bfloat16, the norms and biases as they are
+    # without a dtype: bfloat16; norms and biases keep their dtype
     titan_convert(folder, "--from", "hf", tmp_path / "plain")
     entries = convert.Reader(tmp_path / "plain").metadata.state_dict_metadata
     assert entries["model.layers.1.feed_forward.experts.w1"].properties.dtype == torch.bfloat16
@@ -210,8 +210,8 @@ def test_float8_in_blocks_can_be_read(float8, tmp_path):
 
 
 def test_any_part_of_a_tensor_can_be_read(float8, tmp_path):
-    """What a rank reads when experts are sharded over their number, over their rows, or are in blocks that its part
-    does not begin with.
+    """A rank reads such parts if experts are sharded over their number or over their rows, or if its part does not
+    begin at the edge of a block.
     """
     folder, exact = float8
     plain = exported(deepseek(), tmp_path / "plain")[1]

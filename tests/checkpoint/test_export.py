@@ -1,6 +1,4 @@
-"""What transformers makes of an export: our ids, text from pipeline(), and what titan generate makes of the run
-itself.
-"""
+"""Use exports in transformers (the same ids, text from pipeline()) and runs in titan generate."""
 
 import json
 import os
@@ -38,8 +36,8 @@ MODEL = Llama3Config(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's directory with one checkpoint, of a model whose attention, positions and norms all show in what it
-    generates.
+    """Return a run's directory with one checkpoint, of a model whose generated text depends on attention, positions and
+    norms.
     """
     model, folder = build(MODEL, 64), tmp_path_factory.mktemp("export") / "run"
     init_weights(model, MODEL, seed=0)
@@ -62,12 +60,12 @@ def exported(run):
 
 
 def corpus():
-    """Half of the embedded corpus's texts, every 37th code point of Unicode between letters, digits and blanks, and
-    long runs of blanks.
+    """Return half of the embedded corpus's texts, every 37th code point of Unicode between letters, digits and blanks,
+    and long runs of blanks.
     """
     source = Embedded()
     texts = (text for unit in range(0, source.units, 2) for _, text in source.rows(unit))
-    # names of special tokens, which transformers takes for the tokens
+    # names of special tokens, which transformers encodes as these tokens
     yield from (text for text in texts if "<|" not in text)
     points = [chr(point) for point in range(0, 0x110000, 37) if not 0xD800 <= point < 0xE000]
     yield from ("".join(f" a{c}b{c}{c} {c}1" for c in points[start : start + 500]) for start in range(0, len(points), 500))
@@ -91,7 +89,7 @@ def test_pipeline_generates_until_the_end_of_text(exported, capfd):
     assert (config.bos_token_id, config.eos_token_id, pipe.model.config.eos_token_id) == (3840, 3841, 3841)
     (made,) = pipe("The function", max_new_tokens=5, do_sample=False)
     assert made["generated_text"].startswith("The function") and len(made["generated_text"]) > len("The function")
-    pipe.model.lm_head.weight.data[3841] = 0  # an end of text that is likelier than anything
+    pipe.model.lm_head.weight.data[3841] = 0  # makes an end of text more likely than any other token
     pipe.model.model.norm.weight.data.fill_(1)
     with torch.no_grad():
         hidden = pipe.model.model(torch.tensor([[3840, 5]])).last_hidden_state[0, -1]
@@ -166,7 +164,7 @@ def test_the_tokenizer_survives_the_way_there_and_back(exported, tmp_path):
 
 
 def hf_run(run, tmp_path, path, **beside):
-    """A copy of the run whose tokenizer is a tokenizer.json of one word."""
+    """Return a copy of the run whose tokenizer is a tokenizer.json of one word."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "</s>": 2, "[X]": 3}, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
@@ -180,7 +178,7 @@ def hf_run(run, tmp_path, path, **beside):
 
 
 def test_a_tokenizer_json_is_taken_along_with_what_stands_beside_it(run, tmp_path):
-    # relative to where the run was started
+    # relative to the folder in which the run was started
     source = hf_run(run, tmp_path, "tokenizer.json", chat_template="{{ x }}", eos_token="</s>")
     assert cli.main(["convert", str(source), "--to", "hf", str(tmp_path / "hf")]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -190,7 +188,7 @@ def test_a_tokenizer_json_is_taken_along_with_what_stands_beside_it(run, tmp_pat
 
 
 def test_the_weights_at_the_end_of_a_run_find_its_tokenizer(run, tmp_path):
-    # as checkpoint.export_dtype leaves them
+    # as checkpoint.export_dtype writes them
     shutil.copytree(run / "checkpoints/step-00000010", tmp_path / "run/export")
     (tmp_path / "run/export/config.json").write_text(json.dumps({"model": to_dict(MODEL)}))
     shutil.copy(run / "config.json", tmp_path / "run")

@@ -1,5 +1,5 @@
-"""Where a run starts: another run's checkpoint, with what it is told to take; a Hugging Face folder; a seed. What it
-leaves: an export.
+"""Start a run from another run's checkpoint and chosen parts of it, from a Hugging Face folder, or from a seed; and
+write an export at its end.
 """
 
 import shutil
@@ -18,7 +18,7 @@ TWO = (*BASE, "parallelism=fsdp", "gpus=2")
 
 
 def weights(step):
-    """`model.*` of a checkpoint, whole."""
+    """Return the tensors `model.*` of a checkpoint, unsharded."""
     reader = Reader(step)
     return {
         name: reader.tensor(name.removeprefix("model."), entry.size, torch.float32)
@@ -38,14 +38,14 @@ def six(tmp_path_factory):
 
 @pytest.fixture
 def whole(six, run_job):
-    """A run of six steps with checkpoints of steps 3 and 6, and an export."""
+    """Return a run of six steps with checkpoints of steps 3 and 6, and an export."""
     if not six.exists():
         run_job(compose_job(*TWO, "steps=6", "checkpoint.interval=3", "checkpoint.export_dtype=bfloat16"), six)
     return six
 
 
 def test_a_fork_that_takes_everything_goes_on_the_same(whole, run_job):
-    """Step, data and optimizer are another run's; on one rank instead of two."""
+    """Step, data and optimizer state are loaded from another run; the new run has one rank instead of two."""
     fork = run_job(
         compose_job(
             *BASE, "steps=6", "checkpoint.exclude_from_loading=[]", f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"
@@ -114,7 +114,7 @@ def test_a_hugging_face_folder_is_a_start_on_any_layout(whole, run_job, tmp_path
     assert same(weights(checkpoints.newest(run_job(job) / "checkpoints")), weights(checkpoints.newest(whole / "checkpoints")))
 
 
-SPARSE = {  # six experts over two ep ranks, which two others share: three are sharded by their width
+SPARSE = {  # six experts over two ep ranks, each of which holds three. Two other ranks share these and shard them by width
     "qwen": ("model=qwen3_moe_debug", "model.dim=64", "model.n_layers=2", "model.n_experts=6", "model.expert_dim=32"),
     "deepseek": (
         "model=deepseek_v3_debug",
@@ -144,7 +144,7 @@ def sparse(tmp_path_factory):
     ids=["single", "ep 2", "tp 2, ep 2", "pp 2"],
 )
 def test_experts_of_a_hugging_face_folder_are_a_start_on_any_layout(sparse, run_job, family, layout):
-    """A folder without biases of routers starts a model that has them at zero."""
+    """The folder has no biases of routers, so they begin at zero."""
     run, source = sparse / family, sparse / f"{family} hf"
     if not run.exists():
         run_job(compose_job(*BASE, *SPARSE[family], "steps=2"), run)

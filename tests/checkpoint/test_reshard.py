@@ -1,7 +1,7 @@
-"""A checkpoint saved on one layout goes on on any other: weights, optimizer and data alike, in training and in
+"""A checkpoint saved on one layout continues on any other, with weights, optimizer and data, in training and
 validation.
 
-The vocabulary is odd, so that no number of ranks shares its rows evenly.
+The vocabulary has 4,099 entries, so that ranks share its rows unevenly.
 """
 
 import json
@@ -29,7 +29,7 @@ FOUR = (
     "validation.interval=2",
     "validation.steps=1",
 )
-LAYOUTS = {  # in this order each is loaded on the next, in the default suite
+LAYOUTS = {  # the default suite loads each on the next, in this order
     "single": ("parallelism=single", "data.local_batch=8"),
     "fsdp 4": ("parallelism=fsdp", "gpus=4", "data.local_batch=2"),
     "tp 2, fsdp 2": ("parallelism=fsdp_tp", "parallelism.tp=2", "gpus=4", "data.local_batch=4", "ac=full"),
@@ -52,14 +52,16 @@ def folder(tmp_path_factory):
 
 
 def place_in_data(run):
-    """Where every slot of the global batch stands in the data at the end of a run, whichever rank has it."""
+    """Return the position in the data of every slot of the global batch at the end of a run, whichever rank has the
+    slot.
+    """
     ranks = [json.loads(file.read_text())["data"] for file in sorted(newest(run / "checkpoints").glob("rank_*.json"))]
     return merge(ranks)
 
 
 @pytest.mark.parametrize(("first", "then"), PAIRS)
 def test_a_checkpoint_goes_on_on_any_layout(run_job, tmp_path, folder, first, then):
-    """With AdamW's moments lost, or a sample seen twice, the next losses would be far off."""
+    """If AdamW's moments were lost, or a sample were seen twice, the next losses would be far off."""
     whole = folder / first
     if not whole.exists():
         run_job(compose_job(*FOUR, *LAYOUTS[first]), whole)
@@ -80,8 +82,8 @@ WAYS = {  # between split and whole masters, and from one layout to another
 
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpoints_hold_whole_masters(run_job, tmp_path, way):
-    """At a rate of 0 nothing changes a weight: after two steps more each has its bits, in float32, whatever holds
-    it.
+    """With a rate of 0 the weights do not change. After two more steps each weight has the same bits in float32, in
+    whichever form it is held.
     """
     (first, before), (then, after) = WAYS[way]
     run = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[first], *before, "steps=2")), tmp_path / "run")
@@ -97,7 +99,7 @@ def test_checkpoints_hold_whole_masters(run_job, tmp_path, way):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_split_and_whole_masters_go_on_from_each_other(run_job, tmp_path, way):
-    """Their moments too: without them the next losses would be off by some per cent."""
+    """Their moments are loaded too; without them the next losses would be off by some percent."""
     (first, before), (then, after) = WAYS[way]
     whole = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[first], *before)), tmp_path / "whole")
     resumed = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[then], *after)), cut_back(whole, 2, tmp_path / "cut"))

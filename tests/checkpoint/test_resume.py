@@ -1,4 +1,4 @@
-"""Saving and resuming: bitwise on the same layout, to 1e-5 on another, every sample once whatever the number of
+"""Save and resume: bitwise on the same layout, to 1e-5 on another, and each sample is seen once, whatever the number of
 ranks.
 """
 
@@ -25,7 +25,7 @@ TEN = ("steps=10", "checkpoint.interval=5", "checkpoint.keep_latest_k=0", "data.
 
 
 def on(job, ranks: int, **degrees):
-    """The same job on another number of ranks."""
+    """Return the same job on another number of ranks."""
     job = copy.deepcopy(job)
     job.gpus = ranks
     for name in ("dp_replicate", "dp_shard"):
@@ -53,8 +53,8 @@ def test_a_resumed_run_goes_on_where_it_stopped(tiny, run_job, tmp_path, optimiz
 
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_the_checkpoint_of_the_lowest_held_out_loss_is_kept(tiny, run_job, tmp_path, name):
-    """A rate that soon harms the model: the lowest loss is neither the first nor the last, at a step at which no save
-    is due. What was the lowest is still known after a crash, before or after it was saved.
+    """The rate soon harms the model, so the lowest loss is neither the first nor the last, and its step is not one at
+    which a checkpoint is due. After a crash, before or after the save, the run still knows which loss was the lowest.
     """
     words = (
         "steps=9",
@@ -146,8 +146,8 @@ def test_a_full_disk_is_one_clear_line_and_earlier_checkpoints_stay(tiny, run_jo
 
 @pytest.mark.slow
 def test_kill_9_at_any_moment_loses_at_most_one_interval(tmp_path):
-    """The whole run, launcher and ranks, is killed five times; the same line goes on each time from the newest complete
-    step.
+    """The whole run, launcher and ranks, is killed five times. Each time the same command line continues from the
+    newest complete step.
     """
     launch = Path(__file__).parents[2] / "launch.py"
     line = [
@@ -177,7 +177,7 @@ def test_kill_9_at_any_moment_loses_at_most_one_interval(tmp_path):
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all it started, wherever their sessions are."""
+    """Send SIGKILL to a process and all processes that it started, in whichever session they are."""
     children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
     subprocess.run(["kill", "-9", str(pid)], check=False, capture_output=True)
     for child in children:

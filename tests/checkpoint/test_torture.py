@@ -1,5 +1,5 @@
-"""Run cases of torture.py: by default one of each kind, with -m slow all of them. torture.py runs as a program, as its ranks
-are forked from it.
+"""Run cases of torture.py: one of each kind by default, all of them with -m slow. torture.py runs as a separate
+program, as its ranks are forked from it.
 """
 
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FEW = ("19", "53")  # killed before the rename; a bit of a shard flipped
+FEW = ("19", "53")  # killed before the rename; a flipped bit in a shard
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param((), marks=pytest.mark.slow)], ids=["a few", "all"])

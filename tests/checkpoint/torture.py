@@ -1,12 +1,13 @@
-"""Runs of four ranks (2 x 2: FSDP x TP) killed at the worst moments, their disks filled, their files damaged; then
-resumed.
+"""Kill runs of four ranks (FSDP 2 x TP 2) at the worst moments, fill their disks or damage their files, and then resume
+them.
 
     python tests/checkpoint/torture.py            all of them; a line each, and the figures of docs/reliability.md
     python tests/checkpoint/torture.py 3 17       some, by number
 
 A kill is a SIGKILL that a rank sends from inside a named function: to itself (one), to every rank (all), or to the
-process group with the ranks' parent in it (group). After each: what is on disk is judged from outside, the run is
-resumed, must start from the newest intact step, and every loss must be bitwise that of the run that nobody disturbed.
+process group with the ranks' parent in it (group). After each fault, the files on disk are checked from outside. Then
+the run is resumed: it must start from the newest intact step, and every loss must be bitwise that of an undisturbed
+run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 from titan_hydra.train import loop, trainer
 
-RANKS, STEPS, INTERVAL, FATAL = 4, 12, 3, 9  # saves at 3, 6, 9, 12; what happens, happens at 9 or behind it
+RANKS, STEPS, INTERVAL, FATAL = 4, 12, 3, 9  # saves are at steps 3, 6, 9, 12; faults occur in the save of step 9 or later
 OVERRIDES = (
     "debug=tiny",
     "precision=fp32",
@@ -57,7 +58,7 @@ OVERRIDES = (
     "data.global_batch=4",
     "data.local_batch=2",
 )
-# name: (object, function, which call of it after the save of step 9 has begun)
+# name: (object, function, number of the call of it after the save of step 9 has begun)
 MOMENTS: dict[str, tuple[object, str, int]] = {
     "staging": (_state_dict_stager.StateDictStager, "_stage_untyped_storage", 20),
     "first write": (writer.SummedFile, "write", 1),
@@ -66,7 +67,7 @@ MOMENTS: dict[str, tuple[object, str, int]] = {
     "index": (writer.Writer, "finish", 1),
     "manifest": (checkpoints, "write_manifest", 1),
     "before rename": (writer.Writer, "commit", 1),
-    "after rename": (checkpoints, "sync_folder", 2),  # the first one syncs the step's own folder
+    "after rename": (checkpoints, "sync_folder", 2),  # the first call syncs the step's own folder
     "purge": (checkpoints.Bin, "throw", 1),
     "half purged": (checkpoints, "_delete", 1),
     "next step": (trainer.Trainer, "update", 2),
@@ -75,11 +76,11 @@ MOMENTS: dict[str, tuple[object, str, int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One run and what is done to it: a kill at a moment, or damage to files, or a full disk."""
+    """One run and its fault: a kill at a moment, damage to files, or a full disk."""
 
-    mode: str  # sync, async
-    what: str  # a moment, or damage
-    who: str = "group"  # one, all, group; or the file that is damaged
+    mode: str  # sync or async
+    what: str  # the moment of the kill, or the damage
+    who: str = "group"  # who is killed: one, all, group; or the file that is damaged
     rank: int = 0
 
     def __str__(self) -> str:
@@ -87,7 +88,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All of them; the order is the numbering."""
+    """Return all cases, in the order of their numbers."""
     found = [Case("async", "staging", who, rank) for who, rank in (("one", 0), ("one", 3), ("all", 1), ("group", 2))]
     for mode in ("sync", "async"):
         found += [
@@ -113,7 +114,7 @@ def cases() -> list[Case]:
 
 
 def sabotage(case: Case, rank: int, kill: Callable[[], None]) -> None:
-    """Kill at the case's moment: in the case's rank, or in rank 0 where only that one gets there."""
+    """Kill at the moment of the case, from the case's rank, or from rank 0 if only rank 0 reaches this moment."""
     owner, name, call = MOMENTS[case.what]
     only_first = case.what in ("index", "manifest", "before rename", "after rename", "purge", "half purged")
     if rank != (0 if only_first else case.rank):
@@ -145,7 +146,9 @@ def sabotage_resuming(kill: Callable[[], None]) -> None:
 
 
 def fill_disk(ballast: Path, free_again: bool) -> None:
-    """Fill the disk at step 4; perhaps make room again at step 8, when the save of step 6 has failed twice."""
+    """Fill the disk at step 4. If the case says so, free space again at step 8, when the save of step 6 has failed
+    twice.
+    """
     update, count = trainer.Trainer.update, [0]
 
     def noted(self, *given):
@@ -157,7 +160,7 @@ def fill_disk(ballast: Path, free_again: bool) -> None:
                         file.write(bytes(2**16))
                         file.flush()
                 except OSError:
-                    if not free_again:  # otherwise not one byte is left, for rows and logs neither
+                    if not free_again:  # else no byte is left, not even for rows and logs
                         file.truncate(max(os.fstat(file.fileno()).st_size - 2**17, 0))
         if free_again and count[0] == 8:
             ballast.unlink()
@@ -167,7 +170,7 @@ def fill_disk(ballast: Path, free_again: bool) -> None:
 
 
 def be_rank(job: Job, directory: Path, attempt: Path, rank: int, before: Callable[[int], None]) -> None:
-    """One rank of an attempt; ends the process."""
+    """Run one rank of an attempt; this ends the process."""
     status = 1
     try:
         torch.set_num_threads(1)
@@ -191,8 +194,8 @@ def be_rank(job: Job, directory: Path, attempt: Path, rank: int, before: Callabl
 
 
 def attempt(job: Job, directory: Path, case: Case | None = None, before: Callable[[int], None] | None = None) -> list[int]:
-    """Run all ranks under a parent in a process group of their own. Returns the parent's and the ranks' exit statuses,
-    as far as known.
+    """Run all ranks under a parent process in a process group of their own. Return the exit statuses of the parent and
+    of the ranks, as far as known.
     """
     number = 1 + sum(1 for _ in (directory / "attempts").glob("*")) if directory.exists() else 1
     place = directory / "attempts" / str(number)
@@ -203,7 +206,7 @@ def attempt(job: Job, directory: Path, case: Case | None = None, before: Callabl
         os._exit(be_parent(job, directory, place, case, before))
     _, status = os.waitpid(parent, 0)
     deadline = time.monotonic() + 300
-    while True:  # ranks that outlive a killed parent: none may
+    while True:  # no rank may outlive a killed parent
         try:
             os.killpg(parent, signal.SIGKILL)
         except ProcessLookupError:
@@ -216,7 +219,7 @@ def attempt(job: Job, directory: Path, case: Case | None = None, before: Callabl
 
 
 def be_parent(job: Job, directory: Path, place: Path, case: Case | None, before: Callable[[int], None] | None) -> int:
-    """Start the ranks, and end the others soon after one has died, as the launcher does."""
+    """Start the ranks. When one of them has died, end the others soon, as the launcher does."""
     (directory / "pids").write_text("")
 
     def kill() -> None:
@@ -261,19 +264,19 @@ def be_parent(job: Job, directory: Path, place: Path, case: Case | None, before:
 
 
 def losses(directory: Path) -> dict[int, float]:
-    """The loss of every step."""
+    """Return the loss of every step."""
     return {row["step"]: row["loss"] for row in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())}
 
 
 def started_from(directory: Path) -> int:
-    """The step after which the newest attempt went on, from its log."""
+    """Return the step after which the newest attempt continued, from its log."""
     newest = max((directory / "attempts").iterdir(), key=lambda path: int(path.name))
     line = next(line for line in (newest / "rank_0.log").read_text().splitlines() if "; steps " in line)
     return int(line.rpartition("; steps ")[2].split()[0]) - 1
 
 
 def damage(step: Path, kind: str, name: str) -> None:
-    """Cut a file of a step, flip a bit of it, or take it away."""
+    """Truncate a file of a step, flip a bit of it, or remove it."""
     shards = [path.name for path in step.glob("*.distcp") if path.stat().st_size]
     file = step / (random.Random(kind).choice(sorted(shards)) if name == "shard" else name)
     if kind == "removed":
@@ -288,7 +291,7 @@ def damage(step: Path, kind: str, name: str) -> None:
 
 
 def run(case: Case, expected: dict[int, float], scratch: Path) -> dict:
-    """Do a case from the beginning to the end. Raises AssertionError where a promise is broken; returns its figures."""
+    """Run a case from beginning to end. Raise AssertionError if a promise is broken; return the figures of the case."""
     job = compose_job(*OVERRIDES, f"checkpoint={case.mode}")
     directory = scratch / "run"
     began = time.monotonic()
@@ -317,7 +320,7 @@ def run(case: Case, expected: dict[int, float], scratch: Path) -> dict:
 
 
 def finish(job: Job, directory: Path, expected: dict[int, float], intact: list[int], reached: int, began: float) -> dict:
-    """Resume, to the end, and judge."""
+    """Resume the run, let it end, and check the result."""
     statuses = attempt(job, directory)
     assert statuses == [0] * (RANKS + 1), (statuses, (directory / "attempts/2/rank_0.log").read_text()[-2000:])
     start = started_from(directory)
@@ -334,7 +337,7 @@ def finish(job: Job, directory: Path, expected: dict[int, float], intact: list[i
 
 
 def killed_behind_the_third(job: Job, scratch: Path) -> Path:
-    """A run with complete checkpoints of steps 6 and 9, killed in step 11; made once."""
+    """Return a run with complete checkpoints of steps 6 and 9 that was killed in step 11; it is made only once."""
     directory = scratch / f"killed-{job.checkpoint.name}"
     if not directory.exists():
         assert attempt(job, directory, Case(job.checkpoint.name, "next step"))[0] != 0
@@ -342,7 +345,7 @@ def killed_behind_the_third(job: Job, scratch: Path) -> Path:
 
 
 def disk_full(case: Case, job: Job, directory: Path, expected: dict[int, float]) -> dict:
-    """The run's file system is a small one, and full from step 4 on; in the second kind there is room again at step
+    """The run's file system is small, and full from step 4 on. In the second kind of case there is space again at step
     8.
     """
     began = time.monotonic()
@@ -370,7 +373,7 @@ def disk_full(case: Case, job: Job, directory: Path, expected: dict[int, float])
 
 
 def main(numbers: list[int]) -> int:
-    """Run cases, say how each went, and count."""
+    """Run cases, print the result of each, and count them."""
     everything = cases()
     chosen = numbers or range(1, len(everything) + 1)
     failed, lost = [], Counter()

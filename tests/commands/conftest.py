@@ -1,4 +1,4 @@
-"""Commands read runs that launch.py leaves, started as in tests/launch."""
+"""Import the fixtures of launch.py (tests/launch), which start the runs that the commands read."""
 
 from tests.launch.conftest import launcher, launcher_of_module
 

@@ -1,4 +1,4 @@
-"""`titan checkpoint` on the files of a run: what it says, and that it never deletes the last intact step."""
+"""Test `titan checkpoint` on the files of a run: what it prints, and that it never deletes the last intact step."""
 
 import json
 import os
@@ -12,7 +12,9 @@ from titan_hydra.runs import checkpoints
 
 @pytest.fixture
 def run(tmp_path):
-    """A run directory with four complete steps (small files, real sums), a damaged one, and what a kill has left."""
+    """Return a run directory with four complete steps (small files with real checksums), a damaged step, and the files
+    that a kill has left.
+    """
     steps = tmp_path / "runs/name-12345678/checkpoints"
     for number in (10, 20, 30, 40):
         step = steps / f"step-{number:08d}"
@@ -28,7 +30,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def validated(run):
-    """The same run, validated at steps 10 to 40, whose config.json says that the best is kept."""
+    """Return the same run with validations at steps 10 to 40, and a config.json by which the best checkpoint is kept."""
     for number, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, None)):
         step = run / f"checkpoints/step-{number:08d}"
         checkpoints.write_manifest(step, number, 4, {".metadata": (1000, int(checkpoints.checksum(step / ".metadata"), 16))}, loss)
@@ -59,7 +61,7 @@ def test_a_checkpoint_is_asked_for_by_its_step_or_as_the_best(validated, monkeyp
     with (validated / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "validation", "step": 35, "validation_loss": lowest}) + "\n")
     if step != "best":
-        # the events of a long run are many, and a number does not depend on them
+        # a long run has many events, so this number must not depend on them
         monkeypatch.delattr(checkpoints, "lowest_held_out")
     if not answer.startswith("--"):
         assert checkpoints.asked_for(validated, step) == validated / answer

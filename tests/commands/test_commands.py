@@ -1,5 +1,5 @@
-"""The titan commands on real local runs: a sweep with one cell that is done and one that failed, and a sweep that
-runs.
+"""Test the titan commands on real local runs: a sweep with a cell that is done and one that failed, and a sweep that is
+running.
 """
 
 import json
@@ -23,7 +23,7 @@ MEMORY = 'import torch; raise torch.OutOfMemoryError("CUDA out of memory. Tried 
 
 @pytest.fixture(scope="module")
 def swept(launcher_of_module):
-    """A folder with two runs of two ranks: seed 1 done, seed 2 a bug of rank 1."""
+    """Return a folder with two runs of two ranks: seed 1 is done, seed 2 failed by a bug on rank 1."""
     launcher_of_module.sabotage_step_3(1, BUG)
     assert launcher_of_module.run("-m", *launcher_of_module.TINY, "gpus=2", "seed=1,2").returncode == 1
     return launcher_of_module
@@ -31,7 +31,7 @@ def swept(launcher_of_module):
 
 @pytest.fixture
 def titan(swept, monkeypatch, capsys):
-    """Run a command in the swept folder. Returns exit status, stdout and stderr."""
+    """Run a command in the swept folder. Return exit status, stdout and stderr."""
     monkeypatch.chdir(swept.folder)
 
     def run(*arguments):
@@ -51,7 +51,7 @@ def hash_of(swept, seed):
 
 
 def run_of(swept, seed):
-    """Name and hash of the run of a seed."""
+    """Return name and hash of the run of a seed."""
     (name,) = [file.parent.name for file in swept.folder.glob("runs/*/config.json") if json.loads(file.read_text())["seed"] == seed]
     return name, name.rpartition("-")[2]
 
@@ -101,7 +101,7 @@ def test_compare_shows_what_differs_and_nothing_else(swept, titan):
 
 def test_status_of_all_send_and_completion(swept, titan):
     (line,) = titan("status", "--all")[1].splitlines()[1:]
-    assert line.startswith("seed-") and "1 done, 1 failed" in line  # and the runs in it have no lines of their own
+    assert line.startswith("seed-") and "1 done, 1 failed" in line  # the runs of a sweep have no lines of their own
     assert "nothing to send" in titan("track", "--send")[1]
     assert titan("completion", f"--words=logs {run_of(swept, 1)[1][:6]}")[1].split() == [run_of(swept, 1)[1]]
     assert titan("completion", "--words=logs --g")[1].split() == ["--guilty"]
@@ -137,7 +137,7 @@ def test_retry_runs_what_can_help_and_only_that(swept, titan):
     assert "ValueError" in titan("logs", run_of(swept, 2)[1], "--attempt", 1, "--rank", 1)[1]
     status, out, _ = titan("retry", "--only", "oom")
     assert status == 0 and "it would fail again" in out and f"gpus=2 seed=2 {cells[1]['failure']['hint']}" in out
-    assert "nothing to run again" in out and len(titan("status", "--all")[1].splitlines()) == 2  # no sweep of its own
+    assert "nothing to run again" in out and len(titan("status", "--all")[1].splitlines()) == 2  # the retry made no sweep of its own
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_retry_runs_what_can_help_and_only_that(swept, titan):
         ("data", 70, 0, 8.0, None),
         ("data", 90, 0, 8.0, 90),
         ("data", 200, 0, None, None),
-        ("data", 400, 0, None, 400),  # the first step compiles
+        ("data", 400, 0, None, 400),  # a longer time is allowed, as the first step compiles
         ("checkpoint", 500, 0, 1.0, None),
         ("checkpoint", 500, 90, 1.0, 90),
         ("start", 500, 0, None, None),
@@ -160,7 +160,7 @@ def test_a_run_is_silent_when_it_does_not_move_for_longer_than_it_may(phase, sti
 
 
 def environment(swept):
-    """With this code, and with the sabotage."""
+    """Return an environment with this code and with the sabotage."""
     return swept.env | {"PYTHONPATH": f"{swept.env.get('PYTHONPATH', '')}:{swept.ROOT}"}
 
 
@@ -168,7 +168,7 @@ def test_cancel_stops_a_running_cell_as_ctrl_c_would(launcher, monkeypatch, caps
     process = launcher.start("-m", *launcher.ENDLESS, "gpus=2", "seed=1,2")
     launcher.wait_for_step()
     monkeypatch.chdir(launcher.folder)
-    assert cli.main(["cancel"]) == 2  # nobody is there to be asked
+    assert cli.main(["cancel"]) == 2  # there is no terminal for the question
     assert "--yes" in capsys.readouterr().err
     assert cli.main(["status"]) == 0
     out = capsys.readouterr().out
@@ -190,7 +190,7 @@ def test_cancel_stops_a_running_cell_as_ctrl_c_would(launcher, monkeypatch, caps
     assert "its checkpoint is written" in out and "interrupted" in err
     assert cli.main(["status"]) == 0
     out = capsys.readouterr().out
-    assert "cancelled by" in out and "1 interrupted, 1 new" in out  # the second cell was not started
+    assert "cancelled by" in out and "1 interrupted, 1 new" in out  # the second cell had not started
 
 
 def test_tables_fit_into_the_terminal(monkeypatch):
@@ -236,7 +236,7 @@ def test_commands_that_are_suggested_can_be_pasted(swept, titan, tmp_path):
 
 
 def test_send_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch, capsys):
-    """A sweep of other cells was started last; two runs beside it wait to be sent."""
+    """A sweep of other cells was started last; two runs that do not belong to it have files to send."""
     runs = tmp_path / "runs"
     for name in ("swept-11111111", "alone-22222222", "other-33333333"):
         (runs / name / "attempts").mkdir(parents=True)
@@ -255,7 +255,7 @@ def test_send_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch,
     assert cli.main(["track", "--send", "--dry"]) == 0
     assert sorted(capsys.readouterr().out.split()) == [str(folder) for folder in waiting]
     assert cli.main(["track", "swept", "--send", "--dry"]) == 0 and "nothing to send" in capsys.readouterr().out
-    with socket.socket() as silent:  # takes the connection and says nothing
+    with socket.socket() as silent:  # accepts the connection and sends nothing
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"

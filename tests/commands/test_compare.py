@@ -1,4 +1,4 @@
-"""`titan compare` finds where two runs part: the step, and the module with a planted bug."""
+"""`titan compare` finds the step at which two runs begin to differ, and the module with a planted bug."""
 
 import json
 import re
@@ -74,7 +74,9 @@ def test_equal_runs_and_untraced_ones(launcher, compare, capsys):
 
 
 def test_the_pages_lines_of_pandas_read_what_a_run_writes(launcher, monkeypatch, capsys):
-    """docs/debugging.md: the spikes, and the norms of a step's gradients by parameter; the largest first."""
+    """The lines of docs/debugging.md print the spikes, and the gradient norms of a step by parameter, the largest
+    first.
+    """
     assert launcher.run(*launcher.TINY, *TRACED, "metrics.log_every=1").returncode == 0
     (run,) = launcher.folder.glob("runs/*/")
     spikes, norms = re.findall(r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/debugging.md").read_text(), re.S)

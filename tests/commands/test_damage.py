@@ -1,5 +1,5 @@
-"""A damaged file of one run is a row that names it: no command ends with a traceback, and all other runs are shown as
-before.
+"""A damaged file of one run gives a row that names the file: no command ends with a traceback, and all other runs are
+shown as before.
 """
 
 import json
@@ -66,8 +66,7 @@ def without(*names):
     return lambda row: {name: value for name, value in row.items() if name not in names}
 
 
-# By name: which file of the damaged run (or the manifest), what becomes of it, and the file that the run is then called
-# damaged for.
+# By name: the file of the damaged run (or the manifest), what is done to it, and the file that the run's row names.
 DAMAGE = {
     **{
         f"config {name}": ("config.json", what, "config.json")
@@ -220,8 +219,8 @@ def write(path, content):
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory):
-    """A sweep of three cells (two done, one out of memory) and a run by itself. Returns the folder and their
-    directories by name.
+    """Return a sweep of three cells (two done, one out of memory) and a separate run: the folder and their directories
+    by name.
     """
     runs, places, cells = tmp_path_factory.mktemp("healthy") / "runs", {}, []
     job = compose_job("debug=tiny", "gpus=1", "steps=12", "metrics.log_every=1")
@@ -253,11 +252,11 @@ def healthy(tmp_path_factory):
 
 
 def damage(runs, places, file, what):
-    """Do it. The path is the done run's, or the failed one's."""
+    """Do the damage. The path is that of the finished run, or that of the failed one."""
     path = runs / "_sweeps/table-1/manifest.json" if file == "manifest" else runs / places["done"] / file
     if file.startswith("failed/"):
         path = runs / places["failed"] / file.removeprefix("failed/")
-        if "flight" in file:  # which is asked after a hang
+        if "flight" in file:  # flight records are read after a hang
             record = path.with_name("rank_0.json")
             record.write_text(record.read_text().replace("76", "77"))
     if what == CUT:
@@ -272,7 +271,7 @@ def damage(runs, places, file, what):
         path.write_bytes(what)
 
 
-HURT = object()  # in a command: the damaged run
+HURT = object()  # stands for the damaged run in a command
 COMMANDS = [
     ("status",),
     ("status", "runs"),
@@ -300,10 +299,10 @@ COMMANDS = [
     ("checkpoint", "ls", HURT),
     ("completion", "--words=status "),
 ]
-PLOTTED = ("metrics", "result NaN", "result zeros")  # what plots read; drawing takes most of the time
+PLOTTED = ("metrics", "result NaN", "result zeros")  # files that plots read; drawing takes most of the time
 
 
-# Of each kind of file the damage that others would break on; -m slow has the rest.
+# For each kind of file, the damage that most commands could fail on; -m slow runs the rest.
 SOONER = {
     "config bytes",
     "config cut",
@@ -364,7 +363,7 @@ def test_no_damage_ends_a_command_or_hides_other_runs(healthy, tmp_path, capsysb
         words = [{HURT: hurt, "fine": places["fine"]}.get(word, word) for word in line]
         try:
             status = cli.main(words)
-        except SystemExit as end:  # argparse's
+        except SystemExit as end:  # raised by argparse
             status = end.code
         out[" ".join(words)] = capsysbinary.readouterr().out.decode(errors="replace")
         assert status in (0, 1, 2), words

@@ -1,5 +1,5 @@
-"""`titan extend`: the new run is bitwise the one that had so many steps from its start on, or nothing is started and a
-line says why.
+"""`titan extend` makes a run that is bitwise equal to one with so many steps from its start, or starts nothing and
+prints a line with the reason.
 """
 
 import json
@@ -32,7 +32,7 @@ WSD = (
 
 
 def learned(directory):
-    """Loss, gradient norm and learning rate by step."""
+    """Return loss, gradient norm and learning rate by step."""
     rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: (row["loss"], row["grad_norm"], row["lr"]) for row in rows}
 
@@ -80,8 +80,8 @@ def test_an_extended_run_is_the_longer_run_bitwise(launcher):
 
 @pytest.fixture
 def a_run(tmp_path, monkeypatch, capsys):
-    """A function that makes a run directory with checkpoints of these steps, and one that types `titan extend`
-    there.
+    """Return a function that makes a run directory with checkpoints of these steps, and one that runs `titan extend` in
+    it.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -111,7 +111,7 @@ SCHEDULES = {"wsd": ["lr_scheduler.decay_ratio=0.25"], "constant": ["lr_schedule
 @pytest.mark.parametrize(
     "schedule, steps, origin",
     [
-        ("wsd", 40, 8),  # the rate of 12 steps falls after step 10
+        ("wsd", 40, 8),  # with 12 steps the rate decays after step 10
         ("wsd", 10, 8),  # a decay that begins earlier, from the same checkpoint
         ("wsd", 8, 4),
         ("constant", 40, 12),
@@ -167,7 +167,9 @@ def test_the_line_that_a_finished_run_prints_can_be_pasted(a_run, capsys, steps,
 
 
 def test_fewer_ranks_go_on_as_the_page_says(launcher):
-    """docs/reliability.md: the losses are those of the run on four ranks, to rounding, and the batch has its size."""
+    """As in docs/reliability.md: the losses equal those of the run on four ranks up to rounding, and the batch has the
+    same size.
+    """
     page = (launcher.ROOT / "docs/reliability.md").read_text()
     four, two = (shlex.split(line)[2:] for line in page.splitlines() if line.startswith("python launch.py gpus="))
     done = launcher.run(*launcher.TINY, *four)

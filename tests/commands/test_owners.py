@@ -1,4 +1,6 @@
-"""What belongs to a colleague and may not be read or written is one line with its owner and mode, never a traceback."""
+"""A file that belongs to another user and may not be read or written gives one line with its owner and mode, never a
+traceback.
+"""
 
 import json
 import os
@@ -11,14 +13,14 @@ import pytest
 from tests.launch.conftest import ROOT
 
 COLLEAGUE = 12345  # a user that does not exist
-DROP = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # root without its right to read everything
+DROP = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # root, but without the right to read all files
 ALICE = f"belongs to {COLLEAGUE}:{COLLEAGUE}"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can give files away")
 
 
 def run(folder, *words):
-    """A command without root's rights: (status, stdout, stderr)."""
+    """Run a command without root's rights; return (status, stdout, stderr)."""
     program = [str(ROOT / "launch.py")] if words[0] == "launch.py" else ["-m", "titan_hydra.cli", words[0]]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*DROP, sys.executable, *program, *words[1:]], cwd=folder, env=env, capture_output=True, text=True, check=False)
@@ -26,14 +28,14 @@ def run(folder, *words):
 
 
 def give(path, mode):
-    """Make it a colleague's."""
+    """Give a file or folder to the other user."""
     path.chmod(mode)
     os.chown(path, COLLEAGUE, COLLEAGUE)
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A folder with three runs, one of them a sweep's, and the words that start one of them."""
+    """Return a folder with three runs, one of them of a sweep, and the words that start one of them."""
     folder = tmp_path_factory.mktemp("lab")
     for words in (["name=mine"], ["name=theirs"], ["-m", "name=swept", "seed=1,2"]):
         done = subprocess.run(
@@ -94,7 +96,7 @@ def test_a_closed_run_among_others_has_a_line(lab):
             ["launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=theirs"],
         ):
             status, out, err = run(lab, *words)
-            # once for each of two targets
+            # once for each of the two targets
             said = err.replace(f"{manifest} cannot be read: its sweep is left out\n", "")
             assert (status, said.count("\n")) == (2, 1) and f"{theirs} {ALICE}, drwx------" in said, (words, out, err)
     finally:

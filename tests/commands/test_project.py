@@ -1,5 +1,5 @@
-"""A wheel is enough: installed away from the checkout, `titan init` writes a project whose launch.py, test and sweep
-run.
+"""A wheel is enough: with the package installed outside the checkout, `titan init` writes a project whose launch.py,
+test and sweep run.
 """
 
 import json
@@ -17,12 +17,12 @@ BUILD = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "t
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The wheel of this checkout, installed into a folder of its own: `run(folder, *command)` starts a command that
-    finds it there.
+    """Install the wheel of this checkout into a separate folder. Return `run(folder, *command)`, which runs a command
+    in a folder with this installation.
     """
     place = tmp_path_factory.mktemp("wheel")
     (place / "source").mkdir()
-    for name in BUILD:  # a build writes into its folder, and would take what an earlier one has left
+    for name in BUILD:  # a build writes into its folder, and would include files of an earlier build
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, place / "source" / name, symlinks=True)
         else:

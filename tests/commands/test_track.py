@@ -1,4 +1,6 @@
-"""`titan track`: a finished run in TensorBoard and wandb, with all that it has recorded; wandb's keys reach wandb."""
+"""`titan track` copies all that a finished run has recorded to TensorBoard and wandb; the keys of metrics.wandb reach
+wandb.
+"""
 
 import json
 
@@ -13,7 +15,7 @@ from titan_hydra.config.compose import compose_job
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that nobody has tracked: three rows, two validations, a checkpoint, and something that is no number."""
+    """Return a run without a tracker: three rows, two validations, a checkpoint, and a value that is not a number."""
     job = compose_job("debug=tiny", "notes=a try")
     directory = tmp_path / f"runs/{job.name}-{identity(job)}"
     (directory / "attempts/1").mkdir(parents=True)
@@ -53,10 +55,10 @@ def test_tensorboard_has_all_that_was_recorded_once(run, capsys):
 def test_wandb_has_all_that_was_recorded_and_what_its_keys_say(run, capsys):
     assert cli.main(["track", str(run), "--to", "wandb", "metrics.wandb.tags=[wsd,small]", "metrics.wandb.entity=team"]) == 0
     assert "titan track " in capsys.readouterr().out
-    wandb.teardown()  # its service writes the file when it ends, if not before
+    wandb.teardown()  # wandb's service writes the file at its end, if not before
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
     logged: dict[int, dict] = {}
-    for row in rows(file):  # wandb may write what it got of one step in two parts
+    for row in rows(file):  # wandb may write the values of one step in two parts
         logged.setdefault(row["_step"], {}).update({name: value for name, value in row.items() if not name.startswith("_")})
     assert logged == {
         1: {"loss": 8.0},

@@ -1,8 +1,8 @@
-"""Command lines drawn from the schema, and those that broke version 0.1: what must be refused, and what may be accepted
-but must not crash.
+"""Make command lines from the schema, and list those that crashed version 0.1: some must be refused, others may be
+accepted, but none may crash.
 
-`lines()` gives the same lines every time: (overrides, refused), where `refused` says whether the line must be refused;
-None: either.
+`lines()` yields the same pairs (overrides, refused) every time. `refused` is whether the line must be refused; None
+means that it may be refused or accepted.
 """
 
 import random
@@ -17,7 +17,7 @@ from titan_hydra.config.overrides import SYNONYMS
 from titan_hydra.config.ranges import Interval, range_of
 from titan_hydra.config.schema import default_of
 
-REPORT = Path(__file__).with_name("report_lines.txt")  # a line each; `!` before those that must be refused
+REPORT = Path(__file__).with_name("report_lines.txt")  # one line each; `!` marks those that must be refused
 LEAVES = {key: spec for key, spec in known_keys().items() if not isinstance(kind_of(key), type) or kind_of(key).__module__ == "builtins"}
 GROUPS = default_options()
 DEFAULT = compose_job()
@@ -47,8 +47,8 @@ def lines(seed: int = 0, wrong_types: int = 4, mixtures: int = 200):
 
 
 def from_report():
-    """The lines of the trial of version 0.1 (its section 4) that the command line itself can hold, with what stands for
-    long texts.
+    """Return the lines of the trial of version 0.1 (its section 4) that fit on a command line; placeholders are
+    replaced by long texts.
     """
     stand_ins = {
         "<newline>": "\n",
@@ -68,14 +68,14 @@ def from_report():
 
 
 def plain_type(key: str) -> type:
-    """int, float, bool, str, list or dict, whether or not null is legal too."""
+    """Return int, float, bool, str, list or dict, whether or not null is legal too."""
     kind = kind_of(key)
     plain = next(part for part in typing.get_args(kind) if part is not type(None)) if type(None) in typing.get_args(kind) else kind
     return typing.get_origin(plain) or plain
 
 
 def of_key(key: str, draw: random.Random, wrong_types: int):
-    """What is wrong for one key, by its type, range, choices and place; and what is right."""
+    """Yield wrong and right values for one key, from its type, range, choices and place."""
     spec, plain = LEAVES[key], plain_type(key)
     wrong = WRONG_TYPES.get(plain, [])
     wrong = draw.sample(wrong, min(wrong_types, len(wrong)))
@@ -99,7 +99,7 @@ def of_key(key: str, draw: random.Random, wrong_types: int):
 
 
 def outside(bounds: Interval, plain: type) -> list[str]:
-    """Numbers that are not in an interval."""
+    """Return numbers outside an interval."""
     found = [bounds.low - 1] + [bounds.low] * bounds.open_low
     if bounds.high < float("inf"):
         found += [bounds.high + 1, bounds.high * 1000] + [bounds.high] * bounds.open_high
@@ -107,7 +107,7 @@ def outside(bounds: Interval, plain: type) -> list[str]:
 
 
 def inside(spec, plain: type, draw: random.Random) -> list[str]:
-    """Values that the key alone would take."""
+    """Return values that are legal for the key by itself."""
     bounds = range_of(spec)
     if spec.metadata["choices"]:
         return [draw.choice(spec.metadata["choices"])] if plain is str else ["[]", f"[{draw.choice(spec.metadata['choices'])}]"]
@@ -118,7 +118,7 @@ def inside(spec, plain: type, draw: random.Random) -> list[str]:
 
 
 def misspelt(key: str, draw: random.Random) -> str:
-    """A key with two letters exchanged, or one missing."""
+    """Return a key with two letters exchanged, or with one letter missing."""
     while True:
         place = draw.randrange(1, len(key))
         word = draw.choice([key[: place - 1] + key[place] + key[place - 1] + key[place + 1 :], key[:place] + key[place + 1 :]])
@@ -127,7 +127,7 @@ def misspelt(key: str, draw: random.Random) -> str:
 
 
 def of_group(group: str):
-    """Wrong and right choices of an option."""
+    """Return wrong and right choices of an option."""
     first = option_files(group)[0].stem
     for value in (
         "nosuch",
@@ -154,7 +154,7 @@ def of_group(group: str):
 
 
 def mixed(draw: random.Random) -> tuple[list[str], None]:
-    """Several overrides that each would do, which may or may not go together."""
+    """Return lines of several overrides, each of which is legal by itself; together they may not be."""
     overrides = []
     for _ in range(draw.randint(2, 5)):
         if draw.random() < 0.4:

@@ -1,4 +1,4 @@
-"""Flags of launch.py: they stand anywhere, and a wrong one is a line."""
+"""Flags of launch.py may stand anywhere on the line, and a wrong one gives one line."""
 
 import os
 
@@ -64,7 +64,9 @@ def test_titan_suggests_a_word(word, hint, capsys):
 
 
 def test_a_new_project_has_the_modes_of_its_place(tmp_path):
-    """`titan init` obeys umask and a folder's group bit, as copies of the package's own modes would not."""
+    """`titan init` obeys the umask and a folder's setgid bit; copies of the package's files would keep the package's
+    modes.
+    """
     tmp_path.chmod(0o2770)
     before = os.umask(0o077)
     try:

@@ -1,4 +1,4 @@
-"""Which attention kernels may compute a call: the whole rule as a table, on a machine that need not be there."""
+"""Test which attention kernels may compute a call: the whole rule as a table, for machines that need not be present."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ ALL = list(KERNELS)
         (ON_H100._replace(machine=Machine((9, 0), (12, 8), 91900)), ["flash", "efficient", "math"]),
         (ON_H100._replace(machine=Machine((9, 0), (12, 9), 91900)), ALL),
         (ON_H100._replace(machine=Machine((9, 4), (), 0)), ["flash", "efficient", "math"]),  # ROCm
-        (ON_H100._replace(width=192), ALL),  # DeepSeek-V3's queries and keys
+        (ON_H100._replace(width=192), ALL),  # the width of DeepSeek-V3's queries and keys
         (ON_H100._replace(width=192, machine=B200), ALL),
         (ON_H100._replace(width=192, machine=Machine((8, 0), (13, 0), 91900)), ["flash", "efficient", "math"]),
         (ON_H100._replace(width=192, value_width=192), ["flash", "efficient", "math"]),
@@ -86,8 +86,8 @@ def test_a_job_says_what_its_attention_is():
 
 
 def test_efficient_attention_of_grouped_queries_has_a_key_for_each():
-    """The fastest kernel of float32 on a GPU takes no groups before torch 2.14: SDPA would choose the one that keeps all
-    scores. Other kernels take them as they are.
+    """Before torch 2.14 the fastest kernel for float32 on a GPU does not support groups, and SDPA would choose the
+    kernel that keeps all scores. So this kernel gets a key for each query head; other kernels get grouped keys.
     """
     assert kernels("auto", ON_H100._replace(dtype="float32"))[0] == "efficient"
     torch.manual_seed(0)

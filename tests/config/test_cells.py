@@ -1,5 +1,5 @@
-"""Cells are what Hydra itself would compose, for whatever Hydra's grammar can say; and which cells a command line
-has.
+"""Cells are what Hydra itself would compose, for everything that Hydra's grammar allows; and the cells of a command
+line are the right ones.
 """
 
 import functools
@@ -18,8 +18,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.cells import Composer, combinations, with_count
 from titan_hydra.config.compose import CONF, register_schema
 
-# a folder of the user's own: plain options, options that set other groups, nested groups, interpolated lists of
-# defaults
+# a user's folder: plain options, options that set other groups, nested groups, interpolated lists of defaults
 OWN = {
     "model/mine": "name: mine\nvocab_size: 4096\ndim: ${data.seq_len}\nn_layers: 2\nn_heads: 4\nn_kv_heads: 4",
     "model/family/small": "name: small\nvocab_size: 4096\ndim: 64\nn_layers: 2\nn_heads: 4\nn_kv_heads: 4",
@@ -109,7 +108,7 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def composers(tmp_path_factory):
-    """Hydra's own composition and ours, with a folder as --config-dir adds it."""
+    """Return Hydra's own composition and ours, with a folder that --config-dir adds."""
     folder = tmp_path_factory.mktemp("own")
     for name, text in OWN.items():
         (folder / f"{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +123,7 @@ def composers(tmp_path_factory):
 
 
 def by_hydra(loader, overrides, config_name="config"):
-    """A configuration as @hydra.main gives it to a function."""
+    """Return a configuration as @hydra.main gives it to a function."""
     config = loader.load_configuration(config_name, overrides, RunMode.RUN)
     with open_dict(config):
         del config["hydra"]
@@ -132,7 +131,7 @@ def by_hydra(loader, overrides, config_name="config"):
 
 
 def drawn(draw: random.Random) -> list[str]:
-    """A command line: options, values, and now and then something odd."""
+    """Draw a command line: options, values, and sometimes an unusual form."""
     groups = draw.sample(list(GROUPS), draw.choice([0, 0, 1, 1, 2, 3, 4]))
     line = [f"{group}={draw.choice(GROUPS[group])}" for group in groups] + draw.sample(ODD, draw.choice([0, 1, 1, 2]))
     for key in draw.sample(list(corpus.LEAVES), draw.choice([0, 1, 2, 3])):
@@ -142,7 +141,7 @@ def drawn(draw: random.Random) -> list[str]:
 
 
 def outcome(composition, overrides):
-    """All that can be seen of a configuration: order, types, flags, interpolations; or of the exception."""
+    """Return all visible properties of a configuration (order, types, flags, interpolations), or of the exception."""
     try:
         config = composition(list(overrides))
     except Exception as error:

@@ -1,4 +1,6 @@
-"""Every rule refuses what it should, names the key and the nearest legal value, and what passes builds its mesh."""
+"""Every rule refuses what it should and names the key and the nearest legal value, and an accepted job can build its
+mesh.
+"""
 
 import copy
 from dataclasses import fields
@@ -27,13 +29,13 @@ def base():
 
 
 def changed(base, **values):
-    """A frozen job with some values changed; `__` stands for the dot of a key."""
+    """Return a frozen job with some values changed; `__` stands for the dot of a key."""
     job = copy.deepcopy(base)
     job.gpus = job.data.global_batch = None
     job.parallelism.dp_shard = -1
     for name, section in picking().items():
         pick = PICKED[section][0]
-        if section is not Model and f"{name}__{pick}" in values:  # the section has the keys of another part
+        if section is not Model and f"{name}__{pick}" in values:  # the section gets the keys of another part
             kept = {spec.name: getattr(getattr(job, name), spec.name) for spec in fields(section)}
             setattr(job, name, from_dict(section, kept | {pick: values[f"{name}__{pick}"]}))
     for key, value in values.items():
@@ -58,7 +60,7 @@ FLOAT8 = {"precision__converter": "float8", "precision__recipe": "rowwise"}
 TENSORWISE = {"precision__converter": "float8", "precision__recipe": "tensorwise", "precision__float8_all_gather": True}
 CUDNN = {"model__attention": "cudnn", "precision__compute_dtype": "bfloat16"}
 ON_SLURM = {"cluster__executor": "slurm", "cluster__gpus_per_node": 8}
-BAD = [  # what is changed, the key that is named, what the line must contain
+BAD = [  # changed values, the key that is named, a part of the message
     ({"gpus": -4, "parallelism__dp_shard": -1}, "gpus", "must be from 1 to 1,000,000"),
     ({"name": "../../evil"}, "name", "must be a name of letters"),
     ({"optimizer__lr": float("inf")}, "optimizer.lr", "must be a finite number"),
@@ -151,7 +153,11 @@ BAD = [  # what is changed, the key that is named, what the line must contain
     ({**FLOAT8, "precision__float8_all_gather": True}, "precision.float8_all_gather", "only tensorwise"),
     ({**TENSORWISE, "parallelism__backend": "simple_fsdp"}, "precision.float8_all_gather", "nearest legal: false"),
     ({**TENSORWISE, **ON_SLURM, "gpus": 512}, "precision.float8_all_gather", "512 ranks share 256 rows of wq"),
-    ({**TENSORWISE, **ON_SLURM, "gpus": 96}, "precision.float8_all_gather", "nearest legal: false"),  # 3 rows each, and none for 10
+    (
+        {**TENSORWISE, **ON_SLURM, "gpus": 96},
+        "precision.float8_all_gather",
+        "nearest legal: false",
+    ),  # 3 rows each, none on the last 10
     ({**FLOAT8, "precision__emulate": True, "compile__name": "block"}, "precision.emulate", "nearest legal: false"),
     ({**FLOAT8, "precision__kernels": "fused", "debug__nan_hunt": True}, "precision.kernels", "blocks; nearest legal: torchao"),
     ({**TENSORWISE, "precision__kernels": "fused"}, "precision.kernels", "only for precision.recipe=rowwise; nearest legal: torchao"),
@@ -216,7 +222,7 @@ BAD = [  # what is changed, the key that is named, what the line must contain
 
 @pytest.mark.parametrize(("values", "key", "text"), BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else None)
 def test_a_bad_value_is_named_with_what_would_be_legal(base, monkeypatch, values, key, text):
-    # torch 2.11 compiles what the rule of `ac.name` refuses
+    # torch 2.11 can compile what the rule of `ac.name` refuses
     monkeypatch.setattr(rules_of_compile, "versions", lambda: {"torch": "2.13.0"})
     faults = [fault for fault in check(changed(base, **values)) if fault.key == key]
     assert faults, check(changed(base, **values))
@@ -286,7 +292,7 @@ def test_degrees_that_pass_build_their_mesh_and_others_would_not(base, gpus, dp_
         else:
             mesh = build_mesh(job.parallelism, "cpu")
             assert (mesh.world.size() if mesh.world else 1) == gpus
-            assert mesh.data_rank == mesh.data_ranks - 1  # the last rank takes the last slots
+            assert mesh.data_rank == mesh.data_ranks - 1  # the last rank gets the last slots
     finally:
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The page and the help are made from the schema and conf/, so they must be current, and what they are made of
+"""The page and the help text are generated from the schema and conf/. They must be up to date, and their sources
 complete.
 """
 

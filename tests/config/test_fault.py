@@ -1,4 +1,4 @@
-"""How values are written where a person, a shell or Hydra reads them."""
+"""How values are written for a person, a shell, or Hydra."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -1,4 +1,4 @@
-"""What the checks read of files: paths and globs, and sizes of vocabularies."""
+"""Test what the checks read from files: paths and globs, and sizes of vocabularies."""
 
 import json
 

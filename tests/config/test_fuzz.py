@@ -1,4 +1,4 @@
-"""Bad input is one line each, whatever it is: no traceback, no hang, nothing accepted that cannot be. The lines are
+"""Bad input of any kind gives one line per fault: no traceback, no hang, and no illegal line is accepted. The lines are
 those of corpus.py.
 """
 
@@ -17,11 +17,11 @@ from titan_hydra.config.schema import Job
 from titan_hydra.job.freeze import freeze
 
 LINES = list(corpus.lines())
-SECONDS = 40  # after which a line counts as one that hangs
+SECONDS = 40  # after which a line counts as hung
 
 
 def verdict(overrides):
-    """What is wrong with a command line, one line a fault, as launch.py says it; [] if nothing is."""
+    """Return the faults of a command line, one line each, as launch.py prints them; [] if there is none."""
     if lines := mistakes(overrides):
         return lines
     try:

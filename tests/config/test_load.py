@@ -1,5 +1,5 @@
-"""From a command line to a typed job: what composes, what is refused in one line, and what makes two jobs the same
-one.
+"""From a command line to a typed job: what can be composed, what is refused with one line, and when two jobs are the
+same job.
 """
 
 import pytest
@@ -107,7 +107,7 @@ def test_options_of_a_folder_of_ones_own_are_known(tmp_path):
     ],
 )
 def test_hydras_complaints_become_one_line(overrides, text):
-    with pytest.raises(Exception) as raised:  # Hydra has no one class for them
+    with pytest.raises(Exception) as raised:  # Hydra has no common class for these
         composed(*overrides)
     line = explain(raised.value)
     assert line.startswith(text) and "\n" not in line
@@ -174,7 +174,7 @@ def test_identity_is_the_experiments_not_the_places():
         assert identity(compose_job(override)) != identity(job), override
 
 
-# a change of these is seen: folders of runs that are there have these hashes
+# pinned, as existing folders of runs have these hashes
 KNOWN = {
     "": "0539f5e7",
     "debug=tiny": "e98e15ae",
@@ -201,7 +201,7 @@ KNOWN = {
 @pytest.mark.parametrize("line", KNOWN)
 def test_a_line_has_the_hash_that_it_always_had(line):
     sets_steps = line.startswith(("debug=", "experiment="))
-    # the debug model and the embedded text set others now
+    # the debug model and the embedded text set these now
     then = ["precision=bf16", "validation=off", *["steps=200"] * (not sets_steps)]
     assert identity(compose_job(*then, *line.split())) == KNOWN[line]
 
@@ -225,7 +225,7 @@ def validations_are_short(data):
     """
     job = compose_job(f"data={data}")
     batches = 10 * job.validation.steps
-    assert batches / 3 <= job.steps / 10  # a step is a forward and a backward of twice its work
+    assert batches / 3 <= job.steps / 10  # a step is a forward, and a backward of twice the work
     assert identity(job) == identity(compose_job(f"data={data}", "validation.steps=10"))
 
 
@@ -239,7 +239,7 @@ def test_identity_does_not_depend_on_how_a_value_was_given():
 
 
 def test_a_key_of_a_familys_section_that_its_option_leaves_out_is_enough():
-    """The option says nothing of YaRN, so that the section has its defaults."""
+    """The option does not mention YaRN, so the section has YaRN's defaults."""
     yarn = compose_job("model=deepseek_v3_debug", "model.yarn.factor=8").model.yarn
     assert (yarn.factor, yarn.beta_fast, yarn.original_max_seq_len) == (8.0, 32.0, 4096)
     with pytest.raises(ConfigError, match=r"model\.yarn\.beta_fats: no such key or group; did you mean model\.yarn\.beta_fast"):

@@ -1,4 +1,4 @@
-"""A module of the user's adds parts of all kinds that have a record: those of docs/extend.md."""
+"""A user's module adds parts of all kinds that have a record: those of docs/extend.md."""
 
 import json
 import re
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def project(tmp_path):
-    """A folder with the modules and options of docs/extend.md: each block of code begins with a comment that names its
-    file.
+    """Return a folder with the modules and options of docs/extend.md. Each block of code begins with a comment that
+    names its file.
     """
     text = (ROOT / "docs/extend.md").read_text()
     for name, code in re.findall(r"```(?:python|yaml)\n# ([\w/.]+)\n(.*?)```", text, re.S):

@@ -1,5 +1,5 @@
-"""Sweep files: their cells, who wins over whom, what is said of a wrong one, and that every file of sweeps/ would run
-as it is.
+"""Test sweep files: their cells, which values win, what is printed for a wrong file, and that every file of sweeps/ can
+run unchanged.
 """
 
 import pytest
@@ -32,7 +32,7 @@ CELLS = "{fsdp: [parallelism=fsdp, gpus=2], 'tp, alone': [parallelism=tp, steps=
 
 
 def expanded(*overrides):
-    """(cells, faults) of one command line without -m."""
+    """Return (cells, faults) of one command line without -m."""
     register_schema()
     faults = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -43,12 +43,12 @@ def expanded(*overrides):
                 del config.hydra
             return expand_sweep(config, [text for text in overrides if not text.startswith("hydra.")], faults), faults
         finally:
-            HydraConfig.instance().cfg = None  # other tests have no ${hydra:...}
+            HydraConfig.instance().cfg = None  # other tests must not see ${hydra:...}
 
 
 @pytest.fixture
 def example(tmp_path):
-    """A function that writes sweeps/example.yaml into a folder of its own and expands it, with overrides."""
+    """Return a function that writes sweeps/example.yaml into a separate folder and expands it, with overrides."""
 
     def run(*overrides, cells=CELLS, baseline="fsdp"):
         (tmp_path / "sweeps").mkdir(exist_ok=True)
@@ -208,5 +208,5 @@ def test_the_papers_rows_are_as_it_has_them_on_the_torch_that_can_run_them(line,
         for job in jobs
     ] == PAPER[line]
     assert line.startswith("loss") or all(job.pp_schedule.microbatches in (None, job.parallelism.pp) for job in jobs)
-    # as TorchTitan's default was
+    # the default of TorchTitan at that time
     assert all(job.pp_schedule.microbatches == job.parallelism.pp for job in jobs if job.parallelism.pp > 2)

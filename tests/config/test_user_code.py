@@ -1,4 +1,4 @@
-"""Which files belong to a user's module, read without executing any of them."""
+"""Test which files belong to a user's module; they are found without executing any of them."""
 
 import sys
 from pathlib import Path
@@ -121,8 +121,8 @@ def test_a_job_is_composed_with_options_of_ones_own(folder):
 
 
 def test_an_option_that_hydra_would_not_use_is_refused(tmp_path):
-    """Hydra takes the package's file where both have one of a name: a user's `+sweeps=scaling` composed the package's
-    cells of 64 GPUs.
+    """If both have an option of one name, Hydra uses the package's file: a user's `+sweeps=scaling` composed the
+    package's cells for 64 GPUs.
     """
     override = "defaults:\n  - override /validation: "
     for name, text in {

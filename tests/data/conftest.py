@@ -1,4 +1,4 @@
-"""Jobs and small corpora that the data tests share."""
+"""Jobs and small corpora for all tests of data."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ TEXTS = [f"Document {i}: " + " ".join(f"word{i * j % 97}" for j in range(i % 40 
 
 @pytest.fixture
 def job():
-    """A function that makes a job of small samples; keyword arguments are keys of `data`."""
+    """Return a function that makes a job of small samples; keyword arguments are keys of `data`."""
 
     def make(seed=0, **data):
         job = schema.Job(seed=seed)
@@ -28,7 +28,7 @@ def job():
 
 @pytest.fixture
 def corpus(tmp_path):
-    """The same documents in every kind of file: a dict of data keys by name of the source."""
+    """Write the same documents in every kind of file; return a dict of data keys by name of the source."""
     (tmp_path / "one.jsonl").write_text(jsonl(TEXTS))
     (tmp_path / "parts").mkdir()
     for part in range(3):

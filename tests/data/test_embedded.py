@@ -1,4 +1,4 @@
-"""The embedded corpus: whole, apart from what is held out, and the same everywhere."""
+"""The embedded corpus is complete, has no held-out text in its training part, and is the same on every machine."""
 
 import hashlib
 

@@ -65,7 +65,7 @@ def test_rows_are_numbered_alike_in_every_kind_of_file(tmp_path, start, every):
     lines = jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=5)
-    # two frames, as pzstd writes
+    # two frames, as pzstd writes them
     (tmp_path / "x.jsonl.zst").write_bytes(zst(lines.read_bytes()[:99]) + zst(lines.read_bytes()[99:]))
     (tmp_path / "x.csv.zst").write_bytes(zst("\ufeffid,text\r\n".encode() + b"".join(b'7,"text %d"\r\n' % i for i in range(23))))
     for name in ("x.jsonl", "x.jsonl.gz", "x.jsonl.zst", "x.csv.zst", "x.parquet"):

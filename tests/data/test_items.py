@@ -29,7 +29,7 @@ def epoch_of(source, samples, epoch=0):
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_an_epoch_visits_every_sample_of_every_file_once(tmp_path, seed):
-    write(tmp_path / "a.bin", range(100, 135))  # three samples of 10 + 1, four tokens left over
+    write(tmp_path / "a.bin", range(100, 135))  # three samples of 10 + 1 tokens, and four tokens left over
     write(tmp_path / "b.bin", range(200, 221))  # two samples
     source = TokenFiles("data.path", str(tmp_path / "*.bin"), 4096, 10, seed)
     expected = [list(range(start, start + 11)) for start in (100, 110, 120, 200, 210)]
@@ -40,7 +40,9 @@ def test_an_epoch_visits_every_sample_of_every_file_once(tmp_path, seed):
 
 
 def test_tokens_are_what_the_stream_of_the_same_text_packs(job, corpus):
-    """Encoded beforehand or on the fly: without shuffling one slot reads the same samples."""
+    """Without shuffling one slot reads the same samples, whether the text was encoded beforehand or is tokenized during
+    the run.
+    """
     one = {"global_batch": 1, "shuffle": False}
     streamed, stored = (data.build(job(**corpus[source], **one), 0, 1) for source in ("jsonl", "tokens"))
     for _ in range(streamed_samples := 30):
@@ -80,5 +82,5 @@ def test_synthetic_is_uniform_and_a_function_of_its_number():
     tokens = np.concatenate([source.sample(number, 0)["tokens"] for number in range(100)])
     counts = np.bincount(tokens, minlength=100)
     assert len(counts) == 100
-    assert (abs(counts - 1001) < 160).all()  # five standard deviations
+    assert (abs(counts - 1001) < 160).all()  # within five standard deviations
     assert np.array_equal(Synthetic(100, 1000, seed=-3).sample(5, 1)["tokens"], source.sample(5, 3)["tokens"])

@@ -1,4 +1,6 @@
-"""The promises of the data: the order does not depend on the layout, and goes on exactly from a saved state."""
+"""Test the promises of the data: the order of samples does not depend on the layout, and continues exactly from a saved
+state.
+"""
 
 import json
 import threading
@@ -17,7 +19,7 @@ SOURCES = ["embedded", "synthetic", "tokens", "hf", "jsonl", "shards", "parquet"
 
 @pytest.fixture(autouse=True)
 def none_before():
-    """Threads that earlier tests have left are not this one's."""
+    """Threads of earlier tests do not count."""
     BEFORE[:] = threading.enumerate()
 
 
@@ -25,12 +27,14 @@ BEFORE: list[threading.Thread] = []
 
 
 def threads():
-    """The data threads that this test has started and not ended."""
+    """Return the data threads that this test has started and that have not ended."""
     return [thread for thread in threading.enumerate() if thread.name == "data" and thread not in BEFORE]
 
 
 def take(job, ranks, steps, state=None, split="train"):
-    """Global batches [steps, G, S + 1] that so many ranks read together, and their merged state, gone through JSON."""
+    """Return global batches [steps, G, S + 1] that this number of ranks reads together, and their merged state after a
+    round trip through JSON.
+    """
     parts, states = [], []
     for rank in range(ranks):
         loader = data.build(job, rank, ranks, split)
@@ -63,7 +67,7 @@ def test_goes_on_exactly_from_a_saved_state_on_other_ranks(job, corpus, source, 
 @pytest.mark.parametrize("source", SOURCES)
 def test_seed_and_shuffle_change_the_order(job, corpus, source):
     orders = [take(job(seed, **corpus[source], shuffle=shuffle), 1, 6)[0] for seed, shuffle in [(0, True), (1, True), (0, False)]]
-    if source == "single":  # one document has one order
+    if source == "single":  # a single document has only one order
         return
     assert not np.array_equal(orders[0], orders[1])
     if source != "synthetic":

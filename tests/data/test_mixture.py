@@ -1,4 +1,4 @@
-"""Mixtures keep their proportions, whoever reads them; and each of their sources is read as it would be alone."""
+"""Mixtures keep their proportions on any number of ranks, and each source is read as it would be read alone."""
 
 import json
 from collections import Counter
@@ -21,7 +21,9 @@ BOS, EOS = 3840, 3841
 
 @pytest.fixture
 def three(tmp_path, job):
-    """A job that mixes text, token files and many small shards; every sample holds tokens of its own source only."""
+    """Return a job that mixes text, token files and many small shards; each sample holds tokens of one source only,
+    which its values show.
+    """
     marks = {name: tokenizer.load(schema.Tokenizer(name="embedded")).encode(name * 3)[0] for name in WEIGHTS}
     lines = [json.dumps({"text": "aaa" * (i % 7 + 1)}) + "\n" for i in range(50)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
@@ -48,7 +50,9 @@ def three(tmp_path, job):
 
 
 def read(job, ranks, steps, state=None):
-    """The samples [steps x G, S + 1] in the order of their numbers, and the merged state, through JSON."""
+    """Return the samples [steps x G, S + 1] in the order of their numbers, and the merged state after a round trip
+    through JSON.
+    """
     parts, states = [], []
     for rank in range(ranks):
         loader = data.build(job, rank, ranks)
@@ -61,8 +65,8 @@ def read(job, ranks, steps, state=None):
 
 
 def test_three_sources_keep_their_proportions_on_any_ranks_and_across_resume(three):
-    """10,000 samples, read by one rank, by four, and by two that become eight on the way: the same ones, 50, 30 and 20
-    percent.
+    """10,000 samples are read by one rank, by four, and by two that become eight after a resume. All read the same
+    samples, 50, 30 and 20 percent of them from each source.
     """
     one, _ = read(three(), 1, 250)
     assert len(one) == 10_000
@@ -75,7 +79,7 @@ def test_three_sources_keep_their_proportions_on_any_ranks_and_across_resume(thr
 
 
 def test_every_step_and_every_slot_has_its_share(three):
-    """Or a slot would never meet a part of a source."""
+    """Otherwise a slot would never read a part of a source."""
     names = np.array(list(map(three.name_of, read(three(), 1, 250)[0].tolist()))).reshape(250, 40)
     for name, weight in WEIGHTS.items():
         assert (abs((names == name).sum(axis=1) - 40 * weight) <= 1).all()
@@ -83,7 +87,7 @@ def test_every_step_and_every_slot_has_its_share(three):
 
 
 def test_a_source_is_read_as_it_would_be_alone(three, tmp_path):
-    """Its samples are numbered without gaps, whatever lies between them."""
+    """The samples of a source are numbered without gaps, whichever samples of other sources lie between them."""
     samples = data.build(three(), 0, 1).samples
     taken = {name: [] for name in WEIGHTS}
     for number in range(20 * 40):

@@ -25,7 +25,7 @@ def test_every_place_is_about_as_likely():
     counts = [0] * 10
     for seed in range(5000):
         counts[permute(3, 10, seed)] += 1
-    assert all(400 < count < 600 for count in counts)  # 500 expected, standard deviation 21
+    assert all(400 < count < 600 for count in counts)  # 500 expected, with a standard deviation of 21
 
 
 def test_neighbours_part():

@@ -1,5 +1,5 @@
-"""Shards that are missing or damaged: left out with a count, up to a limit, the same on every layout; and many small
-ones.
+"""Test missing and damaged shards, which are left out and counted up to a limit, the same on every layout; and many
+small shards.
 """
 
 import gzip
@@ -28,7 +28,7 @@ def jsonl(path, rows):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Twelve shards of a numbered set, one of which is cut off, one flipped in the middle, one gone."""
+    """Return twelve shards of a numbered set: one is truncated, one has a flipped bit in the middle, one is missing."""
     for number in range(12):
         jsonl(tmp_path / f"c4-{number:05}-of-00012.json.gz", [f"shard {number} row {row} " + "x" * row for row in range(40)])
     cut, flipped = tmp_path / "c4-00002-of-00012.json.gz", tmp_path / "c4-00005-of-00012.json.gz"
@@ -41,7 +41,7 @@ def shards(tmp_path):
 
 
 def take(job, ranks, steps, state=None):
-    """The inputs [steps, G, S], and the merged state, through JSON."""
+    """Return the inputs [steps, G, S], and the merged state after a round trip through JSON."""
     samples, state = read(job, ranks, steps, state)
     return samples.reshape(steps, -1, job.data.seq_len + 1)[..., :-1], state
 
@@ -73,7 +73,7 @@ def test_gaps_in_a_numbered_set_are_known_before_anything_starts(job, shards):
     ("names", "pattern", "gone"),
     [
         (["x-0-of-3", "x-2-of-3"], "*", ["x-1-of-3"]),
-        (["x-1-of-3", "x-3-of-3"], "", ["x-2-of-3"]),  # counted from 1
+        (["x-1-of-3", "x-3-of-3"], "", ["x-2-of-3"]),  # shards are counted from 1
         (["x-1-of-3"], "x-1-of-3", []),
         (["x-00001-of-01024.gz", "x-00003-of-01024.gz"], "x-0000[1-3]*", ["x-00002-of-01024.gz"]),
         (["x-0-of-2", "x-1-of-2", "notes.txt"], "*", []),
@@ -94,7 +94,7 @@ def test_nothing_but_bad_shards_stops(job, tmp_path):
 
 
 def test_a_bad_token_file_keeps_its_numbers(job, tmp_path):
-    """Samples of the other files come at the same steps as before, and others in place of those that are lost."""
+    """Samples of the other files come at the same steps as before, and other samples replace the lost ones."""
     for name, first in [("a", 0), ("b", 1000), ("c", 2000)]:
         write(tmp_path / f"{name}.bin", range(first, first + 401))
     keys = {"name": "tokens", "path": str(tmp_path / "*.bin"), "seq_len": 8, "global_batch": 2}
@@ -108,7 +108,7 @@ def test_a_bad_token_file_keeps_its_numbers(job, tmp_path):
     assert not ((left >= 1000) & (left < 2000)).any()
     assert len({row.tobytes() for row in left[lost]}) > 20
     assert list(bad["bad"]) == [str(tmp_path / "b.bin")]
-    data.build(job(**keys, max_bad_shards=1), 0, 1).load(state)  # it is still the same data
+    data.build(job(**keys, max_bad_shards=1), 0, 1).load(state)  # the change of this key leaves the data the same
 
 
 def test_an_id_that_no_tokenizer_gives_is_damage(job, tmp_path):

@@ -11,7 +11,7 @@ from titan_hydra.data.streams import Stream
 
 
 class Listed:
-    """Texts in memory as a source: a list of units, each a list of texts."""
+    """A source of texts in memory: a list of units, each a list of texts."""
 
     def __init__(self, units):
         self.contents, self.units = units, len(units)
@@ -64,7 +64,7 @@ def test_an_epoch_deals_every_unit_once(seed):
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_every_slot_meets_every_unit(seed):
-    """Or a slot would search for text forever where only another slot's units have some."""
+    """Otherwise a slot would search for text for ever if only the units of another slot have some."""
     for units in range(1, 9):
         for slots in range(1, 9):
             streams = [Stream(Listed([["x"]] * units), TOKENIZER, slot, slots, 8, seed) for slot in range(slots)]
@@ -115,4 +115,4 @@ def test_a_shuffle_buffer_shuffles_documents_of_a_shard_and_loses_none():
     first, second = taken[:100], taken[100:]
     assert sorted(first[:90]) == sorted(texts[:90]) and first[:90] != texts[:90]
     assert set(first[:30]) == set(texts[:30])
-    assert sorted(first[90:] + second[:20]) == sorted(texts[90:] + texts[:20])  # a block may reach into the next epoch
+    assert sorted(first[90:] + second[:20]) == sorted(texts[90:] + texts[:20])  # a block may continue into the next epoch

@@ -1,4 +1,4 @@
-"""Tokenizers, and the `titan tokenizer` command."""
+"""Test tokenizers, and the `titan tokenizer` command."""
 
 import argparse
 import base64
@@ -69,7 +69,7 @@ def test_imports_bring_in_no_library():
 
 
 def hf(path, bos="<s>", eos="</s>"):
-    """A byte-level tokenizer.json with two special tokens; `null` leaves one out."""
+    """Return a byte-level tokenizer.json with two special tokens; `null` leaves one of them out."""
     model = tokenizers.models.BPE(vocab={character: i for i, character in enumerate(sorted(letters_of_bytes()))}, merges=[])
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -158,7 +158,7 @@ def test_trained_tokenizer_is_of_llama3s_kind(trained):
 
 
 def test_tiktoken_encodes_as_the_trained_tokenizer_does():
-    """Every kind of character, and code; not only the text that the merges were learnt from."""
+    """The text has every kind of character and code, and not only text from which the merges were learned."""
     corpus = [text for _, text in zip(range(40), tokenizer_cli._texts(argparse.Namespace(files=[])), strict=False)]
     learnt = tokenizer_cli._train(corpus, 800)
     bytes_of = tokenizer_cli._bytes_of_ids(learnt)
@@ -186,7 +186,7 @@ def test_train_on_files(tmp_path, capsys):
 
 @pytest.fixture
 def documents(tmp_path):
-    """Files of every kind, and the documents in the order in which they are given to the command."""
+    """Return files of every kind, and the documents in the order in which the files are given to the command."""
     texts = [f"{kind} {i}: " + "naïve text " * (i % 7) for kind in ("text", "line", "record") for i in range(9)]
     for i, text in enumerate(texts[:9]):
         (tmp_path / f"{i}.txt").write_text(text)
@@ -197,7 +197,7 @@ def documents(tmp_path):
 
 def test_encode_keeps_order_whatever_the_number_of_workers(tmp_path, documents, monkeypatch):
     paths, texts = documents
-    monkeypatch.setattr(tokenizer_cli, "BATCH_CHARACTERS", 100)  # so that both workers get many batches
+    monkeypatch.setattr(tokenizer_cli, "BATCH_CHARACTERS", 100)  # so small that both workers get many batches
     for workers in (1, 2):
         assert run("encode", "--tokenizer", "embedded", "--workers", workers, "--out", tmp_path / f"{workers}.bin", *paths) == 0
     one, two = ((tmp_path / f"{workers}.bin").read_bytes() for workers in (1, 2))
@@ -265,7 +265,7 @@ def test_encode_fails_in_one_line_and_leaves_nothing(tmp_path, capsys, change, m
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_old_file(tmp_path):
-    """A file size limit stands for a full disk: the write fails half-way, in the real call."""
+    """A limit on the file size replaces a full disk: the real write fails half-way."""
     (tmp_path / "a.txt").write_text("some text " * 200_000)
     (tmp_path / "x.bin").write_bytes(b"old")
     done = subprocess.run(

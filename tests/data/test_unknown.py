@@ -1,5 +1,5 @@
-"""Text that the tokenizer does not know is a warning before anything starts: it would be learned as its unknown
-token.
+"""Text that the tokenizer does not know gives a warning before anything starts, because it would be learned as the
+unknown token.
 """
 
 import gzip
@@ -22,7 +22,7 @@ ROWS = ["ACGT" * 20] * 90 + ["ACgt\n" * 16] * 10  # 6 % of the characters are g,
 
 @pytest.fixture
 def letters(tmp_path):
-    """A tokenizer.json of one token a letter, A, C, G and T."""
+    """Return a tokenizer.json with one token for each letter A, C, G and T."""
     words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, **{letter: 1 + place for place, letter in enumerate("ACGT")}}, "<unk>"))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     words.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
@@ -62,7 +62,7 @@ def test_text_of_every_kind_of_file(tmp_path, letters, name):
 
 
 def test_bytes_and_byte_fallback_know_everything(tmp_path):
-    """Also where they name an unknown token, as Llama 2's does."""
+    """This holds also if they name an unknown token, as Llama 2's tokenizer does."""
     alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "</s>"]
     bytewise = tokenizers.Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, [], unk_token="</s>"))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,8 +76,8 @@ def test_bytes_and_byte_fallback_know_everything(tmp_path):
 
 
 def test_an_unknown_token_of_many_characters_counts_by_characters(tmp_path):
-    """Unigram models make one unknown token of a run: of soft-masked text half may be lost in less than a hundredth of
-    the tokens.
+    """Unigram models make one unknown token of a run of unknown characters: half of a soft-masked text may be unknown
+    in less than a hundredth of its tokens.
     """
     words = tokenizers.Tokenizer(models.Unigram([("<unk>", -9.0), ("</s>", -9.0), ("A", -1.0)], unk_id=0))
     words.add_special_tokens(["</s>"])
@@ -89,7 +89,7 @@ def test_an_unknown_token_of_many_characters_counts_by_characters(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_a_data_set_of_the_hub_in_a_local_folder(tmp_path, letters, name):
-    """Notes and other files may lie beside the rows. What is on the hub is not looked at."""
+    """Notes and other files may lie beside the rows. Data sets on the hub itself are not read."""
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "README.md").write_text("of unknown letters " * 99)
     (tmp_path / "set" / "meta.lock").write_text("lock")
@@ -103,7 +103,7 @@ def test_a_data_set_of_the_hub_in_a_local_folder(tmp_path, letters, name):
 
 
 def test_little_of_a_large_data_set_is_read(tmp_path, letters, monkeypatch):
-    """A few files, a few rows of each, and of the cells of a sweep the first alone encodes them."""
+    """A few rows of a few files are read, and only the first cell of a sweep encodes them."""
     for number in range(30):
         write(tmp_path, f"{number:02}.jsonl", [f"{number:02} " * 10_000] * 100)
     write(tmp_path, "whole.txt", ["A"] * 100_000)
@@ -125,7 +125,7 @@ def test_little_of_a_large_data_set_is_read(tmp_path, letters, monkeypatch):
 
 
 def test_what_cannot_be_read_gives_no_warning(tmp_path, letters):
-    """A rule or a rank names it."""
+    """Instead a rule, or later a rank, reports the unreadable file."""
     (tmp_path / "a.jsonl").write_text("{\n")
     (tmp_path / "a.parquet").write_text("no")
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": "g"}))

@@ -1,11 +1,11 @@
-"""Plant known faults, one by one, in a copy of the package: each must be found by `titan verify --random`, a case of
-the matrix, or a test. They come from an audit, and from bugs in experts that users of other frameworks reported; the
-last show what a measured band still finds.
+"""Plant known faults, one at a time, in a copy of the package. Each must be found by `titan verify --random`, a case of
+the matrix, or a test. The faults come from an audit, and from bugs in experts that users of other frameworks reported;
+the last ones show which faults a measured band still finds.
 
     python tests/equivalence/planted.py [NAME]
 
-Each line of FAULTS is a file, what stands there, what is planted in its place, and the case or test that must be red if
-it is not a random job.
+Each line of FAULTS has a file, the original text, the text that replaces it, and the case or test that must fail;
+without a case or test, a random job must fail.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ FAULTS |= {
     ),
 }
 MUON = "train/muon.py"
-# the fixed numbers of these cases let some of them pass
+# the fixed bounds of these cases let some of these faults pass
 FAULTS |= {
     f"{name}, {case}": (*fault, case)
     for name, fault, *cases in (
@@ -290,7 +290,7 @@ FAULTS |= {
         "tests/recipes/image_text/test_image_text.py::test_layouts_learn_the_same_in_bf16",
     ),
 }
-# Verifies a few random jobs at a time, and ends with status 1 at the first that is wrong.
+# Verifies a few random jobs at a time, and ends with status 1 at the first job that is wrong.
 VERIFY = """
 import sys
 from titan_hydra.verify.matrix import MATRIX
@@ -307,7 +307,7 @@ if __name__ == "__main__":
 
 
 def plant(folder: Path, file: str, right: str, wrong: str) -> None:
-    """A copy of the package in `folder` with one fault."""
+    """Return a copy of the package in `folder` with one fault."""
     for name in ("titan_hydra", "conf", "sweeps", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     target = folder / "titan_hydra" / file
@@ -318,10 +318,11 @@ def plant(folder: Path, file: str, right: str, wrong: str) -> None:
 
 
 def found(fault: tuple[str, ...], seed: int = 1) -> str:
-    """How a fault goes red, in words; empty if all stays green. An exception on the ranks counts as red."""
+    """Return in words how a fault was found; empty if no test failed. An exception on the ranks counts as a failure."""
     file, right, wrong, *where = fault
     command = ["verify_some.py", where[0] if where else str(seed)]
-    if where and where[0].startswith("tests/"):
+    in_test = bool(where) and where[0].startswith("tests/")
+    if in_test:
         command = ["-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "--tb=no", where[0]]
     with tempfile.TemporaryDirectory() as name:
         plant(Path(name), file, right, wrong)
@@ -333,6 +334,8 @@ def found(fault: tuple[str, ...], seed: int = 1) -> str:
             check=False,
             env={**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"},
         )
+    # pytest's other statuses are those of a test that it did not find or could not collect
+    assert not in_test or run.returncode < 2, run.stdout + run.stderr
     return "" if run.returncode == 0 else (run.stdout.strip() or run.stderr.strip()).splitlines()[-1]
 
 

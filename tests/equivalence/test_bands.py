@@ -1,4 +1,4 @@
-"""What rounding moves is judged by a band that is measured where it runs, and what is more than rounding lies outside
+"""Test the band that is measured where a proof runs: differences by rounding lie within the band, larger ones outside
 it.
 """
 
@@ -18,7 +18,7 @@ def found(**weights):
 def test_each_parameter_has_a_band_of_its_own():
     spread = widen(found(a=1e-2, b=1e-5), found(a=3e-3, b=2e-5))
     assert beyond(found(a=3e-2, b=1e-5), spread, {}) == pytest.approx(3e-2 / (MULTIPLE["weights"] * 1e-2))
-    # its own draws hardly moved it
+    # the disturbed runs hardly changed this parameter
     assert beyond(found(a=1e-5, b=3e-2), spread, {}) == pytest.approx(3e-2 / TIGHT["weights"])
     assert beyond(found(a=float("inf"), b=0.0), spread, {}) == float("inf")
 
@@ -41,7 +41,9 @@ def test_a_gradient_has_a_band_without_that_room():
 
 
 def test_eight_bits_are_within_the_band_and_what_is_learned_otherwise_is_not():
-    """The second layout has another weight decay than its reference; the fixed numbers of 8 bits let that pass."""
+    """The second layout has another weight decay than its reference. The fixed numbers for 8 bits let this difference
+    pass.
+    """
     single = ("parallelism=single", "data.local_batch=4")
     cases = [case("same", 1, *single, **ROWWISE), case("other", 1, *single, "optimizer.weight_decay=0", **ROWWISE)]
     same, other = verify(cases, steps=3)

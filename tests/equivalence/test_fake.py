@@ -1,4 +1,4 @@
-"""`comm=fake`: the layouts of the paper's tables, on up to 512 GPUs, are built and stepped here, one rank at a time."""
+"""Build the layouts of the paper's tables, on up to 512 GPUs, with `comm=fake`, and let one rank at a time make a step."""
 
 import json
 import subprocess
@@ -21,8 +21,8 @@ from titan_hydra.verify.fake import fake_step, fake_world
 LAUNCH = Path(__file__).parents[2] / "launch.py"
 B8, B70, B405 = (("data=synthetic", f"model=llama3_{size}") for size in ("8b", "70b", "405b"))
 FLOAT8 = ("compile=block", "precision=float8_tensorwise")
-# AsyncTP and compile choose kernels, of which there are none here: rows of the paper that differ in nothing else are
-# one
+# AsyncTP and compile only choose kernels, of which the fake world has none; rows of the paper that differ only in these
+# are listed once
 TABLES = {
     "table 1, FSDP": (*B8, "parallelism=fsdp", "gpus=8", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
     "table 1, Float8": (*B8, *FLOAT8, "parallelism=fsdp", "gpus=8", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
@@ -87,7 +87,7 @@ TABLES = {
 
 
 def step(overrides, rank, runs):
-    """launch.py with comm=fake, and the peak memory of all it started, in GiB."""
+    """Run launch.py with comm=fake. Return the peak memory in GiB of all processes that it started."""
     code = (
         "import resource, subprocess, sys; status = subprocess.run(sys.argv[1:]).returncode; "
         "print('GIB', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20); sys.exit(status)"
@@ -98,7 +98,7 @@ def step(overrides, rank, runs):
 
 @pytest.fixture(scope="module")
 def stepped(tmp_path_factory):
-    """The last rank of every row, and the first too where pipeline stages differ, two at a time."""
+    """Step the last rank of every row, and also the first rank if pipeline stages differ, two ranks at a time."""
     runs = tmp_path_factory.mktemp("fake")
     cells = [(name, rank) for name, row in TABLES.items() for rank in ([0, "last"] if "pp" in " ".join(row) else ["last"])]
     with ThreadPoolExecutor(2) as pool:
@@ -125,7 +125,7 @@ def test_the_stages_of_405b_add_up_to_the_model(schedule):
     for stage in range(job.parallelism.pp):
         dist.init_process_group("fake", store=FakeStore(), rank=stage * 512 // 16, world_size=world_size(job))
         try:
-            job.precision.converter = None  # Float8 linears change no count, and take seconds to put in
+            job.precision.converter = None  # Float8 linears do not change the counts, and converting them takes seconds
             parts = assemble(job, torch.device("cpu"))
             total += sum(parameter.numel() for part in parts.stages for parameter in part.parameters())
         finally:
@@ -149,7 +149,7 @@ def test_a_rank_that_the_world_has_not_is_refused(tmp_path):
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_every_microbatch_gathers_the_head_once(microbatches):
-    """A prefetch of an earlier microbatch's head would gather it again, for nothing."""
+    """A prefetch of the head of an earlier microbatch would gather the head once more than needed."""
     job = freeze(
         compose_unchecked(
             "debug=tiny",
@@ -166,14 +166,14 @@ def test_every_microbatch_gathers_the_head_once(microbatches):
     gathers = Gathers()
     with fake_world(job):
         fake_step(job, lambda trainer, batch: gathers)
-    head = job.model.dim * (job.model.vocab_size + 1)  # with the norm
+    head = job.model.dim * (job.model.vocab_size + 1)  # with the final norm
     assert gathers.sizes.count(head) == microbatches
-    # the blocks and the embedding again in the backward
+    # the backward gathers the blocks and the embedding again
     assert len(gathers.sizes) == microbatches * (2 * job.model.n_layers + 3)
 
 
 class Gathers(TorchDispatchMode):
-    """Keeps the size of every gathered group of parameters."""
+    """Record the size of every gathered group of parameters."""
 
     def __init__(self):
         super().__init__()

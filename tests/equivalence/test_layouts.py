@@ -1,5 +1,5 @@
-"""Every layout of the acceptance matrix learns what one process learns; `titan verify` runs the same table. This folder
-has the tests of titan_hydra/verify.
+"""Every layout of the acceptance matrix learns what one process learns; `titan verify` runs the same matrix. This
+folder has the tests of titan_hydra/verify.
 """
 
 import pytest
@@ -10,8 +10,8 @@ from titan_hydra.verify.verify import verify
 
 @pytest.fixture(scope="session")
 def outcomes(request):
-    """All chosen cases at once: one set of processes for each number of ranks. `titan verify` takes more steps of
-    each.
+    """Run all chosen cases at once, with one set of processes for each number of ranks. `titan verify` makes more steps
+    of each case.
     """
     chosen = [item.callspec.params["case"] for item in request.session.items if "outcomes" in item.fixturenames]
     return {outcome.case.name: outcome for outcome in verify(chosen, steps=3)}

@@ -1,4 +1,4 @@
-"""Random legal jobs learn what arithmetic of its own, in float64, learns from the same weights and batches."""
+"""Random legal jobs learn the same as separate arithmetic in float64 that starts from the same weights and batches."""
 
 import dataclasses
 import random
@@ -54,14 +54,14 @@ def test_a_case_that_crashes_a_rank_is_run_once_more(monkeypatch, times, passed)
 
 
 def test_every_planted_fault_still_has_its_place():
-    """planted.py is run by hand, for an hour: a renamed line would stop it."""
+    """The planted lines still exist. planted.py is run by hand for an hour, and a renamed line would stop it."""
     program = runpy.run_path(str(Path(__file__).with_name("planted.py")))
     for name, (file, right, *_) in program["FAULTS"].items():
         assert (program["ROOT"] / "titan_hydra" / file).read_text().count(right) == 1, name
 
 
 def test_what_is_composed_is_counted_before_it_is_composed(monkeypatch, capsys):
-    """Composing the whole matrix takes a minute, and nothing else would be printed in it."""
+    """The number of cases is printed before they are composed, because composing the whole matrix takes a minute."""
     monkeypatch.setattr(program, "job_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         verify(case for case in MATRIX[:2])

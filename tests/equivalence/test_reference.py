@@ -1,6 +1,4 @@
-"""Models with experts learn what arithmetic of its own, in float64, learns: their losses, gradients, loads of experts
-and biases.
-"""
+"""Models with experts have the same losses, gradients, loads of experts and biases as separate arithmetic in float64."""
 
 import pytest
 

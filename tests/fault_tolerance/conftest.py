@@ -1,4 +1,4 @@
-"""Replica groups are small jobs, as those of tests/train, and start from launch.py, as in tests/launch."""
+"""Import the fixtures of small jobs (tests/train) and of launch.py (tests/launch), which start the replica groups."""
 
 from tests.launch.conftest import launcher
 from tests.train.conftest import run_job, tiny

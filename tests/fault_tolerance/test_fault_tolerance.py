@@ -1,5 +1,5 @@
-"""Local SGD and DiLoCo: the arithmetic against what it must equal, in real replica groups;
-tests/fault_tolerance/test_replicas.py kills some.
+"""Compare Local SGD and DiLoCo, in real replica groups, with the arithmetic that they must equal;
+tests/fault_tolerance/test_replicas.py kills groups.
 """
 
 import shutil
@@ -14,12 +14,12 @@ from titan_hydra.runs.checkpoints import step_folder
 
 
 def weights(directory, step, part="model."):
-    """The whole tensors of a checkpoint, by name."""
+    """Return the unsharded tensors of a checkpoint, by name."""
     return tensors(step_folder(directory / "checkpoints", step), part)
 
 
 def of_groups(directory, groups, step):
-    """The weights of every replica group."""
+    """Return the weights of every replica group."""
     return [weights(directory / "replicas" / str(group) if group else directory, step) for group in range(groups)]
 
 
@@ -72,7 +72,9 @@ SGD = ("optimizer=sgd", "optimizer.max_norm=0", "steps=4", "data.global_batch=8"
 
 
 def test_local_sgd_that_meets_at_every_step_is_data_parallel(tiny, run_job):
-    """Each of two groups is FSDP over two ranks. Clipping is off: a group knows the norm of its own gradient alone."""
+    """Each of two groups is FSDP over two ranks. Clipping is off, because a group knows only the norm of its own
+    gradient.
+    """
     apart = run_job(tiny(*SGD, "parallelism=fsdp", "gpus=2", "fault_tolerance=local_sgd", "fault_tolerance.sync_every=1"))
     together = run_job(tiny(*SGD, "parallelism=ddp", "gpus=4"))
     one, other = of_groups(apart, 2, 4)

@@ -1,5 +1,5 @@
-"""fault_tolerance=torchft: groups that sum their gradients at every step are one data-parallel world; one that is
-behind catches up.
+"""fault_tolerance=torchft: groups that sum their gradients at every step equal one data-parallel world, and a group
+that is behind catches up.
 """
 
 import shutil
@@ -19,8 +19,8 @@ def quorums(run_job, directory):
 
 
 def test_groups_are_one_data_parallel_world(tiny, run_job):
-    """Each of two groups is FSDP over two ranks. Clipping is on: a group's norm is that of the gradient summed over all
-    groups.
+    """Each of two groups is FSDP over two ranks. Clipping is on, because a group knows the norm of the gradient summed
+    over all groups.
     """
     apart = run_job(tiny(*TORCHFT, "parallelism=fsdp", "gpus=2"))
     together = run_job(tiny(*STEPS, "parallelism=ddp", "gpus=4"))
@@ -35,7 +35,7 @@ def test_groups_are_one_data_parallel_world(tiny, run_job):
 
 
 def test_a_start_afresh_on_data_that_go_on(tiny, run_job):
-    """Step 1 is made with the data of step 4, not all four steps with one batch."""
+    """Step 1 uses the data of step 4; the four steps do not all use one batch."""
     whole = run_job(tiny(*STEPS, "parallelism=ddp", "gpus=2", "checkpoint.interval=3"))
     start = f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"
     afresh = (start, "checkpoint.exclude_from_loading=[optimizer,lr_scheduler]", "steps=4")
@@ -45,7 +45,9 @@ def test_a_start_afresh_on_data_that_go_on(tiny, run_job):
 
 
 def test_a_group_that_lost_its_checkpoint_catches_up_and_sees_no_sample_twice(tiny, run_job):
-    """It starts afresh and the other resumes from step 6, and both end where they would have, bitwise."""
+    """It starts from scratch while the other group resumes from step 6. Both end with the same bits as without the
+    loss.
+    """
     undisturbed = run_job(tiny(*TORCHFT, "steps=9"))
     expected = of_groups(undisturbed, 2, 9)
     for folder in (undisturbed, undisturbed / "replicas" / "1"):

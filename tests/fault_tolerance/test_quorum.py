@@ -1,5 +1,5 @@
-"""Who meets, and what counts: boards of several groups in the threads of one process, hearts that stop, groups that
-fall behind.
+"""Test which groups meet and when a meeting counts: boards of several groups run in threads of one process, heartbeats
+stop, groups fall behind.
 """
 
 import json
@@ -11,11 +11,11 @@ import pytest
 
 from titan_hydra.fault_tolerance.quorum import Board, once
 
-TIMEOUT = 2.0  # a heart on a busy machine may be late by half of that
+TIMEOUT = 2.0  # on a busy machine a heartbeat may be late by half of this
 
 
 def never():
-    """Nobody asks to stop, unless a test hangs."""
+    """Never ask to stop, except if a test hangs."""
     return time.monotonic() > DEADLINE
 
 
@@ -24,7 +24,7 @@ DEADLINE = float("inf")
 
 @pytest.fixture
 def boards(tmp_path, monkeypatch):
-    """`boards(n)` are the boards of n groups that have begun together."""
+    """Return `boards(n)`, which makes the boards of n groups that have begun together."""
     made = []
     monkeypatch.setitem(globals(), "DEADLINE", time.monotonic() + 300)
 
@@ -39,13 +39,13 @@ def boards(tmp_path, monkeypatch):
 
 
 def together(boards, call):
-    """What each board answers to the same call, asked in threads at once."""
+    """Return the answer of each board to the same call, made at once in threads."""
     with ThreadPoolExecutor(len(boards)) as pool:
         return list(pool.map(call, boards))
 
 
 def silence(board):
-    """Its heart stops without a word."""
+    """Stop the board's heartbeat without a message."""
     board.ended.set()
     board.thread.join()
 
@@ -94,7 +94,7 @@ def test_who_is_behind_takes_and_does_not_give(boards, tmp_path):
     assert back.begin((0, 0), 10, never)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(back.convene, (0, 0), never)
-        while not (tmp_path / "2" / "present_1.json").exists() and not never():  # nobody would wait for it
+        while not (tmp_path / "2" / "present_1.json").exists() and not never():  # otherwise nobody would wait for it
             time.sleep(0.01)
         meeting = one.convene((5, 10), never)
         assert joining.result() == meeting

@@ -1,4 +1,6 @@
-"""Replica groups under launch.py, as real processes. When a group is killed, the others go on; its weights come from them."""
+"""Run replica groups under launch.py as real processes. When a group is killed, the others continue, and it gets their
+weights later.
+"""
 
 import json
 import os
@@ -12,7 +14,9 @@ from titan_hydra.runs.checkpoints import step_folder
 
 
 def slow_steps(seconds, at_start=""):
-    """Code that makes steps slow until the test has seen what it waits for; `at_start` runs before the first step."""
+    """Return code that makes steps slow until the test has seen what it waits for; `at_start` runs before the first
+    step.
+    """
     return f"""
 import time
 {at_start}update = trainer.Trainer.update
@@ -24,14 +28,15 @@ trainer.Trainer.update = slowly
 """
 
 
-# A group that is started again takes longer than the others wait for it.
+# The start of a killed group takes longer than the others wait for it.
 SLOWLY = slow_steps(
     0.4,
     """if os.path.exists("killed"):
     time.sleep(8)
 """,
 )
-# In one group, amid an exchange of gradients, so that each of the others is somewhere else in the same exchange.
+# The kill is inside an exchange of gradients of one group, so the ranks of the other groups are at different points of
+# this exchange.
 AMID = """
 from titan_hydra.fault_tolerance.per_step import PerStep
 add_up = PerStep.add_up
@@ -78,27 +83,27 @@ def meetings(directory, event="meeting"):
 
 
 def home(launcher, group):
-    """Where a group's files lie."""
+    """Return the folder with a group's files."""
     return launcher.run_directory / "replicas" / str(group) if group else launcher.run_directory
 
 
 def quorums(launcher, group):
-    """How many groups there were, whenever that changed."""
+    """Return the number of groups at each change of this number."""
     return [row["groups"] for row in meetings(home(launcher, group), "quorum")]
 
 
 def steps(launcher, group):
-    """The steps that a group has made."""
+    """Return the steps that a group has made."""
     return [json.loads(line)["step"] for line in (home(launcher, group) / "metrics.jsonl").read_text().splitlines()]
 
 
 def restarts(launcher):
-    """Of every group."""
+    """Return the number of restarts of every group."""
     return [rank.get("restarts", 0) for rank in json.loads((launcher.attempt() / "ranks.json").read_text())["ranks"]]
 
 
 def assert_equal_weights(launcher, groups, step=100):
-    """And equal outer state, in the groups' checkpoints."""
+    """Check that weights and outer state are equal in the groups' checkpoints."""
     first, *others = (state(home(launcher, group), step) for group in range(groups))
     assert first
     for other in others:
@@ -106,14 +111,14 @@ def assert_equal_weights(launcher, groups, step=100):
 
 
 def finish(launcher, process):
-    """The test has seen what it waited for; now the run goes to its end."""
+    """Let the run continue to its end, after the test has seen what it waited for."""
     (launcher.folder / "seen").touch()
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
 
 
 def state(directory, step):
-    """Weights and outer state of a group's checkpoint."""
+    """Return weights and outer state of a group's checkpoint."""
     return tensors(step_folder(directory / "checkpoints", step), ("model.", "outer."))
 
 
@@ -145,7 +150,7 @@ def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher
     assert_equal_weights(launcher, 3)
     assert restarts(launcher) == [1, 0, 0]
     assert steps(launcher, 1) == list(range(1, 101))
-    # the rows of its first life, which had no checkpoint, are kept
+    # its first attempt had no checkpoint, and its rows are kept
     rejoined = meetings(launcher.run_directory, "quorum")[-1]
     made = [step for step in steps(launcher, 0) if step <= rejoined["step"]]
     assert 3 < len(made) == made[-1] < rejoined["step"] == rejoined["caught_up"]
@@ -153,7 +158,7 @@ def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher
 
 
 def test_per_step_an_exchange_that_fails_in_one_group_is_made_again_by_all_at_once(launcher):
-    """The other group is not left waiting for it until the exchange's time is over."""
+    """The other group must not wait for this group until the exchange times out."""
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     launcher.sabotage(FAILS)
     (launcher.folder / "now").touch()
@@ -169,7 +174,7 @@ def test_per_step_an_exchange_that_fails_in_one_group_is_made_again_by_all_at_on
 
 @pytest.mark.slow
 def test_per_step_the_others_state_is_taken_by_all_ranks_of_a_group_or_by_none(launcher):
-    """Rank 1 of the group that comes back fails once to receive it."""
+    """Rank 1 of the returning group fails once to receive the state."""
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     launcher.sabotage(SLOWLY + KILLED + LOSES)
     process = launcher.start(*TORCHFT, "gpus=2")

@@ -1,5 +1,5 @@
-"""FLUX whose modulations and output do not begin at 0: the first step gives every parameter a gradient. For
-`train.imports`.
+"""Register a FLUX model whose modulations and output do not start at 0, so that the first step gives every parameter a
+gradient. For `train.imports`.
 """
 
 from dataclasses import dataclass, replace

@@ -1,9 +1,8 @@
-"""What is tested on one GPU, one line a case: its name, the check that runs it, on how many ranks. Imports no torch.
-
-Checks stand in gpu_checks.py, gpu_kernels.py and gpu_commands.py, those of ranks that share a process group in
-gpu_together.py. A check is called with the case's options. Cases of several ranks are layouts of the acceptance matrix
-and of this file, and whole runs; all their ranks share the one GPU. `gpu` says why a case is left out on a CPU; every
-other case also runs there, over gloo.
+"""List the tests on one GPU, one case per line: its name, the check that runs it, and the number of ranks. This file
+imports no torch. The checks are in gpu_checks.py, gpu_kernels.py and gpu_commands.py; those of ranks that share a
+process group are in gpu_together.py. A check is called with the case's options. Cases of several ranks are layouts of
+the acceptance matrix and of this file, and whole runs; all their ranks share the one GPU. `gpu` gives the reason why a
+case is left out on a CPU; every other case also runs there, over gloo.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from titan_hydra.verify.matrix import Case as Layout
 
 @dataclass(frozen=True)
 class Case:
-    """A check, its options, and the number of ranks. `world`: the ranks have joined one process group, which the cases
-    share.
-
-    `apart`: in processes of its own, as a ring: torch keeps its options, and cuDNN's graphs of attention, for the whole
-    process.
+    """A check, its options, and the number of ranks. With `world`, the ranks have joined one process group, which
+    several cases share. With `apart`, the case runs in processes of its own, as ring attention must: torch keeps the
+    options of a ring, and cuDNN's graphs of attention, for the whole process.
     """
 
     name: str
@@ -31,13 +28,13 @@ class Case:
     ranks: int = 1
     world: bool = False
     gpu: str = ""
-    seconds: int = 90  # until it counts as hung
+    seconds: int = 90  # after which the case counts as hung
     apart: bool = False
 
 
 def run(name: str, *overrides: str, check: str = "learns", ranks: int = 1, gpu: str = "", seconds: int = 90, **options) -> Case:
-    """Train the small model of gpu_checks.py with these overrides: in one process through the worker, as cluster=inline
-    does; on several ranks in a process group of the run's own.
+    """Return a case that trains the small model of gpu_checks.py with these overrides: on one rank in one process
+    through the worker, as cluster=inline does; on several ranks in a process group of the run's own.
     """
     return Case(name, check, {"overrides": overrides, **options}, ranks, gpu=gpu, seconds=seconds)
 
@@ -47,7 +44,7 @@ FLOAT8 = "the compiler refuses emulated Float8"
 CUDA = "about CUDA alone"
 MATH = ("model.attention=math",)
 DOCUMENTS = ("data.document_mask=true",)
-CHUNKED = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunks that divide nothing
+CHUNKED = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunk sizes that do not divide the number of tokens
 BLOCK = ("compile=block",)
 ROWWISE, TENSORWISE = ("precision=float8_rowwise",), ("precision=float8_tensorwise",)
 FUSED = (*ROWWISE, "precision.kernels=fused")
@@ -69,7 +66,7 @@ FSDP = ("parallelism=fsdp", "data.local_batch=2")
 CHAT = ("data=embedded_chat", "data.seq_len=192", "validation=off")
 VALIDATED = ("name=validated", "validation=on", "validation.interval=2", "validation.steps=2")
 
-# Cases stand in the order of their worth: first what has never run on a card and costs seconds.
+# Cases are ordered by importance: first those that have never run on a card and take seconds.
 ALONE = [
     Case("device and its memory", "device"),
     Case("order of attention kernels", "kernels"),
@@ -99,7 +96,7 @@ ALONE = [
     run("flux samples images", *FLUX, check="samples"),
     Case("preferences are scored and learned; rollouts", "prefers"),
 ]
-# The same way, behind the layouts.
+# More cases of this kind, which run after the layouts.
 ALONE_TOO = [
     Case("initial weights as on a CPU", "initial_weights"),
     Case("random generators in a checkpoint", "generators"),
@@ -118,7 +115,8 @@ ALONE_TOO = [
     run("loss not finite is 78, module named", "debug=nan_hunt", "optimizer.lr=1e30", check="fails", status=78, words="nan_hunt"),
     run("a second run's memory is its own", check="own_memory", gpu=CUDA),
 ]
-# Whole runs on two ranks: the loop with its checkpoints, validation and profiler over NCCL, on deterministic kernels.
+# Whole runs on two ranks: the training loop with checkpoints, validation and profiler over NCCL, with deterministic
+# kernels.
 RUNS = [
     *(
         run(f"{name}, resumes bitwise", *overrides, f"checkpoint={kind}", check="resumes", ranks=2)
@@ -142,13 +140,14 @@ WORKERS = [
     Case("two workers: one sleeps, time-out is 77", "times_out", seconds=200),
 ]
 
-# Several ranks on one GPU are more than the machine's devices; the checks of a cell would refuse that.
+# These are more ranks than the machine has devices, so the checks of a cell would refuse them.
 PLACE = ("cluster.gpus_per_node=16",)
-# Heads wide enough for cuDNN and flash; vocabulary small, so that the loss is not all there is.
+# Heads are wide enough for cuDNN and flash; the vocabulary is small, so that the loss is only a part of the
+# computation.
 WIDE = (*PLACE, "model.dim=256", "model.n_heads=4", "model.n_kv_heads=2", "data.seq_len=256", "data.global_batch=8")
 FP32 = {"loss": 2e-5, "norm": 2e-5, "gradients": 5e-5, "weights": 1e-2}
 BF16 = {"loss": 1e-3, "norm": 2e-3, "gradients": 3e-2, "weights": 0.3}
-# Float8's own rounding, which every layout does in its way
+# tolerances for the rounding of Float8 itself, which is different on every layout
 COARSE = {"loss": 5e-3, "norm": 5e-2, "gradients": 0.4, "weights": 1.0}
 
 
@@ -163,23 +162,23 @@ def layout(
     apart: bool = False,
     **tolerance,
 ) -> Case:
-    """A layout against one process in the same number format, with `base` for both."""
+    """Return a case that compares a layout with one process in the same number format; `base` has overrides of both."""
     base = (*WIDE, f"precision={precision}", *base)
     return agrees(Layout(f"{precision}, {name}", ranks, (f"gpus={ranks}", *overrides), base, **BF16 | tolerance), gpu, seconds, apart)
 
 
 def agrees(case: Layout, gpu: str = "", seconds: int = 90, apart: bool = False) -> Case:
-    """The case that proves a layout."""
+    """Return the case that compares this layout with one process."""
     return Case(case.name, "agrees", {"layout": case}, case.ranks, True, gpu, seconds, apart)
 
 
 def on_gpu(case: Layout) -> Layout:
-    """A case of the acceptance matrix with the tolerances of a GPU's sums, unless its own are wider."""
+    """Return a case of the acceptance matrix with tolerances for the sums of a GPU, unless its own are wider."""
     wider = {name: max(value, getattr(case, name)) for name, value in FP32.items()}
     return dataclasses.replace(case, base=(*PLACE, *case.base), reference="process", **wider)
 
 
-SHORT = [  # of the acceptance matrix, in fp32 without TF32
+SHORT = [  # cases of the acceptance matrix, in fp32 without TF32
     "fsdp 2",
     "qwen3_moe, single, accumulation 4",
     "qwen3_moe, fsdp 2, ep 2",
@@ -225,13 +224,13 @@ AWAKE = {"base": (*FLUX, "train.imports=[gpu_awake]", "model.family=awake_flux",
 
 
 def ring(name: str, ranks: int, rotate: str, *overrides: str, gpu: str = "") -> Case:
-    """Ring attention over the sequence, in processes of its own."""
+    """Return a case of ring attention over the sequence, in processes of its own."""
     words = (*CP, f"parallelism.cp={ranks}", f"parallelism.cp_rotate={rotate}", *overrides)
     return layout(f"cp {ranks}, {rotate}{name}", ranks, *words, gpu=gpu, apart=True)
 
 
 TOGETHER = [
-    # Both kinds of FLUX's blocks give cuDNN the same q, k and v, and gradients of other strides.
+    # In both kinds of FLUX's blocks cuDNN gets the same q, k and v, but gradients with different strides.
     layout(
         "flux, attention auto against efficient",
         1,
@@ -268,7 +267,7 @@ TOGETHER = [
     layout("qwen3_moe, fsdp 4, tp 2, ep 2", 4, "parallelism=fsdp_tp", "parallelism.ep=2", "data.local_batch=4", **MOE),
     layout("fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", precision="float8_tensorwise", **COARSE),
 ]
-# Last, as they take longest.
+# These cases run last, as they take longest.
 COMPILED = [
     run("compile", *BLOCK, like=(), within=5e-3, seconds=180),
     run("compile, chunked loss, documents", *BLOCK, *CHUNKED, *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3, seconds=180),
@@ -293,8 +292,8 @@ COMPILED = [
 
 
 def in_sets(cases: list[Case]) -> list[Case]:
-    """Put cases that share processes beside each other, sets in the order of their first cases; those apart stay behind
-    their ranks'.
+    """Order cases so that those that share processes are adjacent, with sets in the order of their first cases. Cases
+    that run apart come after the cases with as many ranks.
     """
     places: dict[tuple, int] = {}
     for case in cases:
@@ -304,7 +303,7 @@ def in_sets(cases: list[Case]) -> list[Case]:
 
 CASES = [*ALONE, *in_sets(TOGETHER), *RUNS, *ALONE_TOO, *WORKERS, *in_sets(COMPILED)]
 
-# What the kit itself is tested with: three of the five end as cases should not.
+# Cases that test the kit itself; three of the five end as no case should.
 FAULTS = [
     Case("well before", "nothing", world=True),
     Case("hangs", "hangs", world=True, seconds=1),

@@ -1,9 +1,8 @@
-"""The checks of gpu_cases.py of one process. Each returns the facts that its row shows, and raises where something is
-wrong.
-
-`Here` says where a check runs. Most train through the worker, as cluster=inline does, so that exit statuses, records
-and files are those of a run; on several ranks they call the training loop. Those of kernels (gpu_kernels.py) call them;
-those of several ranks that share a process group (gpu_together.py) step a trainer as `titan verify` does.
+"""Define the checks of gpu_cases.py that run in one process. Each returns the facts that its row shows, and raises if
+something is wrong. `Here` describes where a check runs. Most checks train through the worker, as cluster=inline does,
+so that exit statuses, records and files are those of a run; on several ranks they call the training loop. The checks in
+gpu_kernels.py call kernels; those in gpu_together.py, for ranks that share a process group, step a trainer as `titan
+verify` does.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from titan_hydra.runs.run import Run
 from titan_hydra.train.loop import train
 from titan_hydra.verify.matrix import later_wins
 
-# The debug model's own precision is fp32, which no fused attention on CUDA takes.
+# The debug model's default precision is fp32, which fused attention on CUDA does not support.
 SMALL = (
     "precision=bf16",
     "parallelism=single",
@@ -44,15 +43,15 @@ SMALL = (
     "metrics.log_every=1",
     "checkpoint=off",
 )
-TINY = ("model.dim=64", "model.n_layers=2", "data.seq_len=64", "steps=6")  # in a dry run, over what SMALL says
-# Several ranks on one GPU are more than the machine's devices; the checks of a cell would refuse that.
+TINY = ("model.dim=64", "model.n_layers=2", "data.seq_len=64", "steps=6")  # in a dry run, these replace the values of SMALL
+# These are more ranks than the machine has devices, so the checks of a cell would refuse them.
 PLACE = ("cluster=local", "cluster.gpus_per_node=16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """Where a check runs. `shared` is a folder of all cases, `device` that of a rank that has joined a process
-    group.
+    """Where a check runs. `shared` is a folder that all cases use; `device` is the device of a rank that has joined a
+    process group.
     """
 
     shared: Path
@@ -63,7 +62,7 @@ class Here:
     device: torch.device | None = None
 
     def overrides(self, *overrides: str) -> list[str]:
-        """A run's overrides, later ones over earlier ones, with what a CPU or a dry run needs."""
+        """Return a run's overrides, of which later ones replace earlier ones, with those that a CPU or a dry run needs."""
         place = (*PLACE, f"gpus={self.ranks}") if self.ranks > 1 else ("cluster=inline",)
         wanted = [*SMALL, *place, *(TINY if self.dry else ()), *overrides]
         if not self.gpu and "compile=block" in wanted:
@@ -73,12 +72,12 @@ class Here:
         return later_wins(*wanted)
 
     def job(self, *overrides: str) -> Job:
-        """The job of these overrides."""
+        """Return the job of these overrides."""
         return compose_job(*self.overrides(*overrides))
 
 
 def attempt(here: Here, job: Job, number: int = 1) -> tuple[Path, int]:
-    """Be the run's attempt, in this process, or one rank of it. Returns its directory and its exit status; on several
+    """Run one attempt of a run in this process, or one rank of it. Return its directory and exit status; on several
     ranks errors are raised.
     """
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
@@ -98,24 +97,24 @@ def attempt(here: Here, job: Job, number: int = 1) -> tuple[Path, int]:
 
 
 def trained(here: Here, *overrides: str) -> tuple[Path, list[dict]]:
-    """A run that is done, once for all cases of one process that want the same one, and its rows."""
+    """Return a finished run and its rows. Cases of one process that need the same run share it."""
     job = here.job(*overrides)
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
     if here.ranks > 1 or not (directory / "result.json").exists():
         if here.ranks == 1:
-            shutil.rmtree(directory, ignore_errors=True)  # of a set that ended within it
+            shutil.rmtree(directory, ignore_errors=True)  # left by a set of processes that ended during this run
         _, status = attempt(here, job)
         assert status == 0, f"exit status {status}: {said(directory)}"
     return directory, rows(directory) if here.rank == 0 else []
 
 
 def rows(directory: Path) -> list[dict]:
-    """The rows of metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def said(directory: Path, number: int = 1) -> str:
-    """What a run's only rank recorded of its error."""
+    """Return what the only rank of a run recorded of its error."""
     error = (read_json(directory / f"attempts/{number}/rank_0.json") or {}).get("error") or {}
     return f"{error.get('type')}: {error.get('message')}\n{error.get('traceback', '')[-2000:]}"
 
@@ -128,10 +127,8 @@ def learns(
     saves: bool = False,
     falls: bool = True,
 ) -> dict[str, Any]:
-    """A run ends well, learns, and reports; its losses are those of another run of one process, and it may take less
-    memory than that.
-
-    `falls`: its loss falls in so few steps.
+    """A run ends well, learns, and reports. With `like`, its losses must be those of another run, on one process; with
+    `saves`, it must take less memory than that run. With `falls`, its loss must fall within these few steps.
     """
     directory, found = trained(here, *overrides)
     if here.rank:
@@ -161,7 +158,7 @@ def learns(
 
 
 def fails(here: Here, overrides: tuple[str, ...], status: int, words: str) -> dict[str, Any]:
-    """A run ends with a status and its reason."""
+    """A run ends with this status and reason."""
     directory, got = attempt(here, here.job(*overrides))
     message = said(directory)
     assert got == status and words in message, f"exit status {got}: {message}"
@@ -169,15 +166,17 @@ def fails(here: Here, overrides: tuple[str, ...], status: int, words: str) -> di
 
 
 def refuses(here: Here, overrides: tuple[str, ...], words: str) -> dict[str, Any]:
-    """A run that this device cannot compute is refused as a wrong configuration, unless the device can."""
+    """A run that this device cannot compute is refused as a wrong configuration. On a device that can compute it,
+    nothing is checked.
+    """
     if here.gpu and torch.cuda.get_device_capability() >= (10, 0):
         return learns(here, overrides)
     return fails(here, overrides, 2, words)
 
 
 def resumes(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A run that lost its last steps makes them again from its checkpoint, to the bit: losses, norms, and the last
-    checkpoint's bytes.
+    """A run that lost its last steps repeats them from its checkpoint with bitwise equal losses, norms and last
+    checkpoint.
     """
     job = here.job(*overrides, "debug=deterministic", "steps=6", "checkpoint.interval=2", "checkpoint.keep_latest_k=0")
     directory, status = attempt(here, job)
@@ -201,8 +200,8 @@ def resumes(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def profiles(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A profiled run leaves a trace with kernels, NCCL's where there are ranks, a table, and on CUDA a memory
-    snapshot.
+    """A profiled run leaves a table and a trace with kernels (with several ranks also NCCL's kernels), and on CUDA a
+    memory snapshot.
     """
     directory, found = trained(here, *overrides)
     if here.rank:
@@ -220,9 +219,7 @@ def profiles(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def out_of_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A run that finds its memory too small ends with 76, and names what held it by the lines of the model that
-    allocated it.
-    """
+    """A run that has too little memory ends with status 76, and names the lines of the model that allocated most of it."""
     capacity = torch.cuda.get_device_properties().total_memory
     torch.cuda.set_per_process_memory_fraction(2**30 / capacity)
     try:
@@ -237,13 +234,13 @@ def out_of_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def names_lines_of_layers(directory: Path) -> None:
-    """Raise unless memory_0.txt of a run says that lines of the model's layers hold memory."""
+    """Raise unless memory_0.txt of a run names lines of the model's layers as holders of memory."""
     text = (directory / "attempts/1/memory_0.txt").read_text()
     assert " GiB\n" in text and f"{layers.__file__}:" in text, text[:2000]
 
 
 def own_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A small run after a large one in the same process does not report the large one's memory."""
+    """A small run after a large one in the same process does not report the memory of the large one."""
     reserved = []
     for size in ("data.local_batch=32", "data.local_batch=1"):
         directory, _ = trained(here, *overrides, "seed=1", "data.seq_len=512", "steps=2", size)
@@ -253,7 +250,7 @@ def own_memory(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def device(here: Here) -> dict[str, Any]:
-    """The device is fit and known, its capacity is read, and float32 matmuls are not TF32."""
+    """The device is fit and known, its capacity is read, and float32 matmuls do not use TF32."""
     found = health.check_device(Run(here.shared, here.shared), here.job().comm)
     a, b = (torch.randn(1024, 1024, device=found) for _ in range(2))
     exact = a.double() @ b.double()
@@ -269,7 +266,7 @@ def device(here: Here) -> dict[str, Any]:
 
 
 def initial_weights(here: Here) -> dict[str, Any]:
-    """A GPU draws the numbers that a CPU draws, but for the last bits of erfinv."""
+    """A GPU draws the same initial weights as a CPU, except for the last bits of erfinv."""
     there, one = (torch.empty(300, 40_009, device=place) for place in ("cpu", "cuda" if here.gpu else "cpu"))
     for tensor in (there, one):
         fill(tensor, Normal(1.0, cut=3.0), 12345)
@@ -279,7 +276,7 @@ def initial_weights(here: Here) -> dict[str, Any]:
 
 
 def generators(here: Here) -> dict[str, Any]:
-    """Random generators go on from a checkpoint where they were, that of the device too."""
+    """Random generators, including the device's, continue from a checkpoint with the state that they had."""
     place = "cuda" if here.gpu else "cpu"
     folder = here.shared / "generators"
     folder.mkdir()

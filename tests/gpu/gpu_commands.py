@@ -1,4 +1,4 @@
-"""The checks of gpu_cases.py that start processes, and those of the commands that compute with a model. See
+"""Define the checks of gpu_cases.py that start processes, and those of commands that compute with a model. See
 gpu_checks.py.
 """
 
@@ -29,12 +29,12 @@ from titan_hydra.job.ranks import processes
 from titan_hydra.runs import checkpoints, rundir
 
 ROOT = Path(__file__).parents[2]
-# no other process's place
+# the checks must not inherit another process's place among ranks
 STARTED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def titan(*words: object) -> str:
-    """What a command of `titan` prints."""
+    """Return what a `titan` command prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = cli.main([str(word) for word in words])
     assert status == 0, f"{words}: exit status {status}: {out.getvalue()[-2000:]}"
@@ -42,7 +42,7 @@ def titan(*words: object) -> str:
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    """The weights of a run's newest checkpoint."""
+    """Return the weights of a run's newest checkpoint."""
     reader = Reader(checkpoints.newest(directory / "checkpoints"))
     stored = {name: entry for name, entry in reader.metadata.state_dict_metadata.items() if name.startswith(PREFIX)}
     return {name: reader.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for name, entry in stored.items()}
@@ -55,8 +55,8 @@ def same(first: Path, second: Path) -> None:
 
 
 def exported(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A run's weights in Hugging Face's format are a start on this device with the same bits, and the model continues a
-    text.
+    """A run's weights, exported in Hugging Face's format, can be loaded on this device with the same bits, and the
+    model continues a text.
     """
     directory, _ = trained(here, *overrides, "checkpoint=sync")
     folder = here.shared / f"hf_{directory.name}"
@@ -72,7 +72,7 @@ def exported(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def samples(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """A run's model draws images, other ones from other noise."""
+    """A run's model draws images, and draws different ones from different noise."""
     directory, _ = trained(here, *overrides, "checkpoint=sync")
     images = []
     for seed in (0, 1):
@@ -85,8 +85,8 @@ def samples(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def prefers(here: Here) -> dict[str, Any]:
-    """Pairs that a model has scored are learned by it, beginning at log 2, as it is its own reference; sampled tokens
-    are learned too.
+    """A model that has scored pairs is trained on them; the loss begins at log 2, as the model is its own reference. It
+    is trained on sampled tokens too.
     """
     start, _ = trained(here, "checkpoint=sync")
     lines = [json.loads(line)["messages"] for line in (ASSETS.parent / "recipes/chat/assets/train.jsonl").read_text().splitlines()[:100]]
@@ -119,7 +119,7 @@ def write_lines(file: Path, values: list[dict]) -> None:
 
 
 def replicas(here: Here) -> dict[str, Any]:
-    """Two replica groups of a process each meet every second step, and end with the same weights."""
+    """Two replica groups of one process each have a meeting at every second step, and end with the same weights."""
     job = here.job(
         "gpus=1",
         "cluster=local",
@@ -138,7 +138,7 @@ def replicas(here: Here) -> dict[str, Any]:
 
 
 def launches(here: Here) -> dict[str, Any]:
-    """launch.py starts a rank of its own for this device, through the local executor."""
+    """launch.py starts a separate rank for this device, through the local executor."""
     runs = here.shared / "launched"
     overrides = here.overrides("steps=3", "cluster=local", f"paths.runs={runs}")
     done = subprocess.run([sys.executable, str(ROOT / "launch.py"), *overrides], env=plain_environment(), capture_output=True, text=True)
@@ -150,8 +150,8 @@ def launches(here: Here) -> dict[str, Any]:
 
 
 def two_workers(here: Here) -> dict[str, Any]:
-    """Two real workers on this device, by torchrun's variables: FSDP with async_pinned checkpoints, resumed bitwise,
-    then as TP.
+    """Two real workers run on this device with torchrun's variables: FSDP with async_pinned checkpoints, resumed
+    bitwise, then TP.
     """
     here, common = (
         dataclasses.replace(here, ranks=2),
@@ -186,9 +186,7 @@ def two_workers(here: Here) -> dict[str, Any]:
 
 
 def times_out(here: Here) -> dict[str, Any]:
-    """Where one of two ranks sleeps in a step, both are ended for a time-out, by this project's watchdog or NCCL's
-    own.
-    """
+    """If one of two ranks sleeps in a step, both are ended with a time-out, by this project's watchdog or by NCCL's."""
     folder = here.shared / "modules"
     folder.mkdir()
     (folder / "sleeper.py").write_text(SLEEPER)
@@ -216,7 +214,7 @@ Trainer.forward_backward = sleeping
 
 
 def workers(here: Here, job: Job, number: int) -> Path:
-    """Run an attempt of a job to its end in `started` workers. Returns the run's directory."""
+    """Run an attempt of a job to its end in `started` workers. Return the run's directory."""
     directory, statuses = started(here, job, number)
     logs = [(directory / f"attempts/{number}/rank_{rank}.log").read_text()[-2000:] for rank in range(len(statuses))]
     assert not any(statuses), f"exit statuses {statuses}: {logs}"
@@ -224,8 +222,8 @@ def workers(here: Here, job: Job, number: int) -> Path:
 
 
 def started(here: Here, job: Job, number: int, **environment: str) -> tuple[Path, list[int]]:
-    """Start a worker a rank, all with the first device, and wait for them. Returns the run's directory and their exit
-    statuses.
+    """Start one worker for each rank, all with the first device, and wait for them. Return the run's directory and
+    their exit statuses.
     """
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
     rundir.claim(directory, number, job, [])
@@ -244,6 +242,8 @@ def started(here: Here, job: Job, number: int, **environment: str) -> tuple[Path
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's environment without its place among ranks, in which titan_hydra is found."""
+    """Return this process's environment without the variables of its place among ranks, and with titan_hydra on
+    Python's path.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {name: value for name, value in os.environ.items() if name not in STARTED_BY} | {"PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""The checks of gpu_cases.py that compare kernels with torch, on one device. See gpu_checks.py."""
+"""Define the checks of gpu_cases.py that compare kernels with torch, on one device. See gpu_checks.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titan_hydra.train.split_adamw import SplitAdamW
 
 
 class Operators(TorchDispatchMode):
-    """Notes the attention operators that run."""
+    """Record the attention operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class Operators(TorchDispatchMode):
 
 
 def kernels(here: Here) -> dict[str, Any]:
-    """attention=auto finds a kernel for float32, grouped queries and documents, and torch takes the one that the rules
-    put first.
+    """attention=auto finds a kernel for float32, grouped queries and documents, and torch uses the first kernel in the
+    order of the rules.
     """
     place = torch.device("cuda" if here.gpu else "cpu")
     found = {}
@@ -66,7 +66,7 @@ def kernels(here: Here) -> dict[str, Any]:
 def attended(
     sdpa: SDPA, inputs: list[torch.Tensor], documents: torch.Tensor | None, mask: torch.Tensor | None, name: str, limit: float = 1e-2
 ) -> float:
-    """The largest relative distance of attention and its gradients from float64; raises where it is over the limit."""
+    """Return the largest relative distance of attention and its gradients from float64; raise if it is over the limit."""
     out = sdpa(*inputs, documents)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     right = F.scaled_dot_product_attention(*exact, mask, is_causal=mask is None and sdpa.causal, enable_gqa=True)
@@ -78,9 +78,9 @@ def attended(
 
 
 def attention(here: Here) -> dict[str, Any]:
-    """bf16 attention=auto is right at shapes where cuDNN was not: few key/value heads (pytorch#193893), a mask at 128 *
-    n + 64 tokens with scores far below 0 (#196678), lengths that no tile divides (#169849); and where few kernels go,
-    at widths 192 and 128 and not causal.
+    """bf16 attention=auto is right at shapes where cuDNN was wrong: few key/value heads (pytorch#193893), a mask at 128
+    * n + 64 tokens with scores far below 0 (#196678), and lengths that are not a multiple of a tile (#169849). It is
+    also right where few kernels can be used: at widths 192 and 128, and without causality.
     """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)
@@ -107,8 +107,8 @@ def attention(here: Here) -> dict[str, Any]:
 
 
 def empty_experts(here: Here) -> dict[str, Any]:
-    """Experts compute what each would alone in float64, where some have no token, and where none has one
-    (pytorch#172439): no gradient of an idle expert is what its memory held before.
+    """Each expert computes what it would compute alone in float64, also if some experts or all of them have no token
+    (pytorch#172439). The gradient of an idle expert is not left at what its memory held before.
     """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)
@@ -140,8 +140,9 @@ def empty_experts(here: Here) -> dict[str, Any]:
 
 
 def split_masters(here: Here) -> dict[str, Any]:
-    """Twenty steps of split masters are, for the same gradients, those of torch's fused AdamW of whole ones: bit for
-    bit without a GPU, on one to the roundings that torch's kernel saves by contracting operations.
+    """For the same gradients, twenty steps with split masters give the same weights as torch's fused AdamW with whole
+    masters: bitwise without a GPU, and on a GPU up to the roundings that torch's kernel omits because it contracts
+    operations.
     """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)
@@ -161,8 +162,8 @@ def split_masters(here: Here) -> dict[str, Any]:
 
 
 def float8_casts(here: Here) -> dict[str, Any]:
-    """The operators cast as torch does on the same device, at sizes that fill no tile, and the matmuls multiply what
-    was cast.
+    """The operators cast as torch does on the same device, at sizes that are not a multiple of a tile, and the matmuls
+    multiply these casts.
     """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)
@@ -197,7 +198,7 @@ def float8_casts(here: Here) -> dict[str, Any]:
 
 
 def apart(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The relative distance of two tensors, whose shapes, types and strides must agree."""
+    """Return the relative distance of two tensors; their shapes, types and strides must agree."""
     if (found.shape, found.dtype, found.stride()) != (exact.shape, exact.dtype, exact.stride()):
         raise AssertionError(f"{found.shape} {found.dtype} {found.stride()} is not {exact.shape} {exact.dtype} {exact.stride()}")
     return float((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30))

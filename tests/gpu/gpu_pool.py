@@ -1,6 +1,7 @@
-"""Runs cases in sets of processes that many cases share, so that torch is imported a few times in all. No torch here.
+"""Run cases in sets of processes that many cases share, so that torch is imported only a few times. This file imports
+no torch.
 
-A case that raises, dies or hangs ends its set; the row says so, and the cases after it begin in a new set.
+A case that raises, dies or hangs ends its set. Its row has the error, and the next cases run in a new set.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from gpu_cases import Case
 from titan_hydra.config.files import read_json
 
 HERE = Path(__file__).parent
-PER_SET = 12  # cases that share processes: each leaves process groups behind, and the memory of their NCCL buffers
-SLOWER = 5  # times as long a case may take on a CPU
-START = 180  # seconds until a set's first case must have begun
-# Several ranks share one GPU: NCCL takes each for a host of its own, and symmetric memory allows it. For tests alone.
+PER_SET = 12  # cases that share one set of processes: each leaves process groups with the memory of their NCCL buffers
+SLOWER = 5  # a case may take this many times as long on a CPU
+START = 180  # seconds within which the first case of a set must begin
+# Several ranks share one GPU: NCCL treats each rank as a host of its own, and symmetric memory allows it. For tests
+# only.
 ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -40,7 +42,7 @@ ONE_GPU = {
 
 @dataclass
 class Row:
-    """What became of a case: passed, failed (it raised), crashed, hung, skipped, or not run, as time was up."""
+    """The result of a case: passed, failed (it raised), crashed, hung, skipped, or not run because time was up."""
 
     name: str
     ranks: int
@@ -51,10 +53,9 @@ class Row:
 
 
 def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, environment: dict[str, str] | None = None) -> Iterator[Row]:
-    """Run cases in their order and yield rows as they end; nothing begins after so many seconds.
-
-    Neighbours with as many ranks share processes, unless they are to be apart. What layouts are compared with runs
-    before the first of them.
+    """Run cases in their order and yield rows as they end; after `seconds` no case begins. Adjacent cases with the same
+    number of ranks share processes, unless they run apart. References, with which layouts are compared, run before the
+    first of these layouts.
     """
     until = time.monotonic() + seconds
     for case in cases:
@@ -74,21 +75,21 @@ def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, 
         while waiting:
             some = waiting.pop(0)
             if some and time.monotonic() > until:
-                # and no references
+                # and no references are computed
                 yield from (Row(name, ranks, "not run", error="time was up") for name in some if name in limits)
                 continue
             processes = Processes(folder, ranks, world, some, gpu, dry, environment or dict(os.environ))
             count = 0
             for row in processes.run(limits, until):
                 count += 1
-                if row.name in limits or row.status != "passed":  # a reference has a row only where it failed
+                if row.name in limits or row.status != "passed":  # a reference has a row only if it failed
                     yield row
             if count < len(some):
                 waiting.insert(0, some[count:])
 
 
 class Processes:
-    """One set: a process for each rank, and the cases that they run in order, up to the first that does not pass."""
+    """One set: a process for each rank, and the cases that they run in order, up to the first case that does not pass."""
 
     def __init__(self, folder: Path, ranks: int, world: bool, names: list[str], gpu: bool, dry: bool, environment: dict[str, str]) -> None:
         self.folder = folder / f"set_{len(list(folder.glob('set_*')))}"
@@ -119,7 +120,7 @@ class Processes:
             )
 
     def run(self, limits: dict[str, int], until: float) -> Iterator[Row]:
-        """The rows of the cases that ended, the last of which may not have passed; then its ranks' logs are in
+        """Return the rows of the cases that ended; the last one may not have passed. If so, its ranks' logs are in
         logs.txt.
         """
         number, begun, since = 0, False, time.monotonic()
@@ -144,17 +145,17 @@ class Processes:
             self.kill()
 
     def ended(self, name: str, took: float) -> Row:
-        """The row of a case in which a process has ended."""
-        time.sleep(1)  # others may be about to write what they know
+        """Return the row of a case in which a process has ended."""
+        time.sleep(1)  # other ranks may be about to write their error
         killed = [(rank, -process.poll()) for rank, process in enumerate(self.processes) if (process.poll() or 0) < 0]
         errors = sorted(self.folder.glob("error_*.txt"), key=lambda file: file.stat().st_mtime)
-        if errors and not killed:  # the first is the one that counts: the others lost it
+        if errors and not killed:  # the first error counts, because it caused the errors of the other ranks
             return Row(name, self.ranks, "failed", round(took, 1), error=errors[0].read_text().strip()[-3000:])
         words = [f"rank {rank} was killed by signal {number}\n{self.tail(rank)}" for rank, number in killed]
         return Row(name, self.ranks, "crashed", round(took, 1), error="\n".join(words) or self.tail(0))
 
     def hung(self, name: str, took: float) -> Row:
-        """The row of a case that did not end in its time, with the stacks of its ranks."""
+        """Return the row of a case that did not end in time, with the stacks of its ranks."""
         for process in self.processes:
             process.send_signal(signal.SIGABRT)
         time.sleep(1)
@@ -164,13 +165,13 @@ class Processes:
         return f"--- rank {rank}\n" + (self.folder / f"rank_{rank}.log").read_text(errors="replace")[-2000:]
 
     def keep_logs(self, name: str) -> None:
-        """Add the ends of all ranks' logs to one file of all sets."""
+        """Append the ends of all ranks' logs to a file that all sets share."""
         with (self.folder.parent / "logs.txt").open("a") as file:
             for rank in range(self.ranks):
                 file.write(f"=== {name}, rank {rank}\n" + (self.folder / f"rank_{rank}.log").read_text(errors="replace")[-20_000:])
 
     def kill(self) -> None:
-        """End the set, with what its checks have started."""
+        """Kill the processes of the set, and those that its checks have started."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""One rank of a set of processes that run cases one after another: python gpu_rank.py FOLDER RANK. gpu_pool.py starts
-it.
+"""Run one rank of a set of processes that run cases one after another: python gpu_rank.py FOLDER RANK. gpu_pool.py
+starts it.
 
-FOLDER/plan.json says what to run. Rank 0 writes begun.json before each case and done_N.json after it; a rank whose
-check raises writes error_RANK.txt and ends the process. What is printed goes to rank_RANK.log.
+FOLDER/plan.json has the cases to run. Rank 0 writes begun.json before each case and done_N.json after it. A rank whose
+check raises writes error_RANK.txt and exits. Printed text is written to rank_RANK.log.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from titan_hydra.train.world import world
 
 def main(folder: Path, rank: int) -> None:
     """Run the plan's cases."""
-    set_environment(local_ranks=1, async_tp=True)  # as a rank's; some cases of a set have async TP
-    faulthandler.enable()  # a rank that hangs gets SIGABRT
+    set_environment(local_ranks=1, async_tp=True)  # as in a rank; some cases of a set use async TP
+    faulthandler.enable()  # a rank that hangs gets SIGABRT and prints its stacks
     threading.Thread(target=outlive_nobody, daemon=True).start()
     plan = json.loads((folder / "plan.json").read_text())
     if not plan["gpu"]:
@@ -65,27 +65,27 @@ def main(folder: Path, rank: int) -> None:
 
 
 def outlive_nobody() -> None:
-    """End this rank, and what its check has started, when the process that started it ends, however that ends: nothing
-    may hold the GPU.
+    """End this rank, and the processes that its check has started, as soon as the parent process ends for any reason:
+    no process may keep the GPU.
     """
     sys.stdin.buffer.read()
     os.killpg(0, signal.SIGKILL)
 
 
 def check_of(name: str, world: bool) -> Callable[..., dict[str, Any]]:
-    """Return the function of a check; `world`: of ranks that have joined a process group."""
+    """Return the function of a check. `world`: the check is for ranks that have joined a process group."""
     places = (gpu_together,) if world else (gpu_checks, gpu_kernels, gpu_commands)
     return next(getattr(place, name) for place in places if hasattr(place, name))
 
 
 def joined(here: gpu_checks.Here, run: Run) -> contextlib.AbstractContextManager[torch.device]:
-    """The process group of all ranks, each with the first device, as a run joins it."""
+    """Return the process group of all ranks, each with the first device, joined as a run joins it."""
     store = dist.FileStore(str(run.directory / "store"), run.world_size)
     return world(dataclasses.replace(here, ranks=1).job(), dataclasses.replace(run, store=store))
 
 
 def tidy(here: gpu_checks.Here) -> None:
-    """Leave nothing to the next case: compiled code, garbage, cached memory."""
+    """Remove compiled code, garbage and cached memory, so that the next case starts without them."""
     torch.compiler.reset()
     gc.collect()
     if here.gpu:
@@ -99,5 +99,5 @@ if __name__ == "__main__":
     except BaseException:
         (place / f"error_{number}.txt").write_text(traceback.format_exc())
         traceback.print_exc()
-        os._exit(1)  # at once: another rank may wait in a collective
+        os._exit(1)  # exit at once, as another rank may wait in a collective
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The checks of gpu_cases.py of ranks that have joined a process group, and those that fail on purpose. See
+"""Define the checks of gpu_cases.py for ranks that have joined a process group, and those that fail on purpose. See
 gpu_checks.py.
 """
 
@@ -20,7 +20,7 @@ from titan_hydra.observe import flight, health
 from titan_hydra.verify import verify
 from titan_hydra.verify.matrix import Case as Layout
 
-# In a dry run. Bfloat16 is slow on many CPUs.
+# For a dry run. Bfloat16 is slow on many CPUs.
 SMALLER = {
     "data.seq_len=256": "data.seq_len=64",
     "data.seq_len=264": "data.seq_len=24",
@@ -31,7 +31,7 @@ SMALLER = {
 
 
 def adapted(here: Here, layout: Layout) -> Layout:
-    """The layout as this device can run it, and smaller in a dry run."""
+    """Return the layout as this device can run it, made smaller in a dry run."""
     base, overrides = layout.base, layout.overrides
     if not here.gpu:
         base = tuple("model.attention=math" if override == "model.attention=efficient" else override for override in base)
@@ -45,7 +45,7 @@ def adapted(here: Here, layout: Layout) -> Layout:
 
 
 def key(layout: Layout) -> str:
-    """Names the file of a layout's reference."""
+    """Return the name of the file of a layout's reference."""
     return hashlib.sha256(repr((layout.base, layout.uneven_mask, layout.documents)).encode()).hexdigest()[:16]
 
 
@@ -54,7 +54,7 @@ def steps(here: Here) -> int:
 
 
 def reference(here: Here, layout: Layout) -> dict[str, Any]:
-    """What one process does in a layout's place, kept for `agrees`."""
+    """Run one process with the same configuration as the layout, and keep its results for `agrees`."""
     layout = adapted(here, layout)
     found = verify.trace(verify.reference_of(layout, steps(here)), here.device, layout)
     torch.save(dataclasses.asdict(found), here.shared / f"{key(layout)}.pt")
@@ -62,8 +62,8 @@ def reference(here: Here, layout: Layout) -> dict[str, Any]:
 
 
 def agrees(here: Here, layout: Layout) -> dict[str, Any]:
-    """A layout does what one process does: losses, norms, gradients, weights; same initial bits, and no copies that
-    come apart.
+    """A layout agrees with one process in losses, norms, gradients and weights. Its initial weights have the same bits,
+    and copies of a weight stay equal.
     """
     layout = adapted(here, layout)
     found = verify.trace(verify.job_of(layout, steps(here)), here.device, layout)
@@ -78,7 +78,7 @@ def agrees(here: Here, layout: Layout) -> dict[str, Any]:
 
 
 def records(here: Here) -> dict[str, Any]:
-    """The flight recorder sees this device's collectives: they are progress, and they are in the dump."""
+    """The flight recorder sees the collectives of this device: they count as progress, and they are in the dump."""
     before = flight.progress()
     dist.all_reduce(torch.ones(1000, device=here.device))
     if here.gpu:
@@ -93,7 +93,9 @@ def records(here: Here) -> dict[str, Any]:
 
 
 def taken(here: Here) -> dict[str, Any]:
-    """The health check refuses a device whose memory another process holds, and takes it when that is free again."""
+    """The health check refuses a device whose memory another process holds, and accepts it when this memory is free
+    again.
+    """
     capacity = torch.cuda.get_device_properties(here.device).total_memory
     held = torch.empty(int(0.15 * capacity), dtype=torch.uint8, device=here.device) if here.rank else None
     dist.barrier()

@@ -1,8 +1,8 @@
 """Tests on one GPU: python tests/gpu/run.py [--only TEXT ...] [--seconds 540] [--out FOLDER]
 
-Prints a row for each case as it ends and a summary; writes FOLDER/tests.jsonl, one line a case, at once, and the ranks'
-logs of cases that fail to FOLDER/tests.log. Exit status 0 if none failed. With --device cpu the cases that need no GPU
-run over gloo; --dry-run takes fewer steps of smaller models.
+When a case ends, its row is printed and its line is written to FOLDER/tests.jsonl; if it failed, its ranks' logs are
+written to FOLDER/tests.log. A summary follows at the end. The exit status is 0 if no case failed. With --device cpu the
+cases that need no GPU run over gloo; with --dry-run models are smaller and have fewer steps.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def main() -> int:
 
 
 def card(device: str) -> dict:
-    """What is tested on: benchmarks/gpu/card.py, in a process of its own."""
+    """Return what the tests run on, as benchmarks/gpu/card.py finds it in a process of its own."""
     command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks/gpu/card.py"), device]
     found = subprocess.run(command, capture_output=True, text=True)
     return json.loads(found.stdout) if found.returncode == 0 else {"card": found.stderr[-500:]}
 
 
 def line(row: Row) -> str:
-    """A row for a person; the end of what went wrong below it."""
+    """Return the text of a row; if the case did not pass, the end of its error is below it."""
     facts = "  ".join(f"{name} {value:.2g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.facts.items())
     text = f"{row.status:<8}{row.ranks} rank{'s' * (row.ranks > 1):<2} {row.seconds:>6.1f} s  {row.name:<52} {facts}"
     if row.status == "skipped":

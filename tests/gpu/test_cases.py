@@ -1,4 +1,4 @@
-"""The cases of gpu_cases.py, all in one run of run.py; skipped where there is no GPU."""
+"""Run all cases of gpu_cases.py in one run of run.py; skip them if there is no GPU."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="session")
 def rows(card, tmp_path_factory):
-    """The row of every case, by its name and number of ranks."""
+    """Return the row of every case, by its name and number of ranks."""
     out = tmp_path_factory.mktemp("gpu")
     subprocess.run([sys.executable, str(HERE / "run.py"), "--seconds", "1200", "--out", str(out)], env=card)
     _, *lines = (out / "tests.jsonl").read_text().splitlines()

@@ -1,5 +1,5 @@
-"""The kit for a GPU on a CPU: what fails costs itself alone, and cases and lists name what exists. The whole dry run is
-slow.
+"""Test the GPU kit on a CPU: a failing case stops no other case, and cases and lists name things that exist. The whole
+dry run is slow.
 """
 
 import contextlib
@@ -40,7 +40,9 @@ LISTS = sorted(file.stem for file in (ROOT / "benchmarks/gpu/lists").glob("*.yam
 
 
 def program(name):
-    """A program of benchmarks/gpu as a module, without its folder on the path, whose profile.py is not Python's."""
+    """Import a program of benchmarks/gpu as a module, without its folder on Python's path, because its profile.py would
+    replace Python's.
+    """
     loader = SourceFileLoader(f"gpu_{name.partition('.')[0]}", str(ROOT / "benchmarks/gpu" / name))
     module = sys.modules[loader.name] = module_from_spec(spec_from_loader(loader.name, loader))
     loader.exec_module(module)
@@ -53,7 +55,7 @@ def bench():
 
 
 def dry_run(out, *arguments):
-    """Exit status and rows of tests/gpu/run.py on a CPU."""
+    """Return exit status and rows of tests/gpu/run.py on a CPU."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/gpu/run.py"), "--device", "cpu", "--dry-run", "--out", str(out), *arguments],
         capture_output=True,
@@ -66,7 +68,7 @@ def dry_run(out, *arguments):
 
 @pytest.fixture
 def quickly(monkeypatch):
-    """Hydra reads each file once."""
+    """Let Hydra read each file only once."""
     monkeypatch.setattr(ConfigRepository, "load_config", ConfigRepository.load_config)
     monkeypatch.setattr(Sweeper, "validate_batch_is_legal", Sweeper.validate_batch_is_legal)
 
@@ -97,7 +99,7 @@ def test_a_run_that_is_killed_keeps_its_rows_and_leaves_no_process(tmp_path):
 
 
 def eventually(true):
-    """Whether it becomes true within five minutes: the machine may be busy."""
+    """Return whether a condition becomes true within five minutes; the machine may be busy."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
@@ -108,7 +110,7 @@ def eventually(true):
 
 
 def left_in(folder):
-    """Processes that run gpu_rank.py for a folder."""
+    """Return the processes that run gpu_rank.py for a folder."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -118,7 +120,7 @@ def left_in(folder):
 
 
 def test_rings_run_in_processes_of_their_own(tmp_path, monkeypatch):
-    """torch keeps their options, and cuDNN's graphs, for the whole process."""
+    """A ring runs in processes of its own, as torch keeps its options, and cuDNN's graphs, for the whole process."""
     sets = []
 
     class Noted:
@@ -137,9 +139,7 @@ def test_rings_run_in_processes_of_their_own(tmp_path, monkeypatch):
 
 
 def test_the_lines_that_hold_memory_are_those_that_the_kit_looks_for(tmp_path, monkeypatch):
-    """`out_of_memory` can only run on a card; here the frames of a forward stand in for those that the allocator
-    records.
-    """
+    """`out_of_memory` can only run on a card. Here the frames of a forward replace those that the allocator records."""
     blocks = []
 
     class Allocations(TorchDispatchMode):
@@ -185,14 +185,14 @@ def test_every_layout_of_its_own_is_legal(quickly, user_modules):
 def test_every_run_is_legal(gpu, dry, quickly):
     able = [case for case in gpu_cases.CASES if "overrides" in case.options and (gpu or not case.gpu) and case.check != "refuses"]
     runs = {(case.ranks, *case.options["overrides"]) for case in able} | {(1, *(case.options.get("like") or ())) for case in able}
-    # a dry run's are smaller
+    # those of a dry run are smaller
     for ranks, *words in runs if gpu else [words for words in runs if "model" in str(words) or words[0] > 1]:
         job = gpu_checks.Here(Path("."), gpu, dry, 0, ranks).job(*words)
         assert job.gpus == ranks and (job.precision.compute_dtype == "bfloat16" or "precision=fp32" in words)
 
 
 def test_the_readme_names_what_exists():
-    """Files, and what is defined in the file before them."""
+    """The README names files that exist, and after each file only names that this file defines."""
     folder, file = ROOT / "titan_hydra", Path()
     for row in (ROOT / "tests/gpu/README.md").read_text().splitlines():
         for name in re.findall(r"`([^`]+)`", row.split("|")[1]) if row.startswith("| `") else []:
@@ -217,7 +217,7 @@ def test_every_row_of_a_list_is_legal(name, bench, quickly):
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         if row.tool == "titan_hydra":
-            job = compose_job(*bench.overrides(row), "cluster=slurm")  # whose memory is not this machine's
+            job = compose_job(*bench.overrides(row), "cluster=slurm")  # a cluster's memory is not that of this machine
             assert (job.model.dim, job.model.n_layers, job.data.seq_len) == (*row.dimensions[:2], row.seq_len) and row.against
         else:
             assert row.tool == "torchtitan" and row.ac in ("none", "full", "op", "layer", "memory_budget") and not row.overrides
@@ -259,7 +259,7 @@ def test_the_command_is_short_enough_for_every_part():
     assert len(words) <= 2000 and words.count("--seconds") == len(LISTS) + 2
 
 
-# where torch is
+# where torch is installed
 BARE = "torch numpy triton filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions"
 ALONE = """
 import sys

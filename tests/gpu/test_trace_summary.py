@@ -1,4 +1,4 @@
-"""benchmarks/gpu/trace_summary.py: shares that add up."""
+"""Test benchmarks/gpu/trace_summary.py: the shares add up."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -58,7 +58,9 @@ def test_kernels_are_told_apart_by_name(name, kind):
 
 
 def test_operators_count_where_they_work_themselves():
-    """A wait inside a node of the autograd engine is communication, the optimizer's arithmetic is the optimizer's."""
+    """A wait inside a node of the autograd engine counts as communication, and the optimizer's arithmetic as the
+    optimizer.
+    """
     summary = trace.summarize(
         [
             STEP,

@@ -1,4 +1,4 @@
-"""How a global batch is cut."""
+"""Test how a global batch is divided."""
 
 import pytest
 

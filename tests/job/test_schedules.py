@@ -1,4 +1,4 @@
-"""The actions of schedules without torch are torch's own."""
+"""The actions of schedules that are computed without torch equal those of torch."""
 
 import pytest
 
@@ -12,12 +12,12 @@ TORCHS = {
     "zbv": "ZBVZeroBubble",
     "dualpipe_v": "DualPipeV",
 }
-# ranks, stages a rank, microbatches
+# ranks, stages per rank, microbatches
 SIZES = [(2, 2, 4), (4, 2, 8), (4, 3, 8), (8, 2, 16), (4, 2, 4), (2, 4, 2), (16, 2, 32), (4, 2, 3)]
 
 
 class Stage:
-    """What torch's schedules ask of a stage before a step."""
+    """The attributes of a stage that torch's schedules read before a step."""
 
     def __init__(self, index: int, stages: int, ranks: int):
         import torch
@@ -49,7 +49,7 @@ def test_actions_are_torchs(name):
         if (name in ("zbv", "dualpipe_v") and chunks != 2) or (name == "dualpipe_v" and number < 2 * ranks):
             continue
         mine, theirs = actions(name, ranks, chunks, number), of_torch(name, ranks, chunks, number)
-        if name == "looped_bfs":  # its backward takes the microbatches from the last to the first
+        if name == "looped_bfs":  # its backward runs from the last microbatch to the first
             mine, theirs = ([[action[:2] for action in rank] for rank in order] for order in (mine, theirs))
         assert mine == theirs, (name, ranks, chunks, number)
 

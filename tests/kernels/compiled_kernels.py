@@ -21,7 +21,7 @@ from titan_hydra.kernels import cross_entropy_triton as cross_entropy
 from titan_hydra.kernels import float8_triton as float8
 from titan_hydra.kernels import split_triton as split
 
-SIZES = {"8B": (4096, 14336), "70B": (8192, 28672), "405B": (16384, 53248)}  # of a model and of its feed-forward
+SIZES = {"8B": (4096, 14336), "70B": (8192, 28672), "405B": (16384, 53248)}  # widths of a model and of its feed-forward
 VOCABULARY = 128256
 ARCHITECTURES = (90, 100)
 POINTERS = {
@@ -33,13 +33,13 @@ POINTERS = {
     **dict.fromkeys(("height", "width", "stride", "elements"), "i32"),
     **dict.fromkeys(("epsilon", "eps", "decay", "momentum", "beta2", "left2"), "fp32"),
 }
-SATURATING = "cvt.rn.satfinite.e4m3x2.f32"  # PTX of a cast to Float8
+SATURATING = "cvt.rn.satfinite.e4m3x2.f32"  # the PTX instruction of a cast to Float8
 
-Case = tuple[str, int, Any, int, dict[str, Any]]  # what it does, a width, the kernel, its warps, its constants
+Case = tuple[str, int, Any, int, dict[str, Any]]  # purpose, width, kernel, number of warps, constants
 
 
 def cases(dim: int, width: int) -> Iterator[Case]:
-    """Yield every kernel as a model of these widths launches it."""
+    """Yield every kernel with the arguments that a model of these widths uses."""
     for name, of, norm, gated in (
         ("rows after norm", dim, True, False),
         ("rows", dim, False, False),
@@ -65,7 +65,7 @@ def cases(dim: int, width: int) -> Iterator[Case]:
 
 
 def usage(kernel: Any, warps: int, constants: dict[str, Any], architecture: int) -> tuple[int, int]:
-    """Return the registers of a thread and the bytes that it spills."""
+    """Return the number of registers of a thread and the bytes that it spills."""
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "*fp32") for name in kernel.arg_names}
     aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")}
@@ -92,7 +92,7 @@ def usage(kernel: Any, warps: int, constants: dict[str, Any], architecture: int)
 
 
 def main() -> int:
-    """Print the table. Return 1 if anything is spilled."""
+    """Print the table. Return 1 if any kernel spills."""
     spilled = 0
     print("| kernel | width | warps | " + " | ".join(f"sm_{one}: registers | spilled" for one in ARCHITECTURES) + " |")
     print("|---" * (3 + 2 * len(ARCHITECTURES)) + "|")

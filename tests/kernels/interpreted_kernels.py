@@ -12,19 +12,23 @@ from titan_hydra.kernels import float8_triton as kernels
 
 
 def near(found, exact, tolerance=0.1):
-    """Whether the distance is small; by default as the interpreter rounds some percent of Float8 wrongly."""
+    """Return whether two tensors are close; the default tolerance exists because the interpreter rounds some percent of
+    Float8 wrongly.
+    """
     return (found.float() - exact.float()).norm() <= tolerance * exact.float().norm()
 
 
 def alike(found, exact):
-    """Whether shapes, types and strides are those of the reference, from which the compiler takes them."""
+    """Return whether shapes, types and strides equal those of the reference, from which the compiler takes them."""
     return all(
         (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride()) for one, other in zip(found, exact, strict=True)
     )
 
 
 def float8():
-    """Compare every kernel of Float8 with torch at sizes that fill no tile. Maxima and scales are exact."""
+    """Compare every Float8 kernel with torch at sizes that are not a multiple of a tile. Maxima and scales must be
+    equal.
+    """
     torch.manual_seed(0)
     x, norm, gates, d = torch.randn(80, 96), torch.rand(96), torch.randn(80, 2 * 112), torch.randn(80, 112)
     x[3], x[5, 7], x[9, 1] = 0, torch.inf, torch.nan
@@ -35,10 +39,10 @@ def float8():
         found = kernels.rows_on_gpu(*source)
         assert alike(found, exact)
         torch.testing.assert_close(found[1], exact[1], rtol=0, atol=0, equal_nan=True)
-        # the interpreter casts NaN to a number; by the factor of its row all products are NaN
+        # the interpreter casts NaN to a number, but the row's scale makes all products NaN
         finite = exact[1].isfinite()
         assert near(found[0][finite], exact[0][finite])
-        # bits, of rounding before the cast
+        # in units of the last bit; they come from rounding before the cast
         assert (found[2] - exact[2]).abs().max() <= (8 if source[1] is not None or source[3] else 0)
         assert near(found[3], exact[3], 1e-6)
     for (parts, weight, _, _), (_, _, maxima, rstds) in zip((sources[0], sources[2]), (cast[0], cast[2]), strict=True):
@@ -55,12 +59,12 @@ def float8():
 
 
 def logits():
-    """Compare the kernels of cross-entropy with torch, at rows wider than a block, targets that do not count, and
+    """Compare the kernels of cross-entropy with torch, for rows wider than a block, targets that do not count, and
     weights.
     """
     torch.manual_seed(0)
     cross_entropy_triton.BLOCK = 256
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):  # the interpreter cuts bits off
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):  # the interpreter truncates instead of rounding
         logits, targets = (torch.randn(9, 1031) * 5).to(dtype), torch.randint(-1, 1031, (9, 1))
         targets[3] = -1
         exact = cross_entropy.softmax_sums(logits)
@@ -77,6 +81,6 @@ def logits():
 if __name__ == "__main__":
     logits()
     float8()
-    # smaller limits, so that these small matrices are computed like the rows and norms of large models
+    # with smaller limits these small matrices are computed like the rows and norms of large models
     kernels.WIDEST, kernels.PART, kernels.KEPT = 64, 64, tl.constexpr(64)
     float8()

@@ -1,5 +1,5 @@
-"""Attention within packed documents: its operator against a mask of all pairs, and every layout against one process
-with that mask.
+"""Test attention within packed documents: the operator against a mask of all pairs, and every layout against one
+process with that mask.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from titan_hydra.verify.count import count_rank
 from titan_hydra.verify.matrix import LATENT, MOE, QWEN, case
 from titan_hydra.verify.verify import verify
 
-PACKINGS = {  # the lengths of the documents of two samples
+PACKINGS = {  # lengths of the documents of two samples
     "lengths of 1": ([1, 1, 20, 1, 9], [1] * 32),
     "one document": ([32], [32]),
     "the last token alone": ([31, 1], [5, 26, 1]),
@@ -41,8 +41,8 @@ def mask_of(lengths):
 
 
 def differences(attend, lengths, dtype=torch.float32, heads=4, kv_heads=2, value_dim=16, form=offsets_of):
-    """The relative differences of output and gradients of `attend(q, k, v, documents)` from those of a mask made of the
-    ids.
+    """Return the relative differences of output and gradients between `attend(q, k, v, documents)` and attention with a
+    mask made from the ids.
     """
     torch.manual_seed(0)
     ids = torch.from_numpy(ids_of(lengths))
@@ -97,7 +97,7 @@ def test_offsets_that_are_off_by_one_are_found(shift):
 
 def test_where_documents_end():
     ids = np.array([[0, 0, 0, 1, 1, 2], [7, 7, 7, 7, 7, 7]])
-    assert ends_of(ids).tolist() == [[3, 5, 6, 6], [6, 6, 6, 6]]  # 4: a power of two
+    assert ends_of(ids).tolist() == [[3, 5, 6, 6], [6, 6, 6, 6]]  # padded to 4, a power of two
     assert ends_of(ids[1:]).tolist() == [[6]]
     room = {number: ends_of(np.arange(number)[None]).shape[1] for number in (1, 2, 3, 9, 16, 17, 33, 100, 512)}
     assert room == {1: 1, 2: 2, 3: 4, 9: 16, 16: 16, 17: 32, 33: 48, 100: 112, 512: 512}
@@ -117,8 +117,8 @@ def test_any_number_of_documents_is_compiled_twice():
 
 
 def test_the_operator_is_one_that_torch_accepts():
-    """Its fake results have the shapes and strides of real ones, and its gradients are registered as a compiler needs
-    them.
+    """Its fake results have the shapes and strides of the real ones, and its gradients are registered as a compiler
+    needs them.
     """
     for kv_heads in (4, 2):
         q, k, v = (torch.randn(64, heads, 16, requires_grad=True) for heads in (4, kv_heads, kv_heads))
@@ -147,7 +147,7 @@ def test_memory_is_linear_in_the_tokens():
 
     short, long, dense = live("data.seq_len=2048"), live("data.seq_len=4096"), live("data.seq_len=4096", "model.attention=math")
     assert long < 2.1 * short
-    assert dense > long + 4 * 4096**2  # one head's scores alone
+    assert dense > long + 4 * 4096**2  # the difference is at least the scores of one head
 
 
 DENSE, LINEAR = ("model.attention=math",), "model.attention=auto"

@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: against their references in torch, and what the compiler makes of them."""
+"""Test Triton kernels without a GPU: against their references in torch, and as compiled code."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.parametrize("script", ["interpreted_kernels.py", pytest.param("compiled_kernels.py", marks=pytest.mark.slow)])
 def test_the_kernels_of_a_gpu_compute_what_torch_does_and_compile_without_spilling(script, tmp_path):
-    """In Triton's interpreter, and by its compiler and ptxas."""
+    """The kernels run in Triton's interpreter, and are compiled by Triton's compiler and ptxas."""
     if find_spec("triton") is None:
         pytest.skip("no triton here: pip install --target DIR triton, and PYTHONPATH=DIR")
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):

@@ -1,4 +1,4 @@
-"""launch.py as a user starts it: a process in an empty folder, real ranks, real trainer."""
+"""Start launch.py as a user does: as a process in an empty folder, with real ranks and the real trainer."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Runs code after the training loop has been imported, in the ranks of one test only.
+# Runs code in the ranks of one test after the training loop has been imported.
 SABOTAGE = """
 import importlib.util, os, sys
 class Finder:
@@ -47,7 +47,7 @@ trainer.Trainer.update = sabotaged
 
 
 class Launcher:
-    """Starts launch.py in a folder and looks at what it leaves there."""
+    """Start launch.py in a folder, and look at the files and processes that it leaves."""
 
     TINY = ("debug=tiny", "precision=fp32")
     ENDLESS = (*TINY, "steps=1000000", "checkpoint.interval=0", "metrics.log_every=20")
@@ -76,8 +76,9 @@ class Launcher:
         return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=300)
 
     def page(self, name: str, *more: str) -> Iterator[tuple[str, subprocess.CompletedProcess]]:
-        """Run the lines of a page of docs/ that stand in blocks marked `sh`, those of launch.py with `more`. A comment names an
-        exit status other than 0; runs/NAME-HASH is the run of that name. Yields each line and its process.
+        """Run the lines of a page of docs/ in blocks marked `sh`; `more` is added to those of launch.py. A comment
+        names an exit status other than 0; runs/NAME-HASH means the run of that name. Yield each line and its finished
+        process.
         """
         blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / name).read_text(), re.S)
         for line in "".join(blocks).splitlines():
@@ -95,7 +96,9 @@ class Launcher:
             yield line, done
 
     def sabotage(self, code: str) -> None:
-        """Run `code` in every rank once the training loop is imported; it sees `loop`, `trainer`, `rank` and `os`."""
+        """Run `code` in every rank once the training loop is imported; the code can use `loop`, `trainer`, `rank` and
+        `os`.
+        """
         folder = self.folder.parent / f"{self.folder.name}-sabotage"
         folder.mkdir(exist_ok=True)
         (folder / "sitecustomize.py").write_text(SABOTAGE.format(code=code))
@@ -122,8 +125,8 @@ class Launcher:
         self.wait(lambda: json.loads((self.attempt(attempt) / "status.json").read_text())["step"] >= step)
 
     def wait(self, condition, seconds: float = 300) -> None:
-        """Wait until something is so; a file or row that is not there yet means not yet. The limit is for what never
-        comes.
+        """Wait until a condition is true; while a file or row does not exist, it counts as false. The limit ends waits
+        for a condition that never becomes true.
         """
         began = time.monotonic()
         while time.monotonic() - began < seconds:
@@ -136,7 +139,7 @@ class Launcher:
         raise AssertionError(f"not so within {seconds} s")
 
     def processes(self) -> list[int]:
-        """Every process that works in this folder: launcher, parent of the ranks, ranks, their helpers."""
+        """Return every process that works in this folder: launcher, parent of the ranks, ranks, their helpers."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -149,7 +152,7 @@ class Launcher:
 
 @pytest.fixture(scope="module")
 def launcher_of_module(tmp_path_factory):
-    """One for all tests of a file, which look at what it has run."""
+    """Return one launcher for all tests of a file, which examine what it has run."""
     yield from a_launcher(tmp_path_factory.mktemp("module"))
 
 

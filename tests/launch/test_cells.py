@@ -1,4 +1,4 @@
-"""What launch.py does with cells before and after they run: faults, dry runs, states, sweeps. Real launch.py, real
+"""What launch.py does with cells before and after they run: faults, dry runs, states, sweeps. With real launch.py and
 ranks.
 """
 
@@ -248,14 +248,14 @@ atexit.register(tell)
 
 
 def test_rank_imports_only_what_it_needs(launcher):
-    unused = {"hydra", "omegaconf", "datasets", "wandb", "rich", "torch.distributed.pipelining"}
+    unused = {"hydra", "omegaconf", "datasets", "wandb", "rich", "torch.distributed.pipelining", "transformers", "diffusers"}
     launcher.sabotage_step_3(0, f"import sys; sys.exit(sorted({unused} & set(sys.modules)) == [] and 78)")
     assert launcher.run(*launcher.TINY, "gpus=1").returncode == 78
 
 
 def test_files_that_a_node_sees_late_are_waited_for(launcher):
-    """A network file system shows a new file to other hosts seconds later; one that never comes is the node's fault,
-    not the user's.
+    """A network file system shows a new file to other hosts seconds later. A file that never appears is a fault of the
+    node and not of the user.
     """
     assert launcher.run(*launcher.TINY, "cluster=inline").returncode == 0
     directory = launcher.run_directory
@@ -294,8 +294,8 @@ worker.run_rank(sys.argv[1], 1, inline=True)
 
 
 def test_what_torch_reads_once_is_set_before_it_is_imported(tmp_path):
-    """For every job: a deterministic one may follow another in the same process, which has called cuBLAS. What a site
-    has set stays.
+    """These variables are set for every job, as a deterministic job may follow another one in the same process that has
+    already called cuBLAS. A site's own values are kept.
     """
 
     def names(async_tp, **of_the_site):

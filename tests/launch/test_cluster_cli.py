@@ -1,4 +1,4 @@
-"""What sinfo says, in other sites' words; tests/slurm has the command on a real SLURM."""
+"""Read the output of sinfo at different sites; tests/slurm runs the command on a real SLURM."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""How a running job ends: Ctrl-C, kills, errors of one rank, launchers that die or come twice. Real ranks; no process
-may be left.
+"""How a running job ends: Ctrl-C, kills, errors of one rank, launchers that die or are started twice. With real ranks;
+no process may be left.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ def rows(launcher):
 def test_first_interrupt_saves_and_the_same_line_resumes(launcher):
     process = launcher.start(*launcher.ENDLESS, "gpus=2")
     launcher.wait_for_step()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to launch.py and whatever shares its process group
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to launch.py and all processes of its process group
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert "asking all 2 ranks to save and stop" in out and "Ctrl-C again kills" in out
@@ -49,7 +49,7 @@ def test_second_interrupt_kills(launcher):
     launcher.wait_for_step()
     process.send_signal(signal.SIGINT)
     time.sleep(3)
-    assert process.poll() is None  # the ranks do not listen
+    assert process.poll() is None  # the ranks ignore the signal
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130 and "killing all ranks" in out, err
@@ -71,7 +71,7 @@ def test_interrupt_before_the_trainer_listens_needs_no_patience(launcher):
     process = launcher.start(*launcher.ENDLESS, "gpus=2", "cluster.stop_seconds=1000")
     launcher.wait(lambda: len(list(launcher.folder.glob("importing_*"))) == 2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)  # submitit would have the ranks ignore it
+    _, err = process.communicate(timeout=300)  # with submitit's own handler the ranks would ignore it
     assert process.returncode == 130, err
     assert launcher.processes() == []
 
@@ -118,8 +118,8 @@ def test_guilty_rank_is_named_and_the_others_end(launcher, action, blamed, statu
 
 
 def test_peers_of_a_dead_rank_are_ended(launcher):
-    """The launcher also ends ranks that would never notice the death of another. Here they sleep, in place of waiting for
-    ever in a collective.
+    """The launcher also ends ranks that would never notice that another rank has died. Here these ranks sleep, instead
+    of waiting for ever in a collective.
     """
     launcher.sabotage(
         "import time\nif rank != 1: trainer.Trainer.update = lambda self, *given: time.sleep(1000)\n"
@@ -131,7 +131,7 @@ def test_peers_of_a_dead_rank_are_ended(launcher):
     launcher.wait(lambda: launcher.processes() == [])
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1 and "rank 1 ended with status 1" in err
-    assert "loop.py" in (launcher.attempt() / "rank_0.log").read_text()  # SIGQUIT: where the killed rank was
+    assert "loop.py" in (launcher.attempt() / "rank_0.log").read_text()  # SIGQUIT printed where the killed rank was
 
 
 def test_hang_is_a_timeout_and_names_who_did_not_notice(launcher):
@@ -186,7 +186,7 @@ def test_ranks_outlive_their_launcher_and_the_line_attaches_again(launcher):
 
 
 def test_power_cut_is_an_interruption(launcher):
-    """Everything is killed at once; nobody can write how it ended."""
+    """Everything is killed at once, so no process can write how it ended."""
     process = launcher.start(*launcher.ENDLESS, "gpus=2", "checkpoint.interval=10")
     launcher.wait_for_step(30)
     for pid in launcher.processes():
@@ -212,7 +212,7 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     line = (*launcher.TINY, "metrics=wandb", "metrics.log_every=1", "steps=60", "checkpoint.interval=8")
     launcher.sabotage(
         "import time; update = trainer.Trainer.update\n"
-        # to be killed on its way
+        # will be killed before it ends
         "trainer.Trainer.update = lambda self, *given: (time.sleep(0.05), update(self, *given))"
     )
     for attempt in range(1, kills + 1):
@@ -229,7 +229,7 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
 
     def steps():
         rows = (row["_step"] for file in folder.glob("*.wandb") for row in wandb_file.rows(file))
-        return list(dict.fromkeys(rows))  # twice where a checkpoint's row joins
+        return list(dict.fromkeys(rows))  # a step has two rows if a checkpoint was saved at it
 
     launcher.wait(lambda: steps() == list(range(1, 61)))  # wandb's own process writes a little later
     rows = [json.loads(row)["step"] for row in (launcher.run_directory / "metrics.jsonl").read_text().splitlines()]
@@ -237,10 +237,12 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
 
 
 def test_ranks_of_an_attempt_that_is_not_the_newest_stop_and_save_nothing(launcher):
-    """Another host has taken the run over, as after a partition of the network: both would write the same files."""
+    """Another host has taken over the run, as after a partition of the network; without this check both would write the
+    same files.
+    """
     process = launcher.start(*launcher.ENDLESS, "gpus=2", "checkpoint.interval=1000000")
     launcher.wait_for_step()
-    shutil.copytree(launcher.attempt(1), launcher.attempt(1).with_name("1.bak"))  # is no attempt
+    shutil.copytree(launcher.attempt(1), launcher.attempt(1).with_name("1.bak"))  # not an attempt
     launcher.attempt(2).mkdir()
     launcher.wait(lambda: all("exit_status" in launcher.rank(rank) for rank in (0, 1)))
     process.communicate(timeout=300)

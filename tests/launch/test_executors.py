@@ -1,4 +1,6 @@
-"""An executor of a stranger's, as docs/extend.md has it: its key is typed, its runs are followed, cancelled and resumed."""
+"""An executor written by a user, as in docs/extend.md: its key is typed, and its runs are followed, cancelled and
+resumed.
+"""
 
 import json
 import os
@@ -13,7 +15,7 @@ NICED = ("train.imports=[niced]", "cluster.executor=niced", "gpus=2")
 
 @pytest.fixture
 def niced(launcher):
-    """launch.py in a folder with nothing in it but the module of docs/extend.md."""
+    """Return launch.py in a folder that contains only the module of docs/extend.md."""
     ((name, code),) = re.findall(r"```python\n# (niced\.py)\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.S)
     (launcher.folder / name).write_text(code)
     return launcher
@@ -40,7 +42,7 @@ def test_its_keys_are_its_own(niced, line, words):
 
 
 def test_its_runs_are_followed_cancelled_and_resumed(niced):
-    """The second line has another value of its key, and is the same run."""
+    """The second line has another value of the executor's key, and is the same run."""
     running = niced.start(*niced.ENDLESS, *NICED, "cluster.nice=5")
     niced.wait_for_step()
     assert json.loads((niced.attempt() / "attempt.json").read_text())["executor"] == "niced"

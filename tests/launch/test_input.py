@@ -1,5 +1,5 @@
-"""Bad input through the real launch.py: the same lines as in one process (tests/config/test_fuzz.py), status 2, and
-nothing written.
+"""Bad input gives the same lines through the real launch.py as in one process (tests/config/test_fuzz.py), status 2,
+and no files.
 """
 
 import random

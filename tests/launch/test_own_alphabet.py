@@ -1,4 +1,4 @@
-"""docs/own-alphabet.md: its lines run as they stand, from a FASTA file to the likelihood of variants and an export."""
+"""The lines of docs/own-alphabet.md run unchanged, from a FASTA file to the likelihood of variants and an export."""
 
 import json
 import random
@@ -12,7 +12,7 @@ LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 
 
 def sequences(number, dice):
-    """A FASTA file whose sequences repeat AEFN, with other letters between; lines end within them."""
+    """Write a FASTA file whose sequences repeat AEFN with other letters between; its lines break within sequences."""
     texts = ("".join(dice.choice(("AEFN", dice.choice(LETTERS))) for _ in range(dice.randint(10, 40))) for _ in range(number))
     return "".join(f">{index} of a family\n{text[:20]}\n{text[20:]}\n" for index, text in enumerate(texts))
 

@@ -1,4 +1,4 @@
-"""The batch script: what it asks of SLURM, the environment of its ranks, and how it ends."""
+"""Test the batch script: what it requests from SLURM, the environment of its ranks, and how it ends."""
 
 import os
 import subprocess
@@ -60,7 +60,7 @@ LOST = "Timed out waiting for job step to complete"
 
 
 def in_bash(text: str, code: str, **variables: str) -> str:
-    """Run the functions of a batch script, and then `code`. Returns what that prints."""
+    """Run the functions of a batch script, and then `code`. Return what `code` prints."""
     functions = text[text.index("refuse() {") : text.index("trap : TERM")]
     done = subprocess.run(["bash", "-c", f"{functions}\n{code}"], env={**os.environ, **variables}, capture_output=True, text=True)
     return done.stdout.strip()
@@ -69,15 +69,15 @@ def in_bash(text: str, code: str, **variables: str) -> str:
 @pytest.mark.parametrize(
     ("records", "srun", "stopped", "status"),
     [
-        ({0: (75, False), 1: (1, False)}, "75", "", "1"),  # a library that one node lacks; srun's status is the largest
+        ({0: (75, False), 1: (1, False)}, "75", "", "1"),  # a library that one node lacks; srun's status is the largest of the ranks'
         ({0: (75, False), 1: (2, False)}, "143", "", "2"),
-        ({0: (75, False), 1: (None, False)}, "75", "", "1"),  # ended without a record: srun says how
+        ({0: (75, False), 1: (None, False)}, "75", "", "1"),  # it ended without a record; srun reports how
         ({0: (75, False), 1: (75, False)}, "75", "", "75"),  # preempted during the start
-        ({0: (75, False), 1: (1, True)}, "75", "", "75"),  # the same: rank 1 only lost rank 0
+        ({0: (75, False), 1: (1, True)}, "75", "", "75"),  # the same: rank 1 failed only because it lost rank 0
         ({0: (75, False), 1: (None, False)}, "143", "agreed", "75"),
-        ({0: (75, False), 1: (1, False)}, "75", "agreed", "75"),  # all had agreed to stop, and saved
-        ({0: (75, True), 1: (1, False)}, "75", "blocked", "1"),  # srun asked rank 0, which could not hear that
-        ({0: (75, True), 1: (77, True)}, "77", "blocked", "75"),  # preempted, and rank 0 did not come to the step's end
+        ({0: (75, False), 1: (1, False)}, "75", "agreed", "75"),  # all ranks had agreed to stop, and saved
+        ({0: (75, True), 1: (1, False)}, "75", "blocked", "1"),  # srun asked rank 0 to stop, which could not handle the signal
+        ({0: (75, True), 1: (77, True)}, "77", "blocked", "75"),  # preempted, and rank 0 did not reach the end of the step
         ({0: (76, False), 1: (75, False)}, "76", "", "76"),
         ({0: (1, True), 1: ("lost", False)}, "1", "", "79"),  # rank 1's node does not answer
         ({0: (76, False), 1: ("lost", False)}, "76", "", "76"),
@@ -85,7 +85,7 @@ def in_bash(text: str, code: str, **variables: str) -> str:
     ],
 )
 def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, stopped, status):
-    """Each status is what a rank's record says, and whether its error is only the loss of a peer."""
+    """Each tuple has a rank's recorded exit status, and whether its error is only the loss of another rank."""
     run, bin = tmp_path / "a run", tmp_path / "bin"
     attempt = run / "attempts" / "1"
     attempt.mkdir(parents=True)
@@ -108,8 +108,8 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, stoppe
 
 
 def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
-    """sbatch takes a variable SBATCH_X before the script's own line; what the configuration leaves open stays the
-    site's.
+    """sbatch prefers a variable SBATCH_X to the script's own line. Settings that the configuration leaves open remain
+    those of the site.
     """
     sent = tmp_path / "sent"
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv >{sent}\necho '5;other'\n")

@@ -1,4 +1,4 @@
-"""Secrets of the launcher's environment and of the checkout reach no file of a run."""
+"""No file of a run has a secret of the launcher's environment or of the checkout."""
 
 import shutil
 import subprocess
@@ -10,9 +10,7 @@ GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org")
 
 
 def test_no_secret_is_in_what_a_run_leaves(launcher):
-    """A checkout whose diff has secrets, an environment that has them, and a run that logs to wandb, fails once, and
-    resumes.
-    """
+    """The checkout's diff and the environment contain secrets. A run that logs to wandb fails once, and resumes."""
     checkout = launcher.folder / "checkout"
     for name in ("titan_hydra", "conf", "sweeps"):
         if (ROOT / name).is_dir():
@@ -36,7 +34,7 @@ def test_no_secret_is_in_what_a_run_leaves(launcher):
     token = f"+cluster.environment.HF_TOKEN={SECRETS['HF_TOKEN']}"
     refused = launch("cluster=slurm", token, status=2)
     assert "cluster.environment.HF_TOKEN" in refused
-    refused += launch(token, status=2)  # a key of slurm's
+    refused += launch(token, status=2)  # a key of the slurm executor
     runs = launcher.folder / "runs"
     files = [path for path in runs.rglob("*") if path.is_file()]
     assert {"config.json", "env.json", "rank_0.log", "manifest.json", "metrics.jsonl"} <= {path.name for path in files}

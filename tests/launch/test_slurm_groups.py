@@ -1,5 +1,5 @@
-"""Replica groups on SLURM, without a SLURM: what is submitted, what is refused, and the state of a run of several
-jobs.
+"""Test replica groups on SLURM, without a SLURM: what is submitted, what is refused, and the state of a run that
+consists of several jobs.
 """
 
 import errno
@@ -52,7 +52,7 @@ def test_a_group_takes_a_whole_node_by_itself(tmp_path):
     [(["1"], True), (["137", "75", "1"], True), (["1", "1", "1"], False), (["2"], False), (["0"], False), ([], False)],
 )
 def test_the_script_starts_a_failed_group_again_so_often(tmp_path, exits, restarts):
-    """The attempts of this submission, from the second on, ended so; two restarts are allowed."""
+    """The attempts of this submission, from the second on, ended in these ways; two restarts are allowed."""
     for number, status in enumerate(["1", *exits], start=1):
         (tmp_path / "attempts" / str(number)).mkdir(parents=True)
         (tmp_path / "attempts" / str(number) / "exit").write_text(f"{status}\n")
@@ -85,7 +85,7 @@ def test_a_dry_run_shows_the_jobs(launcher):
 
 
 def claimed(one: Cell, token: str) -> list[Path]:
-    """The attempts of all groups, submitted as an array of number 7."""
+    """Claim the attempts of all groups, submitted as array number 7."""
     owner = {"executor": "slurm", "token": token, "packed": False, "job_id": None, "user": "me", "code": ""}
     first = rundir.claim(one.directory, rundir.newest_attempt(one.directory) + 1, one.job, [], **owner)
     attempts = [first, *rundir.claim_groups(one.directory, 3, [], **owner)]
@@ -124,7 +124,7 @@ def test_a_run_is_where_its_groups_are(tmp_path):
 
 
 def test_groups_of_another_submission_do_not_count(tmp_path):
-    """Its submitter died before it had claimed the groups' attempts."""
+    """The process that submitted them died before it had claimed the groups' attempts."""
     one = cell(tmp_path, "gpus=1")
     claimed(one, "0a0a0a0a")
     owner = {"executor": "slurm", "token": "0b0b0b0b", "packed": False, "job_id": None, "user": "me", "code": "", "pid": 1}

@@ -1,4 +1,4 @@
-"""The copies of the code that jobs run: taken once for each state of a checkout, and replaced if they are damaged."""
+"""Test the copies of the code that jobs run: each state of a checkout is copied once, and a damaged copy is replaced."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from .test_submit import cell
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A git repository with a package of its own, as the code of this project."""
+    """Create a git repository with a package of its own, in place of this project's code."""
     root = tmp_path / "code"
     (root / "titan_hydra").mkdir(parents=True)
     (root / "titan_hydra" / "a.py").write_text("a = 1\n")
@@ -42,7 +42,9 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
 
 
 def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
-    """It obeys the umask, and not the modes of a checkout; a purge of old files sees that it is new."""
+    """The copy obeys the umask, and does not keep the checkout's modes. Its files have the time of the copy, so that a
+    purge of old files keeps them.
+    """
     modes = {"a.py": 0o600, "open.py": 0o666, "run.py": 0o755}
     for name, mode in modes.items():
         (checkout / "titan_hydra" / name).write_text("a = 1\n")
@@ -70,8 +72,8 @@ def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
     ],
 )
 def test_a_damaged_copy_is_replaced(checkout, damage):
-    """A purge of old files takes single ones, or somebody has written into the copy; jobs that run it keep what is
-    left.
+    """A purge of old files has removed some of its files, or somebody has changed them. The damaged copy is kept for
+    the jobs that run it.
     """
     runs = checkout / "runs"
     copy = snapshot.take(runs, {})
@@ -82,8 +84,8 @@ def test_a_damaged_copy_is_replaced(checkout, damage):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")
 def test_a_checkout_that_git_refuses_is_one_line(checkout, tmp_path, monkeypatch):
-    """A folder of code that several people share belongs to one of them; git lists its files for no other without being
-    told to.
+    """A folder of code that several people share belongs to one of them. For the others, git lists its files only if it
+    is told that the folder is safe.
     """
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -1,5 +1,5 @@
-"""What is handed to SLURM, without a SLURM: shapes and order of arrays, refusals and limits of a site, manifests, and
-states read from a queue of our making. test_sbatch.py has the batch script.
+"""Test what is submitted to SLURM, without a SLURM: shapes and order of arrays, refusals and limits of a site,
+manifests, and states that are read from a simulated queue. test_sbatch.py tests the batch script.
 """
 
 import json
@@ -69,7 +69,7 @@ def test_cells_keep_their_own_cluster_settings(tmp_path):
 def test_what_holds_for_a_whole_line_is_one_value(launcher, line, key):
     refused = launcher.run("-m", *SLURM, "seed=1,2", *line)
     assert refused.returncode == 2 and f"\n{key}=" in f"\n{refused.stderr}", refused.stderr
-    # told where composing takes seconds
+    # printed where composing takes seconds
     said = [line for line in refused.stderr.splitlines() if not line.startswith("composed ")]
     assert len(said) == 1 and not (launcher.folder / "runs").exists()
 
@@ -88,8 +88,8 @@ def test_an_array_is_throttled(tmp_path):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A site whose queue takes at most `site.limit` jobs of a user, and arrays of at most three; `site.scripts` are
-    those it took.
+    """Return a site whose queue accepts at most `site.limit` jobs of a user, and arrays of at most three tasks;
+    `site.scripts` are the accepted scripts.
     """
     bin, code = tmp_path / "bin", tmp_path / "code" / "abc"
     bin.mkdir()
@@ -139,7 +139,7 @@ def test_cells_of_several_arrays_do_not_run_more_at_once_than_of_one(tmp_path, s
 
 
 def test_arrays_that_max_parallel_has_room_for_run_beside_each_other(tmp_path, site):
-    """Four cells may run at once: the shapes of 1, 2 and 4 devices have 1, 2 and 3 cells; later one more is added to
+    """Four cells may run at once. There are 1, 2 and 3 cells with 1, 2 and 4 devices; later one more cell is added to
     the line.
     """
     cells = [
@@ -249,13 +249,13 @@ ACCOUNTS = {
     ],
 )
 def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, overrides, enforced, words):
-    """SLURM would hold them for ever: PartitionTimeLimit, QOSMaxWallDurationPerJobLimit, ..."""
+    """SLURM would let these jobs wait for ever: PartitionTimeLimit, QOSMaxWallDurationPerJobLimit, ..."""
     answers = {"scontrol": PARTITIONS, **ACCOUNTS}
     monkeypatch.setattr(squeue, "call", lambda *command: answers[command[0] if command[0] == "scontrol" else command[4]])
     monkeypatch.setattr(squeue, "setting", {"AccountingStorageEnforce": enforced, "MaxArraySize": "3"}.get)
     cells = [cell(tmp_path, "data.global_batch=72", f"seed={seed}", *overrides) for seed in range(3)]
     found = [str(fault) for fault in limits.faults(submit.planned(cells))]
-    assert found == words * 2, found  # of two arrays
+    assert found == words * 2, found  # once for each of two arrays
     line = ("launch.packed=true", "cluster.time_minutes=600", "cluster.partition=gpu")
     packed = [cell(tmp_path, f"seed={seed}", *line) for seed in range(3)]
     assert [str(fault) for fault in limits.faults(submit.planned(packed))][:1] == [
@@ -264,7 +264,7 @@ def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, over
 
 
 def test_the_same_sweep_has_one_manifest(tmp_path, monkeypatch):
-    # no key of the job
+    # not a key of the job
     monkeypatch.setattr(sys, "argv", ["launch.py", "-m", "seed=0,1", "+hydra.job.env_set.DB_PASS=opensesame"])
     cells = [cell(tmp_path, f"seed={seed}") for seed in range(2)]
     first = manifest.folder_of(cells)
@@ -278,7 +278,7 @@ def test_the_same_sweep_has_one_manifest(tmp_path, monkeypatch):
 
 @pytest.fixture
 def submitted(tmp_path):
-    """A run that was handed to SLURM as task 1 of an array, and what one gets from its state."""
+    """Return a run that was submitted to SLURM as task 1 of an array, and a function that gives what its state reports."""
     one = cell(tmp_path)
     owner = {"executor": "slurm", "token": "abcd1234", "packed": False, "job_id": "77_1", "index": 1, "user": "me", "code": "x"}
     attempt = rundir.claim(one.directory, 1, one.job, [], **owner)

@@ -1,4 +1,4 @@
-"""Sweep files on the command line."""
+"""Use sweep files on the command line."""
 
 import pytest
 
@@ -14,7 +14,7 @@ sweep: {{name: example, cells: {cells}}}
 
 @pytest.fixture
 def sweep(launcher):
-    """A function that tries `+sweeps=example`, from a folder that Hydra searches beside conf/."""
+    """Return a function that composes `+sweeps=example` from a folder that Hydra searches in addition to conf/."""
 
     def run(*arguments, cells="{a: [steps=5], b: [steps=6, parallelism=tp]}"):
         folder = launcher.folder.parent / "mine" / "sweeps"

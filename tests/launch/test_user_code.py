@@ -1,4 +1,6 @@
-"""A user's module is part of the run: edited, it makes another one; the copy that SLURM jobs run from holds it."""
+"""A user's module is part of the run: if it is edited, the run is another one. The copy from which SLURM jobs run
+contains it.
+"""
 
 import json
 import subprocess
@@ -16,9 +18,7 @@ MODULE = "import helper\nprint('the scale is', helper.SCALE)\n"
 
 @pytest.fixture
 def project(launcher):
-    """launch.py is started in another folder than the one that holds the module and the script, as with a project of
-    one's own.
-    """
+    """Create a project: launch.py is started in another folder than the one that holds the module and the script."""
     project = launcher.folder.parent / "project"
     project.mkdir()
     (project / "mine.py").write_text(MODULE)

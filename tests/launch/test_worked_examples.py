@@ -1,4 +1,6 @@
-"""The worked examples of docs/: their lines run as they stand, and what they show is printed, but for what depends on the machine."""
+"""The lines of the worked examples in docs/ run unchanged and print the output on the page, except what depends on the
+machine.
+"""
 
 import re
 
@@ -8,7 +10,7 @@ def squeezed(text):
 
 
 def shown(page):
-    """The lines of a page's output: blocks marked `text`, without the lines that only mark an omission."""
+    """Return the output lines of a page: blocks marked `text`, without the lines that only mark an omission."""
     return [squeezed(line) for block in re.findall(r"```text\n(.*?)```", page, re.S) for line in block.splitlines() if line != "..."]
 
 
@@ -31,7 +33,7 @@ def test_another_layout_is_the_same_run_to_rounding(launcher):
 
 
 def test_optimizers_are_compared_over_seeds(launcher):
-    """With two steps: that the lines work, not what they conclude."""
+    """The runs have two steps, which checks that the lines work, but not their conclusions."""
     *_, (_, report), _ = launcher.page("muon-or-adamw.md", "steps=2", "validation.interval=1", "validation.steps=1")
     rows = [line for line in report.stdout.splitlines() if line.startswith("optimizer=")]
     assert len(rows) == 7 and all(line.split()[2] == "3" for line in rows), report.stdout

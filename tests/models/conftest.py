@@ -1,4 +1,4 @@
-"""What the tests of models share: small configs."""
+"""Small configurations for all tests of models."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from titan_hydra.models.llama3.config import Llama3Config, RopeScaling
 
 @pytest.fixture
 def tiny():
-    """A function that makes a small model's config: 4 query heads of 16 share 2 key/value heads."""
+    """Return a function that makes a small model's configuration: 4 query heads of width 16 share 2 key/value heads."""
 
     def make(factor=1.0, **changes):
         values = {

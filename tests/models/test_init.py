@@ -1,4 +1,4 @@
-"""Initial weights: the same bits for every layout, and good random numbers."""
+"""Initial weights have the same bits on every layout, and are good random numbers."""
 
 import math
 from statistics import NormalDist
@@ -15,13 +15,13 @@ from titan_hydra.models.init import Normal, clean_name, init_weights, key_of_par
 
 
 def initial(config, shape=lambda model: None, seed=7):
-    """A model taken through what the trainer does: meta device, split by `shape`, to_empty, init_weights."""
+    """Return a model built in the steps of the trainer: meta device, split by `shape`, to_empty, init_weights."""
     with torch.device("meta"):
         model = build(config, 32)
     shape(model)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, torch.nan)  # what is not written shows
+        torch.nn.init.constant_(parameter, torch.nan)  # parameters that are not written stay NaN
     init_weights(model, config, seed)
     return model
 
@@ -61,7 +61,7 @@ def test_every_layout_starts_from_the_same_bits(layout, vocab, tiny, on_ranks, m
     def task(rank):
         drawn = []
         monkeypatch.setattr(init, "normal", lambda index, *rest: drawn.append(index.numel()) or normal(index, *rest))
-        monkeypatch.setattr(init, "CHUNK", 1000)  # several chunks, and not where the shards end
+        monkeypatch.setattr(init, "CHUNK", 1000)  # several chunks, whose ends are not those of the shards
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("a", "b")[: len(degrees)])
         model = initial(config, lambda model: split(model, mesh))
         for name, parameter in model.named_parameters():
@@ -69,7 +69,7 @@ def test_every_layout_starts_from_the_same_bits(layout, vocab, tiny, on_ranks, m
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             assert torch.equal(full, whole[name]), (name, getattr(parameter, "placements", None))
         matrices = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters() if p.dim() > 1]
-        assert sum(drawn) == sum(p.numel() for p in matrices)  # its own elements and no others
+        assert sum(drawn) == sum(p.numel() for p in matrices)  # each rank draws its own elements only
         assert max(drawn) <= 1000
 
     on_ranks(math.prod(degrees), task)
@@ -116,7 +116,7 @@ def test_distribution_of_each_parameter(tiny):
         "layers.3.feed_forward.w2.weight": 0.02 / 8**0.5,
         "layers.2.feed_forward.w3.weight": 0.02 / 6**0.5,
         "output.weight": 128**-0.5 * 0.98658,
-    }  # a normal cut at 3 sigma has 0.98658 of its standard deviation
+    }  # a normal distribution cut at 3 sigma has 0.98658 of its standard deviation
     for name, std in expected.items():
         assert model.get_parameter(name).std().item() == pytest.approx(std, rel=0.03), name
     assert 2.95 * 128**-0.5 < model.output.weight.abs().max() <= 3 * 128**-0.5
@@ -143,12 +143,12 @@ def test_numbers_are_normal_and_uncorrelated():
             assert abs((a.abs() * b.abs()).mean() - 2 / torch.pi) < 4 * error
     for other in others:
         assert abs((first * other).mean()) < 4 * error
-    assert first.unique().numel() > 0.95 * count  # 24 bits
+    assert first.unique().numel() > 0.95 * count  # numbers have 24 bits
 
 
 def test_numbers_are_splitmix64_through_the_inverse_cdf():
-    """Against plain Python integers. The literals pin the seed's meaning: another generator would change every
-    experiment.
+    """The numbers are compared with plain Python integers. The literals fix the meaning of a seed, as another generator
+    would change every experiment.
     """
     indices, seed_key, mask = [0, 1, 2, 5_000_000_000], key_of_parameter(0, "output.weight"), (1 << 64) - 1
     expected = []

@@ -1,5 +1,5 @@
-"""The model on one process: stages compose, documents do not see each other, a tied head stays tied, a block compiles
-whole.
+"""Test the model in one process: stages compose, documents do not see each other, a tied head stays tied, and a block
+compiles without a graph break.
 """
 
 import copy
@@ -30,7 +30,7 @@ def model_of(config, seq_len=32):
 
 
 def draw(model, config):
-    """Initial weights, made so loud that attention and positions show in the logits."""
+    """Draw initial weights that are large enough for attention and positions to show in the logits."""
     init_weights(model, config, seed=0)
     for parameter in model.layers.parameters():
         parameter.data.mul_(5 if parameter.dim() > 1 else 1)
@@ -41,7 +41,7 @@ def some_tokens(batch=2, seq=32, seed=0):
 
 
 def gradients(model, tokens):
-    """Every parameter's whole gradient of the mean cross-entropy of the next token."""
+    """Return the whole gradient of every parameter, of the mean cross-entropy of the next token."""
     logits = model(tokens)
     F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
     return {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()}
@@ -150,7 +150,7 @@ def test_rotary_table_is_one_and_in_no_checkpoint(tiny):
 
 
 def test_positions_are_gathered_once_for_all_layers(tiny):
-    """Every layer would gather twice from the table (maths.md, P6)."""
+    """Otherwise every layer would gather from the table twice (maths.md, P6)."""
     model, tokens, gathered = model_of(tiny()), some_tokens(), []
 
     class Gathers(TorchDispatchMode):
@@ -174,8 +174,8 @@ def test_rotation_is_in_fp32_and_rounds_once(tiny):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("attention", ["auto", "flash", "math"])
 def test_a_block_compiles_whole(attention, packed, tiny):
-    """A graph for all numbers of documents: the second number makes torch compile it anew, for any."""
-    torch.compiler.reset()  # it remembers of other models' blocks that the number changes
+    """There is one graph for all numbers of documents: at the second number torch compiles again, for any number."""
+    torch.compiler.reset()  # torch remembers from blocks of other models that the number changes
     model = model_of(tiny(n_layers=1, attention=attention))
     block, compiled = model.layers["0"], copy.deepcopy(model.layers["0"])
     counter = CompileCounterWithBackend("aot_eager")
@@ -194,7 +194,7 @@ def test_a_tied_head_has_one_weight(tiny):
     model = model_of(tiny(tie_embeddings=True))
     assert "output.weight" not in model.state_dict()
     assert model.output.weight is model.tok_embeddings.weight
-    assert model.output.weight.device.type == "cpu"  # it was made on the meta device
+    assert model.output.weight.device.type == "cpu"  # it was created on the meta device
     copied = copy.deepcopy(model)
     assert copied.output.weight is copied.tok_embeddings.weight
     assert copied.output.weight is not model.output.weight

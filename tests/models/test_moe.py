@@ -1,5 +1,5 @@
-"""Experts in one process: the layer, the kernels with experts that get no token, the router, and the errors that users of
-other frameworks met (issue numbers are TorchTitan's).
+"""Test experts in one process: the layer, kernels for experts without tokens, the router, and errors that users of
+other frameworks reported (issue numbers are TorchTitan's).
 """
 
 import math
@@ -24,7 +24,7 @@ def job_of(*overrides, base=MOE):
 
 
 def layer(*overrides, base=MOE):
-    """A feed-forward of experts with weights, and an input of it."""
+    """Return a feed-forward of experts with weights, and an input for it."""
     job = job_of(*overrides, base=base)
     torch.manual_seed(0)
     found = MoE(job.model)
@@ -34,7 +34,7 @@ def layer(*overrides, base=MOE):
 
 
 def one_by_one(moe, x):
-    """The layer computed token by token, expert by expert."""
+    """Compute the layer token by token, expert by expert."""
     scores, plan = moe.router(x)
     scores, chosen = moe.router.gates(scores, plan.chosen), plan.chosen
     rows = []
@@ -55,8 +55,8 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(base):
 
 
 def test_experts_without_tokens_have_gradients_of_zero():
-    """Rows behind the last token would be garbage (pt#193633, #1237): none exist, and an expert without tokens has a
-    whole gradient.
+    """Rows after the last token would be undefined (pt#193633, #1237), so there are none. The gradient of an expert
+    without tokens is defined everywhere.
     """
     moe, x = layer()
     moe.router.choose = lambda scores: torch.tensor([2, 5]).expand(len(scores), 2)
@@ -67,7 +67,7 @@ def test_experts_without_tokens_have_gradients_of_zero():
 
 
 def test_gradients_that_a_kernel_does_not_write_are_zero(monkeypatch):
-    """Blackwell's leaves those of experts without tokens as they were in memory (pt#172439)."""
+    """The kernel for Blackwell leaves the gradients of experts without tokens as they were in memory (pt#172439)."""
     exact, calls = torch.nn.functional.grouped_mm, []
 
     def unwritten(a, b, *, offs):
@@ -89,9 +89,7 @@ def test_gradients_that_a_kernel_does_not_write_are_zero(monkeypatch):
 
 
 def test_no_tokens_at_all_are_no_error(monkeypatch):
-    """The kernels are not asked for a product without rows, which nothing defines; the gradients are zeros all the
-    same.
-    """
+    """The kernels are not called for a product without rows, which is undefined; the gradients are zeros."""
     moe, x = layer()
     nothing, order = x.new_zeros(0, x.shape[-1], requires_grad=True), torch.zeros(0, dtype=torch.int32)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)
@@ -106,7 +104,7 @@ def test_a_plan_puts_rows_next_to_each_other_and_back():
     plan = moe.router.plan(torch.zeros(3, 8))
     x = torch.arange(3.0).unsqueeze(1).requires_grad_()
     rows = plan.spread(x)
-    assert rows.flatten().tolist() == [1, 0, 2, 2, 0, 1]  # of experts 0, 1, 1, 2, 3, 3
+    assert rows.flatten().tolist() == [1, 0, 2, 2, 0, 1]  # rows for experts 0, 1, 1, 2, 3, 3
     assert plan.restore(rows).flatten().tolist() == [0, 0, 1, 1, 2, 2]
     assert plan.counts.tolist() == [1, 2, 1, 2, 0, 0, 0, 0]
     rows.mul(torch.tensor([[1.0], [2], [4], [8], [16], [32]])).sum().backward()
@@ -119,7 +117,7 @@ def test_a_plan_puts_rows_next_to_each_other_and_back():
 def test_groups_are_the_best_two_experts_and_limit_the_choice():
     router = Router(job_of("model.n_group=4", "model.topk_group=1", base=LATENT).model)
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.1, 0.1, 0.2, 0.2]])
-    assert sorted(router.choose(scores)[0].tolist()) == [2, 3]  # 0.5 + 0.5, not the largest score of all
+    assert sorted(router.choose(scores)[0].tolist()) == [2, 3]  # group 0.5 + 0.5 wins, although it does not have the largest single score
 
 
 def test_the_bias_changes_the_choice_and_not_the_scores():
@@ -137,7 +135,9 @@ def test_the_bias_changes_the_choice_and_not_the_scores():
 
 @pytest.mark.parametrize(("base", "exact"), [(LATENT, True), (MOE, False)])
 def test_a_router_multiplies_in_the_precision_of_the_published_model(base, exact):
-    """DeepSeek-V3's in float32 whatever the weights are in, Qwen3's in their dtype: so are both in transformers."""
+    """DeepSeek-V3's router multiplies in float32, whatever the dtype of the weights; Qwen3's multiplies in the weights'
+    dtype. transformers does the same.
+    """
     router = Router(job_of(base=base).model).bfloat16()
     nn.init.normal_(router.weight)
     x = torch.randn(1, 50, router.weight.shape[1], dtype=torch.bfloat16)
@@ -148,7 +148,7 @@ def test_a_router_multiplies_in_the_precision_of_the_published_model(base, exact
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_tokens_are_counted_once_however_often_a_forward_runs(kept):
-    """Under recomputation (#1304, #1324), and not in a validation (#4148)."""
+    """Recomputation does not count them again (#1304, #1324), and a validation does not count them (#4148)."""
     moe, x = layer()
     experts.forget(moe)
     y = checkpoint(moe, x, use_reentrant=False) if kept else moe(x)
@@ -162,8 +162,8 @@ def test_tokens_are_counted_once_however_often_a_forward_runs(kept):
 
 
 def test_the_loss_of_balance_has_the_papers_gradient():
-    """arXiv 2412.19437, section 2.1.2: alpha times the sum over experts of f_i P_i for each sequence, with f_i held
-    fixed, and its mean over the sequences of the global batch.
+    """The paper is arXiv 2412.19437, section 2.1.2. Its loss is alpha times the sum over experts of f_i P_i for each
+    sequence, with f_i held constant, averaged over the sequences of the global batch.
     """
     moe, x = layer("model.sequence_balance=0.5", "model.n_shared_experts=0", base=LATENT)
     router, sequences = moe.router, 10

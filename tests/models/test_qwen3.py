@@ -1,5 +1,5 @@
-"""Qwen3: the same logits as transformers' Qwen3ForCausalLM, both ways; heads of a width of their own; norms that keep
-the input's dtype.
+"""Qwen3 has the same logits as transformers' Qwen3ForCausalLM, in both directions; its heads have a width of their own,
+and its norms keep the input's dtype.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Sizes and costs of the models in conf/model, against the numbers published for them."""
+"""Compare sizes and costs of the models in conf/model with published numbers."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +18,7 @@ PARAMETERS = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
-    # As safetensors of Qwen/Qwen3-* on Hugging Face count them; a tied head is counted once.
+    # From the safetensors of Qwen/Qwen3-* on Hugging Face; a tied head is counted once.
     "qwen3_0_6b": 596_049_920,
     "qwen3_1_7b": 1_720_574_976,
     "qwen3_4b": 4_022_468_096,
@@ -31,7 +31,7 @@ CONFIGS = {"llama3": Llama3Config, "qwen3": Qwen3Config}
 
 def option(name):
     values = yaml.safe_load((Path(__file__).parents[2] / f"conf/model/{name}.yaml").read_text())
-    values = values.get("model", values)  # the debug model's option sets other groups' keys too
+    values = values.get("model", values)  # the debug model's option sets keys of other groups too
     if "rope_scaling" in values:
         values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
     return CONFIGS[values["family"]](**values)
@@ -41,7 +41,7 @@ def option(name):
 def test_parameters_are_those_of_the_published_model(name):
     config = option(name)
     if name == "llama3_debug":
-        config.vocab_size = 2048  # TorchTitan's tokenizer of the count, not ours
+        config.vocab_size = 2048  # the count was made with TorchTitan's tokenizer
     assert family_of(config).parameters(config) == PARAMETERS[name]
     with torch.device("meta"):
         assert sum(p.numel() for p in build(config, 16).parameters()) == PARAMETERS[name]

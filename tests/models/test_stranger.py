@@ -1,5 +1,5 @@
-"""A stranger's family in an empty folder, as docs/extend.md says: refused where it must be, right on every layout,
-converted.
+"""Add a model family in an empty folder, as docs/extend.md explains: it is refused where it must be, equal on every
+layout, and can be converted.
 """
 
 import argparse
@@ -63,7 +63,8 @@ class Windowed(Decoder):
     def documents(self, ends, h):
         return document_mask(ends, self.seq_len)
 '''
-# As Window, with a key; and one that is wrong on several ranks, which shows only where the window hides something.
+# A copy of Window with a key of its own; and an attention that is wrong on several ranks, which shows only if the
+# window hides some tokens.
 KEYED = '''"""Attention of a sliding window that is a key."""
 from dataclasses import dataclass
 import torch
@@ -112,7 +113,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def folder(user_modules):
-    """A folder with nothing in it but the files of docs/extend.md, on the path of Python, and a family that lacks most
+    """Return a folder that contains only the files of docs/extend.md, on Python's path, and a family that lacks most
     parts.
     """
     text = (ROOT / "docs" / "extend.md").read_text()
@@ -122,7 +123,7 @@ def folder(user_modules):
 
 
 def launched(folder, *words):
-    """The one line on which launch.py ends with status 2, before anything is written."""
+    """Return the one line with which launch.py ends with status 2, before anything is written."""
     run = subprocess.run([sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1), run.stdout + run.stderr
     assert not (folder / "runs").exists()
@@ -233,8 +234,8 @@ def test_a_kernel_of_ones_own_learns_under_ulysses_what_one_process_learns(folde
 
 
 def test_cases_that_a_family_cannot_run_are_counted(folder):
-    """Those of experts have keys that it has not, float64 knows the package's families, and it has no tensor
-    parallelism.
+    """Cases of experts have keys that this family lacks, float64 supports only the package's families, and this family
+    has no tensor parallelism.
     """
     names = (
         "qwen3_moe, fsdp 2, ep 2, ac op",
@@ -263,8 +264,8 @@ def test_cases_that_a_family_cannot_run_are_counted(folder):
 
 
 def test_a_window_that_only_one_process_has_is_found(folder, capsys, monkeypatch):
-    """With sequences shorter than the window nothing would differ. A ring refuses the kernel on the ranks, which is
-    counted too.
+    """With sequences shorter than the window there would be no difference. A ring refuses this attention kernel on the
+    ranks, which is counted too.
     """
     monkeypatch.setattr("titan_hydra.verify.verify.STEPS", 2)
     words = ["verify", *OF_KEYED, "--ranks", "2", "--only"]

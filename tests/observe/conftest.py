@@ -1,4 +1,4 @@
-"""What is observed are small jobs, as those of tests/train, and launch.py as tests/launch starts it."""
+"""Import the fixtures of small jobs (tests/train) and of launch.py (tests/launch), which these tests observe."""
 
 from tests.launch.conftest import launcher
 from tests.train.conftest import run_job, tiny

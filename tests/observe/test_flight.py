@@ -1,5 +1,5 @@
-"""Hang drills: real ranks of which one skips an operation, sleeps or dies; `titan logs --hang` names it, the operation, the
-mesh, the step.
+"""Cause hangs: one of several real ranks skips an operation, sleeps or dies. `titan logs --hang` names the rank, the
+operation, the mesh and the step.
 """
 
 import json
@@ -60,8 +60,8 @@ AT_WORK = AT_STEP_4.format(rank=-1, action="pass")  # counts steps
 
 @pytest.fixture
 def drill(launcher):
-    """`drill(code, *overrides)` runs it to its end. Returns launch.py's exit status and error, and what `titan logs --hang`
-    says.
+    """Return `drill(code, *overrides)`, which runs a job to its end and returns launch.py's exit status and error, and
+    the output of `titan logs --hang`.
     """
 
     def run(code, *overrides):
@@ -79,9 +79,9 @@ def test_a_rank_that_sleeps(drill):
     status, error, said = drill(AT_STEP_4.format(rank=1, action="import time; time.sleep(1000)"), *FSDP_TP)
     assert status == 77 and "failed (77): rank 1 was late at step 4, forward, backward: it has not begun all_reduce" in error
     assert f"Rank 1 on {HERE} is late: at step 4, forward, backward, since " in said
-    # Both groups of the rank wait for it; the one that did so first is named.
+    # Both of the rank's process groups wait for it; the message names the one that began to wait first.
     assert re.search(r"of (dp_shard \(ranks 1, 3\)|tp \(ranks 0, 1\))\. It is called in ", said) and "trainer.py:" in said
-    assert said.rstrip().endswith(" sabotaged")  # where it sleeps
+    assert said.rstrip().endswith(" sabotaged")  # the line where the rank sleeps
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_rank_that_sleeps(drill):
             "all_reduce number {} of tp (ranks 0, 1)",
             marks=pytest.mark.slow,
         ),
-        # as gloo scatters sums
+        # with gloo, which reduce-scatters with sums
         pytest.param(AT_WORK + SKIP_FSDP, FSDP_TP, 1, "all_reduce number {} of dp_shard (ranks 1, 3)", marks=pytest.mark.slow),
         (AT_WORK + SKIP_PP, ("gpus=2", "parallelism=pp", "parallelism.pp=2"), 0, "send to rank 1 number {} of pp (ranks 0, 1)"),
     ],
@@ -120,7 +120,7 @@ FREEZE = """pid, seen = os.getpid(), False
 
 
 def test_a_rank_that_freezes_and_goes_on_too_late(drill, launcher):
-    """It reaches the operation in which the others have given up: what it did after their time-out does not count."""
+    """The rank reaches the operation that the others have given up. What it did after their time-out does not count."""
     status, error, said = drill("import pathlib, time\n" + AT_STEP_4.format(rank=1, action=FREEZE), "gpus=2")
     assert status == 77 and "failed (77): rank 1 was late at step 4, " in error, error
     assert re.match(rf"Rank 1 on {HERE} (came late: at step 4, .* s after rank 0, .* had given up|is gone: it left no dump)", said), said
@@ -134,7 +134,7 @@ def test_a_rank_that_dies_is_a_death_and_no_hang(drill, launcher):
     earlier = {**dump, "rank": 1, "step": 2, "time": dump["time"] - 60, "collectives": dump["collectives"][:3]}
     (launcher.attempt() / "flight_1.json").write_text(json.dumps(earlier))
     assert launcher.python("-m", "titan_hydra.cli", "logs", str(launcher.run_directory), "--hang").stdout == said
-    other = launcher.run_directory / "replicas/1/attempts/1"  # as of a replica group that is a job of its own on SLURM
+    other = launcher.run_directory / "replicas/1/attempts/1"  # as for a replica group that is a separate SLURM job
     shutil.copytree(launcher.attempt(), other)
     both = launcher.python("-m", "titan_hydra.cli", "logs", str(launcher.run_directory), "--hang").stdout
     assert both == f"group 0: {said}group 1: {said}"

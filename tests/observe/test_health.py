@@ -1,5 +1,5 @@
-"""The check before training: devices that are unfit, ranks that do not come, collectives that do not end; each named by
-its host.
+"""Test the check before training: unfit devices, ranks that do not arrive, collectives that do not end. Each message
+names the host.
 """
 
 import json
@@ -25,8 +25,8 @@ HERE = socket.gethostname()
 
 @pytest.fixture
 def ranks(tmp_path):
-    """`ranks(action, size, absent)` does something on the ranks of a world, each a thread; returns result or error of
-    each.
+    """Return `ranks(action, size, absent)`, which runs an action on the ranks of a world, each in a thread, and returns
+    each rank's result or error.
     """
 
     def run(action, size=3, absent=()):
@@ -91,8 +91,8 @@ def test_a_host_without_its_gpus_does_not_train_on_its_cpu(ranks):
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """`pretended(seen, given, broken)`: torch sees so many devices, the rank was given so many, and the allocator fails
-    at first.
+    """Return `pretended(seen, given, broken)`: torch sees `seen` devices, the rank was given `given`, and with `broken`
+    the allocator fails at first.
     """
 
     def pretend(seen, given, broken=False):
@@ -108,8 +108,8 @@ def pretended(monkeypatch):
 
 
 def test_the_device_of_a_rank(pretended, monkeypatch):
-    """Where SLURM binds a GPU to each task, a rank sees one, whatever its number; a device that has failed is still
-    given.
+    """If SLURM binds a GPU to each task, a rank sees one device, whatever the rank's number. SLURM may also give a rank
+    a device that has failed.
     """
     changed = []
     monkeypatch.setattr(health, "set_allocator", changed.append)
@@ -152,7 +152,7 @@ def test_memory_that_others_hold(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(left, 10) * 2**30, 100 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(health.time, "sleep", lambda _: None)
-    health.wait_until_free(torch.device("cuda", 2), 5)  # the process before us was still leaving
+    health.wait_until_free(torch.device("cuda", 2), 5)  # the memory of the process before this one was still in use
     with pytest.raises(Unhealthy, match="of device 2 are taken by other processes"):
         health.wait_until_free(torch.device("cuda", 2), 0)
 

@@ -1,4 +1,4 @@
-"""What a run records: the fields, what they mean, and that copies go on in the same place after a resume."""
+"""Test the fields that a run records, what they mean, and that copies continue at the same step after a resume."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""debug=nan_hunt names what is not finite first, on any layout, and the rank that it began on."""
+"""debug=nan_hunt names the first value that is not finite, on any layout, and the rank on which it began."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_named(launcher, layout):
     ],
 )
 def test_a_module_that_breaks_on_one_rank_is_named(launcher, forward, backward, expected):
-    """Though the sums over ranks carry it into every gradient and parameter."""
+    """Sums over ranks carry the NaN into every gradient and parameter, but the module is still named."""
     launcher.sabotage(POISON_OUTPUT.format(name="layers.0.feed_forward.w2", forward=forward, backward=backward))
     done = launcher.run(*launcher.TINY, "gpus=2", "debug.nan_hunt=true", "parallelism=fsdp", "ac=full")
     assert done.returncode == 78, done.stderr

@@ -1,4 +1,4 @@
-"""What probes see, and that looking changes nothing."""
+"""Test what probes see, and that they change nothing."""
 
 import json
 
@@ -41,7 +41,7 @@ def test_a_checksum_sees_every_bit():
 
 
 def test_each_module_sees_its_own_share_of_a_gradient():
-    """Two modules share an input; only the second one's backward makes a NaN."""
+    """Two modules share an input, and only the backward of the second one produces a NaN."""
 
     class Bad(torch.autograd.Function):
         @staticmethod

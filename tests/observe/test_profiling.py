@@ -1,4 +1,4 @@
-"""profiling=on writes files that can be opened, and does not disturb the rates."""
+"""profiling=on writes files that can be opened, and does not change the rates."""
 
 import gzip
 import json
@@ -15,8 +15,8 @@ def test_a_run_is_profiled_without_disturbing_its_rates(run_job, tiny):
     summary = (folder / "summary.txt").read_text()
     assert "Self CPU time total" in summary and "aten::mm" in summary and "c10d" in summary
     marked = {row["step"]: row.get("profiled_steps") for row in run_job.rows(run)}
-    assert marked == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: None, 7: None}  # 3 warms up
-    assert json.loads((run / "result.json").read_text())["measured_steps"] == 3  # 2, 6, 7
+    assert marked == {1: None, 2: None, 3: 1, 4: 1, 5: 1, 6: None, 7: None}  # step 3 is the profiler's warm-up
+    assert json.loads((run / "result.json").read_text())["measured_steps"] == 3  # steps 2, 6 and 7
     assert [row["event"] for row in run_job.rows(run, "events")] == ["profile"]
     for rank in range(2):
         phases = json.loads((folder / f"phases_{rank}.json").read_text().rstrip().rstrip(",") + "]")

@@ -1,5 +1,5 @@
-"""Ranks that cannot end by themselves, as a user meets them: unfit machines, and ranks that block when they are asked
-to stop.
+"""Test ranks that cannot end by themselves, as a user meets them: unfit machines, and ranks that block when they are
+asked to stop.
 """
 
 import json
@@ -16,7 +16,7 @@ def test_an_unfit_machine_is_named_before_training(launcher):
 
 
 def test_ranks_that_block_stop_within_their_grace(launcher):
-    """Rank 1 blocks in C, rank 0 in a collective; neither gets to run the handler of the signal."""
+    """Rank 1 blocks in C, rank 0 in a collective; neither can run its Python handler of the signal."""
     launcher.sabotage_step_3(1, "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; at = bytes(64); lock(at); lock(at)")
     process = launcher.start(*launcher.ENDLESS, "gpus=2", "cluster.stop_seconds=4")
     launcher.wait(lambda: json.loads((launcher.attempt() / "beat_1.json").read_text())["step"] == 3)
@@ -28,7 +28,7 @@ def test_ranks_that_block_stop_within_their_grace(launcher):
 
 
 def test_a_rank_that_freezes_in_a_save_does_not_hold_the_others_for_an_hour(launcher):
-    """A save takes as long as the disk does, but a rank that is alive writes heartbeats beside it."""
+    """A save may take as long as the disk needs, but a rank that is alive writes heartbeats during it."""
     launcher.sabotage("""
 checkpointer = __import__("titan_hydra.checkpoint.checkpointer", fromlist=["Checkpointer"]).Checkpointer
 after_step = checkpointer.after_step

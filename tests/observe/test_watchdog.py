@@ -1,4 +1,6 @@
-"""The thread beside the training: beats, signals that a blocked main thread does not hear, and ranks that are stuck."""
+"""Test the thread beside the training: heartbeats, signals that a blocked main thread cannot handle, and ranks that are
+stuck.
+"""
 
 import json
 import os
@@ -52,8 +54,8 @@ def watch(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stuck(tmp_path):
-    """`stuck(library, *more)` starts a rank whose main thread blocks in C: a CDLL lets other threads run, a PyDLL does
-    not.
+    """Return `stuck(library, *more)`, which starts a rank whose main thread blocks in C. A CDLL lets other threads run,
+    a PyDLL does not.
     """
 
     def start(*arguments):
@@ -92,11 +94,13 @@ def test_it_says_where_the_rank_is_at_most_once_a_second(watch, tmp_path):
     wait_for(lambda: json.loads((tmp_path / "status.json").read_text())["step"] == 400)
     watch.at("data", 401)
     wait_for(lambda: json.loads((tmp_path / "status.json").read_text())["phase"] == "data")
-    assert json.loads((tmp_path / "status.json").read_text())["step"] == 400  # done, and not begun
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 400  # done: it is not counted as begun
 
 
 def test_every_local_batch_is_progress(watch, on_ranks):
-    """Replicas alone have no collective before the last one of a step, and none in validation before the end."""
+    """Without this, replicas would have no collective before the last one of a step, and none in validation before the
+    end.
+    """
     watch.at("forward, backward", 2)
     before = watch.where
     watch.moves()
@@ -139,7 +143,7 @@ def test_signals_of_forked_children_are_not_ours(watch):
     first = watch.asked
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.2)
-    assert watch.asked == first  # two are one
+    assert watch.asked == first  # two signals count as one
     signal.signal(signal.SIGTERM, before)
 
 
@@ -152,8 +156,8 @@ def test_an_error_is_told_where_it_was(tmp_path):
 
 
 def test_a_stop_before_the_ranks_can_agree_is_no_mark(tmp_path):
-    """Where the trainer does not listen yet, a signal may come of another rank's failure: the batch script must ask
-    for that.
+    """Before the trainer handles signals, a signal may be the result of another rank's failure, so no mark is written.
+    The batch script must ask whether this is so.
     """
     before = signal.signal(signal.SIGTERM, worker._stop_before_training)
     try:
@@ -174,7 +178,7 @@ def test_a_stop_before_the_ranks_can_agree_is_no_mark(tmp_path):
 )
 def test_a_rank_that_is_stuck_in_c_dies_in_time(stuck, tmp_path, library, status, says):
     assert stuck(library).wait(10) == status
-    if library == "PyDLL":  # nobody could write that it ended: its parent saw it
+    if library == "PyDLL":  # no thread could write that it ended; the parent process saw it
         (tmp_path / "ranks.json").write_text(json.dumps({"ranks": [{"exit_status": status, "ended": 1.0}]}))
     failure = guilty(tmp_path)
     assert (failure.kind, failure.status, failure.host) == (Kind.HANG, 77, "node0") and says in failure.line
@@ -190,4 +194,4 @@ def test_a_rank_that_is_stuck_stops_within_its_grace(stuck, tmp_path):
     assert process.wait(10) == 75
     assert 0.8 < time.monotonic() - asked < 2.5
     assert "step 7 was not over 2 s after the run was asked to stop" in (tmp_path / "rank_0.json").read_text()
-    assert (tmp_path / "stopped").read_text() == "blocked\n" and guilty(tmp_path) is None  # interrupted, and not failed
+    assert (tmp_path / "stopped").read_text() == "blocked\n" and guilty(tmp_path) is None  # interrupted, not failed

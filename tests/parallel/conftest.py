@@ -1,4 +1,4 @@
-"""A rank of a world that does nothing, for tests of what each rank holds."""
+"""A fake world with one rank, for tests of what each rank holds."""
 
 import math
 
@@ -12,7 +12,9 @@ from titan_hydra.parallel import build_mesh
 
 @pytest.fixture
 def world():
-    """`world(parallelism, rank)`: the mesh of one rank of a world that does nothing. The one before it is left."""
+    """Return `world(parallelism, rank)`, which returns the mesh of one rank of a fake world. The world before it is
+    left.
+    """
 
     def join(degrees, rank=0):
         leave()

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same gradients to the bit, and no more computed again than each mode says."""
+"""Activation checkpointing gives bitwise the same gradients, and recomputes exactly what each mode promises."""
 
 from collections import Counter
 from dataclasses import replace
@@ -32,7 +32,7 @@ MATMUL = torch.ops.aten.mm.default
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operators that are executed."""
+    """Count the operators that are executed."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def checkpoint(model, **config):
 
 
 def build(**config):
-    """A model of four blocks of seven matmuls, and one for the head."""
+    """Return a model of four blocks with seven matmuls each, and one for the head."""
     with torch.device("meta"):
         model = models.build(JOB.model, 16)
     checkpoint(model, **config)
@@ -60,7 +60,7 @@ def build(**config):
 
 
 def backward(model, forwards=1, **packed):
-    """What a backward executes after so many forwards."""
+    """Return the operators that a backward executes after this number of forwards."""
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     losses = [model(tokens, **packed).float().logsumexp(-1).sum() for _ in range(forwards)]
     with Counting() as counting:
@@ -73,13 +73,13 @@ def gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-# Of a block's matmuls (wq, wk, wv, wo, w1, w3, w2) the backward needs no output of w2, so that none is computed again
-# for it alone.
-MODES = [  # configuration, matmuls and attentions of a backward beyond those of ac=none
+# The backward needs no output of w2, the last of a block's matmuls (wq, wk, wv, wo, w1, w3, w2), so w2 is never
+# recomputed.
+MODES = [  # configuration; matmuls and attentions of its backward that are not in that of ac=none
     ({"name": "full"}, 4 * 6, 4),
     ({"name": "layer"}, 2 * 6, 2),
     ({"name": "layer", "every": 3}, 2 * 6, 2),
-    ({"name": "op"}, 4 * 3, 0),  # wk, wo, w3
+    ({"name": "op"}, 4 * 3, 0),  # wk, wo and w3 are recomputed
     ({"name": "lean"}, 0, 0),
     ({"name": "lean", "save_ops": ["aten.mm"]}, 0, 4),
     ({"name": "op", "save_ops": ["aten._scaled_dot_product_flash_attention_for_cpu.default"]}, 4 * 6, 0),

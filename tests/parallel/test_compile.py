@@ -1,4 +1,6 @@
-"""torch.compile by blocks: one compilation for all that are equal, whatever is checkpointed, and no name changes."""
+"""Test torch.compile by blocks: one compilation for all equal blocks, with any checkpointing, and no name of a
+parameter changes.
+"""
 
 import gzip
 import json
@@ -38,7 +40,7 @@ ALONE = Mesh(JOB.parallelism, None, None, None, None)
 
 @pytest.fixture
 def counter():
-    """A back end that counts what it is given to compile."""
+    """A back end that counts the graphs that it is given to compile."""
     torch.compiler.reset()
     yield CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
@@ -74,8 +76,8 @@ def test_equal_blocks_are_compiled_once(counter, ac, kinds):
 @pytest.mark.parametrize("ac", ["none", "full", "op"])
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3_moe_debug", 5), ("deepseek_v3_debug", 7)])
 def test_of_sparse_blocks_every_part_is_compiled_once(counter, name, kinds, ac):
-    """Attention, scores, plan, experts, sum; DeepSeek-V3 has shared experts and a dense block too. Gradients are those
-    of eager code, and no more matmuls are computed again.
+    """The parts are attention, scores, plan, experts and sum; DeepSeek-V3 also has shared experts and a dense block.
+    Gradients equal those of eager code, and no additional matmuls are recomputed.
     """
     config = compose_job(
         f"model={name}",
@@ -92,7 +94,7 @@ def test_of_sparse_blocks_every_part_is_compiled_once(counter, name, kinds, ac):
     matmuls = []
     for one in (model, eager) * 2:
         loss = one(torch.arange(32).view(2, 16)).logsumexp(-1).sum()
-        with profile() as seen:  # not a dispatch mode, under which torch compiles nothing
+        with profile() as seen:  # a profiler and not a dispatch mode, under which torch compiles nothing
             loss.backward()
         matmuls.append(sum(event.name == "aten::mm" for event in seen.events()))
     assert counter.frame_count == kinds and not counters["graph_break"]
@@ -102,8 +104,8 @@ def test_of_sparse_blocks_every_part_is_compiled_once(counter, name, kinds, ac):
 
 
 def test_experts_are_compiled_once_for_all_numbers_of_tokens(counter):
-    """Under ep every layer and step has another one; a rank may have none, which is a kind of its own to the compiler,
-    as one token is.
+    """Under ep the number differs for every layer and step. A rank may have no tokens; the compiler treats 0 as a
+    special case, as it does 1.
     """
     config = compose_job("model=qwen3_moe_debug", "precision=fp32", "data=synthetic", "parallelism=single").model
     experts = Experts(config)
@@ -126,8 +128,8 @@ def test_experts_are_compiled_once_for_all_numbers_of_tokens(counter):
 @pytest.mark.slow
 @pytest.mark.parametrize("ac", ["op", "lean"])
 def test_parts_that_write_into_given_tensors_are_checkpointed_right(ac, counter):
-    """inductor's code does, and is called where operators' results are saved: once "a tensor that was saved has been
-    mutated".
+    """inductor's code writes into given tensors, and is called where operators' results are saved. This once raised "a
+    tensor that was saved has been mutated".
     """
     config = compose_job("model=qwen3_moe_debug", "model.n_layers=1", "precision=fp32", "data=synthetic", "data.seq_len=16").model
     gradients = []
@@ -154,7 +156,7 @@ def test_the_back_end_is_the_configurations():
 
 @pytest.mark.slow
 def test_a_whole_model_communicates_a_block_at_a_time(tmp_path):
-    """Two blocks of 9 parameters, embedding, norm and head: 21 gathers and reductions, in a few messages."""
+    """Two blocks of 9 parameters, embedding, norm and head need 21 gathers and reductions, which become a few messages."""
     words = (
         "debug=tiny",
         "parallelism=fsdp",

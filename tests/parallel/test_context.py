@@ -1,5 +1,5 @@
-"""Context parallelism beyond the acceptance matrix: the cut of a batch, the attention kernels alone, and what torch
-keeps for all jobs.
+"""Test context parallelism beyond the acceptance matrix: the cut of a batch, the attention kernels alone, and options
+that torch keeps for the whole process.
 """
 
 import multiprocessing
@@ -51,7 +51,7 @@ def job_with(rotate="allgather", balance=True, cp=2, *overrides):
 
 
 def applied(job, mesh):
-    """The attention kernel of a block after `context.apply`."""
+    """Return the attention kernel of a block after `context.apply`."""
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     context.apply(model, mesh, job)
@@ -68,7 +68,7 @@ def test_the_balanced_order_is_the_one_that_torchs_ring_takes_for_granted(world,
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "documents"])
 @pytest.mark.parametrize(("rotate", "balance"), MANNERS)
 def test_a_token_keeps_its_label_and_its_position(world, rotate, balance, packed):
-    """Cut differently, the three would still train without an error."""
+    """If tokens, labels and positions were cut differently, training would continue without an error."""
     tokens = torch.arange(64).view(2, 32)
     positions = torch.arange(32) % 5 if packed else torch.arange(32)
     documents = {"documents": torch.arange(32).expand(2, 32) // 5} if packed else {}
@@ -81,11 +81,11 @@ def test_a_token_keeps_its_label_and_its_position(world, rotate, balance, packed
         assert torch.equal(part["positions"], positions[part["tokens"] % 32])
         assert not packed or part["documents"] is whole["documents"]
         seen.append(part["tokens"])
-    assert torch.equal(torch.cat(seen, 1).sort().values, tokens)  # every token on one rank
+    assert torch.equal(torch.cat(seen, 1).sort().values, tokens)  # the ranks together have every token
 
 
 def test_parameters_are_sharded_and_losses_summed_over_the_ranks_of_a_sequence(world):
-    """A gradient that is not reduced over them is that of a part of the text (TorchTitan #685)."""
+    """A gradient that is not reduced over these ranks is the gradient of a part of the text only (TorchTitan #685)."""
     mesh = world(Parallelism(name="", dp_replicate=2, dp_shard=2, cp=2))
     assert mesh.fsdp.shape == (2, 4)
     assert dist.get_world_size(mesh.loss) == 8
@@ -99,8 +99,8 @@ def test_attention_on_parts_is_attention_on_the_whole(tmp_path, rotate, balance,
 
 
 def attend(rotate, balance):
-    """On every rank: outputs and gradients, with grouped queries, in both dtypes; through torch's ring where there
-    should be one.
+    """Compare outputs and gradients on every rank, with grouped queries, in both dtypes. Check that torch's ring runs
+    where it should.
     """
     job = job_with(rotate, balance, dist.get_world_size())
     mesh = build_mesh(job.parallelism, "cpu")
@@ -126,7 +126,7 @@ def attend(rotate, balance):
 
 
 class Counted:
-    """The dtypes of the queries of all calls of one of torch's functions."""
+    """Record the dtypes of the queries in all calls of one of torch's functions."""
 
     def __init__(self, name):
         self.name, self.calls, self.original = name, [], getattr(ring_cpu.private, name)
@@ -189,7 +189,7 @@ def test_documents_are_kept_apart_across_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_block_is_not_reused_for_another_order_of_the_sequence():
-    """torch.compile sees nothing of the ring's options unless it is made to look: gradients were off by half."""
+    """torch.compile does not see the options of the ring unless it is told to: gradients were wrong by half."""
     outcomes = verify(
         [
             case(
@@ -209,7 +209,9 @@ def test_a_compiled_block_is_not_reused_for_another_order_of_the_sequence():
 
 
 def in_ranks(ranks, folder, function, *args):
-    """Run a function of this file on gloo ranks; a warning is an error. Raises AssertionError with what went wrong."""
+    """Run a function of this file on gloo ranks, where a warning is an error. Raise AssertionError with the error of a
+    rank.
+    """
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(PRELOADED)
     started = [processes.Process(target=_rank, args=(rank, ranks, folder, function, args)) for rank in range(ranks)]

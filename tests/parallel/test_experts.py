@@ -1,4 +1,4 @@
-"""Experts over ranks: the exchange of tokens, waits of the host, balance, and what is refused (issue numbers are
+"""Test experts over ranks: the exchange of tokens, waits of the host, balance, and refusals (issue numbers are
 TorchTitan's).
 """
 
@@ -28,7 +28,7 @@ from titan_hydra.verify.matrix import BASE, LATENT, MOE, later_wins
 
 @pytest.mark.parametrize("counts", [[[2, 0, 1], [1, 3, 0]], [[0, 0, 0], [0, 2, 0]], [[0, 0], [0, 0]]])
 def test_rows_that_arrive_are_sorted_by_expert(counts):
-    """Within an expert, the ranks in order, and the rows of a rank as they came."""
+    """For each expert, the ranks are in order, and the rows of each rank keep their order."""
     owners = [expert for source in counts for expert, number in enumerate(source) for _ in range(number)]
     order, back = experts.by_expert(torch.tensor(counts), len(owners))
     assert order.tolist() == sorted(range(len(owners)), key=lambda place: owners[place])
@@ -36,8 +36,8 @@ def test_rows_that_arrive_are_sorted_by_expert(counts):
 
 
 def lopsided(rank):
-    """Two ranks with four experts each: rank 1 gets no token, then neither does expert 0; balanced by force without a
-    message of counts.
+    """Two ranks have four experts each. Rank 1 gets no token, and then expert 0 gets none either. With forced balance
+    no counts are exchanged.
     """
     whole, x = layer("model.n_shared_experts=0")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
@@ -70,7 +70,7 @@ def test_experts_and_ranks_without_tokens(on_ranks):
 
 
 def does_not_grow(rank):
-    """Exchanged tokens under activation checkpointing were never freed (#1467, #1534)."""
+    """Under activation checkpointing, exchanged tokens were never freed (#1467, #1534)."""
     job = job_of("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=4", "ac=op", "data.global_batch=8")
     trainer = build(job, torch.device("cpu"))
     sizes = []
@@ -87,7 +87,9 @@ def test_exchanged_tokens_are_freed(on_ranks):
 
 
 def choices_are_kept(rank):
-    """A choice of experts that would differ each time (with a kernel of varying sums) is made only once in a forward."""
+    """A kernel whose sums vary could choose other experts in each computation, so the choice is made only once, in the
+    forward.
+    """
     found = {}
     for words in ("ac=none", "ac=full", "ac=layer", "ac=op", "ac=lean"):
         asked: dict[Router, int] = {}
@@ -114,7 +116,7 @@ def test_a_recomputation_keeps_its_choice_of_experts(on_ranks):
 
 
 class Seen(TorchDispatchMode):
-    """Records where the host waits for a device ("wait") and where FSDP starts to gather ("gather")."""
+    """Record where the host waits for a device ("wait") and where FSDP starts to gather ("gather")."""
 
     waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
 
@@ -136,8 +138,8 @@ class Seen(TorchDispatchMode):
 
 
 def waits_seldom(rank):
-    """The host waits once in the forward of each sparse block, and nowhere else; each block but the last starts the
-    gathers of the next one before that. If experts are balanced by force, it never waits.
+    """The host waits once in the forward of each sparse block, and nowhere else. Before it waits, each block except the
+    last starts the gathers of the next block. With forced balance the host never waits.
     """
     for words in (("ac=none",), ("ac=full",), ("ac=layer",), ("ac=op",), ("ac=lean",), ("debug.balance_experts=true",)):
         job = job_of("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=4", "data.global_batch=8", *words, base=LATENT)
@@ -145,16 +147,16 @@ def waits_seldom(rank):
         trainer.forward_backward(example := trainer.objective.example(4).each(lambda tensor, dims: torch.zeros_like(tensor)))
         seen = Seen()
         with contextlib.ExitStack() as patched, seen:
-            for name in ("tolist", "cpu"):  # which no operator shows where the device is the CPU
+            for name in ("tolist", "cpu"):  # on a CPU device, no operator shows these
                 patched.enter_context(mock.patch.object(torch.Tensor, name, seen.noting(getattr(torch.Tensor, name), "wait")))
-            for name in ("all_gather_into_tensor", "all_gather_single"):  # of torch 2.11, and of a later one
+            for name in ("all_gather_into_tensor", "all_gather_single"):  # the names in torch 2.11, and in a later release
                 if hasattr(dist, name):
                     patched.enter_context(mock.patch.object(dist, name, seen.noting(getattr(dist, name), "gather")))
             trainer.forward_backward(example)
         sparse = len(experts.sparse_layers(trainer.model))
         assert seen.events.count("wait") == (0 if job.debug.balance_experts else sparse), (words, seen.events)
         if not job.debug.balance_experts:
-            # gathers before, between and after the waits
+            # numbers of gathers before, between and after the waits
             spaces = "".join(event[0] for event in seen.events).split("w")
             each = len(spaces[1])
             assert each and len(spaces[0]) > 2 * each and [len(space) for space in spaces[1:-2]] == [each] * (sparse - 2), spaces
@@ -169,7 +171,7 @@ def test_muon_takes_each_expert_as_a_matrix_of_its_own():
     torch.manual_seed(0)
     stack = nn.Parameter(torch.randn(3, 6, 4))
     single = [nn.Parameter(matrix.detach().clone()) for matrix in stack]
-    other = nn.Parameter(torch.randn(4, 4))  # torch's constructor wants a matrix
+    other = nn.Parameter(torch.randn(4, 4))  # torch's constructor requires a matrix
     other.grad = torch.zeros_like(other)
     stack.grad = torch.randn(3, 6, 4)
     for matrix, gradient in zip(single, stack.grad, strict=True):
@@ -180,7 +182,9 @@ def test_muon_takes_each_expert_as_a_matrix_of_its_own():
 
 
 def balances_tokens(rank):
-    """The balance loss has the same gradient however few labels count, and a step that is not finite moves no bias."""
+    """The balance loss has the same gradient however few labels count, and a step that is not finite does not change
+    the biases.
+    """
 
     def gradients(labels, weight):
         trainer = build(

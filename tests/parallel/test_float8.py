@@ -1,5 +1,5 @@
-"""Float8 and MXFP8: what is converted and what is not, where it is refused, and that tensor parallelism takes the
-Float8 styles.
+"""Test Float8 and MXFP8: which linears are converted, where the formats are refused, and that tensor parallelism uses
+the Float8 styles.
 """
 
 import pytest
@@ -24,24 +24,24 @@ from titan_hydra.verify.matrix import BASE, later_wins
 from titan_hydra.verify.verify import trace
 
 EMULATED = ("precision=float8_emulate", "precision.compute_dtype=float32")
-GRADIENT = Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # a step's norm and loss, both finite
+GRADIENT = Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64))  # norm and loss of a step, both finite
 TENSORWISE = ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")
 
 
 def job_of(*overrides):
-    """A job of the acceptance matrix's model."""
+    """Return a job of the acceptance matrix's model."""
     return compose_job(*later_wins(*BASE, *overrides))
 
 
 def converted(job, device="cpu"):
-    """The whole model after its converters, on the meta device, and what they said."""
+    """Return the whole model after its converters, on the meta device, and the converters' lines for the log."""
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     return model, formats.convert(model, job, Mesh(job.parallelism, None, None, None, None), torch.device(device))
 
 
 def float8_names(model):
-    """The linears that became Float8."""
+    """Return the names of the linears that became Float8."""
     from torchao.float8.float8_linear import Float8Linear
 
     return {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
@@ -120,7 +120,7 @@ def test_a_gpu_that_is_too_old_is_refused_and_one_that_is_new_enough_not(monkeyp
 
 @pytest.mark.parametrize(("capability", "runs"), [((9, 0), False), ((10, 0), True), ((10, 3), True), ((11, 0), False), ((12, 0), False)])
 def test_mxfp8_runs_on_the_gpus_that_torchao_has_kernels_for(monkeypatch, capability, runs):
-    """An RTX PRO 6000 has a higher capability than a B200 (12.0) and not its kernels."""
+    """An RTX PRO 6000 has a higher capability (12.0) than a B200, but torchao has no kernels for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     job = job_of("precision=mxfp8")
     if runs:
@@ -141,7 +141,9 @@ def test_parts_of_a_matrix_are_in_steps_of_16_too(monkeypatch):
 
 
 def test_tensor_parallel_takes_the_float8_styles_where_they_pay():
-    """In TorchTitan 0.2.2 it never does: the converter is asked for under another name than it registered."""
+    """TorchTitan 0.2.2 never uses them, because it looks the converter up by another name than that by which it was
+    registered.
+    """
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
     job = job_of("precision=float8_tensorwise", "parallelism=tp")
@@ -157,7 +159,7 @@ def test_tensor_parallel_takes_the_float8_styles_where_they_pay():
 
 @pytest.fixture
 def gathers(monkeypatch):
-    """gloo cannot gather Float8, so its bytes are gathered as integers. Returns a list with an entry for each such
+    """gloo cannot gather Float8, so the bytes are gathered as integers. Return a list with an entry for each such
     gather.
     """
     from torchao.float8 import float8_ops
@@ -196,8 +198,8 @@ def test_float8_styles_gather_float8_and_learn_what_plain_ones_do(layout, gather
         assert not gathers
         monkeypatch.setattr(float8, "linears", lambda job: float8.float8_linears())
         styled = trace(job, device)
-        # Forward: attention and feed-forward gather their input once each; backward: the gradients that reach wo and
-        # w2.
+        # In the forward, attention and feed-forward gather their input once each; in the backward, the gradients that
+        # reach wo and w2 are gathered.
         assert len(gathers) == job.steps * job.model.n_layers * 4
         torch.testing.assert_close(styled.losses, plain.losses, rtol=1e-5, atol=0)
         torch.testing.assert_close(styled.norms, plain.norms, rtol=2e-4, atol=0)
@@ -255,6 +257,6 @@ def test_a_checkpoint_of_float8_weights_loads_in_every_format(on_ranks, tmp_path
             assert all(torch.equal(other[name], weight) for name, weight in weights[0].items())
 
     on_ranks(2, task)
-    # A process that has not imported torchao could not read its classes.
+    # A process that has not imported torchao could not unpickle its classes.
     shards = list(tmp_path.glob("checkpoints/step-00000001/*.distcp"))
     assert shards and not any(b"torchao" in shard.read_bytes() for shard in shards)

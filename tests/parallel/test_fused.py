@@ -1,4 +1,4 @@
-"""Float8 with kernels of our own: scales, accuracy beside torchao's, and which linears are cast together."""
+"""Test Float8 with our own kernels: scales, accuracy compared with torchao's, and which linears are cast together."""
 
 import subprocess
 import sys
@@ -29,17 +29,17 @@ E4M3 = torch.float8_e4m3fn
 
 
 def job_of(*overrides):
-    """A job of the acceptance matrix's model."""
+    """Return a job of the acceptance matrix's model."""
     return compose_job(*later_wins(*BASE, *overrides))
 
 
 def alone(job):
-    """The mesh of one process."""
+    """Return the mesh of one process."""
     return Mesh(job.parallelism, None, None, None, None)
 
 
 def converted(job):
-    """The whole model with the job's format, on the meta device, and the lines for the log."""
+    """Return the whole model with the job's format, on the meta device, and the lines for the log."""
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     return model, formats.convert(model, job, alone(job), torch.device("cpu"))
@@ -54,7 +54,7 @@ def test_scales_are_torchaos_powers_of_two():
     exact = torch.exp2(torch.floor(torch.log2(448.0 / maxima.double().clamp(min=1e-12)))).float()
     assert torch.equal(scale, exact)
     assert torch.equal(scale * inverse, torch.ones_like(scale))
-    # torchao takes the logarithm in float32, which rounds up just below a power of two.
+    # torchao computes the logarithm in float32, which rounds up just below a power of two.
     assert (scale != amax_to_scale(maxima, E4M3, True)).sum() <= 3
     assert reference.scales_of(torch.tensor([torch.inf, torch.nan]).view(torch.int32))[0].isnan().all()
 
@@ -68,7 +68,7 @@ def test_a_row_that_is_not_finite_stays_so_and_the_others_are_unharmed():
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_the_matmul_of_a_gpu_gives_what_its_emulation_does(norm):
-    """torch 2.13 has it on CPUs too, as slow as it is."""
+    """torch 2.13 supports this matmul on CPUs too, although slowly."""
     torch.manual_seed(0)
     leaves = [torch.randn(4, 64, 256), torch.rand(256) if norm else None, *(torch.randn(height, 256) / 16 for height in (256, 64, 64))]
     leaves = [leaf if leaf is None else leaf.bfloat16().requires_grad_() for leaf in leaves]
@@ -86,7 +86,7 @@ def test_the_matmul_of_a_gpu_gives_what_its_emulation_does(norm):
 
 
 def block_of(job, seed):
-    """A block with random weights in the job's compute dtype, and its rotary table."""
+    """Return a block with random weights in the job's compute dtype, and its rotary table."""
     model, _ = converted(job)
     block = model.layers["0"].to_empty(device="cpu").to(getattr(torch, job.precision.compute_dtype))
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +98,9 @@ def block_of(job, seed):
 
 
 def gradients_of(job, seed):
-    """The output of the block's branches, the gradient that they add to the input's, and the weights' gradients."""
+    """Return the output of the block's branches, the gradient that they add to the input's gradient, and the weights'
+    gradients.
+    """
     block, rotary = block_of(job, seed)
     generator = torch.Generator().manual_seed(seed + 100)
     x = torch.randn(4, 128, 256, generator=generator) * 3 * torch.rand(256, generator=generator)
@@ -112,13 +114,13 @@ def gradients_of(job, seed):
 
 
 def errors(found, exact):
-    """The relative error of each tensor."""
+    """Return the relative error of each tensor."""
     return {name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact}
 
 
 @pytest.mark.parametrize(("dtype", "more"), [("float32", 1.01), ("bfloat16", 1.05)])
 def test_a_block_is_as_near_to_float32_as_torchaos(dtype, more):
-    """The mean over four seeds; a single tensor's error varies by some percent with the seed."""
+    """This compares the mean over four seeds, as the error of a single tensor varies by some percent with the seed."""
     exact = [gradients_of(job_of(*WIDE), seed) for seed in range(4)]
     mean = {}
     for name, precision in (("torchao", EMULATED), ("fused", FUSED)):
@@ -132,8 +134,8 @@ def test_a_block_is_as_near_to_float32_as_torchaos(dtype, more):
 
 
 def test_what_a_block_saves_has_no_float8_copies():
-    """At the proportions of Llama 3.1 8B, without compile. bf16 and torchao save the results of norms, SiLU and the
-    product too.
+    """This is counted at the proportions of Llama 3.1 8B, without compile. bf16 and torchao also save the results of
+    norms, SiLU and the product.
     """
     saved = {}
     for name, precision in (("bf16", ("precision=bf16",)), ("torchao", EMULATED), ("fused", FUSED)):

@@ -1,5 +1,5 @@
-"""The chunked loss: the plain one's value and gradients, without ever holding the logits of all tokens; bf16 recipes
-against float32.
+"""The chunked loss has the value and gradients of the plain loss, and never holds the logits of all tokens; bf16
+recipes are compared with float32.
 """
 
 import copy
@@ -24,7 +24,7 @@ BATCH, SEQ, DIM, VOCABULARY = 4, 33, 48, 1031
 
 
 def arguments(dtype=torch.float32, ignored=0.3):
-    """Hidden states, a head's weight and labels of which some do not count."""
+    """Return hidden states, a head's weight, and labels of which some do not count."""
     torch.manual_seed(0)
     hidden = torch.randn(BATCH, SEQ, DIM, dtype=dtype, requires_grad=True)
     weight = torch.randn(VOCABULARY, DIM, dtype=dtype).mul_(0.3).requires_grad_()
@@ -33,7 +33,7 @@ def arguments(dtype=torch.float32, ignored=0.3):
 
 
 def gradients(loss, *tensors):
-    """Of the loss divided by some number of tokens, as a step does."""
+    """Return the gradients of the loss divided by some number of tokens, as in a step."""
     return torch.autograd.grad(loss / 77, tensors)
 
 
@@ -70,12 +70,12 @@ def test_bf16_is_as_close_to_the_truth_as_the_plain_loss():
 
     plain = errors(cross_entropy(hidden @ weight.T, labels))
     chunked = errors(loss_head.linear_cross_entropy(hidden, weight, labels, 20))
-    # The hidden state's gradient is rounded once more, as it is scaled in the backward.
+    # The gradient of the hidden state is rounded once more, as it is scaled in the backward.
     assert all(ours <= 1.3 * theirs for ours, theirs in zip(chunked, plain, strict=True)), (chunked, plain)
 
 
 class Float32(TorchDispatchMode):
-    """The shapes of float32 tensors that operators return."""
+    """Record the shapes of float32 tensors that operators return."""
 
     def __init__(self):
         super().__init__()
@@ -92,8 +92,8 @@ class Float32(TorchDispatchMode):
 
 
 def test_one_chunk_needs_no_float32_gradient_of_the_weight():
-    """A sum of one product is that product: its gradients are those of chunks of which the others count for nothing,
-    bit for bit.
+    """With one chunk the sum over chunks has one term. Its gradients are bitwise those of several chunks of which only
+    one counts.
     """
     hidden, weight, labels = arguments(torch.bfloat16)
     half = BATCH * SEQ // 2
@@ -112,7 +112,7 @@ def test_gradients_are_scaled_in_float32_and_rounded_once(dtype):
 
 
 class Wide(TorchDispatchMode):
-    """The bytes of the storages of a chunk's logits, or of anything as large."""
+    """Record the bytes of storages that are at least as large as a chunk's logits."""
 
     def __init__(self, numel):
         super().__init__()
@@ -122,27 +122,27 @@ class Wide(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for value in torch.utils._pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.numel() == self.numel:
-                # kept, so that no two are at one address
+                # kept alive, so that no two have the same address
                 self.sizes[value.untyped_storage()] = value.untyped_storage().nbytes()
         return result
 
 
 @pytest.mark.parametrize("each", [False, True])
 def test_a_chunk_holds_its_logits_alone_which_become_their_gradient(each, monkeypatch):
-    """2 bytes a logit in bfloat16, where a softmax in float32 beside them took 8; also inside the operators."""
+    """The logits take 2 bytes in bfloat16, also inside the operators; with a float32 softmax beside them they took 8."""
     hidden, weight, labels = arguments(torch.bfloat16)
     monkeypatch.setattr(kernel, "AT_ONCE", 10 * VOCABULARY)
     labels = labels.unsqueeze(-1) if each else labels
-    for operator in ("softmax_sums", "logits_to_slopes"):  # without torch.library, below which a mode does not look
+    for operator in ("softmax_sums", "logits_to_slopes"):  # called without torch.library, below which a mode sees nothing
         monkeypatch.setattr(loss_head, operator, getattr(kernel, operator)._init_fn)
     with Wide(44 * VOCABULARY) as seen:
         loss_head.linear_cross_entropy(hidden, weight, labels, 44).sum().backward()
-    chunks = BATCH * SEQ // 44 * (1 + each)  # the loss of each token is computed again in the backward
+    chunks = BATCH * SEQ // 44 * (1 + each)  # the backward computes the loss of each token again
     assert sum(seen.sizes.values()) == chunks * 44 * VOCABULARY * 2
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that any operator returns."""
+    """Record the number of elements of the largest tensor that any operator returns."""
 
     numel = 0
 
@@ -156,7 +156,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A world of this process alone; gives its device."""
+    """Start a world of this process alone; return its device."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield torch.device("cpu")
     dist.destroy_process_group()
@@ -165,8 +165,8 @@ def one_rank(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("train", [True, False])
 def test_the_logits_of_all_tokens_are_never_held(tied, train, one_rank):
-    """In a step nothing is larger than the head's weight, which is as large as the logits of two chunks; the plain loss
-    holds all.
+    """In a step no tensor is larger than the head's weight, which is as large as the logits of two chunks. The plain
+    loss holds all logits.
     """
     largest = {}
     for name, *loss in (("cross_entropy",), ("linear_cross_entropy", "loss=linear_cross_entropy", "loss.chunk_tokens=32")):
@@ -222,7 +222,9 @@ def test_the_head_keeps_its_name_and_gives_logits_without_targets():
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_full", "float8_emulate"])
 def test_recipes_learn_what_float32_learns(precision, one_rank):
-    """Ten steps on one process: within 1 % of float32, and not the same, or the recipe would not be in use."""
+    """After ten steps on one process, losses are within 1 % of those of float32. They are not equal, which would mean
+    that the recipe is not in use.
+    """
     exact, ours = (
         trace(job_of(Case("", 1, ("parallelism=single", "data.local_batch=16", f"precision={name}"))), one_rank)
         for name in ("fp32", precision)

@@ -1,5 +1,5 @@
-"""Mixed precision without FSDP: casts once a step, gradients added up in float32, one parameter wherever a model has
-one.
+"""Test mixed precision without FSDP: one cast per step, gradients added up in float32, and a parameter that a model
+uses in several places stays one parameter.
 """
 
 import pytest
@@ -39,7 +39,7 @@ def test_masters_have_the_names_and_the_modules_compute_with_copies():
 
 
 def test_gradients_are_added_up_in_the_masters_dtype():
-    """1 + 2^-9 needs ten bits: bfloat16 has eight."""
+    """1 + 2^-9 needs ten bits, and bfloat16 has eight."""
     model = nn.Linear(1, 1, bias=False)
     masters = separate(model, ALONE, BF16)
     for x in (1.0, 2.0**-9):
@@ -69,7 +69,7 @@ def test_without_a_cast_there_are_no_copies(name):
 
 
 class Casts(TorchDispatchMode):
-    """Counts copies of tensors into another dtype, by the elements that are cast."""
+    """Count copies of tensors into another dtype, by the number of elements."""
 
     def __init__(self, sizes):
         super().__init__()
@@ -85,7 +85,7 @@ class Casts(TorchDispatchMode):
 
 
 def test_weights_are_cast_once_a_step(tmp_path):
-    """With four local batches and recomputed blocks: autocast would cast each weight eight times."""
+    """This holds with four local batches and recomputed blocks, where autocast would cast each weight eight times."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         job = compose_job(*later_wins(*BASE, "precision=bf16", "ac=full", "parallelism=single", "data.local_batch=4"))

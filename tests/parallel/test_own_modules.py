@@ -1,6 +1,4 @@
-"""Modules of the user's own: a technique that replaces or wraps modules leaves them as they are, or refuses before
-anything is built.
-"""
+"""Techniques that replace or wrap modules leave a user's modules unchanged, or refuse the job before anything is built."""
 
 import pytest
 import torch
@@ -141,7 +139,7 @@ def test_a_ring_refuses_an_attention_kernel_that_it_would_replace(world, rotate)
 
 
 def own_model(words):
-    """A job, and a model of it whose norms and attention kernel are of the user's own."""
+    """Return a job, and its model, whose norms and attention kernel are a user's."""
     torch.manual_seed(0)
     job = job_of("parallelism=single", *words)
     model, block = model_of(job, "cpu")

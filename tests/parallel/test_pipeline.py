@@ -1,5 +1,5 @@
-"""The pipeline's layout and its rules: what they pass, torch takes; and what the acceptance matrix cannot show of the
-stages.
+"""Test the layout of pipelines and its rules: torch accepts what the rules accept; and properties of stages that the
+acceptance matrix does not check.
 """
 
 import copy
@@ -18,12 +18,13 @@ from titan_hydra.job.pipeline import blocks_of_stages, modules_of_stages, splits
 from titan_hydra.parallel import stages
 from titan_hydra.parallel.gradients import gradient_norm
 from titan_hydra.parallel.pipeline import Stage, build_schedule, hidden_state
+from titan_hydra.verify.fake import fake_step, fake_world
 
 PIPELINE = ("parallelism=pp", "precision=fp32", "data=synthetic", "data.local_batch=16")
 
 
 def job_with(schedule, pp=2, **values):
-    """A pipelined job, not checked."""
+    """Return a pipelined job that has not been checked."""
     job = compose_job(*PIPELINE, "gpus=2", "model.n_layers=8")
     job.gpus = job.parallelism.pp = pp
     job.pp_schedule.name = schedule
@@ -36,7 +37,7 @@ def job_with(schedule, pp=2, **values):
 @pytest.mark.parametrize(
     ("layers", "stages", "blocks"),
     [
-        (126, 16, [7, *[8] * 14, 7]),  # Llama 3 405B as the paper splits it
+        (126, 16, [7, *[8] * 14, 7]),  # Llama 3 405B, split as in the paper
         (32, 4, [7, 9, 9, 7]),
         (8, 8, [1] * 8),
         (5, 4, [1, 2, 1, 1]),
@@ -110,12 +111,39 @@ def test_stages_hold_every_parameter_once_under_its_own_name(world):
 
 
 def test_the_schedule_leaves_gradients_as_the_loss_made_them(world):
-    """The loss is divided by the tokens of the global batch. torch would divide by the microbatches again, which
-    AdamW's losses hide.
+    """The loss is already divided by the tokens of the global batch. torch would also divide by the number of
+    microbatches, which losses with AdamW would not show.
     """
     job = job_with("1f1b")
     stage = Stage(nn.Linear(1, 1), 0, world(job.parallelism), job, torch.device("cpu"), torch.empty(1), dict)
     assert build_schedule([stage], job, lambda output, labels: output.sum()).scale_grads is False
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_rank_receives_for_microbatches_in_flight_alone(schedule, monkeypatch):
+    """torch would allocate all microbatches at once: 40 GiB for 128 of them (70B, TP 4, PP 8)."""
+    assert received_at_once(schedule, 6, monkeypatch) == received_at_once(schedule, 18, monkeypatch) <= 4 + 2
+
+
+def received_at_once(schedule, number, monkeypatch):
+    """Return the largest number of received tensors that rank 1 of two holds in a step of `number` microbatches."""
+    stages, counts, receive = set(), [], Stage.get_fwd_recv_ops
+
+    def count(stage, microbatch):
+        operations = receive(stage, microbatch)
+        stages.add(stage)
+        received = [one for stage in stages for of in (stage.args_recv_info, stage.grad_recv_info) for ones in of.values() for one in ones]
+        counts.append(sum(one.buffer is not None and not one.buffer.is_meta for one in received))
+        return operations
+
+    monkeypatch.setattr(Stage, "get_fwd_recv_ops", count)
+    small = ("model=llama3_debug", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.vocab_size=64", "data.seq_len=16")
+    sizes = ("gpus=2", f"data.local_batch={number}", f"data.global_batch={number}", f"pp_schedule.microbatches={number}")
+    job = compose_job("parallelism=pp", "data=synthetic", f"pp_schedule={schedule}", *small, *sizes, "comm=fake", "comm.rank=1")
+    with fake_world(job):
+        fake_step(job)
+    monkeypatch.undo()
+    return max(counts)
 
 
 def test_what_goes_between_stages_takes_a_gradient_back(world):

@@ -1,4 +1,4 @@
-"""Split masters: two halves that are one float32 number, and steps whose bits are those of whole masters."""
+"""Split masters: two halves are one float32 number, and the bits of a step are those of whole masters."""
 
 import copy
 
@@ -26,9 +26,7 @@ TIES = torch.tensor([0x3F808000, 0x3F818000, -0x407E8000, 0x7F7F8000, 0x00008000
 
 
 def any_floats(seed):
-    """Numbers of random bits, without those that are no number, and the hardest: ties, zeros, the largest, the
-    smallest.
-    """
+    """Return numbers with random bits (no NaN), and the hardest cases: ties, zeros, the largest and the smallest."""
     bits = torch.randint(-(2**31), 2**31, (MILLION + MILLION // 50,), generator=torch.Generator().manual_seed(seed)).int()
     numbers = bits.view(torch.float32)
     edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.finfo().max, torch.finfo().min, torch.finfo().tiny, 1e-45])
@@ -57,8 +55,8 @@ def test_the_upper_half_is_the_nearest_bfloat16():
 
 
 def adamw_in_torch(master, gradient, mean, square, step, lr, beta1, beta2, eps, weight_decay, grad_scale):
-    """What the kernel of a GPU computes, operation by operation. On CPUs torch's root in float32 is not always the
-    nearest number.
+    """Compute in torch, operation by operation, what the GPU kernel computes. On CPUs torch's float32 square root is
+    not always the nearest number.
     """
     gradient = gradient.float() / grad_scale
     mean = mean + (gradient - mean) * (1 - beta1)
@@ -69,7 +67,9 @@ def adamw_in_torch(master, gradient, mean, square, step, lr, beta1, beta2, eps, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_of_a_gpu_has_the_bits_of_torch(dtype, monkeypatch):
-    """Three steps, the second not taken, in Triton's interpreter. The steps of torch's fused kernel are near."""
+    """The kernel makes three steps, of which the second is skipped, in Triton's interpreter. The steps of torch's fused
+    kernel are close.
+    """
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_the_kernel_of_a_gpu_has_the_bits_of_torch(dtype, monkeypatch):
 
 
 def two_models(seed=0, sizes=((300, 40), (300,), (7, 3))):
-    """The same weights twice: whole with torch's optimizer, and split."""
+    """Return two models with the same weights: one with whole masters and torch's optimizer, one with split masters."""
     torch.manual_seed(seed)
     whole = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
     job = compose_job("debug=tiny", "precision=bf16", "optimizer.masters=split", "data.local_batch=1", "data.global_batch=2")
@@ -114,7 +114,9 @@ def two_optimizers(whole, split, **options):
 
 
 def fifty_steps(whole, split, optimizers, dtype, steps=50):
-    """Give both the same gradients of all sizes, clipped, with rates that change, and a step that is not finite."""
+    """Give both models the same clipped gradients of all sizes, with rates that change, and one step that is not
+    finite.
+    """
     for number in range(steps):
         for one, other in zip(whole, split, strict=True):
             gradient = (torch.randn_like(one) * 10.0 ** torch.randint(-6, 3, one.shape)).to(dtype)
@@ -126,7 +128,7 @@ def fifty_steps(whole, split, optimizers, dtype, steps=50):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fifty_steps_have_the_bits_of_whole_masters(dtype, monkeypatch):
-    monkeypatch.setattr(kernel, "CHUNK", 4096)  # of which the first parameter takes three
+    monkeypatch.setattr(kernel, "CHUNK", 4096)  # the first parameter has three chunks
     whole, split = two_models()
     for parameter in split:
         parameter.grad_dtype = dtype
@@ -139,7 +141,7 @@ def test_fifty_steps_have_the_bits_of_whole_masters(dtype, monkeypatch):
 
 
 def test_a_million_random_updates_have_the_bits_of_whole_masters():
-    """Any weight, any moments, any gradient: also those that overflow."""
+    """Weights, moments and gradients are arbitrary, including those that overflow."""
     numbers = [any_floats(seed)[-MILLION:] for seed in range(4)]
     weight, remainder = halves_of(numbers[0])
     whole, means, squares, gradients = nn.Parameter(numbers[0].clone()), numbers[1].clone(), numbers[2].abs(), numbers[3]
@@ -184,7 +186,7 @@ def one_rank(tmp_path):
 
 @pytest.mark.parametrize(("local", "gradient"), [(16, torch.bfloat16), (4, torch.float32)])
 def test_a_run_has_the_bits_of_whole_masters_whose_copies_round_as_halves_do(local, gradient, one_rank, monkeypatch):
-    """Losses, norms and weights of ten steps; gradients are in bfloat16 where each is computed once."""
+    """Losses, norms and weights of ten steps are compared. Gradients that are computed only once are in bfloat16."""
 
     def cast(masters):
         if masters.pairs:

@@ -1,5 +1,5 @@
-"""Tensor parallelism beyond the acceptance matrix: nothing is left out, sums over ranks are exact, and the compiler's
-traps are shut.
+"""Test tensor parallelism beyond the acceptance matrix: every parameter is in the plan, sums over ranks are exact, and
+known faults of the compiler are avoided.
 """
 
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ SMALL = (
 
 
 def split(*overrides):
-    """A model on the meta device after `tensor.apply`, its mesh and its job."""
+    """Return a model on the meta device after `tensor.apply`, its mesh and its job."""
     job = compose_job(*SMALL, *overrides)
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
@@ -55,8 +55,8 @@ def fake_world():
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_every_parameter_is_in_the_plan(fake_world, tied):
-    """One that were not would be a plain tensor among DTensors; one that is copied, and no norm, would not have been
-    split.
+    """A parameter that is not in the plan would be a plain tensor among DTensors. A copied parameter that is not a
+    norm's would be one that should have been split.
     """
     model, _, _ = split(f"model.tie_embeddings={tied}")
     for name, parameter in model.named_parameters():
@@ -70,7 +70,7 @@ def test_async_tensor_parallel_is_refused_on_a_cpu(fake_world):
 
 
 def summed_norm_gradient(reduce_dtype):
-    """The gradient of a bf16 norm's weight where four ranks contribute 1, 2^-9, 2^-9 and 2^-9."""
+    """Return the gradient of a bf16 norm's weight to which four ranks contribute 1, 2^-9, 2^-9 and 2^-9."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     norm = parallelize_module(nn.RMSNorm(4, eps=0.0, dtype=torch.bfloat16), mesh, Norm(split=True, reduce_dtype=reduce_dtype))
     part = 1.0 if mesh.get_local_rank() == 0 else 2.0**-9
@@ -80,8 +80,8 @@ def summed_norm_gradient(reduce_dtype):
 
 
 def test_a_norms_gradient_is_summed_over_ranks_in_the_reduce_dtype(on_ranks):
-    """bf16 steps by 2^-7 above 1: the sum of the four is rounded up once in fp32; in bf16 each small part is lost
-    (pytorch#190626).
+    """Above 1, bf16 numbers are 2^-7 apart. In fp32 the sum of the four parts is rounded up once; in bf16 each small
+    part is lost (pytorch#190626).
     """
 
     def task(rank):
@@ -92,8 +92,8 @@ def test_a_norms_gradient_is_summed_over_ranks_in_the_reduce_dtype(on_ranks):
 
 
 def summed_adapter_gradients(reduce_dtype):
-    """The gradients of the adapters' matrices that every rank holds whole, to which four ranks contribute 1, 2^-9, 2^-9
-    and 2^-9: A of a column linear, and B of a row linear.
+    """Return the gradients of the adapters' matrices that every rank holds whole: A of a column linear, and B of a row
+    linear. Four ranks contribute 1, 2^-9, 2^-9 and 2^-9.
     """
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     job = compose_job("adapter=lora", "adapter.rank=1", "adapter.alpha=1", "precision=bf16_full", f"precision.reduce_dtype={reduce_dtype}")
@@ -105,10 +105,10 @@ def summed_adapter_gradients(reduce_dtype):
         linear.to_empty(device="cpu")
         for parameter in linear.parameters():
             parameter.to_local().detach().fill_(1)
-        if split == 0:  # x is whole, each rank has a column of the output
+        if split == 0:  # x is whole, and each rank has a column of the output
             x = DTensor.from_local(torch.ones(1, 4, dtype=torch.bfloat16), mesh, [Replicate()])
             linear(x).to_local().backward(part)
-        else:  # each rank has a column of x, and a summand of the output
+        else:  # each rank has a column of x, and a term of the output's sum
             linear(DTensor.from_local(part, mesh, [Shard(1)])).to_local().sum(1).backward(torch.ones(1, dtype=torch.bfloat16))
         gradient = linear.get_parameter(name).grad
         assert gradient.placements == (Replicate(),)
@@ -116,7 +116,7 @@ def summed_adapter_gradients(reduce_dtype):
 
 
 def test_adapters_gradients_are_summed_over_ranks_in_the_reduce_dtype(on_ranks):
-    """On two ranks there would be no difference: a sum of two numbers is rounded once in either dtype."""
+    """There are four ranks, because the sum of two numbers is rounded once in either dtype."""
 
     def task(rank):
         assert all((gradient == 1 + 2.0**-7).all() for gradient in summed_adapter_gradients("float32"))
@@ -126,8 +126,8 @@ def test_adapters_gradients_are_summed_over_ranks_in_the_reduce_dtype(on_ranks):
 
 
 def test_the_embeddings_output_has_arrived(on_ranks):
-    """A compiled block that is given a tensor still on its way crashes in the backward, or gives the embedding a wrong
-    gradient.
+    """If a compiled block gets a tensor whose communication has not finished, it crashes in the backward or gives the
+    embedding a wrong gradient.
     """
 
     def task(rank):
@@ -144,7 +144,9 @@ def test_the_embeddings_output_has_arrived(on_ranks):
 
 @pytest.mark.slow
 def test_compiled_code_of_another_rank_is_not_taken_from_the_cache(on_ranks, tmp_path, monkeypatch):
-    """The loss on split logits knows which part of the vocabulary is its rank's, but torch's cache key does not."""
+    """The loss on split logits depends on which part of the vocabulary its rank has, but the key of torch's cache does
+    not.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
     def task(rank):
@@ -154,7 +156,7 @@ def test_compiled_code_of_another_rank_is_not_taken_from_the_cache(on_ranks, tmp
         compile.apply(SimpleNamespace(layers={}), mesh, job)
         logits, labels = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8).view(2, 4) * 2
         local = DTensor.from_local(logits.chunk(2, -1)[rank].contiguous(), mesh.world["tp"], [Shard(2)], run_check=False)
-        for _ in range(2):  # the second time from the disk
+        for _ in range(2):  # the second time from the cache on disk
             torch.compiler.reset()
             with tensor.loss_context(mesh):
                 loss = compile.function(cross_entropy, job.compile)(local, labels)
@@ -165,8 +167,8 @@ def test_compiled_code_of_another_rank_is_not_taken_from_the_cache(on_ranks, tmp
 
 
 def test_every_rank_knows_the_norm_of_the_whole_gradient(on_ranks):
-    """Split, copied and plain gradients together; the uneven one of three rows is empty on no rank, but counts only
-    where it lies.
+    """The model has split, copied and plain gradients. The unevenly split gradient with three rows has rows on every
+    rank, and each row counts only on the rank that holds it.
     """
 
     def task(rank):
@@ -183,7 +185,7 @@ def test_every_rank_knows_the_norm_of_the_whole_gradient(on_ranks):
         norm = gradient_norm([*parameters, plain])
         torch.testing.assert_close(norm, expected)
         for parameter in parameters:
-            assert torch.equal(parameter.grad.full_tensor(), whole)  # measured, not changed
+            assert torch.equal(parameter.grad.full_tensor(), whole)  # the norm is measured, the gradient is not changed
         norms = [torch.zeros(()) for _ in range(4)]
         dist.all_gather(norms, norm)
         assert len({norm.item() for norm in norms}) == 1
@@ -196,7 +198,7 @@ def test_every_rank_knows_the_norm_of_the_whole_gradient(on_ranks):
 def test_a_norm_is_exact_however_many_elements_there_are(shape, dtype, fake_world):
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    half = (parameter.grad.double().square().sum() / 2).sqrt().float()  # of two ranks this one alone
+    half = (parameter.grad.double().square().sum() / 2).sqrt().float()  # on this rank only, of two ranks
     torch.testing.assert_close(gradient_norm([parameter]), half, rtol=2e-7, atol=0)
 
 

@@ -37,7 +37,7 @@ KEYS = {
 
 
 def rows() -> list[tuple[str, dict]]:
-    """All 18 rows: the name of the table, and the row with what its table shares."""
+    """Return all 18 rows: the name of the table, and the row with the values that its table shares."""
     return [(table, {"seq_len": 8192} | content["common"] | row) for table, content in TABLES.items() for row in content["rows"]]
 
 
@@ -46,13 +46,13 @@ def held_out() -> list[dict]:
 
 
 def job_of(row: dict) -> Job:
-    """A row as a job; it is cached, so do not change it."""
+    """Return a row as a job. The job is cached, so do not change it."""
     return composed(tuple(row.items()))
 
 
 @functools.cache
 def composed(items: tuple) -> Job:
-    """The paper had torch's flash attention, and as many microbatches as pipeline ranks."""
+    """Compose a row with torch's flash attention and as many microbatches as pipeline ranks, as in the paper."""
     row = dict(items)
     lines = [f"{KEYS[key]}={str(value).lower() if isinstance(value, bool) else value}" for key, value in row.items() if key in KEYS]
     lines += [f"pp_schedule.microbatches={row['pp']}"] if "pp" in row else []
@@ -63,22 +63,22 @@ def composed(items: tuple) -> Job:
 
 
 def of_then(row: dict, table: str = "") -> memory.Constants:
-    """What was different with the torch of 2024: several streams' pools fragment more; the loss was not compiled; a
-    pipeline schedule kept the logits of all microbatches, in float32 at first.
+    """Return the terms that differed with the torch of 2024: the pools of several streams were more fragmented, the
+    loss was not compiled, and a pipeline schedule kept the logits of all microbatches, at first in float32.
     """
     kept = {"table4": 4, "table6": 2}.get(table, 2 if "pp" in row else 0)
     return replace(OLDER["tp" in row], kept_logits=kept)
 
 
 def measured_and_predicted(row: dict, table: str = "") -> tuple[float | None, float, float, float]:
-    """Peak GiB and tokens per second of a GPU, each measured and predicted."""
+    """Return peak GiB and tokens per second of a GPU, each measured and predicted."""
     job = job_of(row)
     return row.get("memory"), memory.peak(job, of_then(row, table)).gib, row["throughput"], time.speed(job).tokens_per_second
 
 
 def on_h200(row: dict) -> tuple[float, float, float, float]:
-    """The same for a row of the H200. It ran FSDP at degree 1, which wraps the model as on several ranks; ours on one
-    rank is not wrapped.
+    """Return the same for a row of the H200. TorchTitan wraps the model with FSDP even at degree 1; ours is not wrapped
+    on one rank.
     """
     job = freeze(
         compose_unchecked(
@@ -90,7 +90,7 @@ def on_h200(row: dict) -> tuple[float, float, float, float]:
 
 
 def markdown() -> str:
-    """The tables of docs/plan.md."""
+    """Return the tables of docs/plan.md."""
     head = "| row | GiB measured | predicted | error | tokens/s measured | predicted | error | ratio in its table |\n" + "|---" * 8 + "|"
     lines, first = [head], {}
     for table, row in rows():

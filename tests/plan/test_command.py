@@ -1,4 +1,4 @@
-"""`titan plan`, and what launch.py says of cells before they start."""
+"""Test `titan plan`, and what launch.py prints about cells before they start."""
 
 import json
 import subprocess
@@ -38,7 +38,36 @@ def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path, monkeypatch)
     }
     for name in ("memory", "speed"):
         assert ">llama3_8b on h100_500w: " in (tmp_path / f"new/plan-{name}.svg").read_text()
-    assert bands == [pytest.approx((0.92 * 95, 1.10 * 95))]  # fits for certain below it, and is refused beyond it
+    assert bands == [pytest.approx((0.92 * 95, 1.10 * 95))]  # it surely fits below the first number, and is refused above the second
+
+
+def test_several_numbers_of_devices_are_a_curve(capsys, tmp_path):
+    line = ["model=llama3_70b", *LINE[1:], "data.global_batch=256"]
+    status, out, _ = plan(capsys, *line, "--gpus", "32,8,64", "--plot", str(tmp_path))
+    rows = [text.split() for text in out.splitlines()[2:5]]
+    assert status == 0 and [row[0] for row in rows] == ["8", "32", "64"] and "-" in rows[0] and "100%" in rows[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"plan-speed.png", "plan-speed.svg"}
+    alone = plan(capsys, *line, "--gpus", "64", "--json")[1]
+    status, out, _ = plan(capsys, *line, "--gpus", "8,64", "--json")
+    few, many = json.loads(out)
+    assert status == 0 and few["fits"] == "no" and few["gpu_hours_of_a_billion_tokens"] is None
+    assert many["overrides"] == json.loads(alone)[0]["overrides"]
+    assert many["gpu_hours_of_a_billion_tokens"] == pytest.approx(1e9 / many["tokens_per_second"] / 3600)
+    assert plan(capsys, *line, "--gpus", "8", "--json")[0] == plan(capsys, *line, "--gpus", "7,8", "--json")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--gpus", "8,16", "--cell"], "--gpus=8,16: --cell takes one number of GPUs; nearest legal: 8"),
+        (["--gpus", "0,8"], "--gpus=0: a job needs at least one; nearest legal: 1"),
+        (["--gpus", "8;16"], "'8;16' is not a whole number, or several with commas between them, as 8,16,64"),
+    ],
+)
+def test_numbers_of_devices_that_cannot_be_used_are_one_line(words, text):
+    command = [sys.executable, "-m", "titan_hydra.cli", "plan", *LINE, *words]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 2 and run.stdout == "" and text in run.stderr.splitlines()[-1]
 
 
 def test_one_cell_as_json(capsys):
@@ -57,7 +86,7 @@ def test_a_cell_that_does_not_fit_is_status_2_as_in_a_search(capsys):
     assert status == 2 and err == "" and ": does not fit; " in out and "saved activations (counted)" in out
     status, out, _ = plan(capsys, *line, "--json")
     assert status == 2 and json.loads(out)["fits"] == "no"
-    status, out, _ = plan(capsys, *line[:-1], "--why", "ac=none")  # a question, which has its answer
+    status, out, _ = plan(capsys, *line[:-1], "--why", "ac=none")  # --why is a question that this layout can answer
     assert status == 0 and ": does not fit; " in out
 
 

@@ -1,4 +1,4 @@
-"""`titan plan --goodput`: the formulas agree with simulated failures, and the command says what they mean."""
+"""Test `titan plan --goodput`: the formulas agree with simulated failures, and the output explains them."""
 
 import json
 
@@ -13,8 +13,9 @@ JOB = ["--goodput", "model=llama3_8b", "data=synthetic", "hardware=h100", "paral
 
 
 def simulated(interval: float, costs: Interruptions, saves: int = 10) -> float:
-    """The goodput of RUNS runs from one complete checkpoint to the tenth after it. Each turn of the loop is the time from
-    the begin, or from a failure, to the next failure."""
+    """Return the goodput of RUNS simulated runs from one complete checkpoint to the tenth after it. Each turn of the
+    loop is the time from the start, or from a failure, to the next failure.
+    """
     random = numpy.random.default_rng(0)
     done, seconds, again = numpy.zeros(RUNS), numpy.zeros(RUNS), numpy.zeros(RUNS)
     period = max(interval, costs.behind) + costs.held
@@ -24,13 +25,15 @@ def simulated(interval: float, costs: Interruptions, saves: int = 10) -> float:
         end = again[running] + (saves - done[running]) * period  # when the last checkpoint would be complete
         seconds[running] += numpy.minimum(life, end)
         done[running] += numpy.floor((life - again[running]) / period).clip(0)
-        again[running] = costs.restart + costs.behind  # then what was done while the checkpoint was being written
+        again[running] = costs.restart + costs.behind  # and the work that was done while the checkpoint was being written
         running = running[life < end]
     return RUNS * saves * interval / seconds.sum()
 
 
 def simulated_groups(groups: int, interval: float, costs: Interruptions, wait: float, failures: int = 20) -> float:
-    """The goodput of RUNS runs between the tenth failure and so many later, each of a random group."""
+    """Return the goodput of RUNS simulated runs between the tenth failure and a later one; each failure is of a random
+    group.
+    """
     random = numpy.random.default_rng(0)
     back = numpy.zeros((RUNS, groups))  # when a group makes steps again
     now, useful, seconds = numpy.zeros(RUNS), 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Predictions against the paper's six tables, one H200, and rows that were not part of the fit."""
+"""Compare predictions with the paper's six tables, one H200, and rows that were not part of the fit."""
 
 from pathlib import Path
 
@@ -8,7 +8,8 @@ from tests.plan import paper
 from titan_hydra.plan import memory
 
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
-# its throughput over the first row's: twice the attention cost a third less time there
+# error of the predicted throughput relative to the first row; the paper's ring attention is faster than its attention
+# without a ring
 WRONG = {("table5", "FSDP 4, CP 2"): -0.20}
 
 
@@ -30,7 +31,9 @@ def test_ratios_and_order_inside_a_table_are_right(table):
 
 
 def test_small_shards_are_slow_in_float8():
-    """Rows of 8B under TP 8, with matmuls of 512 to 1,792 columns a rank: a flat rate is 36 to 44 % off."""
+    """The rows are 8B under TP 8, with matmuls of 512 to 1,792 columns per rank. With a rate that does not depend on
+    the size, errors are 36 to 44 %.
+    """
     for row in paper.held_out():
         if row["name"].startswith("8B"):
             _, _, measured, predicted = paper.measured_and_predicted(row)
@@ -44,7 +47,9 @@ def test_memory_on_one_h200_is_within_eight_percent(row):
 
 
 def test_our_own_jobs_hold_less_than_the_papers():
-    """No kept outputs, a compiled loss: what older versions of torch held is a parameter of these tests alone."""
+    """Our jobs keep no outputs and compile the loss. The memory that older versions of torch needed is a parameter of
+    these tests only.
+    """
     for table, row in paper.rows():
         job = paper.job_of(row)
         assert memory.peak(job).gib < memory.peak(job, paper.of_then(row, table)).gib

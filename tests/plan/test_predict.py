@@ -1,4 +1,4 @@
-"""What a prediction says of our own jobs: its terms, its fixes, and how it moves when the job does."""
+"""Test predictions of our own jobs: their terms, the changes that they suggest, and how they vary with the job."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_each_term_is_counted_or_fitted_and_the_fullest_rank_is_named():
     peak = memory.peak(job)
     assert {term.tag for term in peak.terms} == {"counted", "fitted"}
     assert peak.rank == peak.pipeline_rank * 2 and peak.allocated_gib < peak.gib
-    assert {"receive buffers", "unsharded gradients"} <= {term.name for term in peak.terms}
+    assert {"early receives", "unsharded gradients"} <= {term.name for term in peak.terms}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_quick_estimate_of_a_pipeline_is_near_the_played_one():
 
 
 def test_a_process_that_starts_passes_slowly_is_slower_with_every_pass():
-    """A rank with one stage makes two passes for a microbatch; a rank with two stages and halved backwards makes six."""
+    """A rank with one stage makes two passes for a microbatch; a rank with two stages and split backwards makes six."""
 
     def seconds(*overrides: str) -> float:
         job = job_of("parallelism=pp", "parallelism.pp=8", "data.local_batch=16", "pp_schedule.microbatches=16", *overrides)
@@ -142,7 +142,7 @@ def test_the_rows_of_a_search_are_legal_and_hold_what_they_say():
     assert 1 < len(rows) <= search.ROWS < points and rows[0].front
     rates = [row.prediction.speed.tokens_per_second for row in rows]
     assert rates == sorted(rates, reverse=True) and len({row.key for row in rows}) == len(rows)
-    # FSDP alone, as everybody runs 8B on a node
+    # FSDP alone, the usual layout for 8B on one node
     assert rows[0].overrides.startswith("gpus=8 parallelism.dp_shard=8 ac=")
     for row in rows:
         again = freeze(
@@ -182,7 +182,9 @@ def test_presets_say_where_each_constant_comes_from():
 
 
 def test_replicas_sum_their_gradients_once_in_a_step():
-    """On a slow network the sum over replicas is nearly all that FSDP's messages cost; four local batches do not repeat it."""
+    """On a slow network the sum over replicas takes nearly all the time of FSDP's messages, and four local batches do
+    not repeat it.
+    """
     line = "model=llama3_8b data=synthetic data.seq_len=2048 data.local_batch=1 hardware=h100 hardware.nic_gbs=0.1 comm=fake gpus=16"
     layout = "parallelism.dp_replicate=2 parallelism.dp_shard=8"
     costs = [

@@ -1,4 +1,4 @@
-"""Predictions of published measurements: titan_hydra/assets/published.yaml, and files of the same form."""
+"""Test predictions of published measurements: titan_hydra/assets/published.yaml, and files in the same format."""
 
 import contextlib
 from statistics import median

@@ -1,4 +1,6 @@
-"""The formulas of memory and of messages against what a rank of the fake world holds and sends, counted."""
+"""Compare the formulas of memory and messages with the bytes that a rank of the fake world holds and sends."""
+
+from pathlib import Path
 
 import pytest
 
@@ -6,12 +8,12 @@ from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.rules.checks import check
 from titan_hydra.job.freeze import freeze
 from titan_hydra.kernels import split_masters
-from titan_hydra.plan import memory, messages
+from titan_hydra.plan import memory, messages, time
 from titan_hydra.plan.shape import shape_of
 from titan_hydra.verify.count import count_rank
 
 BASE = ("model=llama3_debug", "data=synthetic", "precision=bf16", "data.seq_len=512", "data.local_batch=4", "gpus=4", "comm=fake")
-SMALL = "model.vocab_size=512"  # so that the fullest moment is not at the loss
+SMALL = "model.vocab_size=512"  # so that the peak is not during the loss
 LAYOUTS = {
     "FSDP": (),
     "FSDP, full": ("ac=full", SMALL),
@@ -34,6 +36,24 @@ LAYOUTS = {
         "parallelism.loss_parallel=false",
     ),
     "PP, 1F1B": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=1f1b"),
+    "PP, 1F1B, many microbatches": (
+        "parallelism=fsdp_pp",
+        "parallelism.pp=2",
+        "pp_schedule=1f1b",
+        "data.local_batch=32",
+        "pp_schedule.microbatches=32",
+        SMALL,
+        "ac=full",
+    ),
+    "PP, interleaved, many microbatches": (
+        "parallelism=fsdp_pp",
+        "parallelism.pp=2",
+        "pp_schedule=interleaved_1f1b",
+        "data.local_batch=32",
+        "pp_schedule.microbatches=32",
+        SMALL,
+        "ac=full",
+    ),
     "PP, interleaved": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=interleaved_1f1b"),
     "PP, ZBV": ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=zbv", SMALL),
     "PP and TP, op, chunked loss": (
@@ -75,3 +95,11 @@ def test_formulas_give_what_is_counted(name):
     assert peak.live == pytest.approx(counted.live, rel=0.05)
     sent = messages.of_step(shape, peak.pipeline_rank)
     assert {dim: size for dim, size in counted.messages.items() if size > 1e5} == pytest.approx(sent, rel=0.04)
+
+
+def test_the_page_names_each_term_and_each_part():
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    named = {name for line in page.splitlines() if line.startswith("| ") for name in line.split("|")[1].strip().split(", ")}
+    for overrides in LAYOUTS.values():
+        job = freeze(compose_unchecked(*BASE, *overrides, "hardware=h100"))
+        assert {term.name for term in memory.peak(job).terms} | {*time.speed(job).parts} <= named

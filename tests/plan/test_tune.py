@@ -26,7 +26,7 @@ def titan(folder: Path, *words: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """A folder with a tuned sweep, and what was printed."""
+    """Return a folder with a tuned sweep, and what was printed."""
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "conf").mkdir()
     return folder, titan(folder, "plan", *LINE, "--gpus", "2", "--tune", "2", "--steps", "4", "--into", "here")
@@ -59,6 +59,14 @@ def test_a_report_shows_predicted_beside_measured(tuned):
     head, *rows = shown.stdout.splitlines()
     assert {"predicted_tokens_per_second", "to_prediction_percent", "predicted_memory_gib"} <= set(head.split(",")) and len(rows) >= 2
     assert "predicted" not in titan(folder, "report", "--csv").stdout
+
+
+def test_runs_are_written_as_rows_that_the_score_reads(tuned, tmp_path):
+    folder, _ = tuned
+    rows = titan(folder, "report", "--row").stdout
+    (tmp_path / "rows.yaml").write_text(rows)
+    scored = json.loads(titan(folder, "plan", "--score", str(tmp_path / "rows.yaml"), "--json").stdout)
+    assert len(scored["rows"]) == rows.count("- id: ") >= 2 and scored["skipped"] == {}
 
 
 def test_a_run_slower_than_predicted_is_flagged(tuned):
@@ -117,7 +125,7 @@ def test_bad_input_is_one_line(tuned, words, expected):
 
 
 def test_two_lengths_part_attention_from_matmuls():
-    """Runs whose times follow from known rates give those rates back."""
+    """Runs whose times follow from known rates give these rates back."""
 
     def job(length: int, hardware: str = "h100"):
         return freeze(
@@ -142,12 +150,12 @@ def test_two_lengths_part_attention_from_matmuls():
     assert both.hardware.bf16_tflops == pytest.approx(500, rel=0.05) and both.hardware.attention_tflops == pytest.approx(600, rel=0.1)
     assert not both.notes and one.notes[0].startswith("attention_tflops: all runs have sequences of 4096 tokens")
     assert max(abs(both.residual(run)) for run in runs) < 0.02
-    assert "nic_gbs" not in both.told  # all inside a node
+    assert "nic_gbs" not in both.told  # all messages stay inside a node
 
 
 @pytest.mark.slow
 def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
-    """Eight layouts of the debug model on two gloo ranks."""
+    """The eight layouts of the debug model run on two gloo ranks."""
     done = titan(
         tmp_path,
         "plan",
@@ -166,7 +174,7 @@ def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
     head, *lines = csv.reader(titan(tmp_path, "report", "--predicted", "--csv", newest.name).stdout.splitlines())
     rows = [dict(zip(head, line, strict=True)) for line in lines]
     assert len(rows) >= 8
-    # of several, where a schedule changes memory alone
+    # one of several layouts whose schedules differ only in memory
     most = max(float(row["predicted_tokens_per_second"]) for row in rows)
     best = sorted(rows, key=lambda row: -float(row["tokens_per_second"]))[:2]
     assert any(float(row["predicted_tokens_per_second"]) == most for row in best)

@@ -1,5 +1,5 @@
-"""Choose an attention kernel on the pretended device: torch's own choice is made by code that needs a driver, or that
-is not there.
+"""Choose an attention kernel on the pretended device. Torch's own choice cannot be used: its code needs a driver, or is
+not in this build.
 """
 
 import torch
@@ -7,19 +7,19 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 aten = torch.ops.aten
-# torch's on an H100
+# torch's order on an H100
 DEFAULT = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-UNORDERED = torch._C._get_sdp_priority_order()  # of a caller who asks for none
+UNORDERED = torch._C._get_sdp_priority_order()  # the order for a caller who asks for none
 plain = F.scaled_dot_product_attention
 
 
 def choose_kernels():
-    """Let attention on the device use the first kernel of the caller's order that takes the arguments."""
+    """Let attention on the device use the first kernel of the caller's order that supports the arguments."""
     F.scaled_dot_product_attention = chosen
 
 
 def takes(kernel, q, k, v, mask):
-    """Whether a kernel takes these arguments on an H100 (torch's sdp_utils.cpp)."""
+    """Return whether a kernel supports these arguments on an H100 (as torch's sdp_utils.cpp decides)."""
     half, wide = q.dtype in (torch.bfloat16, torch.float16), max(q.shape[-1], v.shape[-1])
     if kernel == SDPBackend.CUDNN_ATTENTION:
         return half and wide <= 256 and q.shape[-1] % 8 == v.shape[-1] % 8 == 0
@@ -29,7 +29,7 @@ def takes(kernel, q, k, v, mask):
 
 
 def chosen(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Compute attention as torch does, by the operator of the kernel."""
+    """Compute attention as torch does, with the operator of the kernel."""
     if not q.is_cuda:
         return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     allowed = _cur_sdpa_kernel_backends(with_priority=True)

@@ -1,12 +1,12 @@
-"""What the compiler makes of each family's blocks on an H100, without one: the kernels of forward and backward, their
+"""Compile the blocks of each family for an H100 without having one, and show the kernels of forward and backward, their
 registers and spills, and the operators that are called beside them.
 
     python tests/pretended_cuda/compiled_blocks.py                 # the table of docs/performance.md: every family in every precision
     python tests/pretended_cuda/compiled_blocks.py qwen3 fused     # only the rows with these words, and every kernel of theirs
 
 It needs torch's CUDA build with triton and a C compiler; `.ci/on-torch` makes such an environment. A step of the
-trainer runs on fake tensors under a stand-in for the driver (compiled_driver.c), so all that is compiled is what a run
-compiles; the compiler's own graph runs in place of its code.
+trainer runs on fake tensors, with a replacement of the driver (compiled_driver.c), so it compiles exactly what a run
+compiles. The compiler's graph is executed instead of the compiled code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 COMMON = ("data.seq_len=8192", "data.local_batch=1", "parallelism=single", "gpus=1", "comm=fake", "compile=block", "tokenizer=embedded")
-# The parts that are compiled, in the order in which a forward meets them, and the words of a job with one block of each
+# The compiled parts, in the order in which they run in a forward, and the overrides of a job with one block of each
 # kind.
 SPARSE = ("attention", "router", "order of rows", "experts", "sum of experts")
 FORWARD_ONLY = ("order of rows",)
@@ -57,10 +57,8 @@ PRECISIONS = {
 
 @dataclass
 class Kernel:
-    """A kernel of Triton, its registers and the bytes that it spills, for each thread.
-
-    inductor chooses among a few settings by measuring; here it has the first that spills nothing or, if all do, that
-    which spills least.
+    """A Triton kernel, its registers, and the bytes that it spills per thread. Inductor chooses among a few settings by
+    measuring. Here a kernel has the first setting that spills nothing or, if all spill, the one that spills least.
     """
 
     name: str
@@ -70,8 +68,8 @@ class Kernel:
 
 @dataclass
 class Graph:
-    """The code of one compiled part in one direction: its kernels in their order, the bytes that they read and write
-    together, and which operators are called beside them, how often.
+    """The code of one compiled part in one direction: its kernels in order, the number of bytes that they read and
+    write, and the operators that are called beside them, with counts.
     """
 
     backward: bool
@@ -81,12 +79,12 @@ class Graph:
 
 
 class Written(BaseException):
-    """Ends a compilation once the code is written."""
+    """End a compilation as soon as the code is written."""
 
 
 class Compiler:
-    """A back end for torch.compile that keeps the code which inductor writes, and runs the graph that it was written
-    for.
+    """A back end for torch.compile that keeps the code that inductor writes, but runs the graph from which inductor
+    wrote it.
     """
 
     def __init__(self) -> None:
@@ -116,7 +114,7 @@ class Compiler:
 
 
 def of_objective(module: Any) -> bool:
-    """Whether what is compiled is the loss, from what the compiler remembers of its operators' sources."""
+    """Return whether the compiled part is the loss. The compiler's record of its operators' sources tells."""
     from titan_hydra.config.registry import OBJECTIVES
 
     files = [kind.build.partition(":")[0].replace(".", "/") + ".py" for kind in OBJECTIVES.values()]
@@ -140,7 +138,7 @@ def graph_of(graph: Any) -> Graph:
     return Graph(graph.is_backward, [kernels[name] for name in names], read_or_written, dict(called))
 
 
-@cache  # a kernel may be in several parts, and its module gives up its settings once they are compiled
+@cache  # several parts may share a kernel, and its module discards its settings once they are compiled
 def assembled(name: str, source: str) -> Kernel:
     """Return a kernel as ptxas assembled it."""
     import triton
@@ -165,7 +163,7 @@ def assembled(name: str, source: str) -> Kernel:
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
-    """Return the registers of a thread of a kernel, and the bytes that it spills."""
+    """Return the number of registers of a kernel's thread, and the bytes that it spills."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -178,7 +176,7 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 
 class Driver:
-    """Triton's driver as the compiler asks it: for the target, not for the device."""
+    """Triton's driver as the compiler uses it: it answers for the target, not for a device."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -203,9 +201,9 @@ def compile_step(words: tuple[str, ...]) -> list[Graph]:
     from titan_hydra.verify.fake import fake_world
 
     triton.runtime.driver.set_active(Driver())
-    triton_helpers.set_driver_to_gpu = lambda: None  # would make Triton's own, which asks the device
-    torch._inductor.config.joint_graph_constant_folding = False  # it computes on the device
-    torch.Tensor.pin_memory = lambda self, *_: self  # fake tensors have no such operator
+    triton_helpers.set_driver_to_gpu = lambda: None  # this would create Triton's own driver, which asks the device
+    torch._inductor.config.joint_graph_constant_folding = False  # constant folding computes on the device
+    torch.Tensor.pin_memory = lambda self, *_: self  # fake tensors do not support this operator
     job, device, compiler = freeze(compose_unchecked(*words)), torch.device("cuda", 0), Compiler()
     job.compile.backend, job.debug.balance_experts = compiler, job.model.sparse
     with fake_world(job):
@@ -221,7 +219,7 @@ def compile_step(words: tuple[str, ...]) -> list[Graph]:
 
 @contextmanager
 def pretended() -> Iterator[dict[str, str]]:
-    """Yield the environment of a process on the pretended device, whose compilers find nothing in any cache."""
+    """Yield the environment of a process on the pretended device, with empty caches for its compilers."""
     import triton
 
     with tempfile.TemporaryDirectory() as folder:
@@ -235,8 +233,8 @@ def pretended() -> Iterator[dict[str, str]]:
 
 
 def graphs_of(model: str, precision: str) -> list[tuple[str, Graph, Graph]]:
-    """Return the forward and the backward of each compiled part of a model's blocks. Raises RuntimeError if the process
-    on the pretended device fails, or compiled something else.
+    """Return the forward and the backward of each compiled part of a model's blocks. Raise RuntimeError if the process
+    on the pretended device fails, or if it compiled other parts.
     """
     with pretended() as environment:
         done = subprocess.run([sys.executable, __file__, "--case", model, precision], env=environment, capture_output=True, text=True)
@@ -255,8 +253,8 @@ def graphs_of(model: str, precision: str) -> list[tuple[str, Graph, Graph]]:
 
 
 def cell(forward: Graph, backward: Graph) -> str:
-    """Return a cell of the table: kernels of forward and backward, what they read and write, what a thread spills at
-    most.
+    """Return a cell of the table: kernels of forward and backward, the bytes that they read and write, and the largest
+    spill of a thread.
     """
     spilled = max((kernel.spilled for kernel in forward.kernels + backward.kernels), default=0)
     return (
@@ -266,8 +264,8 @@ def cell(forward: Graph, backward: Graph) -> str:
 
 
 def show(*words: str) -> None:
-    """Print the table; with words, only rows and columns of which one is named, and below them every kernel and
-    operator.
+    """Print the table. With words, print only rows and columns that contain one of them, and below these every kernel
+    and operator.
     """
     columns = [precision for precision in PRECISIONS if precision in words] or list(PRECISIONS)
     print(f"| torch {version('torch').split('+')[0]}: family | compiled | {' | '.join(columns)} |\n{'|---' * (len(columns) + 2)}|")

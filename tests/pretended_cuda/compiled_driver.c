@@ -1,6 +1,7 @@
-/* A stand-in for a CUDA driver and its device, preloaded into a process without either, so that torch's CUDA build takes the ways it takes
-   on an H100 and the compiler writes its code for one. Memory is addresses without bytes behind them; nothing can be launched: what is not
-   here is answered by the real libcudart, which refuses it for want of a driver. Signatures are those of CUDA 13. */
+/* Replaces a CUDA driver and its device. It is preloaded into a process that has neither, so that torch's CUDA build runs the code that it
+   runs on an H100, and the compiler writes its code for an H100. Memory consists of addresses without bytes, and nothing can be launched.
+   Functions that are missing here are those of the real libcudart, which refuses the call because there is no driver. Signatures are those
+   of CUDA 13. */
 #include <cuda_runtime_api.h>
 #include <string.h>
 
@@ -58,10 +59,10 @@ cudaError_t cudaMalloc(void **memory, size_t bytes) {
 }
 cudaError_t cudaFree(void *memory) { return OK; }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    return kind == cudaMemcpyDeviceToHost ? cudaErrorInsufficientDriver : OK; /* a value that is read would be nonsense */
+    return kind == cudaMemcpyDeviceToHost ? cudaErrorInsufficientDriver : OK; /* any value that is read would be meaningless */
 }
 
-/* The driver itself: torch looks for libcuda.so.1, whose name this library has, and for these functions in it; one is called. */
+/* The driver itself: torch loads libcuda.so.1, which is the name of this library, and looks up these functions; it calls only one. */
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }
 
 #define REFUSED(name) int name(void) { return cudaErrorInsufficientDriver; }

@@ -1,8 +1,6 @@
-"""Pretend in this process that torch has a CUDA device, an H100: `build_guard` compiles what torch's C++ asks of it,
-`pretend` installs it.
-
-It carries tensors without data (FakeTensorMode). It has streams and events, of which `streams.py` knows the order, and
-computes nothing.
+"""Pretend in this process that torch has a CUDA device, an H100. `build_guard` compiles the functions that torch's C++
+code calls, and `pretend` installs them. The device has tensors without data (FakeTensorMode). It has streams and
+events, whose order `streams.py` tracks, and computes nothing.
 """
 
 import ctypes
@@ -39,7 +37,7 @@ def build_guard(cache: Path) -> Path | None:
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         return None
-    # not imported: the library has to be loaded before torch
+    # found without an import, as the library must be loaded before torch
     torch = Path(importlib.util.find_spec("torch").origin).parent
     key = hashlib.sha256(f"{torch} {importlib.metadata.version('torch')} {SOURCE.read_text()}".encode()).hexdigest()[:16]
     library = cache / f"guard-{key}.so"
@@ -68,7 +66,7 @@ def build_guard(cache: Path) -> Path | None:
 
 
 def pretend(library: Path) -> None:
-    """Give this process the pretended device. Call it before torch is imported, and hide all devices that there are."""
+    """Give this process the pretended device, and hide all real devices. Call it before torch is imported."""
     guard = ctypes.CDLL(str(library))
     import torch
     import torch.utils._device
@@ -77,7 +75,7 @@ def pretend(library: Path) -> None:
     from tests.pretended_cuda import streams
 
     guard.install_guard()
-    find = importlib.util.find_spec  # a kernel of Triton would want the memory that these tensors do not have
+    find = importlib.util.find_spec  # a Triton kernel would need the memory of these tensors, which they do not have
     importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find(name, package)
     cuda = {
         "is_available": lambda: True,
@@ -114,10 +112,10 @@ def pretend(library: Path) -> None:
     torch.Tensor.record_stream = streams.record_stream
     torch.Tensor.pin_memory = pin_memory
     torch.cuda.device = lambda device: nullcontext()
-    # A small constant that is copied to the device has no data there. The setter is for releases that set it in each
-    # mode.
+    # A small constant that is copied to the device has no data there. This setter is needed for releases of torch that
+    # set the option in each mode.
     FakeTensorMode.avoid_device_init = property(lambda mode: True, lambda mode, value: None)
-    # remembers torch's own function, which `with torch.device("meta")` knows
+    # keeps a reference to torch's own function, which `with torch.device("meta")` recognizes
     torch.utils._device._device_constructors()
     torch.empty = without_data(torch.empty)
 
@@ -130,8 +128,8 @@ def pin_memory(tensor, device=None):
 
 
 def without_data(make):
-    """Let a function that makes tensors work on the device before a FakeTensorMode is entered: FSDP makes an empty one
-    then.
+    """Let a function that creates tensors work on the device before a FakeTensorMode is entered: FSDP creates an empty
+    tensor then.
     """
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode

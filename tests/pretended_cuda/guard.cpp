@@ -1,5 +1,5 @@
-// What torch's C++ asks of a CUDA device while it differentiates tensors without data: there is one, it is device 0, and it has one stream.
-// Nothing is marked `override`: the bases of torch 2.11 to 2.15 differ, and what one of them lacks is then a function that nobody calls.
+// Answers what torch's C++ code asks of a CUDA device while it differentiates tensors without data: there is one device, number 0, with one stream.
+// No function is marked `override`, as the base classes of torch 2.11 to 2.15 differ; a function that a base class lacks is never called.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -34,11 +34,11 @@ struct PretendedHooks final : CUDAHooksInterface {
   DeviceIndex getCurrentDevice() const { return 0; }
   bool hasPrimaryContext(DeviceIndex) const { return true; }
 };
-// Preferred to the hooks of a torch that is built with CUDA, whose library is loaded later and registers its own.
+// These hooks have priority over those of a torch that is built with CUDA, whose library is loaded later and registers its own.
 C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, PretendedHooks)
 }  // namespace at
 
-// Called after torch is imported: the last guard that is registered counts.
+// Call this after torch is imported, because the guard that was registered last counts.
 extern "C" void install_guard() {
   static const PretendedGuard guard;
   c10::impl::device_guard_impl_registry[static_cast<size_t>(CUDA)].store(&guard);

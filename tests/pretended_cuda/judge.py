@@ -1,4 +1,4 @@
-"""What is wrong with a layout, from the records of its ranks (record.py) as JSON, and the table of its kernels. Imports
+"""Find the faults of a layout in the JSON records of its ranks (record.py), and make the table of its kernels. Imports
 no torch.
 """
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 Records = dict[str, dict[str, Any]]  # by rank
-ONE_WAIT = {"event.synchronize at train/agreement.py Agreement.read": 1}  # of a step
+ONE_WAIT = {"event.synchronize at train/agreement.py Agreement.read": 1}  # the one wait of each step
 COPIES = {"to the device at data/batch.py onto", "to the host at train/agreement.py Agreement.__init__"}
 
 
 def faults(records: Records, waits: dict[str, int], gathers: int | None = None) -> list[str]:
-    """Return one line for each fault. `waits` are where the host may wait beside the one wait of a step, and how often;
-    `gathers` is the number of gathers of parameters in the step.
+    """Return one line for each fault. `waits` has the places where the host may wait in addition to the one wait of a
+    step, and how often; `gathers` is the number of gathers of parameters in the step.
     """
     found = []
     for rank, record in records.items():
@@ -34,7 +34,9 @@ def faults(records: Records, waits: dict[str, int], gathers: int | None = None) 
 
 
 def mixed_strides(records: Records) -> Iterator[str]:
-    """Yield each key of cuDNN's cache of backward graphs under which out and its gradient came with several strides."""
+    """Yield each key of cuDNN's cache of backward graphs for which the output and its gradient had different strides in
+    different calls.
+    """
     strides = defaultdict(set)
     for record in records.values():
         for key, found in record["cudnn"].items():
@@ -63,7 +65,7 @@ def disagreements(records: Records) -> Iterator[str]:
 
 
 def lost_messages(records: Records) -> Iterator[str]:
-    """Yield the pairs of ranks of which one receives other tensors than the other sends, or in another order."""
+    """Yield the pairs of ranks in which one receives other tensors than the other sends, or in another order."""
     sides = defaultdict(dict)
     for record in records.values():
         for way, tensors in record["messages"].items():
@@ -75,7 +77,9 @@ def lost_messages(records: Records) -> Iterator[str]:
 
 
 def table(records: Records) -> str:
-    """Return which kernels and casts each layer takes in its forward on any of the ranks, one line a layer."""
+    """Return a table of the kernels and casts that each layer uses in its forward on any of the ranks, one line per
+    layer.
+    """
     layers = defaultdict(set)
     for record in records.values():
         for layer, found in record["kernels"].items():

@@ -1,9 +1,9 @@
-"""The layouts that step on the pretended device, and what each of them may do. Imports no torch."""
+"""List the layouts that make a step on the pretended device, and what each of them may do. Imports no torch."""
 
 from dataclasses import dataclass
 
 EXCHANGE = "parallel/experts.py AllToAll.sizes"
-FINITE = "item at train/optimizer.py step"  # torch shards no fused SGD, the kind that itself leaves out a step
+FINITE = "item at train/optimizer.py step"  # torch does not shard fused SGD, the only kind of SGD that can skip a step by itself
 BASE = (
     "cluster.executor=slurm",
     "cluster.gpus_per_node=8",
@@ -35,8 +35,8 @@ FLUX = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout, and what its step may do: `reads` has each place where the host reads from the device, what it reads,
-    and how often.
+    """A layout, and what its step may do. `reads` has each place where the host reads from the device, the value that
+    it reads, and how often it reads.
     """
 
     overrides: tuple[str, ...]
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def waits(self) -> dict[str, int]:
-        """Where the host may wait, and how often."""
+        """Return the places where the host may wait, and how often."""
         finite = {FINITE: 1} if any(override.startswith("optimizer=sgd") for override in self.overrides) else {}
         return finite | {f"tolist at {place}": times for place, _, times in self.reads}
 
@@ -61,7 +61,7 @@ LAYOUTS = {
     "llama3, single, split masters, chunked loss, ac lean": layout(
         1, LLAMA, "parallelism=single", "optimizer.masters=split", "loss=linear_cross_entropy", "ac=lean", samples=2
     ),
-    # Of each microbatch: two blocks and the embedding, forward and backward, and the head, once.
+    # For each microbatch: two blocks and the embedding, in forward and backward, and the head once.
     "llama3, fsdp 2, three microbatches": layout(2, LLAMA, "parallelism=fsdp", samples=12, gathers=21),
     "llama3, hsdp 4, muon": layout(4, LLAMA, "parallelism=hsdp", "optimizer=muon", samples=8),
     "llama3, tp 2, lora": layout(2, LLAMA, "parallelism=tp", "adapter=lora", samples=2),
@@ -76,7 +76,8 @@ LAYOUTS = {
     "llama3, pp 2, zbv": layout(2, LLAMA, "parallelism=pp", "pp_schedule=zbv", "model.n_layers=4", "data.local_batch=4", samples=4),
     "qwen3, fsdp 4, pp 2, 1f1b, ac full": layout(4, QWEN, "parallelism=fsdp_pp", "ac=full", "data.local_batch=4", samples=8),
     "qwen3, fsdp 2, float8 rowwise": layout(2, QWEN, "parallelism=fsdp", "precision=float8_rowwise", samples=4),
-    # The host reads the numbers of rows once for each layer, and not again when the forward is recomputed.
+    # The host reads the numbers of rows once for each layer, and does not read them again when the forward is
+    # recomputed.
     "qwen3_moe, fsdp 2, ep 2, ac full": layout(
         2, MOE, "parallelism=fsdp_ep", "parallelism.ep=2", "ac=full", samples=4, reads=((EXCHANGE, 128, 2),)
     ),
@@ -88,8 +89,8 @@ LAYOUTS = {
 
 
 def of_matrix() -> dict[str, Layout]:
-    """Return the layouts of the acceptance matrix as they run on a GPU: in bfloat16, Float8 not emulated. Experts are
-    balanced: what the host would read of the others is not known.
+    """Return the layouts of the acceptance matrix as they run on a GPU: in bfloat16, with real Float8. Loads of experts
+    are even, because otherwise the values that the host reads are not known.
     """
     from titan_hydra.verify.matrix import BASE as SIZES
     from titan_hydra.verify.matrix import MATRIX

@@ -1,5 +1,5 @@
-"""Faults that are planted to see that the pretended device finds them, one line each: where, what, and what is then
-said of it.
+"""List faults that are planted to check that the pretended device finds them, one per line: the layout, the fault, and
+a part of the message that must report it.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ PAIR = layout(2, LLAMA, "parallelism=fsdp", samples=4)
 
 @dataclass(frozen=True)
 class Plant:
-    """A fault in `layout`, while `put()` lasts; `said` is a part of what has to be found."""
+    """A fault in `layout`, which is active while `put()` runs; `said` is a part of the message that must report it."""
 
     put: Callable[[], AbstractContextManager]
     said: str
@@ -24,7 +24,7 @@ class Plant:
 
 
 def around(place: str, name: str, change: Callable) -> Callable[[], AbstractContextManager]:
-    """Return what replaces `name` of a module or class by change(original)."""
+    """Return a function that replaces `name` of a module or class by change(original)."""
 
     def put():
         import pkgutil
@@ -36,7 +36,7 @@ def around(place: str, name: str, change: Callable) -> Callable[[], AbstractCont
 
 
 def before(act: Callable) -> Callable[[Callable], Callable]:
-    """Return a change that acts on a forward's input first, inside the file of the function that calls it."""
+    """Return a change that first acts on a forward's input, from the file of the function that calls it."""
 
     def change(forward):
         def changed(self, x, *args, **kwargs):
@@ -49,12 +49,12 @@ def before(act: Callable) -> Callable[[Callable], Callable]:
 
 
 def in_block(act: Callable) -> Callable[[], AbstractContextManager]:
-    """Return what acts on the input of every feed-forward."""
+    """Return a function that acts on the input of every feed-forward."""
     return around("titan_hydra.models.layers:FeedForward", "forward", before(act))
 
 
 def other_stream(x):
-    """Read a tensor in a stream that did not wait for it."""
+    """Read a tensor in a stream that did not wait for the tensor."""
     import torch
 
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -62,7 +62,7 @@ def other_stream(x):
 
 
 def freed_early(x):
-    """Free a tensor that another stream still reads, and let its own stream go on."""
+    """Free a tensor that another stream still reads, and let its own stream continue."""
     import torch
 
     copy, other = x.detach() * 2, torch.cuda.Stream()
@@ -74,7 +74,7 @@ def freed_early(x):
 
 
 def reduces_alone(x):
-    """Issue a collective on rank 1 alone."""
+    """Issue a collective on rank 1 only."""
     import torch
     import torch.distributed as dist
 
@@ -83,7 +83,7 @@ def reduces_alone(x):
 
 
 def strided(attention):
-    """Return attention whose result is a part of a wider tensor at every second call, and so is its gradient."""
+    """Return attention that at every second call gives a result, and a gradient, that is a slice of a wider tensor."""
     import torch
 
     calls = []
@@ -110,7 +110,7 @@ def with_last_backward(set_reduce):
 
 
 def longer(make):
-    """Return what makes a message between pipeline stages, with one element too many in what is sent."""
+    """Return a function that sends messages between pipeline stages with one element too many."""
 
     def changed(self, op, tensor, *args, **kwargs):
         import torch

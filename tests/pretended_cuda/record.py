@@ -1,4 +1,4 @@
-"""Record what one step of one rank does on the pretended device, and find what is wrong with it."""
+"""Record what one step of one rank does on the pretended device, and find faults in it."""
 
 import re
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from tests.pretended_cuda import streams
 from tests.pretended_cuda.streams import place
 
 CUDNN_BACKWARD = ("grad_out", "query", "key", "value", "out")  # the first arguments of cuDNN's backward
-KERNELS = {  # operators that appear in the table of a layout, and their name there
+KERNELS = {  # operators in the table of a layout, with their names there
     "_scaled_dot_product_cudnn_attention": "cudnn attention",
     "_scaled_dot_product_flash_attention": "flash attention",
     "_scaled_dot_product_efficient_attention": "efficient attention",
@@ -26,18 +26,18 @@ KERNELS = {  # operators that appear in the table of a layout, and their name th
     "_scaled_mm": "scaled_mm",
     "_scaled_grouped_mm": "scaled_grouped_mm",
 }
-# Operators for whose answer, or the size of it, the host waits.
+# Operators for which the host waits, because it needs their result or the size of the result.
 DYNAMIC = ("nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount")
 COLLECTIVE = re.compile(r"^(c10d|_c10d_functional)\.")
 
 
 @dataclass
 class Record:
-    """What one rank did in a step. It survives as JSON."""
+    """The record of one rank's step. It can be written as JSON."""
 
     faults: list[str] = field(default_factory=list)
-    waits: Counter = field(default_factory=Counter)  # "what at place": how often the host waited for the device
-    copies: Counter = field(default_factory=Counter)  # "to the device at place": pinned copies
+    waits: Counter = field(default_factory=Counter)  # "what at place": number of times that the host waited for the device
+    copies: Counter = field(default_factory=Counter)  # "to the device at place": number of pinned copies
     kernels: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # layer: attention, products, casts
     # key of cuDNN's cache: strides of out and grad_out
     cudnn: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -47,7 +47,9 @@ class Record:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operator on plain tensors. `answers` has what the host reads from the device at a place."""
+    """See every operator on plain tensors. `answers` has the values that the host reads from the device at known
+    places.
+    """
 
     def __init__(self, names, answers=()):
         super().__init__()
@@ -74,7 +76,7 @@ class Recorder(TorchDispatchMode):
         if op.namespace in ("prim", "profiler"):
             return op(*args, **kwargs)
         if any(hasattr(kind, "__tensor_flatten__") or kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # a wrapper: seen again as what it does to the tensors in it
+            return NotImplemented  # a wrapper: its inner tensors come here again
         namespace, name = op.namespace, op._schema.name.partition("::")[2]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         on_device = [tensor for tensor in inputs if tensor.is_cuda]
@@ -98,7 +100,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def state(self, tensors):
-        """Note parameters and buffers that are not on the device."""
+        """Record parameters and buffers that are not on the device."""
         self.record.faults += [
             f"a parameter or buffer of shape {list(tensor.shape)} is on the {tensor.device}"
             for tensor in tensors
@@ -106,7 +108,7 @@ class Recorder(TorchDispatchMode):
         ]
 
     def layer(self):
-        """Return the innermost module that runs, with * for the number of its block."""
+        """Return the innermost module that is running, with * for the number of its block."""
         name = next((self.names[module] for module in reversed(self.inside) if module in self.names), "")
         return re.sub(r"\b\d+\b", "*", name) or "-"
 
@@ -114,8 +116,8 @@ class Recorder(TorchDispatchMode):
         self.record.waits[f"{what} at {place()}"] += 1
 
     def read(self, what, tensor):
-        """Return what the host reads of each element: 1 from its own tensors, and the answer of a known place from the
-        device.
+        """Return the value that the host reads of each element: 1 for host tensors, and for the device the answer of a
+        known place.
         """
         if not tensor.is_cuda:
             return 1
@@ -123,7 +125,7 @@ class Recorder(TorchDispatchMode):
         return self.answers.get(place(), 1)
 
     def tolist(self, tensor):
-        """Return a tensor of the same number everywhere as a list: torch copies it to the host at once."""
+        """Return a tensor whose elements are all equal as a list: torch copies it to the host at once."""
         number = self.read("tolist", tensor)
 
         def nested(shape):
@@ -132,13 +134,13 @@ class Recorder(TorchDispatchMode):
         return nested(tensor.shape)
 
     def devices(self, name, inputs):
-        """Note a host tensor of more than one element in an operator on the device."""
+        """Record a host tensor of more than one element in an operator on the device."""
         if name not in ("copy_", "_foreach_copy_") and (wrong := [x for x in inputs if x.device.type == "cpu" and x.dim()]):
             self.record.faults.append(f"{name} takes a host tensor of shape {list(wrong[0].shape)} at {place()}")
 
     def strides(self, inputs):
-        """Note the strides of cuDNN's backward: a graph is found by q, k and v, and was built for the strides of out
-        and grad_out.
+        """Record the strides in cuDNN's backward. A graph is looked up by q, k and v, but was built for the strides of
+        out and grad_out.
         """
         found = {which: (tuple(tensor.shape), tensor.stride()) for which, tensor in inputs.items()}
         key = " ".join(f"{which} {found[which]}" for which in ("query", "key", "value"))
@@ -151,12 +153,12 @@ class Recorder(TorchDispatchMode):
         if name in KERNELS:
             self.took(KERNELS[name], inputs[0])
         elif self.inside and isinstance(self.inside[-1], torch.nn.RMSNorm):
-            return  # one kernel on CUDA, whose casts are seen only with a torch that is built for CPUs
+            return  # one kernel on CUDA; its casts are seen only if torch was built for CPUs
         elif name == "_to_copy" and inputs[0].is_cuda and inputs[0].dtype != outputs[0].dtype:
             self.record.kernels[self.layer()].add(f"{short(inputs[0].dtype)}>{short(outputs[0].dtype)}")
 
     def copy(self, name, args, outputs, kwargs):
-        """Note copies between host and device."""
+        """Record copies between host and device."""
         if name == "_to_copy":
             source, target, later = args[0], outputs[0], kwargs.get("non_blocking", False)
         elif name == "copy_":
@@ -175,7 +177,7 @@ class Recorder(TorchDispatchMode):
             self.wait("copy to the host")
 
     def collective(self, name, args, kwargs):
-        """Note a collective: its group, and what has to be alike on all ranks of it."""
+        """Record a collective: its group, and the properties that must be equal on all ranks of the group."""
         if name in ("wait_tensor", "barrier"):
             return
         leaves = [*tree_leaves(args), *tree_leaves(kwargs)]
@@ -195,7 +197,7 @@ class Recorder(TorchDispatchMode):
 
 
 def changed_by(op, args):
-    """Return the tensors that an operator writes in place. The schemas of c10d do not say; theirs is the first
+    """Return the tensors that an operator writes in place. For c10d, whose schemas do not show this, it is the first
     argument.
     """
     if op.namespace == "c10d":

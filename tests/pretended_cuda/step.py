@@ -1,5 +1,5 @@
-"""Step layouts on the pretended device: `python -m tests.pretended_cuda.step GUARD OUT layouts|matrix|planted [NAME
-...]`.
+"""Run a step of layouts on the pretended device: `python -m tests.pretended_cuda.step GUARD OUT layouts|matrix|planted
+[NAME ...]`.
 
 Writes the records of all ranks to OUT as JSON. It needs a process of its own, as it loads the library GUARD before torch,
 and changes torch for the rest of the process.
@@ -29,7 +29,7 @@ def step(chosen: Layout, rank: int, records: dict) -> None:
     @contextmanager
     def watch(trainer, batch):
         update = trainer.update
-        trainer.update = lambda agreement: (update(agreement), agreement.read())  # as the loop does
+        trainer.update = lambda agreement: (update(agreement), agreement.read())  # as the training loop does
         names = {module: name for name, module in trainer.model.named_modules()}
         with Recorder(names, chosen.reads) as recorder, torch.autograd.set_multithreading_enabled(False):
             records[rank] = recorder.record
@@ -42,7 +42,9 @@ def step(chosen: Layout, rank: int, records: dict) -> None:
 
 
 def forget_meshes() -> None:
-    """Forget what DTensor remembers of the mesh of another rank of this world, which is equal but has other groups."""
+    """Make DTensor forget its cache for another rank's mesh of this world, which compares as equal but has other
+    groups.
+    """
     from torch.distributed.tensor import DTensor, debug
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
@@ -50,7 +52,7 @@ def forget_meshes() -> None:
 
 
 def all_ranks(chosen: Layout) -> dict:
-    """Return the records of all ranks of a layout, one after the other, and the error if there was one."""
+    """Return the records of all ranks of a layout, computed one after the other, and the error if there was one."""
     records, error = {}, None
     try:
         for rank in range(chosen.ranks):
@@ -61,7 +63,7 @@ def all_ranks(chosen: Layout) -> dict:
 
 
 def main(guard: str, out: str, kind: str, *names: str) -> None:
-    """Step the layouts of a kind that are called `names`, or all."""
+    """Make a step of the layouts of one kind: those named in `names`, or all."""
     from tests.pretended_cuda import device
 
     device.pretend(Path(guard))

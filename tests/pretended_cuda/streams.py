@@ -1,4 +1,4 @@
-"""The order of work on a pretended device: streams, events, and what the host waited for.
+"""Track the order of work on a pretended device: streams, events, and what the host waited for.
 
 Each stream counts its kernels, and knows up to which kernel of each other stream it has waited: a vector clock. A
 kernel that reads what another stream wrote, or overwrites what another stream still reads, without having waited for
@@ -14,12 +14,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 PACKAGE = f"{Path(__file__).parents[2]}/titan_hydra/"
-RECORDED: set[int] = set()  # storages that outlive the work of other streams: Tensor.record_stream
-WAITS: list[tuple[str, str]] = []  # (what, place): each time that the host waited for the device
+RECORDED: set[int] = set()  # storages that Tensor.record_stream keeps until other streams are done
+WAITS: list[tuple[str, str]] = []  # (what, place) for each time that the host waited for the device
 
 
 class Stream:
-    """A queue of kernels. `seen[id]` is the number of kernels of the stream `id` that have run before the next kernel
+    """A queue of kernels. `seen[id]` is the number of kernels of the stream `id` that must run before the next kernel
     of this one.
     """
 
@@ -43,7 +43,7 @@ class Stream:
         return self.seen[self.id]
 
     def waits_for(self, seen):
-        """Let the kernels to come wait for all that `seen` has."""
+        """Let all later kernels wait for everything in `seen`."""
         for stream, number in seen.items():
             self.seen[stream] = max(number, self.seen.get(stream, 0))
 
@@ -122,18 +122,17 @@ def host_waits(what):
 
 
 class Memory:
-    """Which stream wrote and read each storage last. What was not waited for is appended to `faults`.
-
-    Memory belongs to the stream that allocated it, whose next kernel may get it once it is freed: another stream that
-    still uses it then is a race, too, unless the tensor was given to `record_stream`.
+    """Record which stream wrote and read each storage last. Accesses that did not wait are appended to `faults`. Memory
+    belongs to the stream that allocated it, and once it is freed, the next kernel of this stream may get it. If another
+    stream still uses the memory then, this is a race too, unless the tensor was given to `record_stream`.
     """
 
     def __init__(self, faults):
         self.faults, self.storages, self.lent = faults, {}, {}
 
     def kernel(self, op, inputs, outputs):
-        """Take a kernel of the current stream. `inputs` and `outputs` are its tensors on the device, `outputs` also
-        what it changes.
+        """Add a kernel to the current stream. `inputs` and `outputs` are its tensors on the device; `outputs` also has
+        those that it changes in place.
         """
         stream = current()
         number = stream.kernel()
@@ -147,7 +146,9 @@ class Memory:
             state["write"], state["reads"] = (stream.id, number), {}
 
     def state(self, tensor, stream):
-        """Return what is known of a tensor's storage. The weak reference keeps its address from being used again."""
+        """Return the record of a tensor's storage. The weak reference keeps the storage's address from being used
+        again.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         state = self.storages.get(key)
@@ -158,14 +159,14 @@ class Memory:
         return state
 
     def settled(self, tensor, stream, op, reads):
-        """Note a race with what other streams did to this tensor."""
+        """Record a race if other streams used this tensor and were not waited for."""
         state = self.state(tensor, stream)
         uses = [state["write"]] if reads else [state["write"], *state["reads"].items()]
         if any(stream.seen.get(other, 0) < number for other, number in uses):
             self.faults.append(f"{op} at {place()} does not wait for the stream that uses its tensor of shape {list(tensor.shape)}")
 
     def freed(self, stream):
-        """Note memory that this stream may now get again, though another still uses it."""
+        """Record a fault if this stream may now reuse memory that another stream still uses."""
         for (key, user), (state, number, what) in list(self.lent.items()):
             if state["owner"] is stream and state["ref"].expired():
                 del self.lent[key, user]
@@ -174,5 +175,5 @@ class Memory:
 
 
 def record_stream(tensor, stream):
-    """Keep a tensor's memory until what `stream` has queued is done."""
+    """Keep a tensor's memory until everything that `stream` has queued is done."""
     RECORDED.add(tensor.untyped_storage()._cdata)

@@ -1,5 +1,5 @@
-"""The code that the compiler writes for an H100 stays as well fused as docs/performance.md says. No card is needed, but
-torch's CUDA build.
+"""The code that the compiler writes for an H100 is still fused as well as docs/performance.md states. No card is
+needed, but torch's CUDA build is.
 """
 
 import re
@@ -20,7 +20,7 @@ HEAD = re.search(r"^\| torch ([\d.]+): family \| compiled \| (.*) \|\n.*\n((\|.*
 
 
 def limits() -> dict[tuple[str, str, str], tuple[int, int, float, int] | None]:
-    """Return by model, part and precision what the page says: kernels of forward and backward, GB, bytes spilled; None
+    """Return the page's limits by model, part and precision: kernels of forward and backward, GB, bytes spilled; None
     for "-".
     """
     rows = [[cell.strip() for cell in row.strip("| ").split("|")] for row in HEAD[3].splitlines()]
@@ -47,8 +47,8 @@ def test_the_page_has_every_part_in_every_precision():
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_block_is_compiled_into_more(model, precision):
-    """A graph break or a second compilation raises. Another torch fuses otherwise: only the one of the page is held to
-    its numbers.
+    """A graph break or a second compilation raises. Another version of torch fuses differently, so only the page's
+    version must keep its numbers.
     """
     for part, forward, backward in graphs_of(model, precision):
         known = limits()[model, part, precision]

@@ -1,5 +1,5 @@
-"""Layouts of all families step on a pretended H100 (README.md): no wrong device, no wait of the host, no race, one
-graph for cuDNN, the same collectives on all ranks of a group, and the kernels and casts of kernels.txt.
+"""Layouts of all families make a step on a pretended H100 (README.md): no wrong device, no wait of the host, no race,
+one graph for cuDNN, the same collectives on all ranks of a group, and the kernels and casts of kernels.txt.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from tests.pretended_cuda.judge import faults, table
 from tests.pretended_cuda.layouts import LAYOUTS, of_matrix
 from tests.pretended_cuda.planted import NOTHING, PLANTED
 
-# Parts of names in the matrix, and why the pretended H100 cannot step them.
+# Parts of names in the matrix, with the reason why the pretended H100 cannot run these cases.
 CANNOT = {"mxfp8": "its matmuls need a B200", "float8 fused": "a card runs its Triton kernels"}
 FROM_MATRIX = of_matrix()
 HERE = Path(__file__).parent
@@ -25,8 +25,8 @@ KERNELS = (HERE / "kernels.txt").read_text().strip()
 
 @pytest.fixture(scope="session")
 def stepped(request, tmp_path_factory):
-    """A function that returns the records of layouts of a kind, stepped in one process. Skips where there is no C++
-    compiler.
+    """Return a function that returns the records of layouts of one kind, stepped in one process. Skip if there is no
+    C++ compiler.
     """
     guard = build_guard(request.config.cache.mkdir("pretended_cuda"))
     if guard is None:
@@ -62,7 +62,7 @@ def test_a_layout_steps_without_fault(layouts, stepped):
     assert table(result["ranks"]) == sections[f"[{layouts}]"], "the part of kernels.txt that is to be pasted, if the change is right"
 
 
-# one of them in each run: a judge that finds nothing would pass all other tests
+# one planted fault in each run: a judge that never finds anything would pass all other tests
 OFTEN = "a number read"
 
 

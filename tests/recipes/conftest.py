@@ -1,4 +1,4 @@
-"""Recipes train as all jobs of tests/train do, and the report knows their keys."""
+"""Import the fixtures of jobs from tests/train, and those of reports, which know the recipes' keys."""
 
 from tests.report.conftest import config
 from tests.report.test_changes import flat

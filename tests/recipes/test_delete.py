@@ -1,4 +1,6 @@
-"""A recipe is deleted by deleting its folder and the files that its files.txt names; recipes that import it go with it."""
+"""A recipe is deleted by deleting its folder and the files named in its files.txt; recipes that import it are deleted
+with it.
+"""
 
 import re
 import shutil
@@ -12,7 +14,7 @@ from titan_hydra import recipes
 from titan_hydra.config.registry import REGISTRIES
 
 ROOT = Path(__file__).parents[2]
-# Other pages link to the recipe's, and cases of the kit and of the pretended device name its model.
+# Other pages link to the recipe's page, and cases of the GPU kit and of the pretended device name its model.
 OTHERS = ("tests/test_docs.py", "tests/gpu", "tests/pretended_cuda")
 
 
@@ -23,7 +25,9 @@ def test_its_files_are_there(name):
 
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_the_core_names_none_of_its_parts(name):
-    """The sources, objectives and families that it registers: no string begins with one, and no `key=` names one."""
+    """The parts of a recipe are the sources, objectives and families that it registers. In the core, no string begins
+    with one of their names, and no `key=` names one.
+    """
     parts = [part for registry in REGISTRIES.values() for part, record in registry.items() if f"titan_hydra.recipes.{name}." in str(record)]
     assert parts
     named = re.compile(rf"""["'=`]({"|".join(parts)})\b""")

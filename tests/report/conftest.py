@@ -1,4 +1,4 @@
-"""Run directories and sweeps as launcher and trainer leave them, with numbers of one's own."""
+"""Make run directories and sweeps as launcher and trainer leave them, with numbers that a test chooses."""
 
 import copy
 import hashlib
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 class Sweep:
-    """A sweep in a folder `runs`, filled cell by cell, and `titan report` on it."""
+    """A sweep in a folder `runs`, which is filled cell by cell, and `titan report` on it."""
 
     def __init__(self, runs: Path, base: dict, name: str = "table") -> None:
         self.runs, self.base, self.name, self.cells = runs, base, name, []
@@ -26,7 +26,8 @@ class Sweep:
         self, name, changes=None, losses=None, result=None, rates=(), env=None, swept=True, repeat=False, failure=None, pipelined=False
     ):
         """Add a cell. `changes` are dotted keys; `losses` and `rates` become rows; without `result` the run is not
-        done; `pipelined` with a recorded schedule of two ranks."""
+        done; with `pipelined` it has a recorded schedule of two ranks.
+        """
         config, directory = copy.deepcopy(self.base), self.runs / f"{name.replace(' ', '_').replace(',', '')}-{self._hash(name)}"
         for key, value in (changes or {}).items():
             *path, last = key.split(".")
@@ -77,7 +78,7 @@ class Sweep:
         return directory
 
     def report(self, capsys, *arguments, baseline=None, target=None):
-        """Write the manifest, run `titan report`, return its exit status, stdout and stderr."""
+        """Write the manifest and run `titan report`; return its exit status, stdout and stderr."""
         folder = self.runs / "_sweeps" / f"{self.name}-1"
         folder.mkdir(parents=True, exist_ok=True)
         self._write(
@@ -111,7 +112,7 @@ def config():
 
 @pytest.fixture(scope="session")
 def new_sweep(config):
-    """Makes a sweep in a folder."""
+    """Return a function that makes a sweep in a folder."""
     return lambda runs: Sweep(runs, config)
 
 
@@ -122,7 +123,7 @@ def sweep(tmp_path, new_sweep):
 
 @pytest.fixture(scope="session")
 def browser():
-    """A real browser without a screen. The tests that need it are skipped where there is none; .ci/run installs it."""
+    """Start a real browser without a screen. Tests that need it are skipped if there is none; .ci/run installs it."""
     chromium, driver = (shutil.which(name) for name in ("chromium", "chromedriver"))
     if not (chromium and driver):
         missing = pytest.fail if os.environ.get("TITAN_REQUIRE_CHROMIUM") else pytest.skip

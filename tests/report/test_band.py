@@ -1,5 +1,5 @@
-"""A loss that follows the baseline's up to rounding is in its band, one that learns something else is flagged where it
-leaves.
+"""A loss that differs from the baseline's only by rounding is in its band; a loss that learns something else is marked
+where it leaves the band.
 """
 
 import math
@@ -11,7 +11,7 @@ RESULT = {"tokens_per_second": 100.0}
 
 
 def curve(steps=200, noise=0.1):
-    """A loss that falls as they do, with the noise of batches: the same for all, as all see the same data."""
+    """Return a typical loss curve with the noise of batches, which is the same for all runs, as all see the same data."""
     batches = random.Random(0)
     return [3 + 6 * math.exp(-step / 40) + batches.gauss(0, noise) for step in range(steps)]
 
@@ -37,9 +37,9 @@ def test_rounding_stays_in_the_band(sweep, capsys):
 @pytest.mark.parametrize(
     ("wrong", "first"),
     [
-        (lambda step, loss: loss * 1.01, 1),  # a loss that is divided by the wrong number of tokens, seen before any update
-        (lambda step, loss: loss * 0.98, 1),  # a loss lower than it can be, which is wrong too
-        (lambda step, loss: loss + 1e-3 * step, 26),  # a run that learns more slowly
+        (lambda step, loss: loss * 1.01, 1),  # the loss is divided by the wrong number of tokens, which shows before any update
+        (lambda step, loss: loss * 0.98, 1),  # the loss is lower than it can be, which is wrong too
+        (lambda step, loss: loss + 1e-3 * step, 26),  # the run learns more slowly
         (lambda step, loss: math.nan if step == 30 else loss, 31),
     ],
 )
@@ -57,7 +57,7 @@ def test_one_odd_step_is_no_departure(sweep, capsys):
 
 
 def test_other_noise_than_the_baselines_is_another_run(sweep, capsys):
-    """The same weights on different data: on average as good, but not the same losses."""
+    """The same weights on different data give losses that are as good on average, but not the same."""
     batches = random.Random(2)
     other = [3 + 6 * math.exp(-step / 40) + batches.gauss(0, 0.1) for step in range(1, 200)]
     assert "NO: from" in report(sweep, capsys, curve()[:1] + other)

@@ -1,4 +1,4 @@
-"""What a key of the configuration changes stands in the schema, and the report asks it there: no key is forgotten."""
+"""The schema defines for each key what it changes, and the report reads it there, so that no key is forgotten."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ from titan_hydra.report.cells import ReportCell
 from titan_hydra.runs import records
 from titan_hydra.runs.rundir import State
 
-PAGE = {  # stated here again, so that a slip in the schema is seen
+PAGE = {  # repeated here, so that a mistake in the schema is noticed
     ("work", "learning"): (
         "model.dim",
         "model.family",
@@ -72,7 +72,7 @@ LISTS = {"work": compare.WORK, "learning": compare.LEARNING, "held-out loss": co
 
 
 def what_differs(config: dict, key: str) -> set[str]:
-    """Ask the report what two validated cells that differ in a key have not in common."""
+    """Return what the report finds different between two validated cells that differ in one key."""
     one, another = ({key: 3}, {key: 7}) if key != "data.mixture" else ({key: {}}, {f"{key}.web.weight": 0.5})
     rest = {name: value for name, value in config.items() if name != key}
     cells = [
@@ -92,7 +92,7 @@ def flat(config):
 
 
 def test_the_report_asks_the_schema_what_each_key_changes(flat):
-    """Every key, those of all families too: none is left out, and what is neither learning nor work is no
+    """The test covers every key, including those of all families. A key that changes neither learning nor work makes no
     difference.
     """
     for key, spec in known_keys().items():
@@ -131,7 +131,7 @@ def test_what_is_learned_differs_is_refused_or_said(sweep, capsys, key, first, v
 
 @pytest.mark.parametrize(("key", "values"), [("validation.steps", (3, 7, 9)), ("data.validation_path", ("u", "v", "w"))])
 def test_other_held_out_samples_are_said_and_nothing_is_refused(sweep, capsys, key, values):
-    """Speed and training losses are compared as ever. A cell that was not validated has no number to compare."""
+    """Speed and training losses are compared as usual. A cell that was not validated has no held-out loss to compare."""
     for name, value, held_out in zip("abc", values, (4.5, 4.6, None), strict=True):
         sweep.cell(name, {key: value}, losses=[5.0, 4.0], result={"tokens_per_second": 100.0, "validation_loss": held_out}, swept=False)
     status, out, err = sweep.report(capsys)
@@ -145,7 +145,7 @@ def test_the_report_keeps_what_the_page_promises(flat, key, changes):
 
 
 def test_the_lowest_held_out_loss_has_its_step_and_checkpoint(sweep, capsys):
-    """In the table where it is not the last; the CSV has it always."""
+    """The table has it if it is not the last loss; the CSV always has it."""
     for name, losses, best in (("a", (4.0, 3.0, 3.5), "step-00000002"), ("b", (4.0, 3.5, 3.0), None)):
         result = {"tokens_per_second": 100.0, "validation_loss": losses[-1], "best_checkpoint": best}
         directory = sweep.cell(name, losses=[5.0, 4.0], result=result)

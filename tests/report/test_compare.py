@@ -1,5 +1,5 @@
-"""What is not comparable is refused with a line for each reason, or said under the table; cells without numbers are
-rows.
+"""Comparisons that are not allowed are refused with one line for each reason, or noted under the table; cells without
+numbers have rows too.
 """
 
 import time
@@ -40,7 +40,7 @@ def test_what_is_allowed_is_said_under_the_table(sweep, capsys):
     assert "seed differs (allowed): 0 (a); 1 (b): losses are not compared" in out
     assert "device differs (allowed): H100 (a); A100 (b)" in out
     assert "+50.00 %" in out
-    assert "yes" not in out  # the loss of another seed is in no band
+    assert "yes" not in out  # a loss with another seed is in no band
 
 
 def test_a_sweep_may_vary_what_it_varies(sweep, capsys):
@@ -90,7 +90,7 @@ def test_the_same_commit_with_other_changes_is_other_code(sweep, capsys):
 def test_scaling_is_strong_or_weak_or_refused(sweep, capsys, gpus, samples, fine):
     sweep.cell("one", {"gpus": 1, "data.global_batch": 8}, result=SLOW)
     sweep.cell("two", {"gpus": gpus, "data.global_batch": samples}, result=FAST)
-    for cell in sweep.cells:  # the batch follows from the degrees, no override names it
+    for cell in sweep.cells:  # the batch follows from the degrees; no override sets it
         cell["overrides"] = [override for override in cell["overrides"] if not override.startswith("data.")]
     assert (sweep.report(capsys)[0] == 0) is fine
 
@@ -169,7 +169,7 @@ def test_mistakes_are_one_line(sweep, capsys):
 def test_without_a_target_it_is_the_newest_sweep_as_for_status(sweep, capsys, monkeypatch):
     sweep.cell("a", result=SLOW)
     sweep.report(capsys)
-    sweep.cell("alone", {"data.seq_len": 4096}, result=FAST)  # a run of another kind, beside the sweep
+    sweep.cell("alone", {"data.seq_len": 4096}, result=FAST)  # a run with another sequence length, outside the sweep
     monkeypatch.chdir(sweep.runs.parent)
     assert cli.main(["report", "--md"]) == 0
     assert "| a | 100 |" in (out := capsys.readouterr().out) and "alone" not in out

@@ -1,5 +1,5 @@
-"""A report knows its noise: what it cannot know is marked, digits end where the noise begins, seeds are averaged with
-their errors.
+"""A report shows how noisy its numbers are: uncertain differences are marked, numbers have no digits below the noise,
+seeds are averaged with errors.
 """
 
 import csv
@@ -25,15 +25,15 @@ def result(rate, iqr=None, steps=100, **further):
 
 
 def rows_of(out):
-    """Cells of a Markdown table by its first column."""
+    """Return the cells of a Markdown table by its first column."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
     return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
 
 
 def test_a_difference_within_the_noise_is_marked(sweep, capsys):
     sweep.cell("base", result=result(1000.0, 20.0))
-    sweep.cell("near", result=result(1015.0, 10.0))  # less than the baseline's IQR
-    sweep.cell("wide", result=result(1100.0, 150.0))  # less than its own
+    sweep.cell("near", result=result(1015.0, 10.0))  # differs by less than the baseline's IQR
+    sweep.cell("wide", result=result(1100.0, 150.0))  # differs by less than its own IQR
     sweep.cell("far", result=result(1100.0, 10.0))
     sweep.cell("unknown", result=result(1015.0, None))
     out = sweep.report(capsys, "--md")[1]
@@ -91,7 +91,7 @@ def test_a_mean_ends_where_its_error_begins():
 
 
 def test_losses_are_held_out_or_means_and_never_one_steps(sweep, capsys):
-    noisy = [4.0] * 90 + [3.0, 5.0] * 5  # the last step's loss is 5
+    noisy = [4.0] * 90 + [3.0, 5.0] * 5  # the loss of the last step is 5
     sweep.cell("fine", {"steps": 100}, losses=noisy, result=result(1000.0))
     sweep.cell("few rows", {"steps": 4}, losses=[9.0, 3.0, 4.0, 5.0], result=result(1000.0))
     out = sweep.report(capsys, "--md", "--allow", "steps")[1]
@@ -121,7 +121,9 @@ def test_a_busy_machine_is_told(sweep, capsys):
 
 
 def seeds(sweep, changes, offset, rates, held_out=None):
-    """Three runs of one setting; offset is what the setting does to the loss, seeds differ by far more."""
+    """Return three runs of one setting. `offset` is the effect of the setting on the loss; the effects of seeds are far
+    larger.
+    """
     for seed, speed in enumerate(rates):
         noise = random.Random(seed)
         loss = 4.0 + 0.5 * noise.random() + offset * (1 + 0.1 * seed)
@@ -141,7 +143,7 @@ def test_seeds_are_averaged_with_their_errors(sweep, capsys):
     assert [row["runs"] for row in table.values()] == ["3", "3", "3"]
     assert table["optimizer.lr=0.001"]["tokens/s per device"] == f"1,010.0 {PM} 5.8"
     assert [row["difference"] for row in table.values()] == ["\N{EN DASH}", "+0 % (noise)", "+19 %"]
-    # Seed by seed: the seeds' own differences, a hundred times as large, are not in the error.
+    # Seeds are compared one by one, so their own differences, a hundred times as large, are not in the error.
     assert table["optimizer.lr=0.002"]["to the baseline"] == f"{MINUS}0.0220 {PM} 0.0012"
     assert "seed differs" not in out
     assert "- optimizer differs (on purpose): losses have no band\n" in out
@@ -176,12 +178,12 @@ def test_seeds_that_failed_are_named(sweep, capsys):
 def test_a_sweep_that_runs_still_has_rows_of_what_has_begun_alone(sweep, capsys):
     sweep.cells += [{"name": f"optimizer.lr={lr} seed=7", "overrides": [], "directory": f"later-{lr}"} for lr in (0.001, 0.004)]
     seeds(sweep, {"optimizer.lr": 0.001}, 0.0, (1000.0, 1010.0))
-    sweep.cell("optimizer.lr=0.002 seed=0", {"optimizer.lr": 0.002, "seed": 0}, losses=[4.0] * 20)  # no result: it has not ended
+    sweep.cell("optimizer.lr=0.002 seed=0", {"optimizer.lr": 0.002, "seed": 0}, losses=[4.0] * 20)  # no result, as it has not ended
     status, out, _ = sweep.report(capsys, "--md", "--over", "seed", baseline="optimizer.lr=0.004 seed=7")
     assert status == 0 and [*rows_of(out)] == ["optimizer.lr=0.001", "optimizer.lr=0.002"]
     assert "- not started, and left out: 2 of 5 cells\n" in out and "later" not in out
     out = sweep.report(capsys, "--md")[1]
-    assert out.count("not started") == 2 and "left out" not in out  # each cell has its row
+    assert out.count("not started") == 2 and "left out" not in out  # each cell has a row of its own
     status, _, err = sweep.report(capsys, "--over", "seed", "--baseline", "optimizer.lr=0.004 seed=7")
     assert (status, err) == (2, "--baseline optimizer.lr=0.004 seed=7: has not started\n")
     selection = select_runs(sweep.name, sweep.runs)
@@ -209,8 +211,8 @@ def test_sizes_and_tokens_are_in_the_csv_and_in_the_table_where_they_differ(swee
 
 
 def test_the_plot_of_losses_draws_means(sweep, capsys):
-    """One step's loss is noise: of a run that logs every tenth step, the mean of the ten is drawn; version 0.1 had no
-    means.
+    """The loss of one step is noisy. For a run that logs every tenth step, the mean of the ten steps is drawn; version
+    0.1 recorded no means.
     """
     for name, means in (("a", True), ("b", False)):
         directory = sweep.cell(name, result={"tokens_per_second": 100.0})

@@ -1,5 +1,5 @@
-"""The page in a real browser: it answers to the mouse, needs no network, shows hostile names as they are, and lives
-while a sweep runs.
+"""Test the page in a real browser: it reacts to the mouse, needs no network, shows hostile names literally, and is
+updated while a sweep runs.
 """
 
 import html.parser
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Page(html.parser.HTMLParser):
-    """Every address that a page would fetch."""
+    """Record every address that a page would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Page(html.parser.HTMLParser):
 
 
 def more_columns(directory):
-    """What the trainer writes beside the loss."""
+    """Return the columns that the trainer writes in addition to the loss."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         row |= {
@@ -86,7 +86,9 @@ def test_the_page_has_everything_and_fetches_nothing(sweep, capsys, tmp_path):
 
 
 def test_a_large_sweep_has_a_small_page_and_takes_little_memory(sweep, capsys, tmp_path):
-    """A thousand runs of a thousand rows took 1.7 GB and wrote 147 MB. Here 120 of 400 are read and drawn."""
+    """Earlier, a thousand runs of a thousand rows took 1.7 GB and wrote a page of 147 MB. Here 120 of 400 runs are read
+    and drawn.
+    """
     curve = [3 + math.exp(-step / 10) + math.sin(step) / 7 for step in range(400)]
     for seed in range(120):
         more_columns(sweep.cell(f"seed={seed}", {"seed": seed}, losses=curve, result=RESULT))
@@ -104,7 +106,7 @@ def test_a_large_sweep_has_a_small_page_and_takes_little_memory(sweep, capsys, t
         used = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    # 80 of its columns, the rest its configuration
+    # 80 of these are columns of its rows, the rest is its configuration
     assert found[7].losses[400] == curve[-1] and used / (120 * 400) < 250, used
 
 
@@ -119,14 +121,14 @@ def test_commands_are_those_that_make_each_cell_again(sweep, capsys, tmp_path):
     from titan_hydra import cli
 
     assert cli.main(["report", "table", "--runs", str(sweep.runs), "--html", "-o", str(tmp_path)]) == 0
-    # what the sweep's file implies is left out, what was typed beside it is not
+    # keys that the sweep's file sets are left out, other typed keys are not
     page = (tmp_path / "report.html").read_text()
     assert "python launch.py +sweeps=table &#34;sweep.cell=&#39;DDP 2, x&#39;&#34; seed=5<" in page
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory, new_sweep, browser):
-    """A page with three runs, one of them with a hostile name and a hostile error, open in the browser."""
+    """Open a page with three runs in the browser; one of the runs has a hostile name and a hostile error."""
     folder = tmp_path_factory.mktemp("page")
     sweep = new_sweep(folder / "runs")
     more_columns(sweep.cell("base", losses=CURVE, result=RESULT))
@@ -144,7 +146,7 @@ def shown(tmp_path_factory, new_sweep, browser):
 
 
 class Silent:
-    """In place of capsys, which a fixture of a module cannot have."""
+    """Replaces capsys, which a fixture of a module cannot use."""
 
     def readouterr(self):
         return "", ""
@@ -173,6 +175,8 @@ def test_all_is_drawn_without_errors_and_without_network(shown):
         )
     ]
     assert all(count for _, count in charts), charts
+    beside = run(shown, "[...document.querySelectorAll('#chart-throughput .annotation')].map(one => one.textContent)")
+    assert len(beside) == 3 and "baseline" in beside[0], "the values stand beside the bars, where no thin line runs through them"
     assert run(shown, "performance.getEntriesByType('resource').length") == 0
     assert [entry["message"] for entry in shown.get_log("browser") if entry["level"] == "SEVERE"] == []
 
@@ -233,14 +237,14 @@ def test_the_mouse_shows_values_and_zooms(shown):
     ActionChains(shown).move_to_element_with_offset(plot, -80, -40).click_and_hold().move_by_offset(120, 60).release().perform()
     after = run(shown, "document.getElementById('chart-loss')._fullLayout.xaxis.range")
     assert after[1] - after[0] < 0.7 * (before[1] - before[0])
-    run(shown, "draw()")  # as news do: the zoom stays
+    run(shown, "draw()")  # as an update does: the zoom must stay
     assert run(shown, "document.getElementById('chart-loss')._fullLayout.xaxis.range") == after
 
 
 @pytest.fixture
 def served(sweep, capsys):
-    """`titan report --serve` on a sweep with a cell that is done and one that runs. Returns the address and the second
-    cell's folder.
+    """Run `titan report --serve` on a sweep with a cell that is done and one that is running. Return the address and
+    the second cell's folder.
     """
     sweep.cell("done", losses=CURVE, result=RESULT)
     directory = sweep.cell("other", {"metrics.log_every": 1}, losses=CURVE[:5])
@@ -252,7 +256,7 @@ def served(sweep, capsys):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        # ignored where tests run in the background
+        # this signal is ignored where tests run in the background
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     address = process.stdout.readline().split()[0]
@@ -271,7 +275,7 @@ def test_a_served_page_lives_and_is_of_this_machine_alone(served, browser):
         answer = connection.getresponse()
         assert (answer.status, bool(answer.read())) == (status, True)
     listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
-    assert f"0100007F:{int(host.rpartition(':')[2]):04X}" in listening  # 127.0.0.1, and no other address
+    assert f"0100007F:{int(host.rpartition(':')[2]):04X}" in listening  # only 127.0.0.1
     browser.get(address)
     points = "document.getElementById('chart-loss').data[1].x.length"
     assert run(browser, points) == 5

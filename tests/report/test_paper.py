@@ -1,4 +1,4 @@
-"""Fed with the paper's own figures as run directories, the report prints the paper's tables, byte for byte what lies in
+"""From run directories with the paper's own figures, the report prints the paper's tables: byte for byte the files in
 golden/.
 """
 
@@ -26,7 +26,7 @@ KEYS = {
 
 
 def fill(sweep, table):
-    """The run directories of one table."""
+    """Write the run directories of one table."""
     common = {"seq_len": 8192} | PAPER[table]["common"]
     for row in PAPER[table]["rows"]:
         job = common | row

@@ -1,4 +1,4 @@
-"""The diagrams: what is drawn says what the table says, where it is from, and which line is whose."""
+"""The diagrams show the numbers of the table and their origin, and label each line with its run."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def test_the_largest_difference_is_a_number(sweep, capsys, tmp_path):
     sweep.cell("near", losses=[loss * (1 + 3e-8 * (step == 5)) for step, loss in enumerate(CURVE)], result=RESULT)
     sweep.cell("twin", losses=CURVE, result=RESULT)
     sweep.report(capsys, "--plots", "-o", str(tmp_path))
-    assert ">near: at most 5.0e-09<" in text(tmp_path / "difference.svg")  # 3e-8 in a mean over six rows
+    assert ">near: at most 5.0e-09<" in text(tmp_path / "difference.svg")  # 3e-8 divided by six rows
     assert ">twin: the same bits<" in text(tmp_path / "difference.svg")
 
 
@@ -61,6 +61,12 @@ def test_lines_over_tokens_and_seconds_with_logarithms(sweep, capsys, tmp_path):
     for axis, said in (("tokens", "10,000"), ("seconds", "seconds of training")):
         assert sweep.report(capsys, "--plots", "--x", axis, "--log", "-o", str(tmp_path / axis))[0] == 0
         assert f">{said}<" in text(tmp_path / axis / "loss.svg")
+
+
+def test_marks_on_the_axis_of_steps_are_whole_steps(sweep, capsys, tmp_path):
+    sweep.cell("base", losses=CURVE[:20], result=RESULT)
+    sweep.report(capsys, "--plots", "-o", str(tmp_path))
+    assert ">10<" in text(tmp_path / "loss.svg") and ">7.5<" not in text(tmp_path / "loss.svg")
 
 
 def test_lines_of_neighbours_differ_in_colour_and_dashes():
@@ -90,8 +96,8 @@ def test_scaling_is_drawn_against_the_ideal(sweep, capsys, tmp_path):
 
 
 def study(sweep, cells):
-    """Runs whose held-out losses were measured every ten steps; a cell's changes, its parameters and its last held-out
-    loss.
+    """Add runs whose held-out losses were measured every ten steps; each has changes, a number of parameters and a last
+    held-out loss.
     """
     for name, (changes, parameters, last) in cells.items():
         result = RESULT | {"validation_loss": last, "parameters": parameters, "flops_per_token": 6 * parameters, "tokens": 1000}
@@ -117,7 +123,7 @@ def test_held_out_loss_is_drawn_against_what_cells_differ_in(sweep, capsys, tmp_
     for name, said in (("compute", "training FLOPs"), ("parameters", "parameters")):
         drawn = text(tmp_path / f"{name}.svg")
         assert f">{said}<" in drawn and f">Held-out loss against {name}<" in drawn
-        assert all(f">{cell}<" in drawn for cell in ("narrow", "wide"))
+        assert all(f">{cell}<" in drawn for cell in ("narrow (baseline)", "wide")) and "e+" not in drawn
 
 
 def test_two_keys_of_a_sweep_are_colours_and_dashes():
@@ -133,6 +139,14 @@ def test_two_keys_of_a_sweep_are_colours_and_dashes():
     assert shown("seed=1") == [(*line_style(0), False)]
     many = shown(*(f"model.dim={width} seed={seed}" for width in range(8) for seed in seeds))
     assert many[3] == (*line_style(3), False), "more values than colours"
+    layouts = (
+        "parallelism=single",
+        "parallelism=ddp gpus=2",
+        "parallelism=fsdp gpus=2",
+        "parallelism=tp",
+        "parallelism=fsdp gpus=4",
+    )
+    assert shown(*layouts)[:2] == [(*line_style(0), True), (*line_style(1), False)], "few of the combinations are rows"
 
 
 def test_a_long_command_stands_whole_below_the_figure(sweep, capsys, tmp_path):
@@ -146,7 +160,7 @@ def test_a_long_command_stands_whole_below_the_figure(sweep, capsys, tmp_path):
     assert all(word in drawn for word in command) and "\N{HORIZONTAL ELLIPSIS}" not in drawn
 
 
-# matplotlib warns when a plot does not fit; files of earlier tests may be collected here
+# matplotlib warns if a plot does not fit; files of earlier tests may be garbage-collected here
 @pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 def test_a_single_cell_is_drawn_well_formed(sweep, capsys, tmp_path):
     sweep.cell("a <b> & c", losses=CURVE, result=RESULT)
@@ -158,8 +172,8 @@ def test_a_single_cell_is_drawn_well_formed(sweep, capsys, tmp_path):
 
 
 def recorded(job):
-    """What a run of a job records of its schedule, without its ranks: a schedule looks at few attributes of a stage
-    before it runs.
+    """Return what a run of a job records of its schedule, without starting its ranks: a schedule reads only a few
+    attributes of a stage before it runs.
     """
     stages = [
         SimpleNamespace(
@@ -191,19 +205,19 @@ def test_every_schedule_is_played_to_its_end(name):
     for own, played in zip(actions, timeline.ranks, strict=True):
         assert [action for _, action in played] == own
         ends = [start + TIME[action[1]] for start, action in played]
-        assert all(start >= end for (start, _), end in zip(played[1:], ends, strict=False))  # one thing at a time
+        assert all(start >= end for (start, _), end in zip(played[1:], ends, strict=False))  # actions of a rank do not overlap
     assert 0 < timeline.idle < 0.5
 
 
 def test_the_bubble_is_the_textbooks():
-    """1F1B and GPipe: (p - 1) / (m + p - 1) of the time (Narayanan et al., 2021)."""
+    """For 1F1B and GPipe it is (p - 1) / (m + p - 1) of the time (Narayanan et al., 2021)."""
     for name in ("gpipe", "1f1b"):
         job = compose_job("parallelism=pp", f"pp_schedule={name}", "data.local_batch=8", "parallelism.pp=4")
         assert Timeline(name, 4, play(recorded(job), 4)).idle == pytest.approx(3 / 11)
 
 
 def test_a_run_without_a_recorded_schedule_has_no_timeline(sweep, capsys, tmp_path):
-    """Runs before 0.2 recorded none; cells that ran the same one share a timeline."""
+    """Runs made before version 0.2 recorded none. Cells with the same schedule share a timeline."""
     for name in ("pp", "pp lr=1"):
         sweep.cell(name, {"parallelism.pp": 2}, losses=CURVE, result=RESULT, pipelined=True)
     sweep.cell("old", {"parallelism.pp": 2}, losses=CURVE, result=RESULT)

@@ -1,4 +1,4 @@
-"""Which exit status an exception has, and which rank of many is to blame."""
+"""Test which exit status an exception has, and which of many ranks is to blame."""
 
 import errno
 import json
@@ -63,7 +63,9 @@ def test_real_allocation_failure_is_out_of_memory():
 
 @pytest.fixture
 def attempt(tmp_path):
-    """Writes what ranks said and what their parent saw: {rank: (exception or None, time, exit status, killed)}."""
+    """Write what ranks recorded and what their parent process saw: {rank: (exception or None, time, exit status,
+    killed)}.
+    """
 
     def write(ranks):
         seen = []
@@ -83,8 +85,8 @@ def attempt(tmp_path):
 
 
 def write_slurm(folder, log, **errors):
-    """What an attempt under SLURM leaves: job.log, and files of four ranks that were started; those in `errors` said
-    why they ended.
+    """Write the files of an attempt under SLURM: job.log, and the files of four started ranks; those in `errors`
+    recorded why they ended.
     """
     for rank in range(4):
         code, record = describe(errors[f"rank{rank}"]) if f"rank{rank}" in errors else (None, None)
@@ -182,7 +184,7 @@ def test_a_preempted_job_has_not_failed(tmp_path, state):
 
 
 def test_a_rank_that_has_spoken_comes_before_slurms_word(tmp_path):
-    """srun reports the death of a peer first, and SLURM a time limit: the exception is what it was."""
+    """srun reports the death of another rank first, and SLURM a time limit, but the exception of the rank is the cause."""
     failure = cause_of_end(write_slurm(tmp_path, KILLED, rank1=ValueError("mine"), rank0=GLOO_CLOSED), "TIMEOUT")
     assert (failure.kind, failure.rank, failure.host) == (Kind.BUG, 1, "node0") and "mine" in failure.line
 
@@ -195,7 +197,7 @@ def test_a_death_that_only_srun_saw_comes_before_those_who_noticed(tmp_path):
 
 BEAT = {"step": 3, "phase": "optimizer", "count": 1, "since": 1.0, "time": 1.0}
 EXITED, GONE = "node0: task 0: Exited with exit code 1", {"rank0": GLOO_CLOSED}
-ORDERS = {  # srun's lines, who wrote why it ended, the ranks that had been asked to stop, who is to blame, words
+ORDERS = {  # srun's lines, ranks that recorded why they ended, ranks that were asked to stop, the rank to blame, words of the message
     "exit 0": ([EXITED, "node1: task 3: Killed"], GONE | {"rank2": GLOO_CLOSED}, (3,), 1, "ended with status 0 and without a word"),
     "exit 3": ([EXITED, "node0: task 1: Exited with exit code 3", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "status 3 and without"),
     "SIGSEGV": ([EXITED, "node0: task 1: Segmentation fault (core dumped)", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "by signal 11"),
@@ -207,7 +209,9 @@ ORDERS = {  # srun's lines, who wrote why it ended, the ranks that had been aske
 
 @pytest.mark.parametrize("case", ORDERS)
 def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
-    """srun reports a task when its node tells it: one that dumps core comes long after those who noticed."""
+    """srun reports a task's end when the task's node tells srun, and a task that dumps core is reported long after
+    those that noticed its death.
+    """
     lines, spoken, asked, rank, words = ORDERS[case]
     for number in range(4):
         (tmp_path / f"beat_{number}.json").write_text(json.dumps(BEAT | {"asked": 5.0 * (number in asked)}))
@@ -219,7 +223,7 @@ def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
 @pytest.mark.parametrize("words", ["", "srun: error: Timed out waiting for job step to complete\n"])
 @pytest.mark.parametrize("error", [GLOO_CLOSED, GLOO_LATE])
 def test_a_node_that_slurm_has_not_given_up_yet(tmp_path, words, error):
-    """The ranks of node1 have ended no way that anybody saw, and those of node0 have noticed."""
+    """There is no record of how the ranks of node1 ended, and those of node0 have noticed their loss."""
     log = f"srun: error: node0: tasks 0-1: Exited with exit code 1\n{words}"
     failure = cause_of_end(write_slurm(tmp_path, log, rank0=error, rank1=GLOO_CLOSED), "FAILED")
     assert (failure.kind, failure.status, failure.rank, failure.host) == (Kind.NODE, 79, 2, "node1")
@@ -227,7 +231,7 @@ def test_a_node_that_slurm_has_not_given_up_yet(tmp_path, words, error):
 
 
 def test_a_frozen_rank_that_srun_kills_is_a_hang(tmp_path):
-    """Its thread is frozen too, and so it has not noted that it was asked to stop."""
+    """Its watchdog thread is frozen too, so it has not recorded that it was asked to stop."""
     (tmp_path / "beat_1.json").write_text(json.dumps(BEAT | {"count": 7, "asked": 0.0}))
     (tmp_path / "beat_0.json").write_text(json.dumps(BEAT | {"count": 8, "asked": 0.0}))
     log = "srun: error: node0: task 0: Exited with exit code 77\nsrun: error: node0: task 1: Killed\n"
@@ -258,7 +262,7 @@ def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     error.facts = {"step": 0, "peak_gib": 93.14, "capacity_gib": 94.5}
     failure = cause_of_end(write_slurm(attempt, "", rank1=RuntimeError("[Stage 0] failed"), rank2=raised(RuntimeError("stage"), error)))
-    assert failure.rank == 1  # the earlier one; now alone
+    assert failure.rank == 1  # the earlier one, now without the other
     (attempt / "rank_1.json").unlink()
     failure = guilty(attempt)
     assert (failure.kind, failure.line) == (Kind.OUT_OF_MEMORY, "rank 2, step 0: peak 93.1 of 94.5 GiB")

@@ -1,4 +1,6 @@
-"""What may be typed for a run: a hash, the run's name, a cell's name; what fits several is refused with their names."""
+"""What a user may type to name a run: a hash, the run's name, or a cell's name. A word that fits several runs is
+refused with their names.
+"""
 
 import os
 
@@ -31,7 +33,7 @@ def runs(tmp_path):
 @pytest.mark.parametrize(
     ("target", "run"),
     [
-        # of the newest sweep that has such a cell
+        # the cell of the newest sweep that has one of this name
         ("protein", "protein-aaaaaaaa"),
         ("thin", "base-dddddddd"),
         ("tall", "wide-cccccccc"),
@@ -63,7 +65,7 @@ def test_what_fits_several_or_none_is_one_line_with_names(runs, target, said):
 
 @pytest.fixture
 def study(runs):
-    """Two starts of `-m name=study optimizer.lr=...`: run directories are created one after the other."""
+    """Start `-m name=study optimizer.lr=...` twice: run directories are created one after the other."""
     for place, lrs in (("lr-4", {"0.1": "study-abababab"}), ("lr-5", {"0.1": "study-abababab", "0.2": "study-cdcdcdcd"})):
         folder = layout.SWEEPS.of(runs) / place
         folder.mkdir()

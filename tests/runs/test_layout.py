@@ -1,6 +1,4 @@
-"""The files of a run directory: each has one name, which stands in layout.py and in the map of the architecture
-alone.
-"""
+"""Each file of a run directory has one name, which is written only in layout.py and in the map in docs/architecture.md."""
 
 import ast
 import json
@@ -14,7 +12,7 @@ from titan_hydra.runs.layout import Entry
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = [entry for entry in vars(layout).values() if isinstance(entry, Entry)]
-# Words of these names with another meaning: Hugging Face's config.json, options, signals, SLURM's programs.
+# These names have another meaning too: Hugging Face's config.json, options, signals, SLURM's programs.
 OTHERS = {
     "checkpoint/convert.py",
     "checkpoint/folder.py",
@@ -29,7 +27,7 @@ def test_the_map_has_every_file():
 
 
 def test_file_names_stand_in_the_layout_alone():
-    """But for prose: docstrings, messages, and the batch script."""
+    """Except in prose: docstrings, messages, and the batch script."""
     names = {entry.name for entry in ENTRIES if "." in entry.name} | {"attempts", "checkpoints", "meetings", "_sweeps", "_code"}
     for file in (ROOT / "titan_hydra").rglob("*.py"):
         if file.name != "layout.py" and file.relative_to(ROOT / "titan_hydra").as_posix() not in OTHERS:

@@ -1,4 +1,4 @@
-"""The state of a run while its ranks write."""
+"""Test the state of a run while its ranks write."""
 
 import json
 import os
@@ -21,8 +21,8 @@ from titan_hydra.runs.queue import Queue
 
 
 def test_a_file_that_is_renamed_meanwhile_is_no_error(tmp_path, monkeypatch):
-    """`write_json` writes `.beat_0.json.7` and renames it: a listing may name a file that is gone when its time is
-    asked for.
+    """`write_json` writes `.beat_0.json.7` and renames it, so a listing may name a file that is gone when its time is
+    read.
     """
     gone = [tmp_path / ".beat_0.json.7", tmp_path / "beat_1.json"]
     monkeypatch.setattr(type(tmp_path), "iterdir", lambda folder: iter(gone))
@@ -35,7 +35,7 @@ def test_a_file_that_is_renamed_meanwhile_is_no_error(tmp_path, monkeypatch):
 
 
 def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):
-    """As on the login node of another cluster that has the same name."""
+    """This happens on the login node of another cluster that has the same name."""
     attempt = layout.ATTEMPT.of(tmp_path, 1)
     attempt.mkdir(parents=True)
     owner = {"pid": 1, "host": "login", "born": None, "started": 0.0, "executor": "slurm", "job_id": "7", "token": "abc", "user": "me"}
@@ -49,8 +49,8 @@ def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):
 
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
 def test_a_hosts_clock_may_be_wrong(tmp_path, monkeypatch, ahead):
-    """A healthy run, begun 100 s ago, on a node whose clock differs from the login node's; and one whose heartbeats
-    ended 90 s ago.
+    """One run is healthy and began 100 s ago on a node whose clock differs from the login node's. The heartbeats of the
+    other ended 90 s ago.
     """
     attempt = layout.ATTEMPT.of(tmp_path, 1)
     attempt.mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_a_hosts_clock_may_be_wrong(tmp_path, monkeypatch, ahead):
 
 
 def test_a_controller_that_is_down_is_asked_once(monkeypatch):
-    """Each question may take half a minute, and a thousand runs ask which cluster this is."""
+    """Each query may take half a minute, and a thousand runs ask for the name of this cluster."""
     calls, answers = [], [None, None, "ClusterName  = here\n"]
     monkeypatch.setattr(squeue, "call", lambda *command: calls.append(command) or answers[len(calls) - 1])
     monkeypatch.setattr(squeue, "SETTINGS", [])
@@ -83,7 +83,7 @@ def test_a_controller_that_is_down_is_asked_once(monkeypatch):
 
 
 def test_a_hint_names_a_checkpoint_only_where_there_is_one(tmp_path, monkeypatch):
-    """Of a disk that was full at the first save, say."""
+    """A run may have no checkpoint, for example if the disk was full at the first save."""
     (tmp_path / "config.json").write_text(json.dumps(to_dict(compose_job("debug=tiny"))))
     failure = SimpleNamespace(attempt=tmp_path / "attempts/1", kind=Kind.DISK)
     assert hints.hint(failure).endswith("then launch.retry=failed starts it from step 1")
@@ -98,7 +98,7 @@ def test_the_last_word_of_a_run_whose_folder_is_gone(tmp_path):
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="there is no `ps` (package procps)")
 def test_a_process_is_known_where_there_is_no_proc():
-    """As on macOS; `ps` is asked instead."""
+    """On macOS there is no /proc; `ps` is called instead."""
     child = subprocess.Popen(["sleep", "60"])
     born = records._started(child.pid)
     assert born == records._started(child.pid) != ""

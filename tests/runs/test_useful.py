@@ -1,4 +1,4 @@
-"""A run's goodput: steps count once, whatever was lost, compiled, saved or waited for."""
+"""Test the goodput of a run: each step counts once, whether steps were lost, compiled, saved or waited for."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""A real SLURM of four nodes with four fake GPUs each on this machine, and launch.py as a user starts it on its login
-node.
+"""Run a real SLURM of four nodes with four fake GPUs each on this machine, and start launch.py as a user does on its
+login node.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 
 
 class Cluster:
-    """One SLURM: its environment, its jobs, and the accidents that can happen to it."""
+    """One SLURM: its environment, its jobs, and the accidents that a test can cause."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Cluster:
         enforce: str = "none",
         timeouts: str = "short",
     ) -> None:
-        self.home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))  # a short path, as it has unix sockets
+        self.home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))  # a short path, because it contains unix sockets
         self.env = {
             **os.environ,
             "SLURM_HOME": str(self.home),
@@ -57,7 +57,7 @@ class Cluster:
             raise RuntimeError(f"slurm-cluster {' '.join(arguments)}: {done.stderr}")
 
     def up(self) -> None:
-        """Start it, or only what of it is dead, and wait until all nodes answer."""
+        """Start the cluster, or only those of its daemons that have died, and wait until all nodes answer."""
         self.manage("up", str(NODES), str(GPUS))
 
     def status(self) -> subprocess.CompletedProcess:
@@ -68,14 +68,15 @@ class Cluster:
         shutil.rmtree(self.home, ignore_errors=True)
 
     def call(self, *command: str) -> str:
-        """Output of a SLURM command."""
+        """Return the output of a SLURM command."""
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout.strip()
 
     def jobs(self) -> dict[str, dict[str, str]]:
-        """What `scontrol show job` says of every job that the controller knows, by id: 123, or 123_4 in an array. Tasks
-        that wait in an array have one entry together."""
+        """Return what `scontrol show job` prints of every job that the controller knows, by id: 123, or 123_4 in an
+        array. Waiting tasks of an array share one entry.
+        """
         found = {}
         for line in self.call("scontrol", "show", "job", "--oneliner").splitlines():
             job = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -84,12 +85,12 @@ class Cluster:
         return found
 
     def active(self) -> list[str]:
-        """Jobs that have not ended, each task of an array by itself."""
+        """Return the jobs that have not ended, with each task of an array listed separately."""
         return self.call("squeue", "--noheader", "--array", "--format=%i").split()
 
     def saved(self) -> None:
-        """Wait until the controller has written to disk what it knows now: it does so up to 5 s after a change, and a
-        kill loses the rest. A job's comment is that change, as there may be none after the last writing.
+        """Wait until the controller has written its present state to disk. It writes up to 5 s after a change, and
+        loses later changes if it is killed. To be sure that there is a change to write, this sets a job's comment.
         """
         asked, file = time.time(), self.home / "state" / "job_state"
         self.call("scontrol", "update", f"JobId={self.active()[0]}", "Comment=saved")
@@ -99,7 +100,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def closed(self):
-        """No job starts while the block runs; submitting works."""
+        """Prevent jobs from starting while the block runs; they can still be submitted."""
         self.call("scontrol", "update", "PartitionName=main", "State=DOWN")
         try:
             yield
@@ -107,14 +108,14 @@ class Cluster:
             self.call("scontrol", "update", "PartitionName=main", "State=UP")
 
     def signal_job(self, job_id: str, *signals: str) -> None:
-        """Signals to all ranks of a job, one right after the other. To its step, as scancel hangs on a task whose array
-        still waits.
+        """Send signals to all ranks of a job, one right after another. They go to the job's step, as scancel hangs on a
+        task whose array still waits.
         """
         for name in signals:
             self.call("scancel", f"--signal={name}", f"{job_id}.0")
 
     def clear(self) -> None:
-        """Kill all jobs, bring every node back, and wait until nothing runs."""
+        """Kill all jobs, start every node again, and wait until nothing runs."""
         self.up()
         self.call("scancel", "--state=PENDING", "--user=root")
         deadline = time.monotonic() + 300
@@ -127,7 +128,7 @@ class Cluster:
 
 
 class Submitter(Launcher):
-    """launch.py and titan on the login node of a cluster, in a folder of their own."""
+    """Run launch.py and titan on the login node of a cluster, in a folder of their own."""
 
     SLURM = ("cluster=slurm", f"cluster.gpus_per_node={GPUS}", "cluster.stop_seconds=30")
 
@@ -148,12 +149,12 @@ class Submitter(Launcher):
         )
 
     def line(self, *overrides: str) -> list[str]:
-        """The command line that `submit` gives to launch.py."""
+        """Return the command line that `submit` gives to launch.py."""
         sweep = [override for override in overrides if override == "-m"]
         return [*sweep, *self.SLURM, *self.TINY, *(override for override in overrides if override != "-m")]
 
     def submit(self, *overrides: str) -> str:
-        """Submit cells to the cluster; returns what launch.py printed."""
+        """Submit cells to the cluster; return what launch.py printed."""
         done = self.run(*self.line(*overrides))
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -164,47 +165,49 @@ class Submitter(Launcher):
         return self.python("-c", code, *arguments)
 
     def status(self, target: str = "runs") -> dict[Path, dict]:
-        """What `titan status` knows of every run."""
+        """Return the status of every run, as `titan status --json` prints it."""
         done = self.titan("status", target, "--json")
         assert done.returncode == 0, done.stderr
         return {Path(cell["directory"]): cell for cell in json.loads(done.stdout)["cells"]}
 
     def cells(self) -> list[Path]:
-        """All run directories of the cluster, by name; tests with several shapes keep each in a folder of its own."""
+        """Return all run directories of the cluster, by name. Tests with several shapes keep each shape in a folder of
+        its own.
+        """
         found = [*(self.folder / "runs").glob("*/config.json"), *(self.folder / "runs").glob("[0-9]/*/config.json")]
         return sorted(path.parent for path in found)
 
     def cell(self, *overrides: str) -> Path:
-        """The run directory of the cell that was given `overrides`."""
+        """Return the run directory of the cell with these `overrides`."""
         (found,) = [path for path in self.cells() if {*overrides} <= {*(path / "overrides.txt").read_text().splitlines()}]
         return found
 
     def job_id(self, run: Path, attempt: int = 1) -> str:
-        """The SLURM job of an attempt, as 123_4."""
+        """Return the id of the SLURM job of an attempt, as 123_4."""
         return json.loads((run / "attempts" / str(attempt) / "attempt.json").read_text())["job_id"]
 
     def job(self, run: Path, attempt: int = 1) -> dict[str, str]:
-        """What SLURM says of the job of an attempt."""
+        """Return what SLURM knows of the job of an attempt."""
         return self.cluster.jobs()[self.job_id(run, attempt)]
 
     def attempts(self, run: Path) -> list[int]:
-        """Attempts in which a rank has started."""
+        """Return the attempts in which a rank has started."""
         return sorted({int(path.parent.name) for path in run.glob("attempts/[0-9]*/rank_0.json")})
 
     def step(self, run: Path, attempt: int = 1) -> int:
-        """The step that a run has done; -1 before its first."""
+        """Return the last step of a run; -1 before its first."""
         try:
             return json.loads((run / "attempts" / str(attempt) / "status.json").read_text())["step"]
         except (OSError, ValueError):
             return -1
 
     def done(self, run: Path) -> bool:
-        """Whether a run has trained to its end."""
+        """Return whether a run has trained to its end."""
         return (run / "result.json").exists()
 
     def losses(self, run: Path) -> dict[int, str]:
-        """Loss and gradient norm by step, as written: equal text is equal bits. A step that was made twice must agree
-        with itself.
+        """Return loss and gradient norm by step, as written in the file: equal text means equal bits. A step that was
+        made twice must have the same numbers both times.
         """
         found: dict[int, str] = {}
         for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -218,8 +221,8 @@ class Submitter(Launcher):
         self.wait(lambda: not self.cluster.active(), seconds, poll=0.5)
 
     def wait(self, condition, seconds: float = 180, poll: float = 0.2) -> float:
-        """As Launcher.wait, at a pace that leaves the two cores to the ranks; says what the queue looks like when it
-        fails.
+        """Wait as Launcher.wait does, but ask less often, so that the ranks can use the two cores. Print the queue if
+        the wait fails.
         """
         began = time.monotonic()
         while time.monotonic() - began < seconds:
@@ -230,7 +233,7 @@ class Submitter(Launcher):
         raise AssertionError(f"not so within {seconds} s\n{self.story()}")
 
     def story(self) -> str:
-        """What the cluster and the ranks say: for the message of a test that failed."""
+        """Return what the cluster and the ranks report, for the message of a failed test."""
         lines = [self.cluster.call("squeue", "--states=all", "--format=%i %j %T %r %N %M")]
         lines += ["--- slurmctld", *(self.cluster.home / "log" / "slurmctld.log").read_text().splitlines()[-20:]]
         for log in sorted(self.folder.glob("runs/**/attempts/*/*.log"), key=lambda path: path.stat().st_mtime)[-8:]:
@@ -238,12 +241,12 @@ class Submitter(Launcher):
         return "\n".join(lines)
 
     def rank_record(self, run: Path, rank: int, attempt: int = 1) -> dict:
-        """What a rank has written about itself."""
+        """Return what a rank has recorded of itself."""
         return json.loads((run / "attempts" / str(attempt) / f"rank_{rank}.json").read_text())
 
 
 def missing() -> str | None:
-    """What this machine lacks for a SLURM of its own."""
+    """Return the programs that this machine lacks for a SLURM of its own."""
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
     absent = [program for program in PROGRAMS if not shutil.which(program, path=path)]
     if absent:
@@ -255,13 +258,13 @@ def missing() -> str | None:
 
 
 def skip(reason: str) -> None:
-    """Skip; fail where SLURM must be there (CI)."""
+    """Skip the test, or fail where SLURM must be installed (CI)."""
     (pytest.fail if os.environ.get("TITAN_REQUIRE_SLURM") else pytest.skip)(f"SLURM on this machine: {reason}")
 
 
 @contextlib.contextmanager
 def running(**settings):
-    """A cluster of these settings for as long as the block runs."""
+    """Run a cluster with these settings while the block runs."""
     if reason := missing():
         skip(reason)
     cluster = Cluster(**settings)
@@ -274,21 +277,21 @@ def running(**settings):
 
 @pytest.fixture(scope="session")
 def cluster():
-    """The cluster of all tests that need none of their own."""
+    """Return the cluster of all tests that need no special settings."""
     with running() as cluster:
         yield cluster
 
 
 @pytest.fixture
 def submit(cluster, tmp_path):
-    """launch.py on the cluster, in an empty folder; afterwards no job is left."""
+    """Run launch.py on the cluster, in an empty folder; afterwards no job is left."""
     with desk(cluster, tmp_path / "work") as submitter:
         yield submitter
 
 
 @contextlib.contextmanager
 def desk(cluster: Cluster, folder: Path):
-    """A user in a folder of the cluster's login node."""
+    """Return a user in a folder of the cluster's login node."""
     folder.mkdir(exist_ok=True)
     submitter = Submitter(folder.resolve(), cluster)
     try:

@@ -1,5 +1,5 @@
-"""Submitting while things go wrong: the controller dies, two people at once, launch.py killed half-way. Each cell runs,
-and runs once.
+"""Submit while things go wrong: the controller dies, two people submit at once, launch.py is killed during its work.
+Each cell must run exactly once.
 """
 
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import ROOT, desk, running
 
-# launch.py, killed by itself at a call of this function, before or after its work.
+# launch.py that kills itself at a call of this function, before or after the call's work.
 KILLED = """
 import importlib, os, runpy, sys
 sys.path.insert(0, {root!r})
@@ -28,7 +28,8 @@ def dying(*args, **kwargs):
 sys.argv = ["launch.py", *sys.argv[1:]]
 runpy.run_path({root!r} + "/launch.py", run_name="__main__")
 """
-# where launch.py is killed while it submits two cells: module, whose function, which, at which call, before it or after
+# where launch.py is killed while it submits two cells: module, class or module of the function, function, number of the
+# call, before or after it
 MOMENTS = {
     "first cell claimed": ("runs.rundir", "module", "claim", 1, False),
     "all cells claimed": ("launch.executors.slurm.submit", "module", "hand_over", 1, True),
@@ -40,7 +41,7 @@ MOMENTS = {
 
 
 def trained_once(submit, runs, steps: int = 5) -> None:
-    """Each cell is done, one attempt of it has made steps, and each step once."""
+    """Each cell is done, only one of its attempts has made steps, and it has made each step once."""
     for run in runs:
         assert submit.done(run), submit.story()
         began = [path for path in run.glob("attempts/*/rank_0.log") if re.search("step +1/", path.read_text())]
@@ -66,8 +67,8 @@ def test_submission_killed_half_way(submit):
 
 @pytest.mark.slow
 def test_sbatch_that_outlives_its_launcher(submit):
-    """launch.py dies while sbatch is on its way; the same line again submits; the first job comes late, and must not
-    train.
+    """launch.py dies while sbatch runs. The same line again submits the cell. Then the first job arrives late, and must
+    not train.
     """
     folder = submit.folder.parent / "bin"
     folder.mkdir()
@@ -105,8 +106,9 @@ def test_two_people_submit_the_same_sweep(submit):
 @pytest.mark.slow
 @pytest.mark.parametrize("timeouts", ["short", "slurm"])
 def test_controller_dies_during_a_sweep(tmp_path, timeouts):
-    """Jobs go on without it; nothing is submitted twice meanwhile; it takes them up again. One whose end it has missed
-    it may start once more: that start sees that all is done."""
+    """Jobs continue while the controller is down. Nothing is submitted twice meanwhile, and afterwards the controller
+    takes the jobs up again. It may start a job again whose end it has missed; this start finds that everything is done.
+    """
     with running(timeouts=timeouts) as cluster, desk(cluster, tmp_path / "work") as submit:
         line = submit.line("-m", "gpus=1", "steps=40", "seed=1,2,3", "cluster.max_parallel=2")
         submit.sabotage(
@@ -130,7 +132,7 @@ def test_controller_dies_during_a_sweep(tmp_path, timeouts):
 
 @pytest.mark.slow
 def test_submission_killed_at_any_moment(submit):
-    """Twelve times, wherever it happens to be; then the same line once more."""
+    """Kill the submission twelve times, each time after another delay; then enter the same line once more."""
     for index in range(12):
         line = submit.line("-m", "gpus=1", f"seed={100 + index},{200 + index}")
         process = submit.start(*line)

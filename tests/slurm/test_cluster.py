@@ -1,4 +1,4 @@
-"""The tests' own SLURM: nodes, fake GPUs, host names, accidents. When these fail, look here before anywhere else."""
+"""Test the cluster of these tests: nodes, fake GPUs, host names, accidents. If these tests fail, look here first."""
 
 import subprocess
 import time

@@ -1,5 +1,5 @@
-"""titan cluster init writes a file that works: a cell is submitted with it. What the site's limits would hold for ever
-is not.
+"""The file that titan cluster init writes works: a cell is submitted with it. A cell that the site's limits would make
+wait for ever is refused.
 """
 
 import pytest
@@ -33,8 +33,8 @@ def test_a_job_beyond_its_partitions_limit_is_refused(submit):
 
 @pytest.mark.slow
 def test_the_limits_of_a_qos_hold(tmp_path):
-    """By real associations: a job beyond the QOS's time or devices is refused, cluster init takes its time, its number
-    of jobs holds.
+    """With real associations: a job beyond the QOS's time or number of devices is refused, cluster init writes the
+    QOS's time limit, and the limit on the number of jobs is kept.
     """
     with running(accounting="dbd", enforce="limits") as cluster, desk(cluster, tmp_path / "work") as submit:
         settings = "MaxWall=30", "MaxTRESPerJob=gres/gpu=4", "MaxSubmitJobsPerUser=2"

@@ -1,4 +1,4 @@
-"""The titan commands on SLURM's runs: waiting, running, requeued, cancelled; and with a SLURM that is down."""
+"""Run the titan commands on SLURM runs that wait, run, are requeued or cancelled, and while SLURM is down."""
 
 import json
 import subprocess
@@ -32,11 +32,11 @@ def test_runs_are_followed_cancelled_and_retried(submit):
         command, cwd=submit.folder, env=submit.env | {"PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert "running, attempt 1" in follower.stdout.readline()
-    assert submit.titan("cancel", "seed=2", "--yes").returncode == 0  # before it has started
+    assert submit.titan("cancel", "seed=2", "--yes").returncode == 0  # before the run has started
     assert (runs["seed=2"] / "attempts" / "1" / "cancelled").exists()
     submit.cluster.call("scontrol", "requeue", submit.job_id(runs["seed=1"]))
-    submit.wait(lambda: submit.step(runs["seed=3"]) > 0)  # the freed place is the next task's
-    assert submit.titan("cancel", "seed=3", "--yes").returncode == 0  # while it runs
+    submit.wait(lambda: submit.step(runs["seed=3"]) > 0)  # the next task gets the free place
+    assert submit.titan("cancel", "seed=3", "--yes").returncode == 0  # while the run is running
     submit.wait(lambda: submit.step(runs["seed=1"], 2) > 0)
     seen = cells(submit)
     assert {name: (cell["state"], cell["attempt"]) for name, cell in seen.items()} == {
@@ -44,7 +44,7 @@ def test_runs_are_followed_cancelled_and_retried(submit):
         "seed=2": ("interrupted", 1),
         "seed=3": ("interrupted", 1),
     }
-    assert seen["seed=3"]["cancelled_by"] and submit.attempts(runs["seed=3"]) == [1]  # its script did not requeue it
+    assert seen["seed=3"]["cancelled_by"] and submit.attempts(runs["seed=3"]) == [1]  # the batch script did not requeue it
 
     submit.cluster.manage("crash", "slurmctld")
     down = submit.titan("status")

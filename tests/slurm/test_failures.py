@@ -1,11 +1,11 @@
-"""Failures injected one by one on a real SLURM: named for what they are, over for all ranks soon, FAILED for SLURM,
-retried where told.
+"""Cause failures one by one on a real SLURM. Each has the right class, ends all ranks soon, is FAILED for SLURM, and is
+retried if asked.
 """
 
 import time
 
-# In step 3 of a cell of this kind (its max_norm, less 1000), this rank does that, and notes when. No gradient is that
-# long.
+# In step 3 of a cell of this kind, this rank runs this code, and writes the time. The kind is the cell's max_norm minus
+# 1000; no gradient is that long, so max_norm changes nothing else.
 ACTS = {
     1: ("rank == 1", "os._exit(1)"),
     2: ("rank == 1", "os.kill(os.getpid(), 9)"),
@@ -15,7 +15,7 @@ ACTS = {
     6: ("rank == 3", "raise ValueError('unlucky rank')"),
     9: ("rank == 1", "os._exit(0)"),
     10: ("rank == 1", "import ctypes; ctypes.string_at(0)"),
-    11: ("rank == 1", "os.kill(os.getpid(), 19)"),  # srun lets it go on, before it ends it
+    11: ("rank == 1", "os.kill(os.getpid(), 19)"),  # srun lets the process continue before it ends it
 }
 FAIL = """
 import time
@@ -45,7 +45,7 @@ EXPECTED = {  # class, rank, exit status, words of the message
     10: ("bug", 1, 1, "rank 1 was killed by signal 11"),
     11: ("hang", 1, 77, "rank 1 was late"),
 }
-HANG = 20  # seconds; short enough to wait for, long enough for a busy machine
+HANG = 20  # seconds; short enough for a test, long enough for a busy machine
 
 
 def test_failures_have_their_names_and_end_soon(submit):
@@ -83,7 +83,7 @@ def test_failures_have_their_names_and_end_soon(submit):
     assert submit.processes() == []
 
     submit.heal()
-    with submit.cluster.closed():  # what is chosen waits there, and nothing else
+    with submit.cluster.closed():  # only the chosen cells wait there
         assert submit.run(*submit.line(*sweep)).returncode != 0
         assert chosen(submit) == []
         submit.run(*submit.line(*sweep, "launch.retry=oom"))
@@ -101,14 +101,14 @@ def test_failures_have_their_names_and_end_soon(submit):
 
 
 def chosen(submit) -> list[int]:
-    """Cells that have a job waiting, by their max_norm."""
+    """Return the cells that have a waiting job, by their max_norm."""
     waiting = {job.split("_")[0] for job in submit.cluster.active()}
     found = [run for run in submit.cells() if (run / "attempts" / "2").exists() and submit.job_id(run, 2).split("_")[0] in waiting]
     return sorted(int(line.split("=")[1]) for run in found for line in (run / "overrides.txt").read_text().split() if "max_norm" in line)
 
 
 def ended(job: dict[str, str]) -> float:
-    """When all processes of a job were gone."""
+    """Return the time at which all processes of a job were gone."""
     return time.mktime(time.strptime(job["EndTime"], "%Y-%m-%dT%H:%M:%S"))
 
 
@@ -122,7 +122,7 @@ if os.environ.get("SLURM_PROCID") == "1":
 
 
 def test_a_rank_that_fails_before_training_fails_the_job_once(submit):
-    """srun asks the others to stop, which they do with 75: no reason to requeue the job."""
+    """srun asks the other ranks to stop, and they exit with 75. This is not a reason to requeue the job."""
     (submit.folder / "lacking.py").write_text(LACKING)
     line = ("gpus=2", "cluster.gpus_per_node=1", "parallelism=fsdp", "train.imports=[lacking]")
     for how, code, words in (("raise", 2, "libfoo.so.3"), ("exit", 1, "rank 1 ended with status 1")):
@@ -147,7 +147,9 @@ loop.build = fails
 
 
 def test_a_rank_that_fails_in_the_build_fails_the_job_once(submit):
-    """The other is asked to stop there, within the watchdog and before the trainer listens."""
+    """The other rank is asked to stop while it builds the model, before the trainer handles the signal; the watchdog
+    handles it.
+    """
     submit.sabotage(BUILD)
     submit.submit("gpus=2", "cluster.gpus_per_node=1", "parallelism=fsdp")
     (run,) = submit.cells()

@@ -1,5 +1,5 @@
-"""One run, one owner: an sbatch that fails after SLURM took the job, jobs requeued after their end, a script submitted
-once more.
+"""A run has one owner, even if sbatch fails after SLURM took the job, jobs are requeued after their end, or a script is
+submitted again.
 """
 
 import contextlib
@@ -8,13 +8,13 @@ import subprocess
 
 from .conftest import Submitter, running
 
-# An sbatch that reports a time-out of its own: SLURM has the job all the same, at once or some seconds later.
+# An sbatch that reports a time-out although SLURM gets the job, at once or some seconds later.
 SBATCH = """#!/bin/sh
 {{ sleep {late}; {sbatch} "$@"; }} >/dev/null 2>&1 {background}
 echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
 exit 1
 """
-# Fails in step 3 until somebody has healed it; slow enough to be looked at while it trains.
+# Fails in step 3 until the file `healed` exists; its steps are slow enough to be observed.
 ILL = """
 import time
 update, count = trainer.Trainer.update, []
@@ -30,7 +30,7 @@ trainer.Trainer.update = ill
 
 @contextlib.contextmanager
 def replaced(submit, **programs: str):
-    """These programs of SLURM are scripts of ours while the block runs."""
+    """Replace these programs of SLURM by scripts of ours while the block runs."""
     folder, path = submit.folder.parent / "bin", submit.env["PATH"]
     folder.mkdir(exist_ok=True)
     for name, text in programs.items():
@@ -46,13 +46,13 @@ def replaced(submit, **programs: str):
 
 
 def failing(submit, late: int = 0) -> str:
-    """The sbatch above; with `late` the job comes after so many seconds."""
+    """Return the sbatch above; with `late` the job arrives that many seconds later."""
     sbatch = subprocess.run(["which", "sbatch"], env=submit.env, capture_output=True, text=True, check=True).stdout.strip()
     return SBATCH.format(sbatch=sbatch, late=late, background="&" if late else "")
 
 
 def steps(run) -> list[int]:
-    """The steps in metrics.jsonl, as they were written."""
+    """Return the steps in metrics.jsonl, in the order in which they were written."""
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -82,8 +82,8 @@ def test_a_job_that_sbatch_denies_is_found_and_trains_once(submit):
 
 
 def test_a_job_that_is_over_comes_back(submit):
-    """The administrator requeues two jobs that have failed: one that nobody has retried trains on, the other finds a
-    new owner.
+    """The administrator requeues two failed jobs. The one that nobody has retried continues to train; the other one
+    finds that its run has a new owner.
     """
     submit.sabotage(ILL)
     line = submit.line("gpus=1", "steps=30")
@@ -93,7 +93,7 @@ def test_a_job_that_is_over_comes_back(submit):
     first, second = sorted((submit.folder / "runs" / "odd %j").glob("*/config.json"), key=lambda file: json.loads(file.read_text())["seed"])
     first, second = first.parent, second.parent
     old = {run: submit.job_id(run) for run in (first, second)}
-    # this is noted
+    # the refusal is recorded
     assert [cell["state"] for cell in submit.status("runs/odd %j").values()] == ["failed", "failed"], submit.story()
     assert list((first / "attempts/1/submission").glob(f"{old[first]}.log")), "the path was taken for a pattern"
     (submit.folder / "healed").touch()
@@ -105,7 +105,7 @@ def test_a_job_that_is_over_comes_back(submit):
         for run in (first, second):
             submit.cluster.call("scontrol", "requeue", old[run])
         assert submit.status("runs/odd %j")[first]["state"] == "queued"
-        again = submit.cluster.call("sbatch", "--parsable", str(second / "sbatch.sh"))  # by hand, once more
+        again = submit.cluster.call("sbatch", "--parsable", str(second / "sbatch.sh"))  # submitted again by hand
     submit.wait(lambda: submit.step(first, 2) > 0)
     cell = submit.status("runs/odd %j")[first]
     assert (cell["state"], cell["attempt"], cell["job"]["id"]) == ("running", 2, old[first]), cell
@@ -120,8 +120,8 @@ def test_a_job_that_is_over_comes_back(submit):
 
 
 def test_a_run_of_another_cluster_is_left_alone(submit):
-    """Two SLURMs share a file system: the other's login node knows nothing of a job, and may neither end it nor start
-    it again.
+    """Two SLURMs share a file system. On the login node of the other SLURM a job is unknown, so it must neither be
+    ended nor started again there.
     """
     line = submit.line("-m", "gpus=1", "seed=1,2", "steps=1000000", "checkpoint.interval=200", "cluster.max_parallel=1")
     assert submit.run(*line).returncode == 0

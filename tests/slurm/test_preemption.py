@@ -1,6 +1,4 @@
-"""Jobs that SLURM interrupts: each goes on where it stopped, and its losses are bitwise those of a run that nobody
-disturbed.
-"""
+"""SLURM interrupts jobs: each continues where it stopped, and its losses are bitwise those of an undisturbed run."""
 
 import re
 import time
@@ -9,9 +7,9 @@ import pytest
 
 from .conftest import desk, running
 
-# A step takes a tenth of a second, most of it asleep, so that there is time to disturb it. In the cells marked so, each
-# rank has a child process as data loaders have, forked after the trainer has taken its signals: signals reach the child
-# too.
+# A step takes a tenth of a second, most of it asleep, so that there is time to disturb it. In cells with `child`, each
+# rank has a child process, like those of data loaders, forked after the trainer has installed its signal handlers; so
+# the child gets signals too.
 SLOW = """
 import time
 update, listen = trainer.Trainer.update, loop.listen
@@ -26,10 +24,10 @@ def with_child(self):
 trainer.Trainer.update, loop.listen = slow, with_child
 """
 STEPS, INTERVAL = 120, 25
-# What is done to a cell. A cell's kind is its max_norm modulo 100: no gradient is that long, so it changes the identity
-# and no loss.
+# How a cell is disturbed. A cell's kind is its max_norm modulo 100; no gradient is that long, so max_norm changes the
+# identity and no loss.
 KINDS = ("requeue", "TERM and USR2", "child", "partition", "limit", "USR2", "nodes requeue", "nodes")
-SAVED = ("USR2", "TERM and USR2", "child", "nodes", "limit")  # those that leave the time for a checkpoint
+SAVED = ("USR2", "TERM and USR2", "child", "nodes", "limit")  # kinds that leave enough time for a checkpoint
 
 
 def disturb(submit, kind: str, job_id: str) -> None:
@@ -49,7 +47,7 @@ def disturb(submit, kind: str, job_id: str) -> None:
 
 @pytest.fixture(scope="module")
 def expected(cluster, tmp_path_factory):
-    """Losses of a run that nobody disturbs, on this machine, without SLURM."""
+    """Return the losses of an undisturbed run on this machine, without SLURM."""
     with desk(cluster, tmp_path_factory.mktemp("undisturbed")) as submit:
         done = submit.run(*submit.TINY, "gpus=2", f"steps={STEPS}", "optimizer.max_norm=1000")
         assert done.returncode == 0, done.stderr
@@ -59,8 +57,8 @@ def expected(cluster, tmp_path_factory):
 
 
 def drill(submit, expected, kinds, repeats: int, parallel: int = 0, seconds: float = 300) -> list:
-    """Train a cell for every kind and repetition, disturb each, and compare all with one undisturbed run. Returns the
-    cells.
+    """Train a cell for every kind and repetition, disturb each, and compare all of them with one undisturbed run.
+    Return the cells.
     """
     common = ("gpus=2", f"steps={STEPS}", f"checkpoint.interval={INTERVAL}")
     submit.sabotage(SLOW.format(seconds=0.1))
@@ -84,7 +82,7 @@ def drill(submit, expected, kinds, repeats: int, parallel: int = 0, seconds: flo
         assert time.monotonic() < deadline, submit.story()
         states = {number: job["JobState"] for number, job in submit.cluster.jobs().items()}
         for index, (run, kind) in enumerate(list(waiting.items())):
-            # not the first where somebody of higher priority came to its node
+            # not the first node if a job of higher priority took it
             attempt = max(submit.attempts(run), default=1)
             if states.get(submit.job_id(run)) == "RUNNING" and submit.step(run, attempt) >= 5 + index % 7 * 4:
                 disturb(submit, kind, submit.job_id(run))
@@ -104,24 +102,24 @@ def drill(submit, expected, kinds, repeats: int, parallel: int = 0, seconds: flo
 
 
 def lost(submit, run, attempt: int) -> int:
-    """Steps of an attempt that the next one had to make again."""
+    """Return the steps of an attempt that the next attempt had to repeat."""
     logs = [(run / "attempts" / str(number) / "rank_0.log").read_text() for number in submit.attempts(run) if number > attempt]
-    # some stop before they print it
+    # some attempts stop before they print it
     first = next(int(found[1]) for log in logs if (found := re.search(r"steps (\d+) to", log)))
     return submit.step(run, attempt) - (first - 1)
 
 
 def test_interrupted_jobs_lose_nothing(submit, expected):
     runs = drill(submit, expected, ("requeue", "TERM and USR2", "child", "USR2", "nodes"), repeats=1)
-    # What is done to one task of an array touches no other. The last one is special: SLURM knows it by the array's own
-    # number.
+    # How one task of an array is disturbed, without any effect on other tasks. The last task is special: SLURM knows it
+    # by the array's own number.
     assert [submit.attempts(run) for run in runs] == [[1, 2]] * len(runs), submit.story()
 
 
-@pytest.mark.slow  # more than a minute, as SLURM takes half of one to see that a node is gone
+@pytest.mark.slow  # takes more than a minute, because SLURM needs half a minute to notice that a node is gone
 @pytest.mark.parametrize("victim", ["node0", "node1"])
 def test_power_cut_goes_back_to_the_newest_complete_checkpoint(submit, expected, victim):
-    """The host of the batch script, or another one of the job's."""
+    """The power cut affects the host of the batch script, or another host of the job."""
     common = ("gpus=2", f"steps={STEPS}", "checkpoint.interval=10")
     submit.sabotage(SLOW.format(seconds=0.1))
     submit.submit(*common, "cluster.gpus_per_node=1")
@@ -136,7 +134,7 @@ def test_power_cut_goes_back_to_the_newest_complete_checkpoint(submit, expected,
 
 @pytest.mark.slow
 def test_a_stop_before_training_is_requeued(submit):
-    """The first signal may come while a rank writes its first record."""
+    """The first signal may arrive while a rank writes its first record."""
     with submit.cluster.closed():
         submit.submit("gpus=2", "cluster.gpus_per_node=1", "parallelism=fsdp")
     (run,) = submit.cells()
@@ -149,7 +147,7 @@ def test_a_stop_before_training_is_requeued(submit):
 
 @pytest.mark.slow  # srun waits for a minute
 def test_power_cut_that_slurm_notices_late(expected, tmp_path):
-    """SLURM gives up a node after 300 s by default; the other ranks have ended long before, and the job must be
+    """By default SLURM gives up a node after 300 s. The other ranks have ended long before, and the job must be
     requeued.
     """
     with running(node_timeout=300) as cluster, desk(cluster, tmp_path / "work") as submit:
@@ -173,7 +171,7 @@ def test_interrupted_jobs_lose_nothing_ten_times(submit, expected, kind):
 
 @pytest.mark.slow
 def test_a_site_that_preempts_with_term_alone(expected, tmp_path):
-    """Most do; the ranks take it for what it is."""
+    """Most sites do so; the ranks treat SIGTERM as a preemption."""
     with running(preempt_signal="term") as cluster, desk(cluster, tmp_path / "work") as submit:
         drill(submit, expected, ("partition",), repeats=2)
 
@@ -184,7 +182,7 @@ def test_interrupted_jobs_lose_nothing_with_slurms_own_timeouts(expected, tmp_pa
         drill(submit, expected, KINDS, repeats=1, seconds=570)
 
 
-@pytest.mark.slow  # SLURM gives the node up after five minutes
+@pytest.mark.slow  # SLURM gives up the node after five minutes
 def test_power_cut_of_the_batch_host_with_slurms_own_timeouts(expected, tmp_path):
     with running(timeouts="slurm") as cluster, desk(cluster, tmp_path / "work") as submit:
         submit.sabotage(SLOW.format(seconds=0.1))

@@ -1,5 +1,5 @@
-"""Replica groups as jobs of their own: one is killed, with its node or alone; the others go on, and it comes back by
-requeue.
+"""Replica groups are separate jobs: one is killed, with its node or alone; the others continue, and it returns when
+SLURM requeues it.
 """
 
 import json
@@ -11,7 +11,7 @@ from tests.fault_tolerance.test_replicas import slow_steps, state
 
 SLOWLY = slow_steps(0.5)
 STEPS, GROUPS = 300, 4
-# A node a group: the groups are smaller than the nodes, and would share one.
+# Each group has a node of its own. The groups are smaller than nodes, and would share one otherwise.
 LINE = (
     "gpus=1",
     f"steps={STEPS}",
@@ -23,7 +23,7 @@ LINE = (
 
 
 def start(submit, *kind):
-    """Submit four groups and wait until they train together. Returns their run folders, and the job of each."""
+    """Submit four groups and wait until they train together. Return their run folders, and the job of each."""
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     submit.sabotage(SLOWLY)
     submit.submit(*LINE, *kind)
@@ -38,22 +38,22 @@ def rows(home, name):
 
 
 def steps(home):
-    """The steps that a group has made, as it has written them."""
+    """Return the steps that a group has made, in the order in which it has written them."""
     return [row["step"] for row in rows(home, "metrics")]
 
 
 def quorums(home):
-    """How many groups there were, whenever that changed, or in each meeting."""
+    """Return the number of groups at each change of this number, or at each meeting."""
     return [row["groups"] for row in rows(home, "events") if row["event"] in ("quorum", "meeting")]
 
 
 def again(home):
-    """How many steps a group had to make once more."""
+    """Return how many steps a group had to repeat."""
     return sum(log.read_text().count("is repeated") for log in home.glob("attempts/*/rank_0.log"))
 
 
 def finish(submit, homes):
-    """Let the run go to its end: all groups have the same bits."""
+    """Let the run continue to its end, and check that all groups have the same bits."""
     (submit.folder / "seen").touch()
     submit.settle()
     assert submit.done(homes[0]), submit.story()
@@ -63,7 +63,7 @@ def finish(submit, homes):
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-@pytest.mark.slow  # more than a minute, as SLURM takes half of one to see that a node is gone
+@pytest.mark.slow  # takes more than a minute, because SLURM needs half a minute to notice that a node is gone
 @pytest.mark.parametrize("victim", [2, 0], ids=["another node", "the lighthouse's node"])
 def test_a_group_is_killed_with_its_node_and_the_others_go_on(submit, victim):
     homes, jobs = start(submit, "fault_tolerance=torchft")
@@ -96,7 +96,7 @@ def test_a_group_is_killed_with_its_node_and_the_others_go_on(submit, victim):
 
 @pytest.mark.slow
 def test_one_is_preempted_and_one_rank_is_killed_and_all_are_cancelled_and_retried(submit):
-    """Whatever happens to one group alone is over when its job has been requeued."""
+    """Disturbances of a single group end when its job has been requeued."""
     homes, jobs = start(submit, "fault_tolerance=torchft")
     submit.cluster.signal_job(jobs[1], "USR2")
     submit.wait(lambda: quorums(homes[0])[-2:] == [GROUPS - 1, GROUPS], 240)
@@ -123,7 +123,7 @@ def test_one_is_preempted_and_one_rank_is_killed_and_all_are_cancelled_and_retri
 
 @pytest.mark.slow
 def test_groups_that_meet_through_files_go_on_without_the_first(submit):
-    """DiLoCo has no lighthouse: the groups find each other in a folder of the run."""
+    """DiLoCo has no lighthouse; the groups find each other in a folder of the run."""
     homes, jobs = start(submit, "fault_tolerance=diloco", "fault_tolerance.sync_every=2")
     node = submit.cluster.jobs()[jobs[0]]["NodeList"]
     submit.cluster.manage("crash", node)

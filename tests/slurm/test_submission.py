@@ -1,5 +1,5 @@
-"""What goes to SLURM, and what never does: checked before, frozen when it is submitted, refused when it was changed
-since.
+"""Test what is submitted to SLURM: it is checked before, frozen at submission, and refused if it was changed
+afterwards.
 """
 
 import json
@@ -15,8 +15,8 @@ def edit(file, old: str, new: str) -> None:
 
 
 def test_edits_while_the_job_waits_change_nothing(submit):
-    """A single cell without -m, submitted from a checkout in which a configuration file and a source file change before
-    it starts.
+    """A single cell without -m is submitted from a checkout in which a configuration file and a source file change
+    before the job starts.
     """
     submit.code = submit.folder.parent / "checkout"
     for folder in ("conf", "titan_hydra", "sweeps"):
@@ -62,7 +62,7 @@ def test_one_wrong_cell_stops_all_before_sbatch(submit):
     assert refused.returncode != 0 and "invalid partition" in refused.stderr.lower(), refused.stderr
     assert set(submit.cluster.jobs()) == before
     with submit.cluster.closed():
-        out = submit.submit("-m", "gpus=1", "seed=1,2")  # what SLURM refused can be submitted again
+        out = submit.submit("-m", "gpus=1", "seed=1,2")  # a job that SLURM refused can be submitted again
         assert "2 queued" in out and len(submit.cluster.active()) == 2, out
         submit.cluster.clear()
 
@@ -80,8 +80,8 @@ def test_ranks_import_the_users_modules_as_they_were_submitted(submit):
 
 
 def test_the_submitting_shell_and_a_purge_change_nothing(submit):
-    """sbatch and srun let variables win over a script; a purge of the file system takes single files of a copy of the
-    code.
+    """sbatch and srun prefer variables of the shell to the script. A purge of the file system removes single files of
+    the copied code.
     """
     variables = {
         "SBATCH_PARTITION": "urgent",

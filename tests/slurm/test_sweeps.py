@@ -1,5 +1,5 @@
-"""From one command to a table on a real SLURM: cells of one, two and four nodes; clusters with and without
-accounting.
+"""Run whole sweeps on a real SLURM, from one command to the table: cells of one, two and four nodes, on clusters with
+and without accounting.
 """
 
 import shutil
@@ -8,8 +8,8 @@ import pytest
 
 from .conftest import desk, running
 
-# The rank of the cell of this max_norm dies in step 3; that one goes on until somebody stops it. No gradient is that
-# long.
+# The rank of the cell with the first max_norm dies in step 3; the cell with the second one runs until somebody stops
+# it. No gradient is that long.
 HARM = """
 import time
 update, count = trainer.Trainer.update, []
@@ -25,7 +25,7 @@ trainer.Trainer.update = harmed
 
 
 def train_a_sweep(submit, per_node: int) -> None:
-    """Cells of one, two and four nodes: an array for each, all trained to the end, and their table."""
+    """Train cells of one, two and four nodes, in one array for each, to the end, and return their table."""
     shapes = {nodes * per_node: nodes for nodes in (1, 2, 4)}
     ranks = ",".join(map(str, shapes))
     out = submit.submit(
@@ -64,8 +64,8 @@ def test_sweep_on_nodes_of_four(tmp_path, accounting):
 @pytest.mark.slow
 @pytest.mark.parametrize("accounting", ["none", "dbd"])
 def test_what_became_of_jobs_that_slurm_has_forgotten(tmp_path, accounting):
-    """One cell done, one killed, one cancelled by somebody; then the controller forgets all jobs, and only then titan
-    looks.
+    """One cell is done, one was killed, one was cancelled by somebody. Then the controller forgets all jobs, and titan
+    looks only afterwards.
     """
     with running(accounting=accounting) as cluster, desk(cluster, tmp_path / "work") as submit:
         submit.sabotage(HARM)
@@ -89,8 +89,8 @@ def test_what_became_of_jobs_that_slurm_has_forgotten(tmp_path, accounting):
 
 @pytest.mark.slow
 def test_max_parallel_holds_for_all_shapes_and_through_a_requeue(submit):
-    """Three shapes of two cells, of which two may run at once; one is stopped and requeued while the arrays after it
-    wait.
+    """There are two cells of each of three shapes, and two cells may run at once. One is stopped and requeued while the
+    next arrays wait.
     """
     submit.sabotage(
         "import time\nupdate = trainer.Trainer.update\n"

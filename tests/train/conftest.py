@@ -1,4 +1,4 @@
-"""Small jobs that the trainer's tests share."""
+"""Small jobs that the tests of the trainer share."""
 
 import json
 import multiprocessing
@@ -19,25 +19,26 @@ TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 
 
 def rows(directory: Path, name: str = "metrics") -> list[dict]:
-    """The rows of metrics.jsonl, or of events.jsonl."""
+    """Return the rows of metrics.jsonl, or of events.jsonl."""
     file = directory / f"{name}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def losses(directory: Path, key: str = "loss") -> dict[int, float]:
-    """loss or validation_loss by step."""
+    """Return loss or validation_loss by step."""
     return {row["step"]: row[key] for row in rows(directory) + rows(directory, "events") if key in row}
 
 
 @pytest.fixture
 def tiny():
-    """`tiny(*overrides)` is a job of a second."""
+    """Return `tiny(*overrides)`, which makes a job that takes a second."""
     return lambda *overrides: compose_job(*TINY, *overrides)
 
 
 @pytest.fixture
 def run_job(tmp_path):
-    """`run_job(job)` trains it to the end in real ranks, in a run directory under tmp_path that it returns.
+    """Return `run_job(job)`, which trains the job to its end on real ranks and returns its run directory under
+    tmp_path.
 
     `run_job.rows` and `run_job.losses` read its rows.
     """

@@ -1,6 +1,4 @@
-"""Our trainer and a plain torch loop around transformers' models learn the same thing from the same weights and
-data.
-"""
+"""Our trainer and a plain torch loop with transformers' models learn the same from the same weights and data."""
 
 import copy
 
@@ -25,8 +23,8 @@ MODELS = {
 
 
 def loads_of(model):
-    """Count the tokens of each expert in transformers' routers: a counter that begins with the next forward, by
-    router.
+    """Count the tokens of each expert in transformers' routers. Return a counter for each router, which starts with the
+    next forward.
     """
     counts = {}
 
@@ -42,7 +40,7 @@ def loads_of(model):
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_lose_what_transformers_loses(tiny, run_job, tmp_path, name):
     job = tiny(*MODELS[name], "steps=10", "data.global_batch=4", "lr_scheduler.warmup_steps=3", "lr_scheduler.decay_ratio=0.4")
-    start = copy.deepcopy(job)  # the initial weights: a run of the same seed whose rate is 0
+    start = copy.deepcopy(job)  # the initial weights are those of a run with the same seed and rate 0
     start.optimizer.lr = 0.0
     if "deepseek" in name:
         start.model.router_bias_update_rate = 1e-30
@@ -69,5 +67,5 @@ def test_ten_steps_lose_what_transformers_loses(tiny, run_job, tmp_path, name):
     ours = [(row["loss"], row["grad_norm"]) for row in run_job.rows(run_job(job, tmp_path / "ours"))]
     for (loss, norm), (their_loss, their_norm) in zip(ours, expected, strict=True):
         assert loss == pytest.approx(their_loss, rel=1e-5)
-        # clip_grad_norm_ and ours agree; Adam spreads rounding over ten steps
+        # clip_grad_norm_ and our clipping agree; over ten steps Adam increases differences by rounding
         assert norm == pytest.approx(their_norm, rel=1e-4)

@@ -1,4 +1,4 @@
-"""A run whose sequences are split learns in mixed precision too."""
+"""A run whose sequences are split over ranks learns in mixed precision too."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs of models with experts: checkpoints across layouts with the biases of routers, validation, metrics."""
+"""Test runs of models with experts: checkpoints on other layouts with the biases of routers, validation, metrics."""
 
 import json
 import shutil
@@ -49,8 +49,8 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", OTHERS)
 def test_a_checkpoint_of_experts_goes_on_on_any_layout(run_job, tmp_path, saved, layout):
-    """The biases are in it, too (#1226). What is loaded is what was saved, bit for bit; then losses go on as they would
-    have.
+    """The checkpoint includes the biases (#1226). The loaded weights are bitwise the saved ones, and losses continue as
+    without the change of layout.
     """
     if not saved.exists():
         run_job(compose_job(*SMALL, *EP4), saved)
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_experts_goes_on_on_any_layout(run_job, tmp_path, saved,
 
 
 def test_a_validation_leaves_the_biases_alone(run_job, tmp_path):
-    """It is no training: #4148."""
+    """A validation is not training (#4148)."""
     often = run_job(compose_job(*SMALL, *EP4, "validation=on", "validation.interval=1", "validation.steps=2"))
     never = run_job(compose_job(*SMALL, *EP4, "validation=off"))
     one, other = (tensors(newest(run / "checkpoints"), "model.") for run in (often, never))

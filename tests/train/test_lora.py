@@ -1,4 +1,6 @@
-"""Adapters: the same on every layout, saved alone, merged exactly, and what Hugging Face's PEFT computes with them."""
+"""Adapters are equal on every layout, saved without the base, merged exactly, and compute what Hugging Face's PEFT
+computes with them.
+"""
 
 import json
 
@@ -35,12 +37,13 @@ LAYOUTS = {
     "checkpointed": (2, "parallelism=fsdp", "ac=full", "data.local_batch=8"),
     "compiled": (2, "parallelism=fsdp", "compile=block", "compile.backend=aot_eager", "data.local_batch=8"),
 }
-# With SGD, whose steps are as long as the gradients: those of A, which are 0 at first, show in the weights.
+# With SGD, whose steps are proportional to the gradients, the weights show also the gradients of A, which are 0 at
+# first.
 SGD = (*LORA, "optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "lr_scheduler.warmup_steps=1")
 
 
 def test_every_layout_learns_what_one_process_learns():
-    """Those in bf16 are in the matrix."""
+    """Layouts in bf16 are in the acceptance matrix."""
     for outcome in verify([case(name, ranks, *words, base=SGD, gradients=2e-5) for name, (ranks, *words) in LAYOUTS.items()], steps=3):
         assert outcome.passed, outcome
 
@@ -70,7 +73,7 @@ def test_the_base_is_held_in_the_compute_dtype_and_the_plan_counts_that(words):
 
 
 def test_a_starts_as_in_the_papers_code_and_b_at_zero():
-    """The paper's code and PEFT draw A as nn.Linear does its weight: kaiming_uniform with a = sqrt(5)."""
+    """The paper's code and PEFT initialize A as nn.Linear initializes its weight: kaiming_uniform with a = sqrt(5)."""
     job = compose_job("debug=tiny", "adapter=lora", "adapter.rank=256")
     model = models.build(job.model, job.data.seq_len)
     lora.apply(model, Mesh(job.parallelism, None, None, None, None), job)
@@ -84,13 +87,13 @@ def test_a_starts_as_in_the_papers_code_and_b_at_zero():
 
 @pytest.fixture
 def pretrained(tiny, run_job):
-    """A run whose weights adapters can be trained beside."""
+    """Return a run to whose weights adapters can be added."""
     return run_job(tiny("steps=2", "model.n_heads=4"))
 
 
 @pytest.fixture
 def adapted(tiny, run_job, pretrained):
-    """A function that trains adapters for four steps; with B far from zero."""
+    """Return a function that trains adapters for four steps, starting with a B far from zero."""
 
     def train(*words):
         job = tiny(
@@ -118,8 +121,8 @@ def test_checkpoints_hold_adapters_alone_and_resuming_is_bitwise(adapted, run_jo
 
 
 def test_the_base_is_frozen_and_adapters_begin_as_nothing(tiny, run_job, pretrained):
-    """At a rate of 0 the first loss is that of the base; a base rounded to bf16 has the losses of weights that are
-    cast.
+    """At a rate of 0 the first loss is that of the base. A base that is rounded to bf16 gives the same losses as
+    weights that are cast.
     """
     words = ("steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={pretrained}")
     for dtype in ("float32", "bfloat16"):
@@ -138,14 +141,14 @@ def test_merged_weights_are_the_base_and_the_product(adapted, pretrained):
         stem = f"model.{name.removesuffix('weight')}"
         if f"{stem}lora_a" in stored:
             changed += 1
-            expected = expected + 8.0 * stored[f"{stem}lora_b"] @ stored[f"{stem}lora_a"]  # alpha 32 / rank 4
+            expected = expected + 8.0 * stored[f"{stem}lora_b"] @ stored[f"{stem}lora_a"]  # 8 = alpha 32 / rank 4
             assert (weight - base.tensor(name, shape, torch.float32)).abs().max() > 1e-3
         torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
     assert changed == 7 * job.model.n_layers
 
 
 def test_the_base_may_be_a_hugging_face_folder(adapted, run_job, pretrained, tmp_path):
-    """It is read when the run starts, when it is resumed, and when its adapters are merged."""
+    """The folder is read when the run starts, when it resumes, and when its adapters are merged."""
     assert cli.main(["convert", str(pretrained), "--to", "hf", str(tmp_path / "base"), "--dtype", "float32"]) == 0
     layout = ("parallelism=fsdp", "gpus=2", "data.global_batch=4")
     (job, one), (_, other) = adapted(*layout), adapted(*layout, f"checkpoint.initial_load_path={tmp_path / 'base'}")

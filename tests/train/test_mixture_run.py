@@ -1,5 +1,5 @@
-"""A mixture in a real run: the same losses on every layout, also where the run goes on; a bad shard is told of once,
-whoever met it.
+"""A mixture in a real run has the same losses on every layout, also after a resume; a bad shard is reported once,
+whichever rank read it.
 """
 
 import json
@@ -25,7 +25,7 @@ SIX = (
 
 @pytest.fixture
 def mixture(tmp_path):
-    """Overrides that mix the embedded corpus with shards, of which one breaks off."""
+    """Return overrides that mix the embedded corpus with shards, of which one is truncated."""
     shards = tmp_path / "shards"
     shards.mkdir()
     for number in range(4):

@@ -1,4 +1,4 @@
-"""An objective of a stranger's, as docs/extend.md has it: refused where it must be, and right on every layout."""
+"""A user's objective, as in docs/extend.md, is refused where it must be, and equal on every layout."""
 
 import json
 import re
@@ -40,14 +40,14 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def folder(user_modules):
-    """A folder with nothing in it but the modules of docs/extend.md, on the path of Python."""
+    """Return a folder that contains only the modules of docs/extend.md, on Python's path."""
     blocks = re.findall(r"```(?:python|yaml)\n# ([\w/]*weighted\w*\.\w+)\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.S)
     assert [name for name, _ in blocks] == ["weighted.py", "weighted_on_ranks.py", "conf/data/weighted_tokens.yaml"]
     return user_modules(dict(blocks))
 
 
 def job_of(folder, *words):
-    """A small job with the stranger's objective, and options that come later and win."""
+    """Return a small job with the user's objective; later options replace earlier ones."""
     return compose_job(*later_wins("debug=tiny", *WEIGHTED, *words), config_dir=folder / "conf")
 
 
@@ -138,7 +138,7 @@ DIMS = {"tokens": Dims(sequence=1), "turned": Dims(1, sequence=0), "kinds": Dims
 
 
 def numbered() -> Batch:
-    """A batch of 4 samples of 6 elements, one tensor of it with the dimensions the other way round."""
+    """Return a batch of 4 samples of 6 elements; the dimensions of one of its tensors are exchanged."""
     tokens = torch.arange(24).view(4, 6)
     return Batch({"tokens": tokens, "turned": tokens.T.contiguous(), "kinds": torch.arange(4)}, DIMS)
 
@@ -154,8 +154,8 @@ def test_a_batch_is_cut_along_the_dimensions_that_are_declared():
 
 
 def test_only_what_an_objective_reads_goes_to_the_device():
-    """The number of each token's document, 8 bytes, is as large as all the tokens; where documents end is enough for
-    attention.
+    """The number of each token's document, 8 bytes, would be as large as all the tokens; attention needs only the ends
+    of documents.
     """
     device = torch.device("meta")
     for name, goes in (("language", False), ("sft", False), ("policy", False), ("dpo", True)):
@@ -180,6 +180,6 @@ def test_an_example_has_the_shapes_of_real_batches(folder):
         real, example = data.build(job, 0, 1).next(), build_objective(job).example(job.data.global_batch)
         assert real.tensors.keys() == example.tensors.keys()
         for name, tensor in real.tensors.items():
-            dims = 1 if name == "ends" else None  # whose number is that of the documents
+            dims = 1 if name == "ends" else None  # its width is the number of documents
             assert (tensor.shape[:dims], tensor.dtype) == (example[name].shape[:dims], example[name].dtype), name
             assert isinstance(np.asarray(tensor), np.ndarray), "in host memory"

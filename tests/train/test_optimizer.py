@@ -1,4 +1,4 @@
-"""Learning rates step by step, and which parameters which optimizer takes."""
+"""Test learning rates step by step, and which parameters each optimizer updates."""
 
 import copy
 import math
@@ -79,7 +79,7 @@ def test_norms_are_spared_from_weight_decay_when_asked():
 
 
 def a_layer(name):
-    """A model of one matrix and one norm with a gradient, its optimizers, and torch's own optimizers of a copy."""
+    """Return a model of one matrix and one norm with a gradient, its optimizers, and torch's own optimizers of a copy."""
     job = compose_job("debug=tiny", f"optimizer={name}", *["optimizer.sgd_momentum=0.9"] * (name == "sgd"))
     torch.manual_seed(0)
     model = nn.ModuleDict({"layers": nn.Linear(6, 4, bias=False), "norm": nn.LayerNorm(4)})
@@ -112,7 +112,7 @@ def test_gradients_are_divided_by_the_clipping_factor_and_nothing_changes_where_
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what goes over the process group."""
+    """Count what is sent over the process group."""
 
     number = 0
 
@@ -133,8 +133,8 @@ SPLITS = [  # meshes of four ranks, and how they hold a matrix
 
 
 def test_muon_is_torchs_muon_on_any_split_in_two_exchanges_for_four_matrices(on_ranks):
-    """To the last bit but one: each matrix is orthogonalized whole. Seven rows: some parts are smaller than others, or
-    empty.
+    """They agree to the last bit but one, as each matrix is orthogonalized whole. The matrices have seven rows, so some
+    shards are smaller than others, or empty.
     """
     shapes = [(7, 8), (8, 6), (3, 5), (12, 4), (7, 7), (2, 9)]
 
@@ -164,7 +164,7 @@ def mesh_group(mesh):
 
 
 def spread(whole, mesh, placements):
-    """A whole tensor that every rank has, as a DTensor. A strided shard is what FSDP makes of a tensor-parallel one."""
+    """Return a whole tensor that every rank has as a DTensor. FSDP makes a strided shard of a tensor-parallel shard."""
     if not isinstance(placements[0], _StridedShard):
         return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
     outer, inner = mesh.get_coordinate()

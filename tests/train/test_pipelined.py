@@ -1,4 +1,4 @@
-"""A pipelined run end to end: its loss on the console, validation through the schedule, and mixed precision."""
+"""Test a whole pipelined run: its loss on the console, validation through the schedule, and mixed precision."""
 
 import json
 
@@ -21,7 +21,7 @@ def job_on(layout, *overrides):
 
 @pytest.fixture(scope="module")
 def known():
-    return {}  # what one process learned, computed once
+    return {}  # the results of one process, computed once
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_what_goes_between_stages_has_the_declared_dtype_and_shape(run_job, monk
 def test_a_run_records_what_each_of_its_ranks_computes(run_job):
     directory = run_job(job_on("pp 2, zbv", "checkpoint=off", "steps=1"))
     ranks = json.loads((directory / "schedule.json").read_text())["ranks"]
-    assert [{action["stage"] for action in actions} for actions in ranks] == [{0, 3}, {1, 2}]  # in a V
+    assert [{action["stage"] for action in actions} for actions in ranks] == [{0, 3}, {1, 2}]  # stages in a V
     for actions in ranks:
         forwards = [(action["stage"], action["microbatch"]) for action in actions if action["kind"] == "F"]
         assert len(forwards) == len(set(forwards)) == 2 * 4

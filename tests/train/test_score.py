@@ -1,5 +1,5 @@
-"""`titan score`: the log-probability of each text is that of arithmetic written elsewhere, in float64, however texts
-are batched or cut.
+"""`titan score` gives each text the log-probability of a separate float64 computation, however texts are batched or
+cut.
 """
 
 import csv
@@ -28,7 +28,7 @@ TEXTS = ["The function returns a tensor.", "a", "Every rank reads its own shard 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run's directory with one checkpoint of a model whose positions and attention show in what it predicts."""
+    """Return a run's directory with one checkpoint, of a model whose predictions depend on positions and attention."""
     model, folder = build(MODEL, 64), tmp_path_factory.mktemp("score") / "run"
     init_weights(model, MODEL, seed=0)
     for parameter in model.layers.parameters():
@@ -41,7 +41,7 @@ def run(tmp_path_factory):
 
 
 def losses(weights, ids: list[list[int]]) -> list[list[float]]:
-    """The losses of the tokens of documents but their first ones, in float64: all documents in one row, under a
+    """Return the float64 losses of the tokens of documents except the first ones: all documents are in one row, under a
     document mask.
     """
     rows = torch.tensor([[token for document in ids for token in document]])
@@ -63,7 +63,7 @@ def titan(capsys, *words, status=0):
 
 
 def write(folder, ending):
-    """The texts as a file of a kind."""
+    """Write the texts as a file of this kind."""
     file = folder / f"texts{ending}"
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     if ending == ".csv":
@@ -82,7 +82,7 @@ def packed(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".txt"])
 def test_each_text_has_the_nats_of_its_document(run, tmp_path, capsys, monkeypatch, ending):
-    """Beside it documents of the same row under a mask, from formulas of their own."""
+    """The results are compared with those of documents that share a row under a mask, computed by separate formulas."""
     folder, weights = run
     expected = [sum(document) for document in losses(weights, [WORDS.document(text) for text in TEXTS])]
     monkeypatch.setattr(score, "TOGETHER", 3)
@@ -112,7 +112,9 @@ def test_one_text_in_a_forward_or_all_is_the_same_and_so_is_an_export(run, tmp_p
 
 @pytest.mark.parametrize("context", [1, 7, 48])
 def test_a_long_text_is_read_in_windows_that_overlap_by_half(run, tmp_path, capsys, context):
-    """Every token is predicted once, from half a context of tokens before it, or from all there are."""
+    """Every token is predicted once, from at least half a context of tokens before it, or from all tokens if there are
+    fewer.
+    """
     folder, weights = run
     text = " ".join(TEXTS * 3)
     ids = WORDS.document(text)
@@ -123,7 +125,7 @@ def test_a_long_text_is_read_in_windows_that_overlap_by_half(run, tmp_path, caps
         done = begin + len(window)
         begin = done - 1 - context // 2
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": text}))
-    words = [] if context == 48 else ["--context", context]  # the run's data.seq_len
+    words = [] if context == 48 else ["--context", context]  # the default is the run's data.seq_len
     row = json.loads(titan(capsys, folder, tmp_path / "long.jsonl", *words).out)
     assert len(ids) > 100 and (row["tokens"], row["nats"]) == (len(ids) - 1, pytest.approx(expected, rel=1e-5))
 

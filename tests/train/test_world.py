@@ -1,4 +1,4 @@
-"""The world of a rank: time-outs of all its groups."""
+"""Test the world of a rank: time-outs of all its process groups, precision, and sockets."""
 
 import math
 import os
@@ -66,7 +66,7 @@ print(cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, 
 
 
 def test_float32_is_float32_where_the_environment_asks_for_tf32():
-    """The older names are read by the compiler, which fails where they differ from the newer ones."""
+    """The compiler reads the older names of the setting, and fails if they differ from the newer ones."""
     environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
     done = subprocess.run([sys.executable, "-W", "error", "-c", PRECISION], capture_output=True, text=True, env=environment)
     assert done.stdout.split() == ["ieee", "none", "none", "False", "False"], done.stderr
@@ -77,7 +77,7 @@ def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
 
     def task(rank):
         mesh = build_mesh(Parallelism(name="", dp_shard=2, cp=2), "cpu")
-        own = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))  # as the checkpoints' is
+        own = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))  # as the group of checkpoints is made
         world.set_timeout(5)
         some = [mesh.world.get_group("dp_shard"), mesh.world.get_group("cp"), mesh.loss, mesh.batch, mesh.fsdp.get_group(), own]
         groups = list(dict.fromkeys([*some, dist.group.WORLD]))  # in the same order on all ranks
@@ -94,8 +94,8 @@ def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
 
 
 def test_collectives_of_both_back_ends_are_read_in_the_order_of_time(monkeypatch):
-    """A group on GPUs has gloo's recorder and NCCL's, each with its own numbers; NCCL's sends and receives cannot be
-    compared.
+    """A process group on GPUs has the recorders of gloo and of NCCL, each with its own numbers. NCCL's sends and
+    receives cannot be compared.
     """
 
     def entry(name, time, p2p=False):
@@ -130,8 +130,8 @@ def test_collectives_of_both_back_ends_are_read_in_the_order_of_time(monkeypatch
     ],
 )
 def test_gloo_connects_thousands_of_ranks_in_two_groups_alone(ranks, degrees, monkeypatch):
-    """A group with gloo costs a rank a socket for each other one: NCCL alone has the groups of the mesh that are not
-    the default one.
+    """A process group with gloo costs a rank one socket for each other rank. So all groups of the mesh except the
+    default one use NCCL only.
     """
     made, new_group = [], dist.new_group
 
@@ -146,7 +146,7 @@ def test_gloo_connects_thousands_of_ranks_in_two_groups_alone(ranks, degrees, mo
         own = [backend for backend, members in made if 0 in members]
     finally:
         dist.destroy_process_group()
-    assert set(own) <= {"fake"} and len(own) <= 13, own  # one back end, that of the device; None would be gloo too
+    assert set(own) <= {"fake"} and len(own) <= 13, own  # only the back end of the device; None would add gloo
 
 
 def test_large_worlds_have_room_for_their_connections(monkeypatch):
@@ -176,7 +176,7 @@ def test_gloo_connects_few_ranks_where_it_may(on_ranks, monkeypatch, lazy):
         dist.barrier(group)
         dist.all_gather_object([None] * 16, "news", group=group)
         used = sockets() - before
-        # one listens; the barrier is a tree, and a rank that is ahead connects before this one has counted
+        # one rank listens; the barrier is a tree, and a rank that is ahead connects before this one has counted
         assert (made, used) == (16, 16) if not lazy else used <= 12, (made, used)
         # the collectives of a step: gathers of weights, gradients, the agreement
         whole, part = torch.ones(16 * 4096), torch.ones(4096)
@@ -193,7 +193,7 @@ def test_gloo_connects_few_ranks_where_it_may(on_ranks, monkeypatch, lazy):
 
 
 def test_ranks_of_a_pipeline_may_compile_one_after_another(monkeypatch):
-    """They do at the first validation, which may come hours after the first step."""
+    """They compile at the first validation, which may come hours after the first step."""
 
     def limits(*words):
         set_to = []
@@ -210,8 +210,8 @@ def test_ranks_of_a_pipeline_may_compile_one_after_another(monkeypatch):
 
 
 def test_a_process_may_train_any_number_of_compiled_models(tmp_path):
-    """A sweep with cluster=inline: torch compiles the same code only eight times, and fails then, as every block is one
-    graph.
+    """With cluster=inline a sweep trains in one process. torch compiles the same code only eight times and then fails,
+    as every block must be one graph.
     """
     code = f"""
 from pathlib import Path

@@ -30,14 +30,18 @@ function smooth(values) {
 }
 
 function bars(chart) {
+  const words = bar => bar.text + (bar.remark ? "  " + bar.remark : "");
   const shown = chart.bars.filter(bar => !hidden.has(data.runs[bar.row].label));
   const traces = shown.map(bar => ({
-    type: "bar", orientation: "h", x: [bar.value], y: [bar.row], text: [plain(bar.text + (bar.remark ? "  " + bar.remark : ""))],
-    textposition: "auto", insidetextanchor: "start", textfont: { size: 11 }, marker: { color: colour(data.runs[bar.row]) },
+    type: "bar", orientation: "h", x: [bar.value], y: [bar.row], text: [plain(words(bar))], textposition: "none",
+    marker: { color: colour(data.runs[bar.row]) },
     opacity: data.runs[bar.row].partial ? 0.55 : 1, name: plain(data.runs[bar.row].label), hovertemplate: "%{text}<extra>%{fullData.name}</extra>",
     error_x: { type: "data", array: [bar.spread], visible: bar.spread !== null, thickness: 1.2, width: 0, color: css("ink") },
   }));
-  const layout = { xaxis: { rangemode: "tozero" }, height: 110 + 30 * shown.length, margin: { l: 190 }, yaxis: {
+  const right = 20 + 6 * Math.max(0, ...shown.map(bar => words(bar).length));  // pixels of the column of values
+  const annotations = shown.map(bar => ({ xref: "paper", x: 1, xanchor: "left", y: bar.row, text: plain(words(bar)), showarrow: false,
+                                          font: { size: 11 } }));
+  const layout = { annotations, xaxis: { rangemode: "tozero" }, height: 110 + 30 * shown.length, margin: { l: 190, r: right }, yaxis: {
     autorange: "reversed", tickvals: shown.map(bar => bar.row), ticktext: shown.map(bar => plain(data.runs[bar.row].label.slice(0, 28))) } };
   if (chart.limit) layout.shapes = [{ type: "line", x0: chart.limit, x1: chart.limit, yref: "paper", y0: 0, y1: 1, line: { color: css("red") } }];
   return [traces, layout];
@@ -107,7 +111,8 @@ function draw() {
       plain(chart.unit || "") + "</span>", x: 0, xanchor: "left" }, showlegend: own.showlegend ?? chart.kind === "timeline",
       legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: css("base"), activecolor: css("ink") }, margin: { t: 60, r: 20, b: 40, l: 60, ...own.margin },
-      xaxis: { ...grid, ...own.xaxis }, yaxis: { ...grid, ...own.yaxis }, hoverlabel: { namelength: -1 } };
+      xaxis: { ...grid, ...own.xaxis }, yaxis: { ...grid, ...own.yaxis },
+      hoverlabel: { namelength: -1, bgcolor: css("paper"), bordercolor: css("rule"), font: { color: css("ink") } } };
     Plotly.react(place, traces, layout, { responsive: true, displaylogo: false, modeBarButtons: [BUTTONS] });
   });
   document.body.dataset.drawn = Number(document.body.dataset.drawn || 0) + 1;

@@ -24,6 +24,7 @@ from titan_hydra.runs.view import add_runs
 
 from . import calibrate, plan_score, tune
 from .goodput import add_goodput, goodput
+from .plan_curve import curve, device_counts, draw_speed
 
 BAR = 40  # characters of the longest bar
 
@@ -35,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="overrides of the job, as for launch.py, with hardware=NAME; global batch: fixed (default: data.local_batch per GPU)",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of devices (or gpus=N)")
+    parser.add_argument(
+        "--gpus", type=device_counts, metavar="N", help="number of devices (or gpus=N); several, as 8,16,64, print the best layout of each"
+    )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py")
     parser.add_argument("--cell", action="store_true", help="predict the layout of the command line, without a search")
     parser.add_argument("--why", metavar="LAYOUT", help="the rule that excludes a layout (quoted overrides), or the terms of its estimate")
@@ -77,8 +80,10 @@ def main(args: argparse.Namespace) -> int:
     """Print the fastest layouts, or one layout, or what --calibrate and --tune fit. Returns 0; 2 if nothing fits; with
     --tune the status of the first run that failed.
     """
+    counts = args.gpus or []
+    if counts and counts[0] < 1:
+        raise ConfigError(str(Fault("--gpus", counts[0], "a job needs at least one", legal=(1,))))
     for name, least, reason in (
-        ("gpus", 1, "a job needs at least one"),
         ("prove", 1, "is the number of layouts to count, at least 1"),
         ("tune", 2, "is the number of layouts to compare, at least 2"),
         ("steps", 3, "the first ones are not measured"),
@@ -94,11 +99,14 @@ def main(args: argparse.Namespace) -> int:
     into = calibrate.target_file(args.into) if args.into else None
     own = [*args.overrides, *(args.why or "").split()]
     job = compose_unchecked(*own, config_dir=args.config_dir)
-    gpus = job.gpus if args.gpus is None else args.gpus
+    gpus = counts[0] if counts else job.gpus
     if job.hardware.name == "unknown" and not (args.goodput and args.step_seconds):
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
         raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names)))
     try:
+        if len(counts) > 1:
+            make_folder(args.plot)
+            return curve(job, counts, args)
         if args.calibrate:
             return calibrate.calibrated(args.calibrate, args.runs, job.hardware, into)
         if args.goodput:
@@ -317,11 +325,7 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
         axes.invert_yaxis()
         axes.set_xlabel("GiB; the line is a device's memory; a layout fits below the band and is refused beyond it", loc="right")
         drawn.legend(loc="outside lower center", ncols=3)
-        speed, plane = figure(3.4)
-        fitting = {count: found[0].prediction for count, found in by_gpus.items() if found and found[0].prediction.fits != "no"}
-        plane.plot(list(fitting), [one.speed.tokens_per_second * count for count, one in fitting.items()], marker="o")
-        plane.set_xlabel("GPUs, at a fixed global batch")
-        plane.set_title(f"{what}: tokens/s of the fastest layout that fits", loc="left")
-        plane.set_ylim(bottom=0)
-        for name, made in (("memory", drawn), ("speed", speed)):
-            print(*save_figure(made, folder, f"plan-{name}"), sep="\n")
+        print(*save_figure(drawn, folder, "plan-memory"), sep="\n")
+    fitting = {count: found[0].prediction for count, found in by_gpus.items() if found and found[0].prediction.fits != "no"}
+    if fitting:
+        print(*draw_speed(folder, fitting, fixed=True), sep="\n")

@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import yaml
+
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.files import write_text
 from titan_hydra.report import write
@@ -24,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, (file, _) in TEXTS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o")
+    parser.add_argument("--row", action="store_true", help="print the runs as rows that titan plan --score reads")
     parser.add_argument("--html", action="store_true", help="write report.html: one page with everything, for any browser, without network")
     parser.add_argument("--serve", action="store_true", help="serve the page to this machine only, updated while the sweep runs")
     parser.add_argument("--port", type=int, default=8321, metavar="N", help="port of --serve (default: 8321; 0: any free port)")
@@ -41,6 +44,11 @@ def main(args: argparse.Namespace) -> int:
         serve(lambda: made(args), args.port)
         return Exit.DONE
     report = made(args)
+    if args.row:
+        from titan_hydra.report.predicted import measured_rows
+
+        print(yaml.safe_dump(measured_rows(report), sort_keys=False, default_flow_style=None, width=1_000), end="")
+        return Exit.DONE
     if all(row.cell.rate is None and row.cell.loss is None for row in report.rows):
         states = ", ".join(f"{row.cell.name}: {row.cell.word}" for row in report.rows[:6]) + (", ..." if len(report.rows) > 6 else "")
         raise ConfigError(f"{report.name}: no cell has numbers yet ({states})")

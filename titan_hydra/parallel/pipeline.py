@@ -56,9 +56,42 @@ class Stage(PipelineStage):
         self.newest = self.microbatches[number]
         first, others = self.inputs(self.newest)
         output = super().forward_one_chunk(number, (first,), others, **options)
-        if self.is_last and not self.has_backward:
-            forget_forward(self, number)  # else it would hold the logits of all microbatches until the next step
+        if not self.has_backward:
+            free(self.args_recv_info[number])
+            if self.is_last:
+                forget_forward(self, number)  # else it would hold the logits of all microbatches until the next step
         return output
+
+    def backward_one_chunk(self, number: int, *args: Any, **options: Any) -> None:  # type: ignore[override]
+        """Run the backward of a microbatch, or its half for the inputs, and free what was received for it."""
+        super().backward_one_chunk(number, *args, **options)
+        free(self.args_recv_info[number])
+        free(self.grad_recv_info[number])
+
+    def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
+        """Allocate the input of a microbatch and return the operations that receive it."""
+        allocate(self.args_recv_info[number], self.device)
+        return super().get_fwd_recv_ops(number)
+
+    def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
+        """Allocate the gradient of a microbatch's output and return the operations that receive it."""
+        allocate(self.grad_recv_info.get(number, ()), self.device)
+        return super().get_bwd_recv_ops(number)
+
+    def get_fwd_send_ops(self, number: int) -> list[dist.P2POp]:
+        """Return the operations that send the output of a microbatch."""
+        operations = super().get_fwd_send_ops(number)
+        if not self.has_backward:
+            forget_forward(self, number)  # else it would hold the outputs of all microbatches until the next step
+        return operations
+
+    def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
+        with _receives_on_meta(self):
+            return super()._prepare_forward_infra(*args, **options)
+
+    def _prepare_backward_infra(self, *args: Any, **options: Any) -> Any:
+        with _receives_on_meta(self):
+            return super()._prepare_backward_infra(*args, **options)
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         if not self.is_last:  # torch 2.11 validates all outputs, the last stage's too, which has no declared shape
@@ -67,6 +100,32 @@ class Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         # removes torch 2.11's first exchange with the neighbours, which fails on gloo if both stages are on one rank
         return []
+
+
+@contextlib.contextmanager
+def _receives_on_meta(stage: Stage) -> Iterator[None]:
+    """Let torch describe what a stage receives without memory: it would allocate all microbatches at once, 40 GiB for
+    128 of them, where 1F1B has one for each stage in flight.
+    """
+    device, stage.device = stage.device, torch.device("meta")
+    try:
+        yield
+    finally:
+        stage.device = device
+
+
+def allocate(received: tuple[Any, ...], device: torch.device) -> None:
+    """Give each tensor that is to be received its memory."""
+    for info in received:
+        if info.buffer is not None:
+            info.buffer = torch.empty_like(info.buffer, device=device).requires_grad_(info.buffer.requires_grad)
+
+
+def free(received: tuple[Any, ...]) -> None:
+    """Replace each received tensor by one without memory; autograd keeps what it still needs."""
+    for info in received:
+        if getattr(info, "buffer", None) is not None:  # torch 2.11's records of the first stage have none
+            info.buffer = torch.empty_like(info.buffer, device="meta").requires_grad_(info.buffer.requires_grad)
 
 
 class Pipeline:

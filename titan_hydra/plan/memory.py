@@ -22,6 +22,7 @@ from titan_hydra.job.schedules import in_flight
 from .shape import Shape, shape_of
 
 SAVED = "saved activations"  # the term that checkpointing changes
+EARLY = 2  # tensors that a rank with several stages receives before their turn: 1 to 4 of them, by schedule and rank (pp 4 and 8)
 CHUNK = 2**24  # elements that an update of split masters joins at a time (kernels/split_masters.py)
 BAND = 0.10  # half-width of the error band, relative: none of the paper's 18 rows has a larger error
 
@@ -73,6 +74,7 @@ class Constants:
     reserve: float = 1.05
     logits: float | None = None  # bytes per logit at the loss; None: the number counted in `_head`
     kept_logits: float = 0  # bytes per logit that older pipeline schedules kept for all microbatches, twice
+    all_received: bool = False  # a stage allocates what it receives for all microbatches at once, as torch's does by itself
 
 
 def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = None) -> Peak:
@@ -89,7 +91,7 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     world, parameters = shape.job.parallelism, sum(map(shape.parameters, shape.stages[rank]))
     trained, share, of_gradient = shape.trained(shape.stages[rank]), shape.stored / shape.shards, shape.gradient / shape.shards
     copied = shape.job.optimizer.masters == "whole" and not shape.wrapped and shape.used != shape.stored
-    copies = trained * shape.used * copied
+    copies = trained * shape.used if copied else 0
     # frozen weights are in the compute dtype, and have no gradients or optimizer state
     frozen = parameters * shape.used / shape.shards if shape.adapter else 0
     always = [Term("weights", trained * share + frozen), Term("optimizer", trained * share * shape.moments), Term("weight copies", copies)]
@@ -120,7 +122,7 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     whole = shape.gathered_parameters(stages)
     before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
     flying = in_flight(shape.job, rank, shape.layers)
-    kept, others = saved(shape), _between_stages(shape, rank)
+    kept, others = saved(shape), _between_stages(shape, rank, constants)
     late = PIPELINE_SCHEDULES[shape.job.pp_schedule.name].late
     if end in stages:
         for head in _head(shape, rank, constants):
@@ -134,8 +136,8 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
         last = [Term(SAVED, 0), *others, *_unsharded(shape, whole, shape.whole, True), *block]
         yield before or (0 if pp else shape.head), first
         yield before or (0 if pp else parameters - shape.block - shape.embedding), last
-    joined = min(CHUNK, parameters / shape.shards) * (shape.job.optimizer.masters == "split")
-    yield parameters, [Term("update", 12 * joined)] if joined else []
+    joined = Term("update", 12 * min(CHUNK, parameters / shape.shards))
+    yield parameters, [joined] if shape.job.optimizer.masters == "split" else []
 
 
 def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: bool) -> list[Term]:
@@ -149,13 +151,15 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     if not shape.wrapped:
         return []
     if job.parallelism.pp > 1:
-        gradients = shape.reduced * parameters * shape.learned * (shape.microbatches > 1 and summed)
-        return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients + own * (reduced is not None))]
+        earlier = shape.reduced * parameters * shape.learned if shape.microbatches > 1 and summed else 0
+        gradients = earlier if reduced is None else earlier + own
+        return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients)]
     kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
-    tied = shape.used * shape.embedding * (not shape.head)  # a tied embedding belongs to the root module, which stays gathered
+    tied = 0 if shape.head else shape.used * shape.embedding  # a tied embedding belongs to the root module, which stays gathered
     if reduced is None:
         # the fused loss runs before the all-gather's buffer is freed
-        weights = shape.used * shape.head * (1 + shape.fused_loss) + tied
+        heads = 2 if shape.fused_loss else 1
+        weights = shape.used * shape.head * heads + tied
         return [Term("gathered weights", shape.gathered * parameters if kept else weights)]
     weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.whole + tied
     return [Term("gathered weights", weights), Term("unsharded gradients", shape.reduced * reduced * shape.learned + own)]
@@ -168,8 +172,8 @@ def saved(shape: Shape) -> float:
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
     dim, width, mode = shape.residual, shape.ffn_width, mode_of(job)
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
-    if shape.compiled and shape.format:  # the compiler keeps the cast outputs of both norms and the cast input of w2
-        everything -= (2 * dim + width) * (used - shape.format.bytes) * (tp == 1)
+    if shape.compiled and shape.format and tp == 1:  # the compiler keeps the cast outputs of both norms and the cast input of w2
+        everything -= (2 * dim + width) * (used - shape.format.bytes)
     if not shape.compiled:  # eager keeps the activation and the float mask, which compiled code computes again
         everything += used * (width + _mask(shape) / shape.tokens)
     everything += shape.experts.everything if shape.experts else 0
@@ -178,8 +182,8 @@ def saved(shape: Shape) -> float:
     # A row-parallel linear keeps its output summed over ranks and, in eager, the unsummed one too.
     both = tp > 1 and not shape.compiled
     outputs = shape.outputs(1 if both else shape.sequence)
-    chosen = used * (dim + shape.values + 2 * dim * both) + 4 * job.model.n_heads / tp + (shape.experts.chosen if shape.experts else 0)
-    return shape.tokens * (chosen + used * sum(outputs[:: mode.matmuls]))
+    kept = dim + shape.values + (2 * dim if both else 0) + sum(outputs[:: mode.matmuls])
+    return shape.tokens * (used * kept + 4 * job.model.n_heads / tp + (shape.experts.chosen if shape.experts else 0))
 
 
 def _norms(shape: Shape) -> float:
@@ -196,7 +200,9 @@ def _heads(shape: Shape) -> float:
     """Return the elements of a token in queries, keys, values and attention's output, and in the tensors from which they
     are computed: latents, or queries and keys that are not normalized yet.
     """
-    before = 2 * shape.latents + (shape.queries + shape.keys) * shape.job.model.qk_norm
+    before = 2 * shape.latents
+    if shape.job.model.qk_norm:
+        before += shape.queries + shape.keys
     return shape.queries + shape.keys * (1 + shape.values / shape.queries) + shape.values + before
 
 
@@ -204,29 +210,32 @@ def _attention(shape: Shape) -> float:
     """Return the bytes of a token that attention keeps beside queries, keys, values and its output: the logsumexp, and
     a second copy of the output where context parallelism changes its layout.
     """
-    job = shape.job
-    return 4 * job.model.n_heads / job.parallelism.tp + shape.used * shape.queries * (job.parallelism.cp > 1)
+    layout = shape.job.parallelism
+    second = shape.used * shape.queries if layout.cp > 1 else 0
+    return 4 * shape.job.model.n_heads / layout.tp + second
 
 
 def _mask(shape: Shape) -> float:
     """Return the size of a microbatch's document mask. Every attention kernel needs it except flash in half precision."""
-    job = shape.job
-    return shape.samples * job.data.seq_len**2 * call_of(job).masked
+    return shape.samples * shape.job.data.seq_len**2 if call_of(shape.job).masked else 0
 
 
-def _between_stages(shape: Shape, rank: int) -> list[Term]:
-    """Return the masks of all microbatches in flight and, in a pipeline, the buffers between stages.
-
-    torch allocates receive buffers for all microbatches, forward and backward, and keeps a stage's outputs until their
-    backward.
+def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]:
+    """Return the masks of all microbatches in flight and, in a pipeline, the tensors between stages: what arrives before
+    its turn (the input of a microbatch in flight is a saved activation of the first block), and the outputs that a stage
+    keeps until their backward.
     """
     job, last = shape.job, len(shape.layers) - 1
     number = in_flight(job, rank, (1,) * len(shape.layers)).most
-    terms = [Term("masks", _mask(shape) * number * (shape.compiled or shape.recomputes))]  # a byte per element
+    shared = shape.compiled or shape.recomputes  # eager blocks without recomputation have masks of their own (`saved`)
+    terms = [Term("masks", _mask(shape) * number)] if shared else []  # a byte per element
     if last:
         message = shape.tokens * shape.used * shape.residual
-        buffers = sum((stage > 0) + (stage < last) for stage in shape.stages[rank]) * shape.microbatches
-        terms += [Term("receive buffers", buffers * message), Term("stage outputs", number * message)]
+        early = EARLY if job.pp_schedule.stages_per_rank > 1 else 1
+        if constants.all_received:  # inputs of all stages but the first, gradients of all but the last
+            sides = sum(1 if stage in (0, last) else 2 for stage in shape.stages[rank])
+            early = sides * shape.microbatches
+        terms += [Term("early receives", early * message), Term("stage outputs", number * message)]
     return terms
 
 
@@ -240,9 +249,11 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     around = waiting * shape.used * tokens * (dim + (job.model.dim if tp else dim))
     if shape.fused_loss:
         weight = job.model.vocab_size * job.model.dim / job.parallelism.tp
-        one = job.loss.chunk_tokens >= tokens  # whether there is one chunk; products of several are summed in float32
-        each, hidden = (shape.used if one else 4) * weight, shape.used * tokens * job.model.dim
-        gradients = Term("head's gradient", (waiting - one) * each + waiting * hidden)
+        hidden = shape.used * tokens * job.model.dim
+        each, weights = 4 * weight, waiting  # products of several chunks are summed in float32
+        if job.loss.chunk_tokens >= tokens:  # a single chunk's product is the weight's gradient
+            each, weights = shape.used * weight, waiting - 1
+        gradients = Term("head's gradient", weights * each + waiting * hidden)
         # a chunk's logits, and its product for the weight's gradient
         chunk = shape.used * (min(job.loss.chunk_tokens, tokens) * shape.vocabulary + weight)
         yield [Term("head and loss", chunk + around), gradients]
@@ -251,13 +262,12 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     logits = tokens * shape.vocabulary
     split = tp and job.parallelism.loss_parallel
     each = constants.logits or (16 if split else 6 if shape.compiled else 12)
-    if last:  # pipeline stages keep their outputs until the backward
-        softmax = 0 if shape.compiled and not split else 4
-        each += shape.used * bool(softmax) + (waiting - 1) * (shape.used + softmax)
-    yield [
-        Term("head and loss", each * logits + around),
-        Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches * (last > 0)),
-    ]
+    if last and shape.compiled and not split:  # pipeline stages keep their outputs until the backward
+        each += (waiting - 1) * shape.used
+    elif last:  # and the softmax in float32
+        each += shape.used + (waiting - 1) * (shape.used + 4)
+    kept = [Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches)] if last else []
+    yield [Term("head and loss", each * logits + around), *kept]
 
 
 def _block(shape: Shape) -> Iterator[list[Term]]:
@@ -266,7 +276,7 @@ def _block(shape: Shape) -> Iterator[list[Term]]:
     and values are passed on.
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
-    width = (5 + (not shape.compiled)) * shape.ffn_width
+    width = (5 if shape.compiled else 6) * shape.ffn_width
     feed_forward = used * (4 * shape.residual + _norms(shape) + _heads(shape) + width) + _attention(shape)
     if shape.experts:
         feed_forward += shape.experts.everything + shape.experts.backward(mode_of(shape.job).budget is None and shape.whole_again > 0)

@@ -19,7 +19,6 @@ from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.files import ASSETS
 from titan_hydra.config.schema import Job
-from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.freeze import freeze
 
 from . import memory, time
@@ -28,7 +27,8 @@ from .shape import NotPredictable, shape_of
 
 SHIPPED = ASSETS / "published.yaml"
 # what TorchTitan holds beyond this trainer: an eager loss, and pools of several streams (docs/plan.md)
-OLDER = memory.Constants(reserve=1.17, logits=12), memory.Constants(reserve=1.17, logits=16)  # without, with tensor parallelism
+# constants of eager losses and of torch's own pipeline stages: without, with tensor parallelism
+OLDER = tuple(memory.Constants(reserve=1.17, logits=logits, all_received=True) for logits in (12, 16))
 Row = dict[str, Any]
 
 
@@ -87,7 +87,7 @@ def score(row: Row) -> Scored:
         raise NotPredictable(f"{missing[0]}: is not given")
     if row["global_batch"] % row.get("dp", 1):
         raise NotPredictable(f"global_batch={row['global_batch']}: is no multiple of dp={row['dp']}")
-    modes = [mode] if (mode := _recomputation(row)) else ["none", "op", "full"]
+    modes = [mode] if (mode := mode_of_row(row)) else ["none", "op", "full"]
     jobs = [(mode, _composed(*overrides_of(row, hardware, mode))) for mode in modes]
     mode, job = _likely(row, jobs)
     peak = memory.peak(job, _constants(row)).gib
@@ -99,7 +99,7 @@ def score(row: Row) -> Scored:
     apart = row.get("apart")
     if apart is None and "power limited" in row.get("device", ""):
         apart = "power-limited cards, as the source says"
-    said = _recomputation(row) is not None and "graph" not in str(row.get("compile")) and "Simple" not in str(row.get("compile"))
+    said = mode_of_row(row) is not None and "graph" not in str(row.get("compile")) and "Simple" not in str(row.get("compile"))
     return Scored(
         row,
         tuple(overrides),
@@ -116,16 +116,12 @@ def _composed(*overrides: str) -> Job:
 
 def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:
     """Return the job whose recomputation a source that names none probably used: the nearest in memory or, without a
-    measurement, that which recomputes least and fits. Buffers of all microbatches are this trainer's alone.
+    measurement, that which recomputes least and fits.
     """
     if "memory_gib" in row:
         return min(jobs, key=lambda pair: abs(memory.peak(pair[1], _constants(row)).gib - row["memory_gib"]))
 
-    def needed(job: Job) -> float:
-        terms = memory.peak(job).terms
-        return sum(term.bytes for term in terms if term.name != "receive buffers") / GIB
-
-    return next((pair for pair in jobs if needed(pair[1]) <= TIGHT * pair[1].hardware.memory_gib), jobs[-1])
+    return next((pair for pair in jobs if memory.peak(pair[1]).gib <= TIGHT * pair[1].hardware.memory_gib), jobs[-1])
 
 
 def _constants(row: Row) -> memory.Constants:
@@ -159,7 +155,7 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
         lines.append(f"compile={'off' if _eager(row) else 'block'}")
     lines += ["debug.balance_experts=true"] * bool(row.get("routing"))
     nic = [f"hardware.nic_gbs={row['nic_gbs']}"] if "nic_gbs" in row else []
-    return lines + nic + row["stack"].get("overrides", [])
+    return lines + nic + row.get("stack", {}).get("overrides", []) + row.get("overrides", [])
 
 
 def measured_speed(row: Row, job: Job) -> float:
@@ -227,15 +223,18 @@ def _precision(row: Row) -> list[str]:
         return ["precision=float8_tensorwise"]
     if "rowwise" in name:
         return ["precision=float8_rowwise", *(["precision.recipe=rowwise_with_gw_hp"] if "gw_hp" in name else [])]
-    if name.startswith("mxfp8"):
-        return ["precision=mxfp8"]
+    for known in ("mxfp8", "fp32"):
+        if name.startswith(known):
+            return [f"precision={known}"]
     raise NotPredictable(f"precision={name}: is not a format of this trainer")
 
 
-def _recomputation(row: Row) -> str | None:
+def mode_of_row(row: Row) -> str | None:
     """Return the mode of activation checkpointing that a row names; None if its source does not say it."""
     said = row.get("recompute", "not said")
     if "not said" in said and "share" not in said:
         return None
-    modes = {"full": "full", "none": "none", "op": "op", "graph SAC": "op", "selective (attention": "op", "selective": "layer"}
+    modes = {"graph SAC": "op", "selective (attention": "op", "selective": "layer"} | {
+        name: name for name in ("full", "none", "op", "lean", "layer")
+    }
     return next((mode for start, mode in modes.items() if said.startswith(start)), None)

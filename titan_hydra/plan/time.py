@@ -7,6 +7,7 @@ Rates come from conf/hardware; `Factors` do not depend on the device. docs/plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from titan_hydra.config.attention import KERNELS, call_of, refusal, takes_offsets
 from titan_hydra.config.family import Linear
@@ -20,7 +21,6 @@ from titan_hydra.job.schedules import actions_of, idle_time, known, play
 from . import messages
 from .shape import NotPredictable, Shape, shape_of
 
-Passes = dict[str, tuple[float, float]]  # (seconds of the forward, seconds of the backward) by kind of work
 # half-widths of the error band, relative: for a hardware preset that was fitted to runs, and for another
 BAND, UNMEASURED = 0.15, 0.20
 # bytes of the update's memory traffic per parameter: 28 for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
@@ -49,6 +49,16 @@ class Factors:
     launch_tp: float = 2.0  # the same under tensor parallelism, as a multiple: every operator goes through DTensor
     imbalance: float = 1.6  # rows of the rank whose experts have most, over the mean
     dispatch: float = 0.3  # fraction of a link's rate that all-to-alls of rows reach
+
+
+class Pair(NamedTuple):
+    """The seconds of a forward and of a backward."""
+
+    forward: float
+    backward: float
+
+
+Passes = dict[str, Pair]  # by kind of work
 
 
 @dataclass(frozen=True)
@@ -81,59 +91,94 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
     block, head = block_passes(shape, factors), head_passes(shape, factors)
     parts = {name: sum(block[name]) * job.model.n_layers * shape.microbatches * shape.rounds / len(shape.stages) for name in block}
     parts["head and loss"] = sum(head) * shape.microbatches * shape.rounds / len(shape.stages)
-    parts["optimizer"] = (
-        max(map(shape.parameters, range(len(shape.layers))))
-        * len(shape.stages[0])
-        / shape.shards
-        * TOKEN_BYTES
-        * (1 + shape.moments)
-        / 3
-        / _bandwidth(shape, factors)
-        + LATENCY
-    )
-    forward, backward = (sum(passes[side] for passes in block.values()) for side in (0, 1))
+    parts["optimizer"] = update = _optimizer(shape, factors)
+    passes = Pair(*map(sum, zip(*block.values(), strict=True)))
     if len(shape.stages) > 1:
-        passes = (2 + splits_backward(job)) * len(shape.stages[0]) * shape.microbatches
-        parts["pipeline calls"] = _call(job) * passes * shape.rounds
-        span = _span(shape, (forward, backward), head, exact)
-        parts["pipeline idle"] = (span - (sum(parts.values()) - parts["optimizer"]) / shape.rounds) * shape.rounds
-    gather, reduce, replicas = _sharding(shape, factors)
-    blocks = max(shape.layers) * len(shape.stages[0])
-    if len(shape.stages) > 1:
-        parts["FSDP"] = blocks * ((gather + reduce).seconds * shape.rounds + replicas.seconds)
-    else:
-        again = gather * (job.parallelism.reshard_after_forward != "never")
-        sides = [(gather, forward, shape.rounds), (again + reduce, backward, shape.rounds - 1), (again + reduce + replicas, backward, 1)]
-        shown = sum(sent.behind(seconds) * times for sent, seconds, times in sides)
-        parts["FSDP"] = shown * job.model.n_layers + (gather + again + reduce).seconds * shape.rounds
+        parts["pipeline calls"] = _pipeline_calls(shape)
+        parts["pipeline idle"] = _span(shape, passes, head, exact) * shape.rounds - (sum(parts.values()) - update)
+    parts["FSDP"] = _fsdp(shape, factors, passes)
     step = sum(parts.values())
     return Speed(step, job.data.global_batch * job.data.seq_len / all_ranks(job) / step, parts)
 
 
 def block_passes(shape: Shape, factors: Factors) -> Passes:
-    """Return the seconds of one block for one microbatch."""
-    job, tokens, tp = shape.job, shape.tokens, shape.job.parallelism.tp
-    again, attention_again, rest_again = recomputed(shape)
-    matmuls = sum(2 * tokens * one.size(tp) / _rate(shape, one) for one in shape.linears) + _experts(shape, factors)
-    attention = tokens * job.data.seq_len * (shape.queries + shape.values) / _attention_rate(job, factors)
-    traffic = 2 * tokens * (4 * shape.residual + shape.queries + shape.keys + 2 * shape.ffn_width)
-    traffic *= factors.compiled if shape.compiled else factors.eager
-    elements = (traffic + (tokens * shape.experts.traffic if shape.experts else 0)) / _bandwidth(shape, factors)
-    inputs, outputs = ((casts * tokens + _weight_casts(shape, factors)) / _bandwidth(shape, factors) for casts in _casts(shape, factors))
-    sends = _tensor_parallel(shape, factors)
-    ring, ring_back = _context_parallel(shape, factors, attention, (2.5 + attention_again) * attention, attention_again)
-    kernels = matmuls + attention + elements + inputs
-    late = max(_launch(shape, factors) - kernels, 0)
+    """Return the seconds of one block for one microbatch, by the kinds of work of docs/plan.md."""
+    matmuls, attention = _matmuls(shape, factors), _attention(shape, factors)
+    elements, casts = _element_wise(shape, factors), _float8_casts(shape, factors)
     return {
-        "matmuls": (matmuls, (2 + again) * matmuls),
-        "attention": (attention, (2.5 + attention_again) * attention),
-        "element-wise": (elements, (2 + rest_again) * elements),
-        "Float8 casts": (inputs, outputs + again * inputs),
-        "TP communication": sends,
-        "CP communication": (ring, ring_back),
+        "matmuls": matmuls,
+        "attention": attention,
+        "element-wise": elements,
+        "Float8 casts": casts,
+        "TP communication": _tensor_parallel(shape, factors),
+        "CP communication": _context_parallel(shape, factors, attention),
         "EP communication": _exchange(shape, factors),
-        "host": (late, (1 + (shape.whole_again or shape.recomputes / 2)) * late),
+        "host": _host(shape, factors, sum(part.forward for part in (matmuls, attention, elements, casts))),
     }
+
+
+def _matmuls(shape: Shape, factors: Factors) -> Pair:
+    """Return the seconds of a block's linears and experts; the backward has two matmuls for each."""
+    tp = shape.job.parallelism.tp
+    linears = sum(2 * shape.tokens * one.size(tp) / _rate(shape, one) for one in shape.linears)
+    once = linears + _experts(shape, factors)
+    return Pair(once, (2 + recomputed(shape).matmuls) * once)
+
+
+def _attention(shape: Shape, factors: Factors) -> Pair:
+    """Return the seconds of attention's own matmuls; the backward has five for two."""
+    job = shape.job
+    once = shape.tokens * job.data.seq_len * (shape.queries + shape.values) / _attention_rate(job, factors)
+    return Pair(once, (2.5 + recomputed(shape).attention) * once)
+
+
+def _element_wise(shape: Shape, factors: Factors) -> Pair:
+    """Return the seconds of norms, activations and sums: memory traffic."""
+    traffic = 2 * shape.tokens * (4 * shape.residual + shape.queries + shape.keys + 2 * shape.ffn_width)
+    traffic *= factors.compiled if shape.compiled else factors.eager
+    traffic += shape.tokens * shape.experts.traffic if shape.experts else 0
+    once = traffic / _bandwidth(shape, factors)
+    return Pair(once, (2 + recomputed(shape).rest) * once)
+
+
+def _float8_casts(shape: Shape, factors: Factors) -> Pair:
+    """Return the seconds of casts of activations and weights: memory traffic."""
+    weights = _weight_casts(shape, factors)
+    inputs, outputs = ((casts * shape.tokens + weights) / _bandwidth(shape, factors) for casts in _casts(shape, factors))
+    return Pair(inputs, outputs + recomputed(shape).matmuls * inputs)
+
+
+def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
+    """Return the seconds in which a device waits for the host: a forward's `kernels` take less than their starts."""
+    late = max(_launch(shape, factors) - kernels, 0)
+    return Pair(late, (1 + (shape.whole_again or shape.recomputes / 2)) * late)
+
+
+def _optimizer(shape: Shape, factors: Factors) -> float:
+    """Return the seconds of the update of the fullest rank: memory traffic."""
+    parameters = max(map(shape.parameters, range(len(shape.layers)))) * len(shape.stages[0]) / shape.shards
+    return parameters * TOKEN_BYTES * (1 + shape.moments) / 3 / _bandwidth(shape, factors) + LATENCY
+
+
+def _pipeline_calls(shape: Shape) -> float:
+    """Return the seconds in which a rank starts the passes of a step: two for each stage and microbatch, or three."""
+    passes = 3 if splits_backward(shape.job) else 2
+    return _call(shape.job) * passes * len(shape.stages[0]) * shape.microbatches * shape.rounds
+
+
+def _fsdp(shape: Shape, factors: Factors, block: Pair) -> float:
+    """Return the seconds by which FSDP's messages delay a step. The passes of a `block` hide those of the next; in a
+    pipeline nothing hides them.
+    """
+    job = shape.job
+    gather, reduce, replicas = _sharding(shape, factors)
+    if len(shape.stages) > 1:
+        blocks = max(shape.layers) * len(shape.stages[0])
+        return blocks * ((gather + reduce).seconds * shape.rounds + replicas.seconds)
+    again = Sent() if job.parallelism.reshard_after_forward == "never" else gather
+    shown = gather.behind(block.forward) * shape.rounds + (again + reduce).behind(block.backward) * (shape.rounds - 1)
+    shown += (again + reduce + replicas).behind(block.backward)
+    return shown * job.model.n_layers + (gather + again + reduce).seconds * shape.rounds
 
 
 def _launch(shape: Shape, factors: Factors) -> float:
@@ -165,22 +210,30 @@ class Sent:
         return max(self.seconds - seconds, 0) + self.taken
 
 
-def recomputed(shape: Shape) -> tuple[float, float, float]:
-    """Return the fractions of a block's forward that its backward recomputes: of matmuls, of attention, of the rest."""
+class Again(NamedTuple):
+    """The fractions of a block's forward that its backward recomputes."""
+
+    matmuls: float
+    attention: float
+    rest: float
+
+
+def recomputed(shape: Shape) -> Again:
+    """Return what a block's backward recomputes, by the mode of activation checkpointing."""
     sizes, mode = shape.sizes, mode_of(shape.job)
     if mode.contexts:
-        return 1 - sum(sizes[:: mode.matmuls]) / sum(sizes), 0, 1
-    return (shape.whole_again,) * 3
+        return Again(1 - sum(sizes[:: mode.matmuls]) / sum(sizes), 0, 1)
+    return Again(shape.whole_again, shape.whole_again, shape.whole_again)
 
 
-def head_passes(shape: Shape, factors: Factors) -> tuple[float, float]:
+def head_passes(shape: Shape, factors: Factors) -> Pair:
     """Return the seconds of the head and the loss for one microbatch, (forward, backward). Both count as eager code, with
     16 and 20 bytes of memory traffic per logit.
     """
     model, tokens = shape.job.model, shape.tokens
     matmul = 2 * tokens * model.vocab_size * model.dim / shape.job.parallelism.tp / (shape.job.hardware.bf16_tflops * 1e12)
     logits = tokens * shape.vocabulary * 4 / _bandwidth(shape, factors)
-    return matmul + 4 * logits, 2 * matmul + 5 * logits
+    return Pair(matmul + 4 * logits, 2 * matmul + 5 * logits)
 
 
 def _experts(shape: Shape, factors: Factors) -> float:
@@ -200,16 +253,15 @@ def _imbalance(shape: Shape, factors: Factors) -> float:
     return 1.0 if shape.job.debug.balance_experts else factors.imbalance
 
 
-def _exchange(shape: Shape, factors: Factors) -> tuple[float, float]:
-    """Return the seconds of the all-to-alls to experts and back, (forward, backward); each device has its own NIC."""
+def _exchange(shape: Shape, factors: Factors) -> Pair:
+    """Return the seconds of the all-to-alls to experts and back; each device has its own NIC."""
     if not shape.experts or shape.experts.ep == 1:
-        return 0.0, 0.0
+        return Pair(0.0, 0.0)
     hardware, ep = shape.job.hardware, shape.experts.ep
     near = min(ep, hardware.gpus_per_node)
     share = max((near - 1) / ep / (hardware.nvlink_gbs * 1e9), (ep - near) / ep / (hardware.nic_gbs * 0.9e9))
     share *= _imbalance(shape, factors) / factors.dispatch
-    forward, backward = (shape.tokens * shape.experts.sent * times * share for times in messages.exchanges(shape))
-    return forward, backward
+    return Pair(*(shape.tokens * shape.experts.sent * times * share for times in messages.exchanges(shape)))
 
 
 def _bandwidth(shape: Shape, factors: Factors) -> float:
@@ -280,25 +332,25 @@ def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks:
     return Sent((size + factors.message) / (rate * 1e9), taken)
 
 
-def _tensor_parallel(shape: Shape, factors: Factors) -> tuple[float, float]:
-    """Return the seconds of gathers and reduce-scatters of a block, forward and backward, recomputation included."""
+def _tensor_parallel(shape: Shape, factors: Factors) -> Pair:
+    """Return the seconds of gathers and reduce-scatters of a block, recomputation included."""
     layout = shape.job.parallelism
     seen = factors.async_tp if layout.async_tp else 1
-    forward, backward = (seen * _collective(shape, factors, sent, 1, layout.tp).seconds for sent in messages.tensor(shape))
-    return forward, backward
+    return Pair(*(seen * _collective(shape, factors, sent, 1, layout.tp).seconds for sent in messages.tensor(shape)))
 
 
-def _context_parallel(shape: Shape, factors: Factors, forward: float, backward: float, again: float) -> tuple[float, float]:
-    """Return the seconds by which context parallelism's communication delays a block, (forward, backward). A ring
-    passes keys and values on while attention computes for `forward` and `backward` seconds.
+def _context_parallel(shape: Shape, factors: Factors, attention: Pair) -> Pair:
+    """Return the seconds by which context parallelism's communication delays a block. A ring passes keys and values on
+    while attention computes.
     """
+    again = recomputed(shape).attention
     job, cp, tp = shape.job, shape.job.parallelism.cp, shape.job.parallelism.tp
     ring = rotation(job).ring
     sent = 2 * shape.keys if ring else (2 * shape.queries + 2 * shape.keys) / cp
     once = _collective(shape, factors, shape.tokens * shape.used * sent * cp, tp, cp)
     if not ring:
-        return once.seconds, (2 + again) * once.seconds
-    return once.behind(forward), (once * (2 + again)).behind(backward)
+        return Pair(once.seconds, (2 + again) * once.seconds)
+    return Pair(once.behind(attention.forward), (once * (2 + again)).behind(attention.backward))
 
 
 def _sharding(shape: Shape, factors: Factors) -> tuple[Sent, Sent, Sent]:
@@ -327,15 +379,16 @@ def _call(job: Job) -> float:
     return 1 / job.hardware.passes_per_second if job.hardware.passes_per_second else 0.0
 
 
-def _span(shape: Shape, block: tuple[float, float], head: tuple[float, float], exact: bool) -> float:
+def _span(shape: Shape, block: Pair, head: Pair, exact: bool) -> float:
     """Return the seconds in which the pipeline works through one local batch."""
     job, last, pp, call = shape.job, len(shape.layers) - 1, len(shape.stages), _call(shape.job)
-    forward, backward = (
-        [layers * block[side] + head[side] * (stage == last) + call for stage, layers in enumerate(shape.layers)] for side in (0, 1)
-    )
+    forward, backward = ([layers * one + call for layers in shape.layers] for one in block)
+    forward[last] += head.forward
+    backward[last] += head.backward
     half = [(seconds + call) / 2 for seconds in backward]  # if a schedule splits the backward in two passes: seconds of each
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
-    most = max(sum(forward[stage] + backward[stage] + call * splits_backward(job) for stage in stages) for stages in shape.stages)
+    second = call if splits_backward(job) else 0
+    most = max(sum(forward[stage] + backward[stage] + second for stage in stages) for stages in shape.stages)
     # Further microbatches do not add idle time: each adds the work of the slowest rank.
     number = min(shape.microbatches, (4 if exact else 2) * pp)
     if written_schedule(job):

@@ -143,9 +143,12 @@ def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
         low = [loss - errors.get(step, 0) for step, loss in found.items()] if errors else []
         high = [loss + errors.get(step, 0) for step, loss in found.items()] if errors else []
-        label = f"{row.label} (baseline)" if row is report.reference else row.label
-        lines.append(Curve(number, label, list(found), list(found.values()), low, high))
+        lines.append(Curve(number, _label(report, row), list(found), list(found.values()), low, high))
     return Lines(name, title, unit, lines)
+
+
+def _label(report: Report, row: ReportRow) -> str:
+    return f"{row.label} (baseline)" if row is report.reference else row.label
 
 
 def both_losses(report: Report) -> Lines:
@@ -171,7 +174,7 @@ def sizes(report: Report) -> Iterator[Lines]:
         ("parameters", "Held-out loss against parameters", "parameters", lambda cell: cell.parameters or 0),
     ):
         points = [
-            Curve(number, row.label, [size], [row.cell.held_out])
+            Curve(number, _label(report, row), [size], [row.cell.held_out])
             for number, row in enumerate(report.rows)
             if (size := of(row.cell)) and row.cell.held_out is not None and isfinite(row.cell.held_out)
         ]
@@ -185,8 +188,8 @@ def _other_samples(report: Report) -> str:
 
 def looks(report: Report) -> list[Look]:
     """Return how the lines of each row are drawn. In a sweep over several keys, the key with the most values determines
-    the colour and the other keys the dashes, if there are enough colours and dashes. Else neighbouring rows differ in
-    colour and dashes, and the baseline is broad and grey.
+    the colour and the other keys the dashes, if there are enough colours and dashes, and at least half of the
+    combinations are rows. Else neighbouring rows differ in colour and dashes, and the baseline is broad and grey.
     """
     own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
     values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}
@@ -194,7 +197,8 @@ def looks(report: Report) -> list[Look]:
     if len(keys) > 1:
         rest = [tuple(one.get(key) for key in keys[1:]) for one in own]
         others = list(dict.fromkeys(rest))
-        if len(values[keys[0]]) <= len(LINES) and len(others) <= len(DASHES):
+        first = len(values[keys[0]])
+        if first <= len(LINES) and len(others) <= len(DASHES) and first * len(others) <= 2 * len(own):
             return [
                 Look(LINES[values[keys[0]].index(one.get(keys[0]))], DASHES[others.index(mine)])
                 for one, mine in zip(own, rest, strict=True)
@@ -231,7 +235,7 @@ def distances(report: Report) -> Lines:
     return Lines(
         "difference",
         "Loss against the baseline's",
-        f"difference by the loss, means over {WINDOW} rows",
+        f"difference relative to the loss, means over {WINDOW} rows",
         lines,
         log=True,
         bands=list(bands.values()),

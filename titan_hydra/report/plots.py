@@ -155,6 +155,8 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
         if one.low:
             axes.fill_between(x, one.low, one.high, color=look["color"], alpha=0.15, linewidth=0)
     scale(axes, chart, log)
+    if chart.over == "step" and axis == "step":
+        axes.locator_params(axis="x", integer=True)
     axes.set_title(chart.title, loc="left", pad=22)
     axes.annotate(chart.unit, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", color=LIGHT["soft"], fontsize=8.5)
     axes.set_xlabel(AXES[axis] if chart.over == "step" else chart.over, loc="left")
@@ -181,8 +183,8 @@ def scale(axes: Axes, chart: Lines, log: bool) -> None:
         sizes = [x for one in chart.lines for x in one.x] if chart.over != "step" else []
         if sizes and max(sizes) > 10 * min(sizes):
             axes.set_xscale("log")
-            axes.tick_params(which="minor", size=0)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}" if sizes else f"{value:,.10g}")
+        if not sizes:
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         if chart.log or (log and all(value is None or value > 0 for one in chart.lines for value in one.y)):
             axes.set_yscale("log")
         if log and not chart.log:

@@ -1,8 +1,11 @@
-"""`titan report --predicted`: what `titan plan` predicts for each run of a report."""
+"""`titan report --predicted`: what `titan plan` predicts for each run of a report. `--row`: the runs as measurements
+that it can predict.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from titan_hydra.config.load import from_dict
 from titan_hydra.config.operation import Hardware
 from titan_hydra.config.schema import Job
 from titan_hydra.plan.calibrate import on
+from titan_hydra.plan.own_row import OWN, row_of
 from titan_hydra.plan.predict import Prediction, predict
 from titan_hydra.plan.shape import NotPredictable
 from titan_hydra.runs import layout
@@ -32,14 +36,41 @@ def with_predictions(report: Report) -> Report:
 
 def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
     """Predict a run from its config.json; if that is impossible, return the reason."""
-    content = layout.CONFIG.read(directory)
-    if not content:
-        return f"{directory.name} has no config.json that can be read"
     try:
-        job = from_dict(Job, content)
+        job = job_of_run(directory)
         found = predict(on(job, Hardware(**rates)) if rates else job)
-    except (KeyError, TypeError):
-        return f"{directory.name} was written by another version of titan_hydra"
     except NotPredictable as error:
         return str(error)
     return found.reason if found.reason and found.capacity_gib is None else found
+
+
+def measured_rows(report: Report) -> list[dict[str, Any]]:
+    """Return each run that is done in the keys of assets/published.yaml, with its median speed and its reserved memory.
+    Raises ConfigError if there is none, or a run cannot be read.
+    """
+    cells = [cell for row in report.rows for cell in row.cell.single if cell.done and cell.rate]
+    if not cells:
+        raise ConfigError("--row: no run is done and has a speed")
+    try:
+        jobs = [job_of_run(cell.directory) for cell in cells]
+    except NotPredictable as error:
+        raise ConfigError(f"--row: {error}") from error
+    day = datetime.now(UTC).date()
+    return [
+        row_of(job, cell.directory.name)
+        | {"source": f"{OWN}, {cell.directory.name}", "known": day, "device": f"{cell.result['world_size']} x {cell.result['device']}"}
+        | {"tokens_per_second_per_gpu": round(cell.rate, 1)}
+        | ({"memory_gib": round(cell.memory, 2)} if cell.memory else {})
+        for job, cell in zip(jobs, cells, strict=True)
+    ]
+
+
+def job_of_run(directory: Path) -> Job:
+    """Read a run's job. Raises NotPredictable if it is damaged, or of another version."""
+    content = layout.CONFIG.read(directory)
+    if not content:
+        raise NotPredictable(f"{directory.name} has no config.json that can be read")
+    try:
+        return from_dict(Job, content)
+    except (KeyError, TypeError) as error:
+        raise NotPredictable(f"{directory.name} was written by another version of titan_hydra") from error

@@ -1,4 +1,4 @@
-"""Conversations are data as the others of tests/data."""
+"""Import the fixtures of data (tests/data), as conversations are data."""
 
 from tests.data.conftest import job
 

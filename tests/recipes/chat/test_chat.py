@@ -1,5 +1,5 @@
-"""Conversations as samples: packed whole, the same on every layout, resumed exactly; what cannot be used is counted
-with its place.
+"""Conversations as samples: they are packed whole, the same on every layout, and resumed exactly; conversations that
+cannot be used are counted, with their places.
 """
 
 import gzip
@@ -28,14 +28,14 @@ from titan_hydra.train.objectives.language import IGNORED
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    """Several windows in an epoch of a small file."""
+    """Use small windows, so that an epoch of a small file has several."""
     monkeypatch.setattr(rows, "WINDOW", 25)
 
 
 @pytest.fixture
 def talk(job, tmp_path):
-    """A function that makes a job of 90 conversations in two files; keyword arguments are keys of `data`. Two are too
-    long.
+    """Return a function that makes a job of 90 conversations in two files; keyword arguments are keys of `data`. Two of
+    the conversations are too long.
     """
     rows = [
         {"messages": [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": f"{number} " * (number % 20 + 1)}]}
@@ -55,8 +55,8 @@ def talk(job, tmp_path):
 
 
 def take(job, ranks, steps, state=None):
-    """The tensors of global batches [steps, G, ...] that so many ranks read together, and their merged state, gone
-    through JSON.
+    """Return the tensors of global batches [steps, G, ...] that this number of ranks reads together, and their merged
+    state after a round trip through JSON.
 
     The ends of documents, whose width changes, are left out: they follow from the documents.
     """
@@ -94,7 +94,9 @@ def test_goes_on_exactly_from_a_saved_state_on_other_ranks(talk, prefetch):
 
 
 def conversations(batches):
-    """What each sample holds: for each document its tokens, as a tuple; the last of them is only a label."""
+    """Return the content of each sample: for each document its tokens, as a tuple. The last token of a document is only
+    a label.
+    """
     tokens, documents = (batches[name].reshape(-1, batches[name].shape[-1]) for name in ("tokens", "documents"))
     for row in range(len(tokens)):
         yield [tuple(tokens[row, documents[row] == document]) for document in range(documents[row].max() + 1)]
@@ -132,7 +134,7 @@ def test_labels_are_the_next_tokens_of_the_assistant_within_a_conversation(talk)
 
 
 def test_one_conversation_may_fill_a_sample_to_its_last_label(talk, tmp_path):
-    """A sample has seq_len inputs and as many labels: together one token more than seq_len."""
+    """A sample has seq_len inputs and as many labels, so one conversation in it may have one token more than seq_len."""
     loader = data.build(talk(), 0, 1)
     number = int(np.argmax([len(loader.samples.reader.turns(number).tokens) for number in range(30)]))
     tokens = loader.samples.reader.turns(number).tokens
@@ -177,7 +179,7 @@ GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "c
 
 
 def broken(dice):
-    """A row that nothing can be learned from, and a part of the reason."""
+    """Return a row from which nothing can be learned, and a part of the reason."""
     say = lambda *messages, **more: json.dumps({"messages": list(messages)} | more)  # noqa: E731
     user, assistant = GOOD["messages"]
     text = json.dumps(GOOD)
@@ -212,7 +214,7 @@ def broken(dice):
 
 @pytest.fixture
 def damaged(tmp_path):
-    """A file of 500 rows that cannot be used among 40 that can: the reasons by place."""
+    """Return a file of 500 unusable rows among 40 usable ones: the reasons by place."""
     dice, reasons, lines = random.Random(1), {}, []
     places = set(dice.sample(range(1, 540), 500))
     for number in range(540):
@@ -262,7 +264,7 @@ def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path, mon
     assert faults(*words)[0].startswith(f"data.chat_template={own}: it has not ended after 0.2 s on the first conversation")
     monkeypatch.undo()
     own.unlink()
-    os.mkfifo(own)  # would be waited for
+    os.mkfifo(own)  # opening it would block
     assert faults(*words)[0].startswith(f"data.chat_template={own}: not a file")
     file.write_text('{"text": "Hi"}\n')
     reason = "its first conversation: no list of messages under 'messages' (or 'conversations'), but 'text'"
@@ -302,7 +304,7 @@ def test_conversations_of_several_sources_are_mixed(talk, tmp_path):
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize(("added", "said"), [([], "its <|im_start|> is 12 unknown tokens of "), (["<|im_start|>", "<|im_end|>"], None)])
 def test_a_mark_that_the_tokenizer_does_not_know_is_a_fault(tmp_path, added, said, pairs):
-    """As with one token a letter: what is learned would mostly be the unknown tokens of `<|im_end|>`."""
+    """With one token per letter, for instance, most of the learned tokens would be the unknown tokens of `<|im_end|>`."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "A": 2, "C": 3}, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     words.add_special_tokens(["</s>", *added])
@@ -310,7 +312,7 @@ def test_a_mark_that_the_tokenizer_does_not_know_is_a_fault(tmp_path, added, sai
     file = tmp_path / "rows.jsonl"
     talk = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "C"}]}
     pair = {"prompt": "A", "chosen": "C", "rejected": "A", "ref_chosen_logps": -1.0, "ref_rejected_logps": -1.0}
-    # behind more blank lines than are looked at first
+    # after more blank lines than the check looks at first
     file.write_text("\n" * 40 + json.dumps(pair if pairs else talk) + "\n")
     found = faults(
         f"data={'preference' if pairs else 'chat'}",

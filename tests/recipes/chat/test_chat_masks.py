@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned: as transformers' own mask has it, and as a reader would mark them."""
+"""The learned tokens of a conversation are those of transformers' own mask, and those that a reader would mark."""
 
 import json
 from pathlib import Path
@@ -82,7 +82,7 @@ ROWS = dict.fromkeys(template.BUILT_IN, PLAIN) | {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The embedded tokenizer as a Hugging Face folder."""
+    """Return the embedded tokenizer as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("exported")
     export.write_tokenizer(EMBEDDED, folder, 4096)
     return schema.Tokenizer(name="hf", path=str(folder / "tokenizer.json"))
@@ -90,7 +90,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
-    """The same with the marks of all templates as special tokens."""
+    """Return the same tokenizer with the marks of all templates as special tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
     export.write_tokenizer(EMBEDDED, folder, 4096)
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -113,7 +113,7 @@ def read(row):
 
 
 def learned(reader, row):
-    """The text that is learned, a piece for each run of tokens."""
+    """Return the text that is learned, one piece for each run of tokens."""
     found = reader.encode(read(row))
     edges = np.flatnonzero(np.diff(found.trained, prepend=False, append=False))
     return [reader.tokenizer.decode(found.tokens[begin:end].tolist()) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
@@ -171,7 +171,9 @@ def test_tags_and_the_text_agree(hf, name):
 
 
 def test_ranges_of_tokens_that_leave_out_blanks_do_no_harm(hf, tmp_path):
-    """Llama 3's tokenizer.json trims them; a mask by its ranges would end where an answer begins with blanks."""
+    """Llama 3's tokenizer.json leaves blanks out of these ranges. A mask made from them would end where an answer
+    begins with blanks.
+    """
     words = tokenizers.Tokenizer.from_file(hf.path)
     words.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     words.save(str(tmp_path / "tokenizer.json"))
@@ -188,8 +190,8 @@ def test_reasoning_is_learned_and_that_of_earlier_turns_stays_out(hf):
 
 
 def test_a_template_that_tells_nothing_is_refused(hf):
-    """Without tags, and with reasoning that goes once the next question comes, nothing shows what the assistant
-    said.
+    """Without tags, and with reasoning that is removed when the next question comes, the template does not show which
+    text is the assistant's.
     """
     with pytest.raises(ConfigError, match=r"qwen3: it has no {% generation %} tags.*message 2.*Take train_on=last or all"):
         reader(hf, "qwen3", change=without_tags).encode(read(THOUGHT))
@@ -205,7 +207,9 @@ def test_calls_are_learned_and_results_are_not(hf):
 
 
 def test_tokens_are_those_of_the_whole_text_also_where_a_beginning_has_others():
-    """The newlines of the header and of the answer are one token, which a tokenized beginning does not have."""
+    """The newlines at the end of the header and at the start of the answer are one token, which does not occur if only
+    the beginning is tokenized.
+    """
     ours, row = reader(EMBEDDED, "llama3", change=lambda text: without_tags(text).replace(" | trim", "")), turns("Hi", "\nHello.")
     found, words = ours.encode(read(row)), ours.tokenizer
     assert found.tokens.tolist() == words.locate(template._plain(ours.template.render(read(row)))).ids

@@ -1,4 +1,4 @@
-"""`titan data show`: a row with its mask, and what all of them hold."""
+"""`titan data show` prints a row with its mask, and totals of all rows."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_what_cannot_be_used_is_counted(tmp_path, capsys):
 
 
 def shows_what_is_unknown(words, file, letters, capsys):
-    """Rows of a file with letters that the tokenizer lacks: a warning, which `titan data show` prints too."""
+    """Rows of a file with letters that the tokenizer does not know give a warning, which `titan data show` prints too."""
     words = (
         *words,
         f"data.path={file}",

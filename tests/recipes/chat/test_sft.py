@@ -1,5 +1,5 @@
-"""Supervised fine-tuning: the same on every layout, packed or not, resumed or not; only what the assistant says is
-learned.
+"""Supervised fine-tuning is the same on every layout, with and without packing and resuming; only what the assistant
+says is learned.
 """
 
 import json
@@ -89,7 +89,7 @@ def recording(user_modules):
 
 
 def alone(job, batch):
-    """The loss of every label, with each conversation in a batch of its own."""
+    """Return the loss of every label, with each conversation in a batch of its own."""
     model = models.build(job.model, job.data.seq_len)
     init_weights(model, job.model, job.seed)
     losses = torch.zeros(batch["labels"].shape)
@@ -170,8 +170,8 @@ def test_masked_labels_give_no_gradient():
 
 
 def test_the_assistants_words_are_learned_and_the_users_are_not(tiny, run_job):
-    """After some steps the held-out loss of what the assistant says has fallen far; that of the questions has not, as
-    nobody asked.
+    """After some steps the held-out loss of the assistant's words has fallen far. That of the questions has not, as
+    they are not learned.
     """
     words = (
         "data=embedded_chat",
@@ -195,8 +195,8 @@ def test_the_assistants_words_are_learned_and_the_users_are_not(tiny, run_job):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job, ranks):
-    """On chats, of which each local batch has another number of tokens that count: the mean of their means is another
-    number.
+    """The local batches of chats have different numbers of tokens that count, so the mean of their means would be
+    another number.
     """
     job = tiny(
         "data=embedded_chat",
@@ -262,7 +262,7 @@ def test_the_template_is_that_of_the_heaviest_source_with_one(tmp_path):
 
 
 def learned(job, batch):
-    """The texts that the labels of each conversation ask for."""
+    """Return the texts that the labels of each conversation contain."""
     words = tokenizer.load(job.tokenizer)
     labels, documents = batch["labels"], batch["documents"]
     asked = [
@@ -274,8 +274,8 @@ def learned(job, batch):
 
 
 def is_right(job, batch, rows):
-    """Whether exactly the answers are asked for, each with the mark of its end, and each label has the loss it has
-    alone.
+    """Check that the labels are exactly the answers, each with the mark of its end, and that each label has the same
+    loss as alone.
     """
     answers = {message["content"] + "<|eot_id|>" for row in rows for message in row if message["role"] == "assistant"}
     texts = [part + "<|eot_id|>" for text in learned(job, batch) for part in text.split("<|eot_id|>")[:-1]]
@@ -289,7 +289,7 @@ def is_right(job, batch, rows):
 
 @pytest.mark.parametrize("fault", ["none", "mask ahead", "mask behind", "documents see each other"])
 def test_planted_faults_are_found(fault, monkeypatch, tmp_path):
-    """A mask that is off by one, and packed conversations that see each other, go red."""
+    """The faults are a mask that is shifted by one token, and packed conversations that see each other."""
     right = ConversationReader.encode
 
     def shifted(reader, conversation):

@@ -1,5 +1,5 @@
-"""Rectified flow on captioned images: the same on every layout, resumed or not, and as a float64 formula written
-apart.
+"""Rectified flow on captioned images is the same on every layout, with and without a resume, and equals a separate
+float64 formula.
 """
 
 import numpy as np
@@ -74,7 +74,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def awake(user_modules):
-    """The family of AWAKE, on the path of Python."""
+    """Put the family of AWAKE on Python's path."""
     user_modules({"awake.py": AWAKE, "awake_on_ranks.py": AWAKE_ON_RANKS})
 
 
@@ -110,7 +110,7 @@ def test_every_parameter_has_a_gradient_and_the_loss_is_that_of_float64(awake):
 
 
 def test_attention_is_not_causal(awake):
-    """The first token of the text sees the last of the image, and the other way round."""
+    """The first token of the text sees the last token of the image, and the reverse."""
     job = reference_of(case("", 1, base=SMALL), steps=1)
     model, batch = models.build(job.model, job.data.seq_len), data.build(job, 0, 1).next()
     init_weights(model, job.model, job.seed)

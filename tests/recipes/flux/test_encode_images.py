@@ -1,74 +1,32 @@
-"""Captioned images from files to a run and back: encoded before it or in it, with tiny random encoders."""
+"""Captioned images from files to a run and back to files, encoded before the run or during it, with tiny random
+encoders.
+"""
 
 import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from PIL import Image
 
+from tests.recipes.flux.folders import write_encoders
 from titan_hydra import cli, data
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job
 from titan_hydra.recipes.flux.images import CAPTIONS, picture
 from titan_hydra.recipes.flux.sample import as_bytes
-from titan_hydra.recipes.flux.sample_command import png
 
 MODEL = ("model=flux_debug", "model.channels=4", "model.text_dim=24", "model.pooled_dim=24", "data.seq_len=24", "gpus=1")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """encoders/ with random weights, and images.jsonl with nine images of two sizes."""
-    transformers = pytest.importorskip("transformers", reason="transformers, which writes the encoders, is not installed")
-    diffusers = pytest.importorskip("diffusers", reason="diffusers, which writes the autoencoder, is not installed")
-    pytest.importorskip("PIL", reason="pillow, which reads images, is not installed")
+    """Return a folder with encoders/ with random weights, and images.jsonl with nine images of two sizes."""
     folder = tmp_path_factory.mktemp("images")
-    encoders = folder / "encoders"
-    torch.manual_seed(0)
-    transformers.T5EncoderModel(
-        transformers.T5Config(
-            vocab_size=60,
-            d_model=24,
-            d_kv=8,
-            d_ff=40,
-            num_layers=2,
-            num_heads=3,
-            feed_forward_proj="gated-gelu",
-        )
-    ).save_pretrained(encoders / "text_encoder_2")
-    transformers.CLIPTextModel(
-        transformers.CLIPTextConfig(
-            vocab_size=60,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=3,
-            max_position_embeddings=12,
-            eos_token_id=1,
-        )
-    ).save_pretrained(encoders / "text_encoder")
-    diffusers.AutoencoderKL(
-        block_out_channels=(8, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=4,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-    ).save_pretrained(encoders / "vae")
-    pieces = ["<pad>", "<|endoftext|>", "<|startoftext|>", "</s>", "<unk>", *sorted({word for text in CAPTIONS for word in text.split()})]
-    words = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    for name in ("tokenizer", "tokenizer_2"):
-        (encoders / name).mkdir()
-        words.save(str(encoders / name / "tokenizer.json"))
+    write_encoders(encoders := folder / "encoders")
     rows = []
     for number, caption in enumerate(CAPTIONS[:9]):
         pixels = as_bytes(picture(caption, 32, 0))
-        (folder / f"{number}.png").write_bytes(png(pixels if number % 2 else pixels[:, 4:28]))
+        Image.fromarray(pixels if number % 2 else pixels[:, 4:28]).save(folder / f"{number}.png")
         rows.append({"image": f"{number}.png", "caption": caption})
     (folder / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["encode-images", str(folder / "images.jsonl"), "--encoders", str(encoders), "--size", "16", "--text-len", "8"]
@@ -120,8 +78,6 @@ def test_a_run_on_them_draws_with_the_same_encoders(folder, run_job, tmp_path, c
     assert cli.main(words) == 2
     assert "name the folder with --encoders" in capsys.readouterr().err
     assert cli.main([*words, "--encoders", str(folder / "encoders")]) == 0
-    from PIL import Image
-
     assert Image.open(tmp_path / "01-a-red-circle.png").size == (16, 16)
 
 

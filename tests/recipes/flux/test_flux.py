@@ -1,4 +1,6 @@
-"""FLUX: its sizes; the same function as diffusers' model, with weights that go there and back."""
+"""FLUX has the right sizes and computes the same function as diffusers' model; weights can be converted in both
+directions.
+"""
 
 import contextlib
 import json
@@ -43,12 +45,12 @@ def test_flops_are_those_that_torch_counts():
             torch.zeros(1, image, 3),
         ).sum().backward()
     first = 2 * (image * job.model.patch_width + text_len * job.model.text_dim + 256 + job.model.pooled_dim) * job.model.dim
-    counted = counter.get_total_flops() + first  # inputs have no gradient, and so no matmul for it
+    counted = counter.get_total_flops() + first  # inputs have no gradient, so there is no matmul for it
     assert models.family_of(job.model).flops(job.model, seq_len, 0) * seq_len == pytest.approx(counted, rel=0.01)
 
 
 def theirs(**keys):
-    """A tiny random model of diffusers."""
+    """Return a tiny random model of diffusers."""
     diffusers = pytest.importorskip("diffusers", reason="diffusers, the reference for FLUX, is not installed")
     torch.manual_seed(0)
     model = diffusers.FluxTransformer2DModel(
@@ -62,13 +64,13 @@ def theirs(**keys):
         axes_dims_rope=(4, 6, 6),
         **keys,
     )
-    for parameter in model.parameters():  # modulations begin at 0 in no model of theirs, but biases do
+    for parameter in model.parameters():  # in diffusers' models modulations do not begin at 0, but biases do
         torch.nn.init.normal_(parameter, std=0.2)
     return model
 
 
 def inputs(samples=2, side=3, tokens=5):
-    """Latents, text, pooled, time and positions for `theirs`."""
+    """Return latents, text, pooled, time and positions for `theirs`."""
     rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     positions = torch.stack((torch.zeros(side, side), rows, columns), dim=-1).view(-1, 3)
     return torch.randn(samples, side * side, 16), torch.randn(samples, tokens, 24), torch.randn(samples, 20), torch.rand(samples), positions
@@ -132,8 +134,8 @@ def test_what_cannot_be_converted_is_one_line(tmp_path):
 
 
 class Strides(TorchDispatchMode):
-    """What torch would look cuDNN's backward up by (q, k, v), and what its graph depends on beside it (output,
-    gradient).
+    """Record the strides by which torch would look up cuDNN's backward (q, k, v), and those on which its graph also
+    depends (output, gradient).
     """
 
     def __init__(self):
@@ -150,7 +152,7 @@ class Strides(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def backend(self):
-        """A compiler that looks at the graphs, below which no mode is called."""
+        """A compiler that sees inside graphs, which a mode does not."""
 
         def look(graph, inputs):
             for node in graph.graph.nodes:
@@ -162,8 +164,8 @@ class Strides(TorchDispatchMode):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_kernels_that_take_the_same_queries_take_gradients_of_one_layout(compiled):
-    """torch keeps one graph of cuDNN's backward for them: with strides of two kinds half of the gradients would be
-    wrong.
+    """For these kernels torch keeps one graph of cuDNN's backward. If the gradients had two kinds of strides, half of
+    them would be wrong.
     """
     job = compose_job("data=synthetic_images", "model=flux_debug", "gpus=1", "model.n_layers=3", "model.double_layers=1")
     config, tokens, text = job.model, 16, job.model.text_len

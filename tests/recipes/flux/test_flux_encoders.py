@@ -1,116 +1,211 @@
-"""The text encoders and the autoencoder around FLUX compute what transformers and diffusers compute, on tiny random
-weights.
+"""The text encoders and the autoencoder around FLUX, which are those of transformers and diffusers: what they are given,
+what is made of their results, and the folders that are refused. Weights are tiny and random.
 """
 
 import json
+import shutil
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tests.recipes.flux.folders import BEGIN, END, MERGES, ROOM, T5_WORDS, WIDTH, write_encoders
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.recipes.flux.autoencoder import Autoencoder
-from titan_hydra.recipes.flux.clip import Clip
-from titan_hydra.recipes.flux.encoders import read_frozen, words_of
-from titan_hydra.recipes.flux.t5 import T5
+from titan_hydra.config.compose import compose_job
+from titan_hydra.recipes.flux import images
+from titan_hydra.recipes.flux.encoders import Encoders
 
 CPU = torch.device("cpu")
+RED, CAT = 191, 193  # what CLIP's tokenizer makes of "red" and "cat"
+TEXTS = ["a red cat", "Red  CAT", ""]
 
 
-def drawn(model):
-    """A model with all parameters random, norms and biases too."""
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    write_encoders(folder := tmp_path_factory.mktemp("encoders"))
+    return folder
 
 
-def test_t5(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="transformers, the reference for T5, is not installed")
-    config = transformers.T5Config(vocab_size=50, d_model=24, d_kv=8, d_ff=40, num_layers=3, num_heads=3, feed_forward_proj="gated-gelu")
-    theirs = drawn(transformers.T5EncoderModel(config))
-    theirs.save_pretrained(tmp_path)
-    tokens = torch.randint(50, (2, 300))  # beyond the largest distance that has a bucket of its own
+@pytest.fixture(scope="module")
+def tools(written):
+    return Encoders(written, CPU)
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(written, tmp_path / "encoders")
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """What is not in the folder is not looked for elsewhere."""
+
+    def refused(*_):
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refused)
+    monkeypatch.setattr(socket.socket, "connect", refused)
+
+
+def test_every_token_of_a_caption_is_embedded_and_so_is_its_padding(tools):
+    text, pooled = tools.captions(TEXTS, 8)
+    assert text.shape == (3, 8, WIDTH) and pooled.shape == (3, WIDTH)
+    assert text.dtype == pooled.dtype == torch.float32 and not text.requires_grad and not pooled.requires_grad
+    tokens = [["\u2581", "a", "\u2581red", "\u2581cat", "</s>", *["<pad>"] * 3]]
+    ids = torch.tensor([[T5_WORDS.index(token) for token in row] for row in tokens])
     with torch.no_grad():
-        expected = theirs(tokens).last_hidden_state
-    torch.testing.assert_close(read_frozen(T5, tmp_path, CPU)(tokens), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(text[:1], tools.t5(ids).last_hidden_state, rtol=0, atol=1e-6)
+        alone = tools.t5(ids[:, :5]).last_hidden_state
+    assert (text[:1, :5] - alone).abs().max() > 1e-3, "padding is attended to"
+    longer, same = tools.captions(TEXTS, 12)
+    assert longer.shape == (3, 12, WIDTH) and torch.equal(same, pooled)
 
 
-@pytest.mark.parametrize("end", [2, 41])
-def test_clip(tmp_path, end):
-    transformers = pytest.importorskip("transformers", reason="transformers, the reference for CLIP, is not installed")
-    config = transformers.CLIPTextConfig(
-        vocab_size=50,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        max_position_embeddings=12,
-        eos_token_id=end,
-    )
-    theirs = drawn(transformers.CLIPTextModel(config))
-    theirs.save_pretrained(tmp_path)
-    tokens = torch.tensor([[40, 3, 5, 49, 41, 41, 41], [40, 7, 41, 49, 1, 2, 3]])
+def test_a_caption_that_is_too_long_keeps_its_end_of_text(tools):
+    whole, part = tools.captions(["red " * 40], 8), tools.captions(["red " * 90], 8)
+    assert all(torch.equal(one, other) for one, other in zip(whole, part, strict=True))
     with torch.no_grad():
-        expected = theirs(tokens).pooler_output
-    torch.testing.assert_close(read_frozen(Clip, tmp_path, CPU)(tokens), expected, rtol=1e-5, atol=1e-5)
+        text = tools.t5(torch.tensor([[T5_WORDS.index("\u2581red")] * 7 + [T5_WORDS.index("</s>")]])).last_hidden_state
+        pooled = tools.clip(torch.tensor([[BEGIN, *[RED] * (ROOM - 2), END]])).last_hidden_state[:, -1]
+    torch.testing.assert_close(part, (text, pooled), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("quant", [False, True])
-def test_autoencoder(tmp_path, quant):
-    diffusers = pytest.importorskip("diffusers", reason="diffusers, the reference for the autoencoder, is not installed")
-    theirs = drawn(
-        diffusers.AutoencoderKL(
-            block_out_channels=(8, 8, 16),
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            layers_per_block=2,
-            latent_channels=4,
-            norm_num_groups=4,
-            use_quant_conv=quant,
-            use_post_quant_conv=quant,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-        )
-    )
-    theirs.save_pretrained(tmp_path)
-    ours, images = read_frozen(Autoencoder, tmp_path, CPU), torch.rand(2, 3, 24, 16) * 2 - 1
+@pytest.mark.parametrize("end", [2, END])
+def test_a_whole_caption_is_embedded_at_its_first_end_of_text(folder, tools, end):
+    """Old configurations name 2, a token of "##" here: the end is the largest number then."""
+    file = folder / "text_encoder/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": end}))
+    found = Encoders(folder, CPU)
+    _, pooled = found.captions(["red cat", "## red"], 8)
     with torch.no_grad():
-        expected = theirs.encode(images).latent_dist
-        mean, std = ours.encode(images)
-        torch.testing.assert_close(mean, (expected.mean - 0.1159) * 0.3611, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(std, expected.std * 0.3611, rtol=1e-5, atol=1e-5)
-        image = theirs.decode(mean / 0.3611 + 0.1159).sample
-        torch.testing.assert_close(ours.decode(mean), image, rtol=1e-5, atol=1e-5 * image.abs().max().item())
+        expected = found.clip(torch.tensor([[BEGIN, RED, CAT, END]])).last_hidden_state[:, 3]
+    torch.testing.assert_close(pooled[:1], expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(pooled, tools.captions(["red cat", "## red"], 8)[1], rtol=0, atol=1e-6)
 
 
-def test_clips_words_are_those_of_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="transformers, the reference for CLIP's tokenizer, is not installed")
-    letters = [chr(code) for code in range(33, 127)] + ["\u0120"]
-    merges = ["r e", "re d</w>", "c a", "ca t</w>", "1 2</w>"]
-    pieces = [*letters, *(f"{letter}</w>" for letter in letters), "re", "red</w>", "ca", "cat</w>", "12</w>"]
-    pieces += ["<|startoftext|>", "<|endoftext|>"]
-    (tmp_path / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(pieces)}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges))
-    theirs, ours = transformers.CLIPTokenizer.from_pretrained(tmp_path), words_of(tmp_path)
-    for text in ("A red cat", "  the  CAT's 12 reds!?", "cat, cat;cat", "it's"):
-        assert ours.encode(text).ids == theirs(text, add_special_tokens=False).input_ids, text
+@pytest.mark.parametrize("shift", [0.1159, None])
+def test_latents_are_scaled_and_shifted(tmp_path, shift):
+    write_encoders(tmp_path, shift=shift)
+    tools, pixels = Encoders(tmp_path, CPU), torch.rand(2, 3, 24, 16) * 2 - 1
+    mean, std = tools.encode(pixels)
+    assert mean.shape == std.shape == (2, 4, 12, 8) and tools.factor == 2 and mean.dtype == std.dtype == torch.float32
+    with torch.no_grad():
+        plain = tools.autoencoder.encode(pixels).latent_dist
+        expected = tools.autoencoder.decode(plain.mean).sample
+    torch.testing.assert_close(mean, 0.3611 * (plain.mean - (shift or 0)), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(std, 0.3611 * plain.std, rtol=1e-6, atol=1e-6)
+    image = tools.decode(mean)
+    assert image.shape == pixels.shape and not image.requires_grad
+    torch.testing.assert_close(image, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
-        read_frozen(T5, tmp_path, CPU)
-    config = {
-        "vocab_size": 5,
-        "d_model": 4,
-        "d_kv": 2,
-        "d_ff": 4,
-        "num_layers": 1,
-        "num_heads": 2,
-        "relative_attention_num_buckets": 32,
-        "layer_norm_epsilon": 1e-6,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"shared\.weight is nothing; its config\.json asks for \(5, 4\)"):
-        read_frozen(T5, tmp_path, CPU)
-    with pytest.raises(ConfigError, match=r"has neither a tokenizer\.json nor a vocab\.json"):
-        words_of(tmp_path)
+def test_weights_are_frozen_and_in_float32_whatever_the_files_have(tmp_path):
+    write_encoders(tmp_path, dtype=torch.bfloat16)
+    tools = Encoders(tmp_path, CPU)
+    for module in (tools.clip, tools.t5, tools.autoencoder):
+        assert not module.training
+        assert all(weight.dtype == torch.float32 and not weight.requires_grad for weight in module.parameters())
+    saved = load_file(tmp_path / "text_encoder_2/model.safetensors")["shared.weight"]
+    assert saved.dtype == torch.bfloat16 and torch.equal(tools.t5.shared.weight, saved.float())
+
+
+def test_names_and_configurations_as_published(folder, tools):
+    """Those of transformers 4: a prefix in CLIP, and T5's embedding under one of two names."""
+    clip, t5 = (folder / name for name in ("text_encoder", "text_encoder_2"))
+    weights = {f"text_model.{name}": weight for name, weight in load_file(clip / "model.safetensors").items()}
+    weights["text_model.embeddings.position_ids"] = torch.arange(ROOM)[None]
+    save_file(weights, clip / "model.safetensors", {"format": "pt"})
+    for part in (clip, t5):
+        config = json.loads((part / "config.json").read_text()) | {"torch_dtype": "bfloat16", "tie_word_embeddings": False}
+        del config["dtype"]
+        (part / "config.json").write_text(json.dumps(config | {"transformers_version": "4.43.3"}))
+    found, expected = Encoders(folder, CPU).captions(TEXTS, 8), tools.captions(TEXTS, 8)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_clips_words_are_the_same_from_both_formats(folder, tools):
+    shutil.rmtree(folder / "tokenizer")
+    tools.clip_words.save_pretrained(folder / "tokenizer")
+    assert not (folder / "tokenizer/merges.txt").exists() and len(MERGES) == 4
+    for text, ids in (("Red CAT", [RED, CAT]), ("  red\n cat ", [RED, CAT]), ("!!", [0, 95]), ("redcat", None), ("it's", None)):
+        found = [one.clip_words(text).input_ids for one in (tools, Encoders(folder, CPU))]
+        assert found[0] == found[1] and found[0][0] == BEGIN and found[0][-1] == END, text
+        assert ids is None or found[0][1:-1] == ids
+
+
+def without_a_weight(folder):
+    weights = load_file(folder / "text_encoder/model.safetensors")
+    del weights["final_layer_norm.bias"]
+    save_file(weights, folder / "text_encoder/model.safetensors", {"format": "pt"})
+
+
+def with_other_shapes(part, **keys):
+    def change(folder):
+        file = folder / part / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+    return change
+
+
+def with_pickles_alone(folder):
+    for part, name in (("text_encoder_2", "pytorch_model.bin"), ("vae", "diffusion_pytorch_model.bin")):
+        (file,) = (folder / part).glob("*.safetensors")
+        torch.save(load_file(file), folder / part / name)
+        file.unlink()
+
+
+def with_an_index_of_pickles(folder):
+    with_pickles_alone(folder)
+    index = {"metadata": {}, "weight_map": {"shared.weight": "pytorch_model.bin"}}
+    (folder / "text_encoder_2/model.safetensors.index.json").write_text(json.dumps(index))
+
+
+DAMAGE = {
+    "no folder": (shutil.rmtree, "/text_encoder: has no config.json"),
+    "no configuration": (lambda folder: (folder / "vae/config.json").unlink(), "/vae: has no config.json"),
+    "half a configuration": (lambda folder: (folder / "vae/config.json").write_text("{"), "/vae: cannot be read (It looks like"),
+    "a weight less": (without_a_weight, "/text_encoder: final_layer_norm.bias is missing, or has another shape than"),
+    "another width of T5": (with_other_shapes("text_encoder_2", d_ff=41), ".layer.1.DenseReluDense.wi_0.weight is missing, or has"),
+    "other latents": (with_other_shapes("vae", latent_channels=5), "/vae: decoder.conv_in.weight is missing, or has another shape"),
+    "pickles": (with_pickles_alone, "/text_encoder_2: cannot be read (Error no file named model.safetensors"),
+    "an index of pickles": (with_an_index_of_pickles, "/model.safetensors.index.json: names files that are not safetensors"),
+    "half a file": (lambda folder: (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"half"), "/vae: cannot be read ("),
+    "no merges": (lambda folder: (folder / "tokenizer/merges.txt").unlink(), "/tokenizer: has no tokenizer.json or vocab.json with"),
+    "half a tokenizer": (lambda folder: (folder / "tokenizer/vocab.json").write_text("{"), "/tokenizer: cannot be read ("),
+    "no T5 tokenizer": (lambda folder: (folder / "tokenizer_2/tokenizer.json").unlink(), "/tokenizer_2: has no tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_cannot_be_read_is_one_line(folder, capfd, name):
+    damage, line = DAMAGE[name]
+    damage(folder)
+    with pytest.raises(ConfigError) as error:
+        Encoders(folder, CPU)
+    assert line in str(error.value) and str(error.value).startswith(str(folder)) and "\n" not in str(error.value)
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def test_missing_libraries_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(ConfigError, match=r"is read by transformers and diffusers: pip install -e '\.\[images\]' \(") as error:
+        Encoders(tmp_path, CPU)
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(images, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        compose_job("model=flux_debug", "data=image_files", f"data.path={tmp_path}/a.jsonl", f"data.encoders={tmp_path}")
+    assert "data.name=image_files: needs diffusers and transformers: pip install -e '.[images]'" in str(error.value).splitlines()
+
+
+def test_what_needs_no_encoders_imports_no_libraries():
+    code = """import sys
+from titan_hydra import data
+from titan_hydra.config.compose import compose_job
+from titan_hydra.recipes.flux import encode, encode_command, sample, sample_command
+data.build(compose_job("experiment=flux_laptop", "gpus=1", "data.local_batch=2"), 0, 1).next()
+assert not {"transformers", "diffusers"} & set(sys.modules)"""
+    subprocess.run([sys.executable, "-c", code], check=True)

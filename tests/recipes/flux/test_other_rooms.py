@@ -1,4 +1,4 @@
-"""What other rooms do for FLUX: number formats, attention, warnings about captions, threads."""
+"""Test what other rooms do for FLUX: number formats, attention, warnings about captions, threads."""
 
 import json
 import shutil
@@ -25,8 +25,8 @@ OWN = 3  # the device of this rank
 
 @pytest.mark.parametrize("kernels", ["torchao", "fused"])
 def test_a_linear_that_computes_more_or_sees_few_rows_stays(kernels):
-    """FLUX's modulations cut what they return; with its embedders they see a row a sample: too few for the matmul of
-    its gradient.
+    """FLUX's modulations split their output. They and its embedders get one row per sample, which are too few for the
+    matmul of the weight's gradient.
     """
     model, (line, *_) = converted(compose_job("model=flux_debug", "data=synthetic_images", *EMULATED, f"precision.kernels={kernels}"))
     plain = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Modulation)}
@@ -50,7 +50,7 @@ def test_attention_sees_all():
 
 
 def test_captions_for_text_encoders(tmp_path, letters):
-    """FLUX's captions are read by the tokenizer of T5, which lies in the encoders' folder."""
+    """FLUX's captions are read by T5's tokenizer, which is in the encoders' folder."""
     (tmp_path / "encoders" / "tokenizer_2").mkdir(parents=True)
     shutil.copy(letters, tmp_path / "encoders" / "tokenizer_2" / "tokenizer.json")
     lines = tmp_path / "images.jsonl"
@@ -63,7 +63,7 @@ def test_captions_for_text_encoders(tmp_path, letters):
 
 
 def test_images_are_encoded_in_a_stream_of_their_own(monkeypatch):
-    """In the step's stream, each image would wait for all kernels that are queued there."""
+    """In the step's stream, each image would wait for all kernels that are already queued."""
     entered, seen = [], []
 
     class Stream:
@@ -76,7 +76,7 @@ def test_images_are_encoded_in_a_stream_of_their_own(monkeypatch):
         def __exit__(self, *_):
             entered.pop()
 
-    tools = SimpleNamespace(device=torch.device("cuda", OWN), autoencoder=SimpleNamespace(factor=8))
+    tools = SimpleNamespace(device=torch.device("cuda", OWN), factor=8)
     row = {name: torch.zeros(1, 2) for name in ("mean", "std", "text", "pooled")}
     monkeypatch.setattr(encode, "Encoders", lambda *_: tools)
     monkeypatch.setattr(encode, "captioned", lambda _: [("image", "caption")])

@@ -1,4 +1,4 @@
-"""`titan sample`: Euler steps from noise to the image, guidance, PNG files."""
+"""Test `titan sample`: Euler steps from noise to the image, guidance, PNG files."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,10 @@ from titan_hydra import cli
 from titan_hydra.config.compose import compose_job
 from titan_hydra.recipes.flux.images import Caption
 from titan_hydra.recipes.flux.sample import flow, times
-from titan_hydra.recipes.flux.sample_command import png
 
 
 class Straight(nn.Module):
-    """The velocity of a flow from any noise to one image, which is the caption's first number everywhere."""
+    """The velocity of a flow from any noise to one image. All values of the image equal the caption's first number."""
 
     def __init__(self):
         super().__init__()
@@ -46,13 +45,6 @@ def test_guidance_goes_beyond_the_empty_prompt():
 def test_times_fall_from_noise_to_image():
     assert times(4, 0.0) == pytest.approx([1, 0.75, 0.5, 0.25, 0])
     assert times(2, 1.0) == pytest.approx([1, np.e / (np.e + 1), 0])
-
-
-def test_png_is_read_by_pillow(tmp_path):
-    image = pytest.importorskip("PIL.Image", reason="pillow, which reads the file, is not installed")
-    pixels = np.random.default_rng(0).integers(256, size=(5, 7, 3), dtype=np.uint8)
-    (tmp_path / "a.png").write_bytes(png(pixels))
-    assert np.array_equal(np.asarray(image.open(tmp_path / "a.png")), pixels)
 
 
 def test_a_run_draws_its_prompts(run_job, tmp_path, capsys):

@@ -1,4 +1,6 @@
-"""Images with text: the tower against a plain one that reads each image alone, layouts, ranks without images, tars."""
+"""Test images with text: the tower against a plain one that reads each image alone, layouts, ranks without images,
+tars.
+"""
 
 import io
 import json
@@ -27,7 +29,7 @@ from titan_hydra.verify.verify import verify
 BASE = ("data=synthetic_image_text", "data.seq_len=96", "objective.patches=64", "objective.image_patches=40")
 SMALL = ("model.vocab_size=4096", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4")
 WHOLE = "data.document_mask=false"
-# objectives that suit a model of text
+# objectives that a model of text supports
 OF_TEXT = " or ".join(name for name, record in OBJECTIVES.items() if record.makes == "tokens")
 LAYOUTS = {
     "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),
@@ -68,7 +70,7 @@ def test_layouts_learn_the_same_in_bf16(slow):
 
 
 def tar(file, members):
-    """A tar of these members, by name."""
+    """Write a tar with these members, by name."""
     with tarfile.open(file, "w") as out:
         for name, content in members.items():
             about = tarfile.TarInfo(name)
@@ -78,7 +80,7 @@ def tar(file, members):
 
 
 def png(height, width, seed=0):
-    """An image of random pixels."""
+    """Return an image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "png")
@@ -87,8 +89,8 @@ def png(height, width, seed=0):
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "hsdp"])
 def test_ranks_without_images_stay_in_the_collectives(tmp_path, parallelism):
-    """A sample has one document. The longest come first, those with images: half of the ranks have none, in the next
-    step no rank has.
+    """A sample has one document. The longest documents, which have images, come first. In this step half of the ranks
+    have no image, and in the next step all have none.
     """
     text = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 3
     half = {f"{number:03}.json": json.dumps({"parts": [{"text": text}]}).encode() for number in range(8, 32)}
@@ -114,7 +116,7 @@ def test_ranks_without_images_stay_in_the_collectives(tmp_path, parallelism):
 
 
 def plain(tower, vision, pixels):
-    """What the tower gives for one image alone [height, width, 3], step by step as its paper has it."""
+    """Return what the tower gives for one image alone [height, width, 3], computed step by step as in its paper."""
     side = vision.patch
     rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
     weight = tower.patches.weight.view(-1, side, side, 3).permute(0, 3, 1, 2)
@@ -306,8 +308,8 @@ def test_an_example_has_the_shapes_of_real_batches():
 
 
 def test_captions_are_learned_from_the_images(tiny, run_job):
-    """With the images the loss of the captions, the two colours of a rectangle, falls below what a guess of them
-    costs.
+    """The captions name the two colours of a rectangle. With the images, their loss falls below that of guessing the
+    colours.
     """
     words = (
         "data=synthetic_image_text",
@@ -340,7 +342,7 @@ def test_a_damaged_image_is_black_where_that_is_allowed(tmp_path):
 
 def test_a_camera_that_was_turned_is_turned_back(tmp_path):
     exif, out = Image.Exif(), io.BytesIO()
-    exif[274] = 6  # turn by 90 degrees to see it
+    exif[274] = 6  # the image must be turned by 90 degrees to be seen upright
     pixels = np.zeros((8, 40, 3), dtype=np.uint8)
     pixels[:, 20:] = 255
     Image.fromarray(pixels).save(out, "jpeg", exif=exif, quality=95)

@@ -1,4 +1,4 @@
-"""What the launcher and `titan data show` tell of texts with images."""
+"""Test what the launcher and `titan data show` print about texts with images."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def test_images_are_shown_by_their_sizes(capsys):
 
 
 def test_captions_of_images_in_tars(tmp_path, letters, monkeypatch):
-    """Of the images nothing is read; a sample that cannot be used is left out."""
+    """Images are not decoded; a sample that cannot be used is left out."""
     members = {"0.txt": b"a lone text", "index": b""}
     for number in range(100):
         parts = {"parts": [{"image": "jpg"}, {"text": ROWS[-1]}]}

@@ -1,5 +1,5 @@
-"""Preference optimization and clipped policies: right by a formula apart, the same on every layout, refused where they
-cannot hold.
+"""Preference optimization and clipped policies equal a separate formula, are the same on every layout, and are refused
+where they cannot work.
 """
 
 import json
@@ -50,8 +50,8 @@ def conversations():
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Pairs of the package's conversations: the answer, and the next conversation's, with what a reference might
-    give.
+    """Return pairs from the package's conversations: the answer and the answer of the next conversation, with possible
+    values of a reference.
     """
     rows, file = conversations(), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     with file.open("w") as out:
@@ -69,7 +69,7 @@ def pairs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory):
-    """Tokens that were drawn, with log-probabilities and advantages of both signs."""
+    """Return sampled tokens, with log-probabilities and advantages of both signs."""
     file, dice = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", torch.Generator().manual_seed(0)
     with file.open("w") as out:
         for number in range(200):
@@ -109,7 +109,7 @@ def test_layouts_learn_the_same_in_bf16(pairs, rollouts, slow):
 
 
 def built(*words):
-    """A job, its model in float64 and a batch."""
+    """Return a job, its model in float64, and a batch."""
     job = compose_job("debug=tiny", "precision=fp32", "data.local_batch=4", *words)
     model = models.build(job.model, job.data.seq_len)
     init_weights(model, job.model, job.seed)
@@ -117,7 +117,7 @@ def built(*words):
 
 
 def plain(model, tokens, learned):
-    """The log-probability of each learned token of one document, which the model reads alone."""
+    """Return the log-probability of each learned token of one document, which the model reads alone."""
     logs = log_softmax(model(tokens[None, :-1])[0], -1)
     return [logs[place - 1, tokens[place]] for place in range(1, len(tokens)) if learned[place]]
 
@@ -161,7 +161,7 @@ def test_policy_is_the_papers_formula(rollouts, loss):
 
 
 def agrees(objective, model, job, batch, expected):
-    """The objective's loss of a packed batch and its gradients are those of the formula in float64."""
+    """Check that the objective's loss of a packed batch and its gradients are those of the formula in float64."""
     gradients = torch.autograd.grad(expected, [*model.parameters()])
     model.float()
     if job.loss.name == "linear_cross_entropy":
@@ -258,7 +258,7 @@ def test_a_row_that_is_no_rollout_is_one_line(tmp_path, row, reason):
 
 
 def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tmp_path, capsys):
-    """Scored by the model itself the first loss is log 2, and a few steps go far below it."""
+    """With pairs scored by the model itself, the first loss is log 2, and a few steps reduce it far."""
     words = ("data.seq_len=192", "model.vocab_size=4096", "data.local_batch=4", "data.global_batch=4")
     reference = run_job(tiny("data=embedded_chat", "validation=off", "steps=1", "optimizer.lr=0", *words))
     plain, scored = tmp_path / "plain.jsonl", tmp_path / "scored.jsonl"

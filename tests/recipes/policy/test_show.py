@@ -1,4 +1,4 @@
-"""What the launcher and `titan data show` tell of pairs and rollouts; what `titan data score` is called now."""
+"""Test what the launcher and `titan data show` print about pairs and rollouts, and the new name of `titan data score`."""
 
 import json
 

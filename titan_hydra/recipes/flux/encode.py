@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -86,8 +87,7 @@ def encoded(part: list[tuple[Path, str]], tools: Encoders, size: int, text_len: 
     float32.
     """
     pixels = torch.from_numpy(np.stack([pixels_of(file, size) for file, _ in part])).to(tools.device)
-    with torch.no_grad():
-        mean, std = tools.autoencoder.encode(pixels)
+    mean, std = tools.encode(pixels)
     text, pooled = tools.captions([caption for _, caption in part], text_len)
     return {"mean": mean, "std": std, "text": text, "pooled": pooled}
 
@@ -100,13 +100,9 @@ def caption_of(text: str, tools: Encoders, length: int) -> Caption:
 def pixels_of(file: Path, size: int) -> np.ndarray:
     """Return an image's central square as [3, size, size] in -1 to 1. Raises ConfigError if it cannot be read."""
     try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise ConfigError(f"{file}: images are read by pillow, which is not installed: pip install pillow") from error
-    try:
         with Image.open(file) as opened:
             image = opened.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
+    except OSError as error:
         raise ConfigError(f"{file}: cannot be read as an image ({error})") from error
     edge = min(image.size)
     left, top = ((length - edge) // 2 for length in image.size)
@@ -121,7 +117,7 @@ def open_image_files(key: str, source: ImageFilesSource, wanted: Wanted, seed: i
     model: Any = wanted.job.model
     tools = Encoders(home(source.encoders), device_here())
     listed = list(captioned(home(source.path if wanted.split == "train" else source.validation_path)))
-    side = model.latent_side(wanted.job.data.seq_len) * tools.autoencoder.factor
+    side = model.latent_side(wanted.job.data.seq_len) * tools.factor
 
     stream = torch.cuda.Stream(priority=-1) if tools.device.type == "cuda" else None
     if stream:

@@ -1,25 +1,18 @@
-"""FLUX's frozen encoders, read from a folder in Hugging Face's format: text_encoder (CLIP), text_encoder_2 (T5), vae,
-and two tokenizers.
+"""FLUX's frozen encoders, which transformers and diffusers read from a folder in Hugging Face's format: text_encoder
+(CLIP), text_encoder_2 (T5), vae, and two tokenizers. The libraries are imported when a folder is opened: other runs need
+neither.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_hydra.base.errors import ConfigError
-
-from .autoencoder import Autoencoder
-from .clip import Clip
-from .t5 import T5
-
-CLIP_WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+from titan_hydra.config.files import read_json
 
 
 class Encoders:
@@ -28,67 +21,78 @@ class Encoders:
     """
 
     def __init__(self, folder: Path, device: torch.device):
+        try:
+            import diffusers
+            import transformers
+        except ImportError as error:
+            raise ConfigError(f"{folder}: is read by transformers and diffusers: pip install -e '.[images]' ({error})") from error
+        for library in (diffusers, transformers):  # what they warn about is an error here, of one line
+            library.utils.logging.set_verbosity_error()
+            library.utils.logging.disable_progress_bar()
         self.device = device
-        self.clip: Clip = read_frozen(Clip, folder / "text_encoder", device)
-        self.t5: T5 = read_frozen(T5, folder / "text_encoder_2", device)
-        self.autoencoder: Autoencoder = read_frozen(Autoencoder, folder / "vae", device)
-        self.clip_words, self.t5_words = words_of(folder / "tokenizer"), words_of(folder / "tokenizer_2")
+        self.clip = frozen(transformers.CLIPTextModel, folder / "text_encoder", device)
+        self.t5 = frozen(transformers.T5EncoderModel, folder / "text_encoder_2", device)
+        self.autoencoder = frozen(diffusers.AutoencoderKL, folder / "vae", device)
+        self.clip_words = words_of(transformers.CLIPTokenizer, folder / "tokenizer", "vocab.json", "merges.txt")
+        self.t5_words = words_of(transformers.T5Tokenizer, folder / "tokenizer_2")
+        config = self.autoencoder.config
+        self.scale, self.shift = config.scaling_factor, config.shift_factor or 0.0
+        self.factor = 2 ** (len(config.block_out_channels) - 1)  # side length in pixels of a latent
 
     @torch.no_grad()
     def captions(self, texts: list[str], length: int) -> tuple[Tensor, Tensor]:
         """Return the embeddings of the first `length` tokens of each text, and of each text as a whole. Padding tokens
         are embedded too, as FLUX is trained with them.
         """
-        begin, end = (self.clip_words.token_to_id(f"<|{name}oftext|>") for name in ("start", "end"))
-        room = self.clip.positions.num_embeddings
-        short = [[begin, *ids[: room - 2], end] for ids in self._ids(self.clip_words, texts)]
-        long = [[*ids[: length - 1], self.t5_words.token_to_id("</s>")] for ids in self._ids(self.t5_words, texts)]
-        padded = [ids + [end] * (room - len(ids)) for ids in short], [ids + [0] * (length - len(ids)) for ids in long]
-        pooled, text = (module(torch.tensor(ids, device=self.device)) for module, ids in zip((self.clip, self.t5), padded, strict=True))
-        return text, pooled
+        short = self._ids(self.clip_words, texts, self.clip.config.max_position_embeddings)
+        return self.t5(self._ids(self.t5_words, texts, length)).last_hidden_state, self.clip(short).pooler_output
 
-    def _ids(self, words: Tokenizer, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in words.encode_batch(texts, add_special_tokens=False)]
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean and the standard deviation of the latents of images [batch, 3, height, width] of -1 to 1,
+        scaled to about unit variance.
+        """
+        latents = self.autoencoder.encode(images).latent_dist
+        return (latents.mean - self.shift) * self.scale, latents.std * self.scale
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the images of scaled latents."""
+        return self.autoencoder.decode(latents / self.scale + self.shift).sample
+
+    def _ids(self, words: Any, texts: list[str], length: int) -> Tensor:
+        padded = words(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        return padded.input_ids.to(self.device)
 
 
-def read_frozen(kind: Any, folder: Path, device: torch.device) -> Any:
-    """Build a frozen module from a folder's config.json and weights. Raises ConfigError if a weight is missing or has
-    another shape.
+def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
+    """Read a module of transformers or diffusers from a folder's config.json and safetensors. Raises ConfigError if a
+    weight is missing or has another shape, where the libraries draw it at random.
     """
-    try:
-        with torch.device("meta"):
-            module: nn.Module = kind(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder / 'config.json'}: cannot be read ({type(error).__name__} {error})") from error
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensors |= {name.removeprefix("text_model."): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file}: cannot be read ({error})") from error
-    state = {}
-    for name, parameter in module.state_dict().items():
-        theirs = ".".join(kind.names.get(part, part) for part in name.split("."))
-        if theirs not in tensors or tensors[theirs].shape != parameter.shape:
-            has = tuple(tensors[theirs].shape) if theirs in tensors else "nothing"
-            raise ConfigError(f"{folder}: {theirs} is {has}; its config.json asks for {tuple(parameter.shape)}")
-        state[name] = tensors[theirs].float().to(device)
-    module.load_state_dict(state, assign=True)
-    return module.eval().requires_grad_(False)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}: has no config.json")
+    for index in folder.glob("*.index.json"):  # use_safetensors does not keep a pickle out that it names
+        if not all(str(name).endswith(".safetensors") for name in (read_json(index) or {}).get("weight_map", {}).values()):
+            raise ConfigError(f"{index}: names files that are not safetensors")
+    told = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    module, found = from_folder(kind, folder, dtype=torch.float32, **told)
+    if wrong := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
+        raise ConfigError(f"{folder}: {wrong[0]} is missing, or has another shape than its config.json asks for")
+    return module.eval().requires_grad_(False).to(device)
 
 
-def words_of(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a folder: its tokenizer.json, or CLIP's vocab.json and merges.txt."""
+def words_of(kind: Any, folder: Path, *older: str) -> Any:
+    """Read a tokenizer of transformers from a folder: from its tokenizer.json, or the files of an older format. Raises
+    ConfigError if they are missing, where transformers makes a tokenizer without words.
+    """
+    if not any(names and all((folder / name).is_file() for name in names) for names in (["tokenizer.json"], older)):
+        raise ConfigError(f"{folder}: has no {' or '.join(filter(None, ('tokenizer.json', ' with '.join(older))))}")
+    return from_folder(kind, folder)
+
+
+def from_folder(kind: Any, folder: Path, **told: Any) -> Any:
+    """Read an object of the libraries from the files of a folder alone. Raises ConfigError if that fails."""
     try:
-        if (folder / "tokenizer.json").is_file():
-            return Tokenizer.from_file(str(folder / "tokenizer.json"))
-        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-        words = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges), end_of_word_suffix="</w>", unk_token="<|endoftext|>"))
-    except Exception as error:  # tokenizers only raises this class
-        raise ConfigError(f"{folder}: has neither a tokenizer.json nor a vocab.json with merges.txt that can be read ({error})") from error
-    words.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()])
-    words.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(CLIP_WORDS), behavior="removed", invert=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    return words
+        return kind.from_pretrained(folder, local_files_only=True, **told)
+    except Exception as error:  # they raise many classes, some with a page of advice
+        raise ConfigError("{}: cannot be read ({})".format(folder, str(error).partition("\n")[0])) from error

@@ -11,6 +11,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,8 +139,10 @@ def faults(key: str, source: EncodedImagesSource, job: Job) -> Iterator[Fault]:
 
 
 def faults_of_files(key: str, source: ImageFilesSource, job: Job) -> Iterator[Fault]:
-    """Yield the missing files of the encoders, if images are encoded during the run."""
+    """Yield the missing libraries and files of the encoders, if images are encoded during the run."""
     wanted = [f"{part}/config.json" for part in ("text_encoder", "text_encoder_2", "vae")]
+    if absent := [name for name in ("diffusers", "transformers") if find_spec(name) is None]:
+        yield Fault(f"{key}.name", source.name, f"needs {' and '.join(absent)}: pip install -e '.[images]'")
     if not source.encoders:
         yield Fault(f"{key}.encoders", None, f"data={source.name} needs it")
     elif missing := [file for file in wanted if not (home(source.encoders) / file).is_file()]:

@@ -36,14 +36,16 @@ def sample(
     if family_of(config).takes != "latents":
         raise ConfigError(f"model.family={config.family}: takes tokens and draws no images; titan generate continues a text")
     _, section = find_section("data", checkpoint)
-    model = load_model(reader_of(checkpoint), config, section["seq_len"], dtype)
     tools = None if section["name"] == "synthetic_images" else encoders_of(section, encoders)
+    model = load_model(reader_of(checkpoint), config, section["seq_len"], dtype)
     captions = [spoken(prompt, config) if tools is None else caption_of(prompt, tools, config.text_len) for prompt in ("", *prompts)]
     size = (section["seq_len"] - config.text_len, config.patch_width)
     noise = torch.stack([torch.from_numpy(dice_of(seed, place).standard_normal(size, dtype=np.float32)) for place in range(len(prompts))])
     tokens = flow(model, noise, captions[1:], captions[0], times(steps, shift), scale)
     latents = as_latents(tokens.float())
-    return [as_bytes(to_pixels(one.cpu().numpy()) if tools is None else decoded(one, tools)) for one in latents]
+    if tools is None:
+        return [as_bytes(to_pixels(one.cpu().numpy())) for one in latents]
+    return [as_bytes(tools.decode(one[None].to(tools.device))[0].cpu().numpy()) for one in latents]
 
 
 def encoders_of(section: dict, folder: str | None) -> Encoders:
@@ -55,12 +57,6 @@ def encoders_of(section: dict, folder: str | None) -> Encoders:
             f"data={section['name']}: prompts and images need the encoders that the run's images had: name the folder with --encoders"
         )
     return Encoders(home(named), device_here())
-
-
-@torch.no_grad()
-def decoded(latents: Tensor, tools: Encoders) -> np.ndarray:
-    """Return the image [3, height, width] of latents."""
-    return tools.autoencoder.decode(latents.to(tools.device)[None])[0].cpu().numpy()
 
 
 def times(steps: int, shift: float) -> list[float]:

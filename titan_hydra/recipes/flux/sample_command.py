@@ -3,8 +3,6 @@
 import argparse
 import math
 import re
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +39,8 @@ def main(args: argparse.Namespace) -> int:
     for name in ("guidance", "shift"):
         if not (math.isfinite(value := getattr(args, name)) and value >= 0):
             raise ConfigError(str(Fault(f"--{name}", value, "must be a number, and not negative", legal=(0, 1))))
+    from PIL import Image
+
     from .sample import sample
 
     images = sample(checkpoint_of(args), args.prompt, args.steps, args.guidance, args.shift, args.seed, args.dtype, args.encoders)
@@ -49,20 +49,8 @@ def main(args: argparse.Namespace) -> int:
     try:
         args.to.mkdir(parents=True, exist_ok=True)
         for name, image in files.items():
-            (args.to / name).write_bytes(png(image))
+            Image.fromarray(image).save(args.to / name)
             print(args.to / name)
     except OSError as error:
         raise ConfigError(f"--to={args.to}: cannot be written ({error.strerror})") from error
     return Exit.DONE
-
-
-def png(image: np.ndarray) -> bytes:
-    """Return an image [height, width, 3] of bytes as a PNG file."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    height, width, _ = image.shape
-    rows = np.pad(image.reshape(height, -1), ((0, 0), (1, 0)))  # each row begins with the number of its filter: 0, none
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, red, green, blue
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)) + chunk(b"IEND", b"")

@@ -45,7 +45,6 @@ register(
         suffixes=(".tar",),
         gives=GIVEN,
         encodes=True,
-        faults=f"{IMAGES}:pillow_is_there",
         warnings=f"{IMAGES}:warnings_of_captions",
     )
 )
@@ -56,6 +55,5 @@ register(
         documents=False,
         gives=GIVEN,
         encodes=True,
-        faults=f"{IMAGES}:pillow_is_there",
     )
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import math
@@ -321,12 +320,6 @@ def _sizes(wanted: Wanted) -> tuple[int, int]:
 def draw_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
     """Draw the documents of data=synthetic_image_text; validation gets other documents."""
     return ImageSamples(DrawnReader(DrawnRows(wanted.drawn(seed), 10_000), wanted.tokenizer, *_sizes(wanted)), wanted, seed)
-
-
-def pillow_is_there(key: str, source: schema.Source, job: schema.Job) -> Iterator[Fault]:
-    """Yield a fault if pillow, which reads images, is not installed. Imports no torch."""
-    if importlib.util.find_spec("PIL") is None:
-        yield Fault(f"{key}.name", source.name, "needs pillow to read images: pip install pillow")
 
 
 def warnings_of_captions(key: str, source: FileSource, job: schema.Job) -> Iterator[Fault]:

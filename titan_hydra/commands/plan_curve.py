@@ -1,0 +1,124 @@
+"""`titan plan --gpus 8,16,64`: the fastest layout that fits each number of GPUs, what scaling costs, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.text import table
+from titan_hydra.config import Fault, Job
+from titan_hydra.plan import predict
+from titan_hydra.plan.search import Row, search
+
+TITLES = ("gpus", "layout", "ac", "local batch", "GiB", "fits", "tokens/s/device", "tokens/s", "of linear", "GPU-hours", "limited by")
+
+
+def device_counts(text: str) -> list[int]:
+    """Parse --gpus: whole numbers with commas between them, ascending and each once. Raises ArgumentTypeError."""
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or several with commas between them, as 8,16,64") from error
+
+
+def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
+    """Search for the fastest layout on each number of devices, and print a row for each; draw the speeds if --plot names
+    a folder. GPU-hours are those of a billion tokens. Returns 2 if nothing fits any of them.
+    """
+    for option in ("cell", "why", "prove", "calibrate", "tune", "goodput"):
+        if getattr(args, option):
+            reason = f"--{option} takes one number of GPUs"
+            raise ConfigError(str(Fault("--gpus", ",".join(map(str, counts)), reason, legal=(counts[0],))))
+    found = {count: search(job, count)[0] for count in counts}
+    best = {count: rows[0] for count, rows in found.items() if rows}
+    fitting = {count: row for count, row in best.items() if row.prediction.fits != "no"}
+    if args.json:
+        print(json.dumps([_as_json(count, best.get(count)) for count in counts], indent=2))
+    else:
+        _show(job, counts, best)
+    if args.plot and fitting:
+        print(*draw_speed(args.plot, {count: row.prediction for count, row in fitting.items()}, bool(job.data.global_batch)), sep="\n")
+    return Exit.DONE if fitting else Exit.CONFIG
+
+
+def billion_tokens(prediction: predict.Prediction) -> float | None:
+    """Return the GPU-hours of a billion tokens; None without a predicted speed, or if the layout does not fit."""
+    return 1e9 / prediction.speed.tokens_per_second / 3600 if prediction.speed and prediction.fits != "no" else None
+
+
+def _as_json(count: int, row: Row | None) -> dict:
+    if row is None:
+        return {"gpus": count, "overrides": None, "reason": "no layout obeys the rules"}
+    hours = billion_tokens(row.prediction)
+    return {"overrides": row.overrides, "gpu_hours_of_a_billion_tokens": hours} | predict.as_json(row.prediction)
+
+
+def _show(job: Job, counts: list[int], best: dict[int, Row]) -> None:
+    """Print a row for each number of devices, and the layouts as lines of overrides."""
+    batch = f"{job.data.global_batch:,} samples" if job.data.global_batch else f"{job.data.local_batch:,} on each GPU"
+    print(f"{job.model.name} on {job.hardware.name}, {job.data.seq_len:,} tokens a sample, global batch: {batch}")
+    fitting = [one.prediction.speed for one in best.values() if one.prediction.fits != "no"]
+    rows: list[tuple[Any, ...]] = []
+    for count in counts:
+        row = best.get(count)
+        if row is None:
+            rows.append((f"{count:,}", "no layout obeys the rules", *["-"] * (len(TITLES) - 2)))
+            continue
+        made, speed, fits = row.prediction, row.prediction.speed, row.prediction.fits != "no"
+        times = ["-"] * 4
+        if fits and speed and fitting[0]:
+            rate, linear = speed.tokens_per_second, fitting[0].tokens_per_second
+            times = [f"{rate:,.0f}", f"{rate * count:,.0f}", f"{rate / linear:.0%}", f"{billion_tokens(made):,.1f}"]
+        rows.append(
+            (
+                f"{count:,}",
+                layout_of(made.job),
+                made.job.ac.name,
+                made.job.data.local_batch,
+                f"{made.peak.gib:.1f}",
+                made.fits,
+                *times,
+                f"{speed.limit}; {made.peak.largest.name}" if fits and speed else made.peak.largest.name,
+            )
+        )
+    numbers = ("gpus", "local batch", "GiB", "tokens/s/device", "tokens/s", "of linear", "GPU-hours")
+    print(*table(TITLES, rows, numbers), sep="\n")
+    print("GPU-hours of a billion tokens. `limited by`: the largest term of time beside matmuls and attention; of memory\n")
+    print(*(f"{count:>6,}  {row.overrides}" for count, row in best.items()), sep="\n")
+
+
+def layout_of(job: Job) -> str:
+    """Return the degrees above one and the schedule, in words."""
+    degrees = job.parallelism
+    replicas = f"hsdp {degrees.dp_replicate} x {degrees.dp_shard}" if degrees.dp_replicate > 1 else f"fsdp {degrees.dp_shard}"
+    others = [f"{name} {getattr(degrees, name)}" for name in ("cp", "tp", "pp", "ep") if getattr(degrees, name) > 1]
+    schedule = job.pp_schedule
+    order = [f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}"] if degrees.pp > 1 else []
+    return ", ".join([replicas, *others, *order])
+
+
+def draw_speed(folder: Path, found: dict[int, predict.Prediction], fixed: bool) -> list[Path]:
+    """Draw tokens/s against the number of devices beside a line of linear scaling. Returns the files."""
+    import matplotlib
+
+    from titan_hydra.report.plots import figure, save_figure
+    from titan_hydra.report.style import LIGHT, settings
+
+    counts, job = list(found), next(iter(found.values())).job
+    speeds = [one.speed.tokens_per_second * count for count, one in found.items() if one.speed]
+    with matplotlib.rc_context(settings("plan")):
+        drawn, plane = figure(3.4)
+        plane.plot(counts, [speeds[0] / counts[0] * count for count in counts], color=LIGHT["rule"], label="linear")
+        plane.plot(counts, speeds, marker="o", label="predicted")
+        plane.set_xscale("log", base=2)
+        plane.set_yscale("log", base=2)
+        plane.set_xticks(counts, [f"{count:,}" for count in counts])
+        plane.set_yticks(speeds, [f"{speed:,.3g}" if speed < 1000 else f"{speed:,.0f}" for speed in speeds])
+        plane.minorticks_off()
+        plane.set_xlabel(f"GPUs, {'at a fixed global batch' if fixed else 'with a fixed batch on each'}")
+        plane.set_title(f"{job.model.name} on {job.hardware.name}: tokens/s of the fastest layout that fits", loc="left")
+        plane.legend()
+        return [*save_figure(drawn, folder, "plan-speed")]
