@@ -65,7 +65,6 @@ LONG = (
     "equivalence/test_fake.py",
     "equivalence/test_random.py",
     "fault_tolerance/test_per_step.py",
-    "fault_tolerance/test_torchft_meetings.py",
     "fault_tolerance/test_replicas.py",
     "gpu/test_kit.py::test_a_case_that_raises_dies_or_hangs_costs_itself",
     "launch/test_cells.py::test_changed_config_is_refused",
