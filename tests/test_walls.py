@@ -323,7 +323,7 @@ LINES = {
     "observe": 1417,  # 1,400
     "checkpoint": 1579,  # 1,400
     "train": 1504,  # 1,550
-    "fault_tolerance": 1114,  # 600
+    "fault_tolerance": 1115,  # 600
     "verify": 2002,  # 2,000
     "launch": 3165,  # 1,950
     "report": 2349,  # 2,050

@@ -8,6 +8,7 @@ done_<group>.json, and outcome.json records whether the meeting counts.
 
 members.json and outcome.json are created with link(2), which exactly one process can win, on NFS too. All groups
 therefore read the same decision even if its author dies right afterwards.
+tests/fault_tolerance/test_torchft_meetings.py shows what torchft's quorum loses here.
 """
 
 import json
