@@ -312,7 +312,7 @@ def test_public_names_are_unique():
 # of its own that gives the reason. The second number is the one that part 13 plans; the lines above it are to be
 # removed.
 LINES = {
-    "base": 646,  # 520
+    "base": 651,  # 520
     "config": 4875,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800

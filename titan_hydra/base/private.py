@@ -207,6 +207,11 @@ def forget_forward(stage: Any, microbatch: int) -> None:
     kept.input_values.clear()
 
 
+def holds_sent(stage: Any) -> bool:
+    """Whether torch's pipeline stage keeps an output that it has sent until the next step. torch 2.15 releases it."""
+    return hasattr(stage, "fwd_cache")
+
+
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let the compiler call a function once, while it traces, and take the result for a constant. The public function
     torch.compiler.assume_constant_result would import the compiler: a second of each start.

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from titan_hydra.base.private import Action as TorchAction
-from titan_hydra.base.private import ComputationType, PipelineSchedule, PipelineScheduleRuntime, forget_forward, load_csv
+from titan_hydra.base.private import ComputationType, PipelineSchedule, PipelineScheduleRuntime, forget_forward, holds_sent, load_csv
 from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.job.batches import microbatch_size, microbatches
@@ -81,7 +81,7 @@ class Stage(PipelineStage):
     def get_fwd_send_ops(self, number: int) -> list[dist.P2POp]:
         """Return the operations that send the output of a microbatch."""
         operations = super().get_fwd_send_ops(number)
-        if not self.has_backward:
+        if not self.has_backward and holds_sent(self):
             forget_forward(self, number)  # else it would hold the outputs of all microbatches until the next step
         return operations
 
@@ -104,8 +104,8 @@ class Stage(PipelineStage):
 
 @contextlib.contextmanager
 def _receives_on_meta(stage: Stage) -> Iterator[None]:
-    """Let torch describe what a stage receives without memory: it would allocate all microbatches at once, 40 GiB for
-    128 of them, where 1F1B has one for each stage in flight.
+    """Let torch describe what a stage receives without memory. Before 2.15 it would allocate all microbatches at once,
+    40 GiB for 128 of them, where 1F1B has one for each stage in flight.
     """
     device, stage.device = stage.device, torch.device("meta")
     try:
@@ -115,16 +115,16 @@ def _receives_on_meta(stage: Stage) -> Iterator[None]:
 
 
 def allocate(received: tuple[Any, ...], device: torch.device) -> None:
-    """Give each tensor that is to be received its memory."""
+    """Give each tensor that is to be received its memory, where torch does not (2.15 does)."""
     for info in received:
-        if info.buffer is not None:
+        if getattr(info, "buffer", None) is not None:  # torch 2.11's records of the first stage have none
             info.buffer = torch.empty_like(info.buffer, device=device).requires_grad_(info.buffer.requires_grad)
 
 
 def free(received: tuple[Any, ...]) -> None:
     """Replace each received tensor by one without memory; autograd keeps what it still needs."""
     for info in received:
-        if getattr(info, "buffer", None) is not None:  # torch 2.11's records of the first stage have none
+        if getattr(info, "buffer", None) is not None:
             info.buffer = torch.empty_like(info.buffer, device="meta").requires_grad_(info.buffer.requires_grad)
 
 
