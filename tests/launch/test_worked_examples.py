@@ -27,7 +27,8 @@ def test_another_layout_is_the_same_run_to_rounding(launcher):
     for other in ("tp", "moved"):
         compared = said[f"titan compare fsdp {other}"]
         farthest = re.findall(r"off by (\S+) at most", compared)
-        assert len(farthest) == 2 and all(float(number) < 1e-5 for number in farthest), compared
+        same = compared.count("the same bits in all of them")  # of the loss or the norm, by chance
+        assert len(farthest) + same == 2 and all(float(number) < 1e-5 for number in farthest), compared
     trap = said["titan compare fsdp trap"]
     assert re.search(r"data\.global_batch +8 samples +2 samples +learning", trap) and "off by more than 0.0001 from step 1:" in trap, trap
 
