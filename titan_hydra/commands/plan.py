@@ -24,7 +24,7 @@ from titan_hydra.runs.view import add_runs
 
 from . import calibrate, plan_score, tune
 from .goodput import add_goodput, goodput
-from .plan_curve import curve, device_counts, draw_speed
+from .plan_curve import LIMITED, curve, device_counts, draw_speed, order_of
 
 BAR = 40  # characters of the longest bar
 
@@ -192,16 +192,15 @@ def show(rows: list[Row], points: int) -> None:
     cells = []
     for number, row in enumerate(rows, start=1):
         job, found = row.prediction.job, row.prediction
-        layout, schedule = job.parallelism, job.pp_schedule
+        layout = job.parallelism
         dp = f"{layout.dp_replicate}x{layout.dp_shard}" if layout.dp_replicate > 1 else layout.dp_shard
-        order = f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}" if layout.pp > 1 else "-"
         spare = FITS * found.capacity_gib - found.peak.gib
         cells.append(
             (
                 f"{number}*" if row.front else str(number),
                 dp,
                 *(getattr(layout, name) for name in degrees),
-                order,
+                order_of(job) or "-",
                 job.ac.name,
                 job.data.local_batch,
                 f"{found.speed.tokens_per_second:,.0f}",
@@ -218,7 +217,7 @@ def show(rows: list[Row], points: int) -> None:
         f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s +-{first.band:.0%}"
     )
     print(*table(titles, cells, ("dp", *degrees, *numbers, "GiB to spare")), sep="\n")
-    print("* no faster layout takes less memory. `limited by`: the largest term of time beside matmuls and attention; of memory\n")
+    print(f"* no faster layout takes less memory. {LIMITED}\n")
     for number, row in enumerate(rows, start=1):
         print(f"{number:>2}  {row.overrides}")
     if first.fits == "no":

@@ -15,6 +15,8 @@ from titan_hydra.plan.search import Row, search
 
 TITLES = ("gpus", "layout", "ac", "local batch", "GiB", "fits", "tokens/s/device", "tokens/s", "of linear", "GPU-hours", "limited by")
 
+LIMITED = "`limited by`: the largest term of time beside matmuls and attention; of memory"
+
 
 def device_counts(text: str) -> list[int]:
     """Parse --gpus: whole numbers with commas between them, ascending and each once. Raises ArgumentTypeError."""
@@ -32,13 +34,12 @@ def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
         if getattr(args, option):
             reason = f"--{option} takes one number of GPUs"
             raise ConfigError(str(Fault("--gpus", ",".join(map(str, counts)), reason, legal=(counts[0],))))
-    found = {count: search(job, count)[0] for count in counts}
-    best = {count: rows[0] for count, rows in found.items() if rows}
+    best = {count: rows[0] for count in counts if (rows := search(job, count)[0])}
     fitting = {count: row for count, row in best.items() if row.prediction.fits != "no"}
     if args.json:
         print(json.dumps([_as_json(count, best.get(count)) for count in counts], indent=2))
     else:
-        _show(job, counts, best)
+        _show(job, counts, best, fitting)
     if args.plot and fitting:
         print(*draw_speed(args.plot, {count: row.prediction for count, row in fitting.items()}, bool(job.data.global_batch)), sep="\n")
     return Exit.DONE if fitting else Exit.CONFIG
@@ -52,41 +53,31 @@ def billion_tokens(prediction: predict.Prediction) -> float | None:
 def _as_json(count: int, row: Row | None) -> dict:
     if row is None:
         return {"gpus": count, "overrides": None, "reason": "no layout obeys the rules"}
-    hours = billion_tokens(row.prediction)
-    return {"overrides": row.overrides, "gpu_hours_of_a_billion_tokens": hours} | predict.as_json(row.prediction)
+    return {"overrides": row.overrides, "gpu_hours_of_a_billion_tokens": billion_tokens(row.prediction)} | predict.as_json(row.prediction)
 
 
-def _show(job: Job, counts: list[int], best: dict[int, Row]) -> None:
+def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, Row]) -> None:
     """Print a row for each number of devices, and the layouts as lines of overrides."""
     batch = f"{job.data.global_batch:,} samples" if job.data.global_batch else f"{job.data.local_batch:,} on each GPU"
     print(f"{job.model.name} on {job.hardware.name}, {job.data.seq_len:,} tokens a sample, global batch: {batch}")
-    fitting = [one.prediction.speed for one in best.values() if one.prediction.fits != "no"]
+    first = next((row.prediction.speed for row in fitting.values()), None)
     rows: list[tuple[Any, ...]] = []
     for count in counts:
         row = best.get(count)
         if row is None:
             rows.append((f"{count:,}", "no layout obeys the rules", *["-"] * (len(TITLES) - 2)))
             continue
-        made, speed, fits = row.prediction, row.prediction.speed, row.prediction.fits != "no"
+        made, speed = row.prediction, row.prediction.speed if count in fitting else None
         times = ["-"] * 4
-        if fits and speed and fitting[0]:
-            rate, linear = speed.tokens_per_second, fitting[0].tokens_per_second
-            times = [f"{rate:,.0f}", f"{rate * count:,.0f}", f"{rate / linear:.0%}", f"{billion_tokens(made):,.1f}"]
-        rows.append(
-            (
-                f"{count:,}",
-                layout_of(made.job),
-                made.job.ac.name,
-                made.job.data.local_batch,
-                f"{made.peak.gib:.1f}",
-                made.fits,
-                *times,
-                f"{speed.limit}; {made.peak.largest.name}" if fits and speed else made.peak.largest.name,
-            )
-        )
+        if speed and first:
+            rate = speed.tokens_per_second
+            times = [f"{rate:,.0f}", f"{rate * count:,.0f}", f"{rate / first.tokens_per_second:.0%}", f"{billion_tokens(made):,.1f}"]
+        limit = f"{speed.limit}; {made.peak.largest.name}" if speed else made.peak.largest.name
+        layout = (layout_of(made.job), made.job.ac.name, made.job.data.local_batch, f"{made.peak.gib:.1f}", made.fits)
+        rows.append((f"{count:,}", *layout, *times, limit))
     numbers = ("gpus", "local batch", "GiB", "tokens/s/device", "tokens/s", "of linear", "GPU-hours")
     print(*table(TITLES, rows, numbers), sep="\n")
-    print("GPU-hours of a billion tokens. `limited by`: the largest term of time beside matmuls and attention; of memory\n")
+    print(f"GPU-hours of a billion tokens. {LIMITED}\n")
     print(*(f"{count:>6,}  {row.overrides}" for count, row in best.items()), sep="\n")
 
 
@@ -95,9 +86,13 @@ def layout_of(job: Job) -> str:
     degrees = job.parallelism
     replicas = f"hsdp {degrees.dp_replicate} x {degrees.dp_shard}" if degrees.dp_replicate > 1 else f"fsdp {degrees.dp_shard}"
     others = [f"{name} {getattr(degrees, name)}" for name in ("cp", "tp", "pp", "ep") if getattr(degrees, name) > 1]
+    return ", ".join(filter(None, [replicas, *others, order_of(job)]))
+
+
+def order_of(job: Job) -> str:
+    """Return the schedule with its stages per rank and its microbatches, such as 1f1b 1x64; "" without a pipeline."""
     schedule = job.pp_schedule
-    order = [f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}"] if degrees.pp > 1 else []
-    return ", ".join([replicas, *others, *order])
+    return f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}" if job.parallelism.pp > 1 else ""
 
 
 def draw_speed(folder: Path, found: dict[int, predict.Prediction], fixed: bool) -> list[Path]:

@@ -26,6 +26,7 @@ Tensors = dict[str, Tensor]  # the tensors of a batch, by name
 # a function from a batch to the first argument of the model's forward, and the other arguments by name
 Inputs = Callable[[Tensors], tuple[Tensor, Tensors]]
 Summed = Callable[[Tensor, Tensors], Tensor]  # a function from the model's output and the batch to a sum
+META = torch.device("meta")
 FORWARD = (ComputationType.FORWARD, ComputationType.SEND_F, ComputationType.RECV_F)
 
 
@@ -57,7 +58,7 @@ class Stage(PipelineStage):
         first, others = self.inputs(self.newest)
         output = super().forward_one_chunk(number, (first,), others, **options)
         if not self.has_backward:
-            free(self.args_recv_info[number])
+            move_received(self.args_recv_info[number], META)
             if self.is_last:
                 forget_forward(self, number)  # else it would hold the logits of all microbatches until the next step
         return output
@@ -65,17 +66,17 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, number: int, *args: Any, **options: Any) -> None:  # type: ignore[override]
         """Run the backward of a microbatch, or its half for the inputs, and free what was received for it."""
         super().backward_one_chunk(number, *args, **options)
-        free(self.args_recv_info[number])
-        free(self.grad_recv_info[number])
+        move_received(self.args_recv_info[number], META)
+        move_received(self.grad_recv_info[number], META)
 
     def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
         """Allocate the input of a microbatch and return the operations that receive it."""
-        allocate(self.args_recv_info[number], self.device)
+        move_received(self.args_recv_info[number], self.device)
         return super().get_fwd_recv_ops(number)
 
     def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
         """Allocate the gradient of a microbatch's output and return the operations that receive it."""
-        allocate(self.grad_recv_info.get(number, ()), self.device)
+        move_received(self.grad_recv_info.get(number, ()), self.device)
         return super().get_bwd_recv_ops(number)
 
     def get_fwd_send_ops(self, number: int) -> list[dist.P2POp]:
@@ -107,25 +108,20 @@ def _receives_on_meta(stage: Stage) -> Iterator[None]:
     """Let torch describe what a stage receives without memory. Before 2.15 it would allocate all microbatches at once,
     40 GiB for 128 of them, where 1F1B has one for each stage in flight.
     """
-    device, stage.device = stage.device, torch.device("meta")
+    device, stage.device = stage.device, META
     try:
         yield
     finally:
         stage.device = device
 
 
-def allocate(received: tuple[Any, ...], device: torch.device) -> None:
-    """Give each tensor that is to be received its memory, where torch does not (2.15 does)."""
+def move_received(received: tuple[Any, ...], device: torch.device) -> None:
+    """Replace each tensor that a stage receives by an empty one on a device; on `META` it has no memory. torch 2.15 does
+    this itself, and its records have no tensor here.
+    """
     for info in received:
-        if getattr(info, "buffer", None) is not None:  # torch 2.11's records of the first stage have none
+        if getattr(info, "buffer", None) is not None:  # torch 2.11's records of the first stage have no buffer
             info.buffer = torch.empty_like(info.buffer, device=device).requires_grad_(info.buffer.requires_grad)
-
-
-def free(received: tuple[Any, ...]) -> None:
-    """Replace each received tensor by one without memory; autograd keeps what it still needs."""
-    for info in received:
-        if getattr(info, "buffer", None) is not None:
-            info.buffer = torch.empty_like(info.buffer, device="meta").requires_grad_(info.buffer.requires_grad)
 
 
 class Pipeline:

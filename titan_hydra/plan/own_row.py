@@ -1,4 +1,4 @@
-"""A job of ours as a row of the form in which measurements are published (assets/published.yaml)."""
+"""Write a job of this trainer as a row in the form of assets/published.yaml, which has published measurements."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from .published import Row, mode_of_row, overrides_of
 
 READ = ("model", "parallelism", "pp_schedule", "ac", "precision", "compile", "loss", "optimizer", "adapter", "debug.balance_experts")
 READ += ("data.local_batch", "data.document_mask")  # sections and keys on which a prediction depends, beside a row's own keys
-
-OWN = "titan_hydra"  # the source, of which published.yaml says what its software does otherwise: nothing
+OWN = "titan_hydra"  # how the source of a row begins; published.yaml has a stack of this name
 
 
 def row_of(job: Job, name: str) -> Row:

@@ -26,8 +26,8 @@ from .predict import TIGHT
 from .shape import NotPredictable, shape_of
 
 SHIPPED = ASSETS / "published.yaml"
-# what TorchTitan holds beyond this trainer: an eager loss, and pools of several streams (docs/plan.md)
-# constants of eager losses and of torch's own pipeline stages: without, with tensor parallelism
+# what TorchTitan holds beyond this trainer: an eager loss, pools of several streams (docs/plan.md), and what torch's own
+# pipeline stages receive; the first of the two is without tensor parallelism, the second with it
 OLDER = tuple(memory.Constants(reserve=1.17, logits=logits, all_received=True) for logits in (12, 16))
 Row = dict[str, Any]
 

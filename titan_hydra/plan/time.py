@@ -149,7 +149,7 @@ def _float8_casts(shape: Shape, factors: Factors) -> Pair:
 
 
 def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
-    """Return the seconds in which a device waits for the host: a forward's `kernels` take less than their starts."""
+    """Return the seconds by which the host takes longer to start a forward's kernels than the `kernels` run."""
     late = max(_launch(shape, factors) - kernels, 0)
     return Pair(late, (1 + (shape.whole_again or shape.recomputes / 2)) * late)
 

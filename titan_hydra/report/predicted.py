@@ -45,8 +45,8 @@ def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
 
 
 def measured_rows(report: Report) -> list[dict[str, Any]]:
-    """Return each run that is done in the keys of assets/published.yaml, with its median speed and its reserved memory.
-    Raises ConfigError if there is none, or a run cannot be read.
+    """Return a row for each run that is done, with the keys of assets/published.yaml: the job, its median speed, and its
+    reserved memory. Raises ConfigError if there is none, or a run cannot be read.
     """
     cells = [cell for row in report.rows for cell in row.cell.single if cell.done and cell.rate]
     if not cells:

@@ -94,5 +94,5 @@ def from_folder(kind: Any, folder: Path, **told: Any) -> Any:
     """Read an object of the libraries from the files of a folder alone. Raises ConfigError if that fails."""
     try:
         return kind.from_pretrained(folder, local_files_only=True, **told)
-    except Exception as error:  # they raise many classes, some with a page of advice
+    except Exception as error:  # the libraries raise many kinds, some with long texts
         raise ConfigError("{}: cannot be read ({})".format(folder, str(error).partition("\n")[0])) from error
