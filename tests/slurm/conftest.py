@@ -32,7 +32,7 @@ class Cluster:
         owner: int | None = None,
         node_timeout: int = 10,
         name: str = "fake",
-        enforce: str = "none",
+        enforce: str = "",
         timeouts: str = "short",
     ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))  # a short path, because it contains unix sockets

@@ -73,7 +73,9 @@ def test_sbatch_that_outlives_its_launcher(submit):
     folder = submit.folder.parent / "bin"
     folder.mkdir()
     sbatch = subprocess.run(["which", "sbatch"], env=submit.env, capture_output=True, text=True, check=True).stdout.strip()
-    (folder / "sbatch").write_text(f'#!/bin/sh\ntouch {folder}/called\nsleep 4\n{sbatch} "$@"\ntouch {folder}/late\n')
+    (folder / "sbatch").write_text(
+        f'#!/bin/sh\ntouch {folder}/called\nuntil [ -e {folder}/go ]; do sleep 0.2; done\n{sbatch} "$@"\ntouch {folder}/late\n'
+    )
     (folder / "sbatch").chmod(0o755)
     path = submit.env["PATH"]
     line = submit.line("-m", "gpus=1", "seed=1,2")
@@ -85,6 +87,7 @@ def test_sbatch_that_outlives_its_launcher(submit):
         first.wait()
         submit.env["PATH"] = path
         assert "2 queued" in submit.run(*line).stdout
+        (folder / "go").touch()
         submit.wait(lambda: (folder / "late").exists())
         assert len(submit.cluster.active()) == 4
     submit.settle(seconds=120)
