@@ -40,7 +40,9 @@ def main() -> int:
         "cluster.time_minutes=60",
         "+cluster.sbatch={hold: true}",
     ]
-    titan = [["-m", "titan_hydra.cli", *words] for words in (["status"], ["status", "--json"], ["ls"], ["retry"], ["cancel", "-y"])]
+    titan = [
+        ["-m", "titan_hydra.cli", *words] for words in (["status"], ["status", "--json"], ["status", "--all"], ["retry"], ["cancel", "-y"])
+    ]
     script = ROOT / "tests" / "slurm" / "slurm-cluster"
     with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as home, tempfile.TemporaryDirectory(prefix="sub-") as name:
         folder = Path(name)

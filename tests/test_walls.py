@@ -313,7 +313,7 @@ def test_public_names_are_unique():
 # removed.
 LINES = {
     "base": 651,  # 520
-    "config": 4875,  # 3,200
+    "config": 4883,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
     "runs": 2131,  # 2,100

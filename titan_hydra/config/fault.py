@@ -11,17 +11,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """A rejected value. It is printed as `key=value: reason`, with the nearest legal numbers or all legal words."""
+    """A rejected value. It is printed as `key=value: reason`, with the nearest legal numbers or all legal words. `code` is
+    the name of the rule that found it (`check` sets it), for programs and tests: wording may change, a code does not.
+    """
 
     key: str
     value: Any
     reason: str
     legal: tuple[Any, ...] = ()
+    code: str = ""
 
     def __str__(self) -> str:
         line = f"{shown(self.key)}={shown(as_typed(self.value))}: {shown(self.reason, 1000)}"
-        choices = nearest(self.value, self.legal)
-        return f"{line}; nearest legal: {' or '.join(map(as_typed, choices))}" if choices else line
+        return f"{line}; nearest legal: {self.choices}" if self.choices else line
+
+    @property
+    def choices(self) -> str:
+        """The nearest legal numbers or all legal words, as they are typed."""
+        return " or ".join(map(as_typed, nearest(self.value, self.legal)))
 
 
 def counted(number: int, what: str) -> str:

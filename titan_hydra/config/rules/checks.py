@@ -6,6 +6,7 @@ with faults, because the rules of later groups rely on what the earlier ones hav
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import lcm
 
 from titan_hydra.base import redact
@@ -35,9 +36,9 @@ PLACE: list[Rule] = []  # the machine and its files
 
 
 def check(job: Job, groups: Sequence[list[Rule]] = (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE)) -> list[Fault]:
-    """Return the faults of a frozen job, from the first group of rules that finds any."""
+    """Return the faults of a frozen job, from the first group of rules that finds any. A fault's code is its rule's name."""
     for group in groups:
-        faults = [fault for rule in group for fault in rule(job)]
+        faults = [replace(fault, code=rule.__name__) for rule in group for fault in rule(job)]
         if faults:
             return faults
     return []
