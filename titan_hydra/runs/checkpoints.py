@@ -80,9 +80,7 @@ def best(folder: Path) -> Path | None:
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Return what is wrong with a step's files, one line for each fault. Every byte is read; of several ranks, each reads
-    a share of the files.
-    """
+    """Read the files of a step and return their faults, a line each. Each of `ranks` ranks reads a share of the files."""
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{layout.MANIFEST.name} is missing or cannot be read"] if rank == 0 else []
@@ -117,8 +115,8 @@ def checksum(file: Path) -> str:
 
 
 def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = False) -> list[Path]:
-    """Return the complete steps that may be deleted. Kept are the newest `keep_latest` (0: all), the multiples of
-    `keep_every` and, with `keep_best`, the step with the lowest held-out loss.
+    """Return the complete steps that may be deleted. Not among them: the newest `keep_latest` (0: all), the multiples
+    of `keep_every` and, with `keep_best`, the step with the lowest held-out loss.
     """
     old = complete(folder)[:-keep_latest] if keep_latest else []
     kept = best(folder) if keep_best and old else None
@@ -126,9 +124,10 @@ def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = F
 
 
 def asked_for(run: Path, step: str | None) -> Path:
-    """Return the checkpoint of a run at a step, or at `best`, the step with the lowest held-out loss; for None, the run.
+    """Return the folder of a run's checkpoint at `step`, a number or `best` (the lowest held-out loss). None: return
+    the run.
 
-    Raises ConfigError if that step was not kept. `best` is not replaced by the best of the steps that were kept.
+    Raises ConfigError if that checkpoint was not kept. The best of the kept steps does not stand for `best`.
     """
     if step is None:
         return run

@@ -22,7 +22,7 @@ STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, 
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
 DISK_FULL = r"No space left on device|Disk quota exceeded"
 TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
-# Messages of a rank that has lost its connection to another one, which is then the guilty one: gloo's, NCCL's, TCPStore's.
+# Errors of gloo, NCCL and TCPStore on a rank that has lost its connection to another rank: that other rank is guilty.
 SECONDARY = (
     r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
     r"remote process exited|communicator was aborted|ncclRemoteError|gloo/transport|failed to recv|unbound_buffer"
@@ -48,8 +48,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outside:
-    """What an executor knows of the end of an attempt beside the ranks' records: why it ended the job, how ranks ended
-    (as ranks.json has it), and what to report if no rank has left a record.
+    """What an executor knows about the end of an attempt that the ranks' records do not hold: why it ended the job, how
+    ranks ended (as ranks.json has it), and what to report if no rank left a record.
     """
 
     cause: Failure | None = None
@@ -110,12 +110,12 @@ def _is_secondary(error: BaseException) -> bool:
 
 
 def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
-    """Return why an attempt failed that is over. None if all ranks ended well, were asked to stop, or left no record (as
+    """Return why a finished attempt failed; None if all ranks ended well, were asked to stop, or left no record (as
     after a power cut).
 
-    The cause is the earliest error of a rank's own, or the earliest rank that died without a record. If no rank has an
-    error of its own, the cause that its executor knows (`outside`) comes first. Errors that only report the loss of
-    another rank count last; among them a time-out comes first, and blames the rank that the others waited for.
+    The cause is the earliest error that began in the rank itself, or the earliest rank that died without a record. If
+    no rank has such an error, the cause that its executor knows (`outside`) comes first. Errors that only report the
+    loss of another rank count last; among them a time-out comes first, and blames the rank that the others waited for.
     """
     outside = outside or Outside()
     ranks = Ended.all(attempt, outside.ranks)
@@ -134,7 +134,7 @@ def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
 
 
 def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
-    """Return the failure of a time-out. Its message is that of the rank that noticed the time-out first (`first`); its
+    """Return the failure of a time-out. The message is that of `first`, the rank that noticed the time-out first; the
     guilty rank is the one that was behind all others.
     """
     failure = first.failure()

@@ -6,7 +6,7 @@ A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells 
     {"name": ..., "created": seconds, "user": ..., "command": [arguments], "baseline": cell name or null, "packed": false,
      "cells": [{"name": ..., "overrides": [...], "hash": ..., "directory": path relative to the runs folder}]}
 
-A cell with "repeat": true is the baseline run again at the end of a packed job.
+A cell with "repeat": true is a repetition of the baseline at the end of a packed job.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def select_runs(target: str, runs: Path) -> Selection:
     named = {folder: sweep(folder) for folder in readable(runs)[::-1]}
     if latest := [found for found in named.values() if found.name == target]:
         return latest[-1]
-    # Sweeps all of whose runs have this name, as after `-m name=...`: the newest of them stands for these runs.
+    # If all runs of a sweep have this name (as after `-m name=...`), the newest such sweep is meant, not single runs.
     whole = [folder for folder in named if {cell.directory.name.rpartition("-")[0] for cell in named[folder].cells} == {target}]
     inside = {cell.directory for folder in whole for cell in named[folder].cells}
     every = {run: run.name.rpartition("-")[::2] for run in all_runs(runs) if run not in inside}  # the name and the hash of each

@@ -108,7 +108,7 @@ def verdict(attempt: Path) -> Verdict | None:
     if not found:
         return None
     newest = max(found, key=lambda content: content["time"])
-    # An older dump belongs to another moment: a user asked for it then, or its replica group was restarted since.
+    # A much older dump is not of this hang: a user asked for it earlier, or its replica group was restarted since.
     since = newest["time"] - 2 * newest["timeout"]
     until = given_up(attempt)
     dumps = {content["rank"]: Dump(content, until) for content in found if content["time"] > since}
@@ -135,8 +135,8 @@ def given_up(attempt: Path) -> float:
 
 
 def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
-    """Return every wait of a rank for another, one for each series of operations. It names the first operation that the
-    other rank has not begun or, if the other rank left no dump, the last.
+    """Return every wait of a rank for another, one for each series of operations. Each wait names the first operation
+    that the other rank has not begun. If the other rank left no dump, it names the last operation of the waiting rank.
     """
     found: dict[tuple[int, int, Series], Wait] = {}
     for dump in dumps.values():
@@ -210,7 +210,7 @@ def what(one: Operation) -> str:
 
 
 def site(one: Operation) -> str:
-    """Return the innermost line outside torch that called an operation, else its outermost line."""
+    """Return the innermost line outside torch in an operation's stack; the outermost line if all are torch's."""
     frames = one.get("stack") or ["a line that is not recorded"]
     return next((frame for frame in frames if "/torch/" not in frame), frames[-1])
 

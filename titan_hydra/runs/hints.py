@@ -21,8 +21,8 @@ from .run import group_at
 
 
 def hint(failure: Failure) -> str:
-    """Return what to try next after a failure; "" if there is no suggestion. There is none either if the config.json of
-    the run is missing, was written by another version, or names modules that are not here.
+    """Return what to try next after a failure. Return "" if there is no suggestion, or if the config.json of the run is
+    missing, was written by another version, or names modules that are not here.
     """
     if failure.attempt is None:
         return ""

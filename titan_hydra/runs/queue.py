@@ -55,18 +55,18 @@ def executor_of(directory: Path, owner: Owner) -> Any:
 
 
 def name_of(owner: Owner) -> str:
-    """Return the name of an attempt's executor: `local` without a record, as the ranks can only be processes here then."""
+    """Return the name of an attempt's executor; without a record `local`, as only ranks started here have none."""
     return owner.get("executor", "local")
 
 
 def is_here(owner: Owner) -> bool:
-    """Whether the ranks of an attempt are processes whose ids show whether they still run."""
+    """Whether the ranks of an attempt are processes of a known host, so that their ids show whether they still run."""
     executor = EXECUTORS.get(name_of(owner))
     return executor is None or executor.here
 
 
 def ask(directories: list[Path]) -> dict[str, Queue]:
-    """Return by executor what it knows of the newest attempts of these runs. Each executor is asked one question."""
+    """Return for each executor what it knows of these runs' newest attempts. Each executor is asked one question."""
     asked: dict[str, tuple[Any, list[tuple[Path, Owner]]]] = {}
     for directory in directories:
         with contextlib.suppress(PermissionError, ConfigError):  # `inspect` reports such a run

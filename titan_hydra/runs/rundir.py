@@ -227,7 +227,7 @@ def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: b
 
 
 def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: object) -> list[Path]:
-    """Claim the next attempt of each replica group but the first. The launcher has claimed that one with the run."""
+    """Claim the next attempt of each replica group except the first, whose attempt the launcher claimed with the run."""
     claimed = []
     for home in homes_of(directory, replicas)[1:]:
         while (attempt := _rename_into(home, newest_attempt(home) + 1, owner | {"overrides": overrides})) is None:
@@ -296,7 +296,7 @@ def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
 
 
 def mark_cancelled(attempt: Path) -> None:
-    """Record in an attempt that it is cancelled, and by whom. This comes before the cancelling itself."""
+    """Record in an attempt that it is cancelled, and by whom. This must be called before anything is stopped."""
     layout.CANCELLED.write(attempt, {"by": getpass.getuser(), "time": time.time()})
 
 
@@ -308,8 +308,8 @@ def end_attempt(attempt: Path) -> None:
 
 @functools.cache
 def describe_environment() -> dict[str, Any]:
-    """Return the code, the versions and the machine of this run. The environment variables are no part of it, and in the
-    diff everything that looks like a secret is replaced.
+    """Return the commit, uncommitted changes, versions and machine of this run, without environment variables. In the
+    changes, everything that looks like a secret is replaced.
     """
     diff = _git("diff", "HEAD")
     return {

@@ -1,4 +1,4 @@
-"""How much of a run's time was useful, and how often the runs of a folder were interrupted, from their rows and attempts."""
+"""Compute how much of a run's time was useful, and how often the runs of a folder were interrupted."""
 
 from pathlib import Path
 from statistics import median
@@ -10,13 +10,13 @@ from . import layout
 from .failure import guilty
 from .rundir import inspect_all
 
-# What the job does to itself: the same command would fail again.
+# Failures that the job itself causes: the same command would fail again.
 OWN_FAULTS = {Kind.CONFIG, Kind.OUT_OF_MEMORY, Kind.NOT_FINITE, Kind.TIME_LIMIT, Kind.PREEMPTED}
 
 
 def useful_seconds(rows: list[dict[str, Any]]) -> float | None:
-    """Return the seconds of all steps that count, each once. The first step of a process, which compiles, counts no more
-    than the median; so do steps before it whose own row a kill has prevented. None if no other step is known.
+    """Return the seconds of all steps, each counted once. The first step of a process compiles, so that it counts at
+    most the median; so do steps without a row, which come before the first logged step. None if no other step is known.
     """
     known = [row for row in rows if row.get("step_seconds") is not None]
     steady = [row["step_seconds"] for row in known[1:] if not row.get("first_step")]
@@ -31,8 +31,8 @@ def useful_seconds(rows: list[dict[str, Any]]) -> float | None:
 
 
 def goodput_of(directory: Path, rows: list[dict[str, Any]], now: float | None = None) -> float | None:
-    """Return the useful time over all time from the first start of a run to `now`, or to its last sign of life. None for
-    replica groups, as rows are those of one of them, and if a time is unknown.
+    """Return the share of useful time in the time from the first start of a run to `now`, or to its last sign of life.
+    None if a time is unknown, or for replica groups, as the rows are those of one group.
     """
     attempts = [life for attempt in layout.ATTEMPT.all(directory).values() if (life := _life(attempt))]
     useful = useful_seconds(rows)
@@ -43,8 +43,8 @@ def goodput_of(directory: Path, rows: list[dict[str, Any]], now: float | None = 
 
 
 def count_interruptions(runs: list[Path]) -> tuple[int, float]:
-    """Count the attempts that had made a step and then ended without being asked to, through no fault of the job. Returns
-    their number, and the GPU-days of all attempts that had made a step.
+    """Return how many attempts ended, after at least one step, without being asked to and through no fault of the job.
+    Return also the GPU-days of all attempts with at least one step.
     """
     failures, seconds = 0, 0.0
     for directory, state in zip(runs, inspect_all(runs), strict=True):
@@ -68,7 +68,7 @@ def _life(attempt: Path) -> tuple[float, float] | None:
 
 
 def _interrupted(attempt: Path, over: bool) -> bool:
-    """Whether an attempt failed through no fault of the job, or ended without a word (a power cut)."""
+    """Whether an attempt failed through no fault of the job, or ended without a record (as after a power cut)."""
     if layout.CANCELLED.of(attempt).exists():
         return False
     if failure := guilty(attempt):

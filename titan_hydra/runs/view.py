@@ -1,4 +1,4 @@
-"""Functions that the commands share that follow runs: they select runs, and collect what the line of a run shows.
+"""Functions that select runs and collect what a table shows of each. The commands that follow runs share them.
 
 Of long files only the end is read, and each executor is asked once for all runs.
 """
@@ -237,8 +237,9 @@ def shown_group(directory: Path, state: State) -> tuple[Path, int, State]:
 
 
 def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> float | None:
-    """Return the seconds since rank 0's last progress if they are too many: more than SILENT since its last heartbeat (it
-    writes one a second), or more than its step times let expect, except in a phase that may take any time. Else None.
+    """Return the seconds since rank 0's last progress if they are too many, else None. Too many are more than SILENT
+    since its last heartbeat (it writes one a second) or, except in phases that may take any time, more than its step
+    times explain.
     """
     if not beat:
         return None
