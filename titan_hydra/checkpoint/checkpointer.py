@@ -94,7 +94,7 @@ class Checkpointer:
 
     @property
     def base(self) -> nn.Module:
-        """The module whose parameters initial_load_path gives: with adapters the frozen ones, else the whole model."""
+        """The module that initial_load_path fills: with adapters the frozen model, else the whole model."""
         return getattr(self.model, "frozen", None) or self.model
 
     @property
@@ -355,7 +355,7 @@ class Checkpointer:
 
 
 def reason_of(failure: BaseException) -> str:
-    """Return one line for a failure. Of DCP's errors, which have the tracebacks of all ranks, it is the lowest rank's."""
+    """Return one line for a failure; of a DCP error, which has all ranks' tracebacks, the line of the lowest rank."""
     where = ""
     if isinstance(failure, CheckpointException):
         rank, (failure, _) = min(failure.failures.items())

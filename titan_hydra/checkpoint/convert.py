@@ -47,8 +47,8 @@ def export_hf(
     max_shard_gb: float = 5.0,
     config_file: Path | None = None,
 ) -> tuple[list[str], torch.dtype]:
-    """Write the model of a checkpoint or run in its family's Hugging Face format. Tensors are written in `dtype`, or if it
-    is None as they are stored. Return the names of the weight files, and the dtype that most tensors have.
+    """Write the model of a checkpoint or run in its family's Hugging Face format. Tensors get the dtype `dtype`; None:
+    they keep theirs. Return the names of the weight files, and the dtype that most tensors have.
     """
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
@@ -208,7 +208,7 @@ def sources_of(section: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
-    """Return the config.json of a checkpoint that has a section, and the section; {} for it if no file has the section."""
+    """Return the config.json of a checkpoint that has a section, and the section; {} as section if no file has it."""
     candidates = [config_file] if config_file else config_files(checkpoint)
     for file in candidates:
         if section := (read_json(file) or {}).get(name):

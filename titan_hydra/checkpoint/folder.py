@@ -157,8 +157,8 @@ class Folder:
 
 
 def side_of(content: dict, file: Path) -> HuggingFace:
-    """Return the Hugging Face adapter of the family whose model a config.json describes. Raises ConfigError if no family
-    has the model_type in it.
+    """Return the Hugging Face adapter of the family whose model a config.json describes. Raises ConfigError if its
+    model_type belongs to no family.
     """
     sides = {side.model_type: side for family in FAMILIES.values() if (side := family.part("hf"))}
     kind = content.get("model_type") or content.get("_class_name")

@@ -21,7 +21,7 @@ from .folder import Folder
 
 
 def find(path: str) -> Path:
-    """Return the folder that checkpoint.initial_load_path names: `path`, or the newest step of the run at `path`."""
+    """Return the folder that checkpoint.initial_load_path names: `path` itself or, if it is a run, its newest step."""
     source = Path(path).expanduser()
     found = source if is_hf(source) else complete_at(source)
     if found is None:

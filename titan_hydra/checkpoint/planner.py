@@ -20,7 +20,7 @@ MODEL, LOWER = "model", "lower_halves"  # parts of a content; a checkpoint never
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Writes split masters as float32, and other tensors in the dtype that `dtypes` has for their flat name, if any."""
+    """Writes split masters as float32, and other tensors in the dtype that `dtypes` gives their flat names, if any."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype] = {}) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class SafeReader(dcp.FileSystemReader):
         self.index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
 
     def read_metadata(self) -> Metadata:
-        """Return the index that __init__ has read, which can be too large to read it for each tensor."""
+        """Return the index that __init__ has read. It can be too large to be read again for each tensor."""
         return self.index
 
 

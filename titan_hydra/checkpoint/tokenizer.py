@@ -1,8 +1,8 @@
 """Export a job's tokenizer as Hugging Face's files: tokenizer.json and tokenizer_config.json, with the same ids for the
 same text.
 
-The exported tokenizer follows Hugging Face in two points. It puts begin-of-text before each text, as is done here with
-documents. And where a text has the name of a special token, it gives the id of that token.
+The exported tokenizer follows Hugging Face in two points. It puts begin-of-text before each text, as this package does
+before each document. And where a text contains the name of a special token, it gives the id of that token.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _read(config: schema.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
-    """Build a tokenizer from the ranks of a tokenizer.model. tiktoken merges the neighbours whose joint bytes have the
-    lowest rank, whatever the two are. So every way to cut a token into two tokens is a merge, in the order of the ranks.
+    """Build a tokenizer from the ranks of a tokenizer.model. tiktoken always merges the two neighbours whose joined
+    bytes have the lowest rank. So every way to cut a token into two tokens is a merge, in the order of the ranks.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 

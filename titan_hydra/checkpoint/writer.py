@@ -35,7 +35,7 @@ class Writer(dcp.FileSystemWriter):
     """Writes a step to `path`.writing and renames it to `path` when every rank has written its part.
 
     `own` is (name, content) of this rank's own file. With `check`, a part of the step is read back before the rename.
-    `done` is called on rank 0 after it. `held_out` is the held-out loss of the weights, if it was measured.
+    `done` is called on rank 0 after the rename. `held_out` is the held-out loss of the weights, if it was measured.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Writer(dcp.FileSystemWriter):
         self.step, self.world_size, self.own, self.done, self.check, self.held_out = step, world_size, own, done, check, held_out
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        """On rank 0, delete what an earlier try has left, before the ranks plan their writes. Runs in DCP's thread."""
+        """On rank 0, delete what an earlier try has left before the ranks plan their writes. Runs in DCP's thread."""
         self.set_device()
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
