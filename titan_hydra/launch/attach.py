@@ -44,7 +44,7 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """128 + the first signal received: the exit status of a program that this signal has ended."""
+        """128 + the number of the first signal: the exit status of a program that this signal has ended."""
         return 128 + self.received[0]
 
 
@@ -78,8 +78,8 @@ def attach(
 
 
 def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
-    """Whether the ranks' parent is alive or, without a parent, any rank. A parent that is a child of this process must be
-    polled, or it remains a zombie.
+    """Whether the ranks' parent process is alive; if `parent` is None, whether any rank is. A parent that is a child of
+    this process must be polled, or it remains a zombie.
     """
     if parent is not None:
         return parent.poll() is None
@@ -87,8 +87,8 @@ def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
 
 
 def stop(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> str:
-    """Send SIGTERM to every rank, through their parent process if they have one. Return words for the signalled ranks,
-    such as "all 8 ranks".
+    """Send SIGTERM to every rank, through their parent process if they have one. Return a phrase for the ranks that
+    were signalled, such as "all 8 ranks".
     """
     owner = layout.RANKS.read(attempt)
     ranks = rundir.running_ranks(attempt)
@@ -110,7 +110,7 @@ def saving(directory: Path) -> bool:
 
 
 def kill(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> None:
-    """Send SIGKILL to the parent's process group (with ranks and their helpers), and to ranks outside that group."""
+    """Send SIGKILL to the parent's process group (the ranks and their helpers), and to ranks outside that group."""
     owner = layout.RANKS.read(attempt)
     group = parent.pid if parent is not None else owner["pid"] if alive(owner) else None
     with contextlib.suppress(ProcessLookupError, PermissionError):

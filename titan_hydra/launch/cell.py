@@ -43,7 +43,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The position of the cell in its command line, in words; "" if it is the only cell."""
+        """The position of the cell in its command line, such as "cell 2 of 8"; "" if it is the only cell."""
         return f"cell {self.number} of {self.of}" if self.of > 1 else ""
 
     @property

@@ -115,8 +115,8 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """Return what prevents starting these cells here and now: a run to be replaced that is running or queued, faults that
-    the executor finds, too many GPU-hours, a folder that cannot be written. In a dry run nothing is created.
+    """Return what prevents starting these cells here and now: a run to be replaced is running or queued, the executor
+    finds a fault, the GPU-hours are too many, or a folder cannot be written. In a dry run nothing is created.
     """
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
@@ -137,7 +137,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         try:
             if launch.mode != "dry":
                 runs.mkdir(parents=True, exist_ok=True)
-            # The temporary file has no name, so that nothing is left if this process is killed.
+            # The temporary file has no name, so nothing is left if this process is killed.
             tempfile.TemporaryFile(dir=next(folder for folder in (runs, *runs.parents) if folder.exists())).close()
         except OSError as error:
             faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))

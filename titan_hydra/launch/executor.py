@@ -26,8 +26,8 @@ class Executor(ABC):
 
     @abstractmethod
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield what prevents starting these cells now; `states` are the states of their runs. With launch.mode=dry nothing
-        starts, so that the executor's programs may be missing.
+        """Yield what prevents starting these cells now; `states` are the states of their runs. With launch.mode=dry
+        nothing starts, so programs of the executor may be missing.
         """
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
@@ -41,8 +41,8 @@ class Executor(ABC):
         """
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
-        """Return what the executor knows of the newest attempts of these runs beyond the files in their folders, by one
-        query for all runs. A run is a pair (directory, content of attempt.json).
+        """Return what the executor knows of the newest attempts of these runs beyond the files in their folders, with
+        one query for all. A run is a pair (directory, content of attempt.json).
         """
         return Queue()
 
@@ -52,7 +52,7 @@ class Executor(ABC):
 
     @abstractmethod
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask these runs to stop; `whole` if they are a whole sweep. Yield a line for each run that cannot be stopped."""
+        """Ask these runs to stop; `whole`: they are a whole sweep. Yield a line for each run that cannot be stopped."""
 
     def hint(self, job: Job, failure: Failure) -> str:
         """Return overrides of the executor's own keys that may prevent such a failure; "" if there are none."""

@@ -106,7 +106,7 @@ def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> No
 
 
 def where(cell: Cell) -> str:
-    """Return titan's option --runs for the folder of a cell's runs; "" for the default folder."""
+    """Return the option --runs of `titan` for the folder of a cell's runs; "" for the default folder."""
     return runs_option(Path(cell.job.paths.runs).expanduser())
 
 
@@ -141,8 +141,8 @@ def lowest(result: dict[str, Any]) -> str:
 
 
 def longer(cell: Cell) -> None:
-    """Print the `titan extend` command for a finished run that has left a checkpoint. If it has left a single one, which
-    is then from after the decay of the learning rate, the command names its step.
+    """Print the `titan extend` command for a finished run that has left a checkpoint. A single checkpoint was written
+    after the learning rate decayed; then the command names its step.
     """
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":
@@ -151,7 +151,7 @@ def longer(cell: Cell) -> None:
 
 
 def last_word(directory: Path, state: State) -> str:
-    """Return the last message of rank 0 of a run that was stopped, or words for what is known without a message."""
+    """Return the last message of rank 0 of a run that was stopped; without a message, describe what is known."""
     if not directory.is_dir():
         return "its folder was deleted while it ran, and everything in it"
     said = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}

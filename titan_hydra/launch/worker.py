@@ -184,8 +184,8 @@ def set_environment(local_ranks: int, async_tp: bool) -> None:
     """
     settings = {
         "OMP_NUM_THREADS": str(max(cores() // local_ranks, 1)),
-        # An OpenMP thread that waits for others spins only briefly, then yields its core. With the default, which spins
-        # much longer, a step took ten times as long on busy cores.
+        # An OpenMP thread that waits for others spins only briefly, then yields its core. By default it spins
+        # much longer; then a step took ten times as long on busy cores.
         "GOMP_SPINCOUNT": "20000",
         "RUST_LOG": "error",  # torchft otherwise writes many lines in each step
         # cuBLAS reads this at the first matmul of a process. It is set for all runs, as with cluster=inline a run that
@@ -215,8 +215,8 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 
 def load_job(directory: Path) -> Job:
-    """Read config.json. Raises ConfigError if its hash is not the one in the directory's name: then the file was edited,
-    or another version has written it.
+    """Read config.json. Raises ConfigError if its hash is not the one in the directory's name, because the file was
+    edited or written by another version.
     """
     file = layout.CONFIG.of(directory)
     content = layout.CONFIG.read(directory)
@@ -237,7 +237,7 @@ def load_job(directory: Path) -> Job:
 
 def _check_claim(attempt: Path, place: Place) -> str:
     """Return the token of the submission; "" if there is none. Raises ConfigError if there is a newer attempt, if the
-    attempt belongs to another job, or if the code is not the one that was submitted.
+    attempt belongs to another job, or if the present code is not the code that was submitted.
     """
     newest = newest_attempt(attempt.parents[1])
     if newest > int(attempt.name):
@@ -257,9 +257,9 @@ def _check_claim(attempt: Path, place: Place) -> str:
 
 def _rendezvous(file: Path, place: Place, host: str) -> Store:
     """Return the store that all ranks share, and set MASTER_ADDR and MASTER_PORT. Rank 0 opens the store at a free port
-    and writes `host` and port to `file`, from which the others read them.
+    and writes `host` and the port to `file`; the other ranks read them there.
 
-    Under torchrun, its own store is used. Raises NoRendezvous if rank 0 does not start.
+    Under torchrun, return torchrun's own store. Raises NoRendezvous if rank 0 does not start.
     """
     from datetime import timedelta
 

@@ -61,8 +61,8 @@ class Processes(Executor):
         return rundir.state_here(directory, attempt)
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask the ranks of runs to stop, as Ctrl-C does. For a whole sweep, ask its launch.py instead, so that it does not
-        start further cells either.
+        """Ask the ranks of runs to stop, as Ctrl-C does. For a whole sweep, ask its launch.py instead, which then
+        starts no further cells.
         """
         told = set()
         for row in rows:

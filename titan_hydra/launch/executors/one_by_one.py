@@ -20,7 +20,7 @@ RunAttempt = Callable[[Cell, Path, Interrupts], None]
 
 
 def run_all(cells: list[Cell], run: RunAttempt) -> int:
-    """Run one cell after another, and return the exit status. A failed cell does not prevent the next; Ctrl-C does."""
+    """Run one cell after another, and return the exit status. A failed cell does not end the series; Ctrl-C does."""
     states: list[State] = []
     status = Exit.DONE
     interrupts = Interrupts()
@@ -42,8 +42,8 @@ def run_all(cells: list[Cell], run: RunAttempt) -> int:
 
 
 def settle(cell: Cell, run: RunAttempt, interrupts: Interrupts) -> State:
-    """Start one cell or attach to it, depending on its state, and wait for its end; or print why neither is done. Return
-    its final state.
+    """Start one cell or attach to it, depending on its state, and wait for its end; or print why neither is possible.
+    Return its final state.
     """
     launch, fresh = cell.job.launch, cell.job.launch.force
     while True:

@@ -67,7 +67,7 @@ class Slurm(Executor):
         return squeue.ask_queue([*(owner for _, owner in owners), *groups])
 
     def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
-        """Return the state of a run. If its attempt.json is damaged, its files alone give the state."""
+        """Return the state of a run. If its attempt.json is damaged, use only the other files."""
         return states.run_state(directory, attempt, owner, queue) if "token" in owner else rundir.state_here(directory, attempt)
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:

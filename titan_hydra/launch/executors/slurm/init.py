@@ -124,7 +124,7 @@ def gpus_of(gres: str) -> tuple[str, int]:
 
 
 def device_memory(kind: str) -> int | None:
-    """Return the GiB of a GPU's memory if its name implies them, as in `h100`, `nvidia_h200`, `a100_80gb`; else None."""
+    """Return the GiB of a GPU's memory if its name implies it, as in `h100`, `nvidia_h200`, `a100_80gb`; else None."""
     if found := re.search(r"(\d+)gb", kind.lower()):
         return int(found[1])
     return next((DEVICE_MEMORY[word] for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in DEVICE_MEMORY), None)

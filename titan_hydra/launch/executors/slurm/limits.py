@@ -1,5 +1,5 @@
-"""The site's limits on one job, as scontrol and sacctmgr report them. SLURM accepts a job that exceeds them, but never
-starts it, so that it is refused here.
+"""The site's limits on one job, as scontrol and sacctmgr report them. SLURM accepts a job that exceeds them but never
+starts it; so such a job is refused here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Limit:
 
 
 def limits_of(cluster: SlurmCluster) -> Iterator[Limit]:
-    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. If `cluster.partition`
-    lists several partitions, their limits are left out.
+    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. The first two are
+    left out if `cluster.partition` lists several partitions.
     """
     partition = _partition(cluster.partition or os.environ.get("SBATCH_PARTITION", ""))
     qualities = [partition["QoS"]] if partition.get("QoS", "N/A") != "N/A" else []

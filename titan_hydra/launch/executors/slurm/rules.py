@@ -13,7 +13,7 @@ from titan_hydra.config.schema import Job
 
 from .keys import SlurmCluster
 
-# sbatch flags that follow from the layout, or that the batch script relies on; beside each stands the key that sets it.
+# sbatch flags that follow from the layout or that the batch script needs, each with the key that sets it.
 # A site may leave out a flag by setting it to null.
 OURS = {
     "nodes": "the layout",
@@ -60,8 +60,8 @@ def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
 
 
 def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
-    """Extra flags of sbatch and srun are not among those that the launcher sets. Each srun argument begins with a dash, as
-    srun takes any other for the program to run.
+    """Extra flags of sbatch and srun are not among those that the launcher sets. Each srun argument begins with a dash,
+    as srun takes any other argument for the program to run.
     """
     for flag, value in cluster.sbatch.items():
         name = flag.replace("_", "-")

@@ -31,10 +31,10 @@ from .keys import SlurmCluster
 
 LIST = "cells.tsv"
 LOST_NODES = 3  # how often a job is requeued at most because its ranks lost a node that SLURM still considered healthy
-# Environment variables that would change the job in spite of the configuration, as sbatch prefers them to the lines of
+# Environment variables that would change the job in spite of the configuration, as they override the #SBATCH lines of
 # the script.
 OURS = {f"SBATCH_{name}" for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")}
-# flags of sbatch whose environment variables, SBATCH_..., are not named after them
+# flags of sbatch whose environment variables are named otherwise: SBATCH_ and this
 NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 
 # `job` cannot be SLURM_JOB_ID alone: in one task of an array, this is the array's own number, and requeuing that number
@@ -143,8 +143,8 @@ class SubmissionError(Exception):
 
 
 class SlurmBatch(SlurmExecutor):
-    """What one sbatch submits: a job with a single line, an array with a task for each line or, if `packed`, one job that
-    runs all lines one after another on the same nodes.
+    """What one call of sbatch submits: a job with a single line, an array with a task for each line or, if `packed`,
+    one job that runs all lines one after another on the same nodes.
     """
 
     def __init__(
@@ -187,13 +187,13 @@ class SlurmBatch(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Tell submitit that SLURM is available, even if it is not, so that launch.mode=dry works without it."""
+        """Tell submitit that SLURM is available, even where it is not, so that launch.mode=dry works without SLURM."""
         return 1
 
     def flags(self, shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
         """Return the sbatch flags that submitit does not know, or would set differently."""
         pattern = "%A_%a" if self.array else "%j"
-        # Each % of the path is doubled, as SLURM would replace a %j in it by the job's id.
+        # Each % of the path is doubled; else SLURM would replace a %j in it by the job's id.
         log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"
         return {
             "output": log,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
 POLL = 5  # seconds between two squeue calls with launch.wait
-# errors of sbatch after which SLURM may have accepted the job all the same
+# errors of sbatch after which SLURM may have accepted the job nevertheless
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"
 # errors of sbatch if the user would have more jobs than allowed; each task of an array counts as a job
 TOO_MANY = r"Submit\w*Limit|submit limit"
@@ -72,8 +72,8 @@ class Array:
 
 
 class ArrayOrder:
-    """The order of the arrays of a command line: it makes an array wait for earlier jobs, so that at most
-    cluster.max_parallel cells run at once, whatever their shapes.
+    """The order of the arrays of a command line. An array waits for earlier jobs, so that at most cluster.max_parallel
+    cells run at once, whatever resources they need.
     """
 
     def __init__(self, states: list[State]) -> None:
@@ -198,8 +198,8 @@ def baseline_of(cells: list[Cell]) -> Cell | None:
 
 
 def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None) -> list[tuple[Cell, State]]:
-    """In the packed job of a sweep, put the baseline first, and once more at the end. The difference of these two runs
-    measures the drift of the machine.
+    """In the packed job of a sweep, put the baseline first, and repeat it at the end. The difference between these two
+    runs measures the drift of the machine.
     """
     baseline = baseline_of([cell for cell, _ in start])
     if folder is None or baseline is None:
