@@ -1,7 +1,7 @@
-"""Compare a cell's losses with the baseline's at equal steps: does the cell learn the same?
+"""Compare a cell's losses with the baseline's at equal steps, to find whether the cell learns the same.
 
-With the same weights and the same data in the same order, two correct layouts differ only by the rounding of sums in
-another order, which training then amplifies. docs/report.md gives the width of the band and the measurements behind it.
+With the same weights and the same data in the same order, two correct layouts differ only in the order of sums, and so
+in rounding, which training amplifies. docs/report.md gives the width of the band and the measurements behind it.
 """
 
 import math
@@ -17,8 +17,8 @@ from .cells import ReportCell, mean
 WINDOW = 10  # rows over which differences are averaged, as a single outlier is no trend
 NEIGHBOURS = 25  # the noise of the baseline's loss at a row is computed from this many rows on either side
 SHARE = 0.1  # fraction of that noise by which a mean may differ, as training amplifies rounding
-# The fraction of the loss by which rounding alone may change a mean, by compute dtype; FORMATS has it for number
-# formats.
+# The fraction of the loss by which rounding alone may change a mean, by compute dtype. FORMATS has this fraction for
+# number formats.
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3}
 
 
@@ -74,13 +74,13 @@ def tolerances(reference: list[float], precision: str) -> list[float]:
 
 @lru_cache(maxsize=4)  # all cells of a report are compared with one baseline
 def noise_of(reference: tuple[float, ...]) -> list[float]:
-    """Return the local noise of each row; 0 for the first."""
+    """Return the noise of the losses near each row; 0 for the first row."""
     return [0.0, *(local_noise(reference, row) for row in range(1, len(reference)))]
 
 
 def local_noise(losses: Sequence[float], row: int) -> float:
-    """Return the standard deviation of the loss around its trend: that of the differences of neighbouring rows, divided
-    by the root of two.
+    """Return the standard deviation of the loss around its trend near `row`: the standard deviation of the differences
+    of neighbouring rows, divided by the square root of two.
     """
     near = losses[max(0, row - NEIGHBOURS) : row + NEIGHBOURS + 1]
     steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]
@@ -89,13 +89,13 @@ def local_noise(losses: Sequence[float], row: int) -> float:
 
 
 def coarser(*cells: ReportCell) -> str:
-    """Return the number format with the largest rounding among those that the cells compute in."""
+    """Return the number format with the largest rounding among those in which the cells compute."""
     formats = [cell.config.get("precision.converter") or cell.config.get("precision.compute_dtype") for cell in cells]
     return max((name or "bfloat16" for name in formats), key=rounding)
 
 
 def rounding(precision: str) -> float:
-    """Return the share of the loss by which a number format's rounding may change a mean; an unknown one counts as
+    """Return the share of the loss by which a number format's rounding may change a mean. An unknown format counts as
     coarse.
     """
     return ROUNDING[precision] if precision in ROUNDING else FORMATS.get(precision, Format).rounding

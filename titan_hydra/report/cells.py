@@ -1,5 +1,5 @@
-"""The cells of a report: the contents of each run directory, with rates and losses in one form for finished and running
-runs.
+"""The cells of a report: the contents of each run directory. Finished and running runs have rates and losses in the
+same form.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ReportCell:
 
     @property
     def single(self) -> list[ReportCell]:
-        """The run itself, or the members of a mean."""
+        """The runs that this cell stands for: itself, or the members of a mean."""
         return [*self.members.values()] or [self]
 
     @property
@@ -71,7 +71,7 @@ class ReportCell:
 
     @property
     def waiting(self) -> bool:
-        """Whether it has not started; a requeued run has."""
+        """Whether the run has never started. A requeued run has started."""
         return self.state.kind in ("new", "not submitted", "queued") and not self.losses
 
     @cached_property
@@ -98,8 +98,8 @@ class ReportCell:
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
-        """The numbers of result.json; for an unfinished run computed from its rows, each a mean over
-        `metrics.log_every` steps.
+        """The numbers of result.json. For an unfinished run they are computed from its rows, each of which is a mean
+        over `metrics.log_every` steps.
         """
         if not self.partial:
             return self.result
@@ -245,7 +245,7 @@ class ReportCell:
 
 @dataclass(frozen=True)
 class Mean(ReportCell):
-    """Cells that differ in one key alone (such as the seed) as one cell: numbers are means, noise is their spread."""
+    """Cells that differ in one key alone (such as the seed), as one cell: means, and their spread as noise."""
 
     def of(self, name: str) -> list[float]:
         """Return an attribute of every member that has it."""
@@ -287,7 +287,7 @@ class Mean(ReportCell):
 
 
 def mean(values: list[float]) -> float | None:
-    """Return the mean, also of values that are not finite; None for an empty list."""
+    """Return the mean of values that may be infinite or NaN; None for an empty list."""
     return sum(values) / len(values) if values else None
 
 
@@ -307,7 +307,7 @@ def gather(selection: Selection) -> list[ReportCell]:
 
 
 def read_cell(chosen: RunCell, now: State) -> ReportCell:
-    """Read the files of a run; none if it is damaged."""
+    """Read the files of a run. A damaged run gets a cell without content."""
     cell = ReportCell(chosen.name, chosen.directory, chosen.overrides, now)
     if now.damage:
         return cell
@@ -367,8 +367,8 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
 
 
 def labels(cells: list[ReportCell], sweep: bool) -> list[str]:
-    """Return the cells' names without the words that all names share; in a sweep only shared `key=value` words are left
-    out, as users chose the other words.
+    """Return the cells' names without the words that all names share. In a sweep, only shared words of the form
+    `key=value` are left out, as users chose the other words.
     """
     if not sweep:
         return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])

@@ -33,7 +33,7 @@ POINTS, TOGETHER = 2000, 15_000  # maximum number of points of a line, and of al
 
 @dataclass(frozen=True)
 class Look:
-    """How the lines of a row are drawn: colour (a name of style.py) and dashes; the baseline's are broad and grey."""
+    """How a row's lines are drawn: colour (a name of style.py), dashes. The baseline's are broad and grey."""
 
     colour: str
     dash: str
@@ -57,7 +57,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Lines:
-    """A line chart. `bands` are areas from 0 to a limit, (label, steps, limits), in which lines should stay."""
+    """A line chart. `bands` are areas from 0 to a limit, (label, steps, limits), which lines should not leave."""
 
     name: str
     title: str
@@ -111,7 +111,7 @@ def bar_charts(report: Report) -> Iterator[Bars]:
 
 
 def curves(report: Report) -> Iterator[Lines]:
-    """Yield all line charts, those without lines too; losses and their distances from the baseline's come first. A row
+    """Yield all line charts, even those without lines. Losses and their distances from the baseline's come first. A row
     has a line if it has at least two values and has not failed.
     """
     learned = [difference.key for difference in report.found if difference.learning]
@@ -166,8 +166,8 @@ def both_losses(report: Report) -> Lines:
 
 
 def sizes(report: Report) -> Iterator[Lines]:
-    """Yield charts of the last held-out losses over training FLOPs, and over parameters: a point for each row. They are
-    empty if all rows have the same FLOPs, or the same parameters.
+    """Yield charts of the last held-out losses over training FLOPs, and over parameters, with a point for each row. A
+    chart is empty if all rows have the same FLOPs, or the same parameters.
     """
     for name, title, over, of in (
         ("compute", "Held-out loss against compute", "training FLOPs", lambda cell: (cell.flops or 0) * (cell.tokens or 0)),
@@ -207,8 +207,8 @@ def looks(report: Report) -> list[Look]:
 
 
 def distances(report: Report) -> Lines:
-    """Chart the mean relative difference of each loss from the baseline's, which decides whether the loss is in the band.
-    Also chart the bands, one for each number format.
+    """Chart the mean relative difference of each loss from the baseline's. This difference decides whether the loss is
+    in the band. Also chart the bands, one for each number format.
     """
     reference, lines, bands = report.baseline.cell.losses, [], {}
     for number, row in enumerate(report.rows):
@@ -243,16 +243,16 @@ def distances(report: Report) -> Lines:
 
 
 def thin(values: list[Any], report: Report) -> list[Any]:
-    """Keep at most POINTS values of a line, and at most TOGETHER of all lines of a chart. They are evenly spaced, with the
-    first and the last.
+    """Keep at most POINTS values of a line, and at most TOGETHER values of all lines of a chart: evenly spaced ones,
+    and always the first and the last.
     """
     every = -(-len(values) // max(min(POINTS, TOGETHER // len(report.rows)), 2))
     return values if every < 2 else values[:-1][::every] + values[-1:]
 
 
 def scaling(report: Report) -> Lines:
-    """Chart the tokens per second of all devices over their number. A label ends with the scaling efficiency: the rate
-    on the largest number of devices as a fraction of ideal scaling.
+    """Chart the tokens per second of all devices over the number of devices. A label ends with the scaling efficiency:
+    the rate on the largest number of devices as a fraction of ideal scaling.
     """
     found: dict[str, list[int]] = {}
     for number, row in enumerate(report.rows):

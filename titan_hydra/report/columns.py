@@ -1,5 +1,5 @@
-"""The columns of metrics.jsonl that a report uses, with eight bytes for each value, so that a thousand runs of a
-thousand rows fit into memory.
+"""The columns of metrics.jsonl that a report uses. A value takes eight bytes, so that a thousand runs of a thousand
+rows fit into memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT = (
 
 
 class Column(Mapping[int, float]):
-    """The values of one column by ascending step, of the rows that have a value there."""
+    """The values of one column in the rows that have one, by ascending step."""
 
     def __init__(self, steps: array[int] | None = None, numbers: array[float] | None = None) -> None:
         """Keep the arrays without copying them, so that columns with a value in every row share one array of steps."""

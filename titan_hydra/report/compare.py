@@ -1,4 +1,4 @@
-"""Decide which cells may be compared: which keys must be equal to compare tokens/s or losses, and which a sweep varies.
+"""Decide which cells may be compared: some keys must be equal to compare tokens/s, others to compare losses.
 
 The schema states for each key what it changes (`changes`, config/field.py). Techniques may always differ: how a job is
 split, its schedule, precision, activation checkpointing, compilation, the local batch.
@@ -17,7 +17,7 @@ from titan_hydra.config.sweep import differing, key_of
 
 from .cells import ReportCell
 
-# What each key of config.json changes; a section that states it for all its keys is one entry.
+# What each key of config.json changes. If a section states `changes` for all its keys, the section is one entry.
 CHANGES = {name: changes for key in known_keys() if not is_dataclass(kind_of(key)) for name, changes in [changes_of(key)]}
 WORK = [name for name, changes in CHANGES.items() if "work" in changes]  # must be equal to compare tokens/s
 LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes]  # must be equal to compare losses
@@ -33,7 +33,7 @@ PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what must be equal too, tho
 }
 RECIPES = ("experiment", "debug", "sweeps")  # groups whose options may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
-# Keys, and the other keys whose overrides vary them on purpose.
+# For each key: the keys whose overrides vary it on purpose, beside its own.
 MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}
 
 
@@ -70,7 +70,7 @@ def value_of(cell: ReportCell, key: str) -> object:
 
 
 def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> list[Difference]:
-    """Return the keys that must be equal but differ between cells, with those that a sweep varies on purpose."""
+    """Return the keys that must be equal but differ between cells, and whether a sweep varies each on purpose."""
     found = []
     for key in (*EQUAL, *PLACE):
         values: dict[object, list[str]] = {}
@@ -98,8 +98,8 @@ def on_purpose(key: str, swept: set[str]) -> bool:
 
 
 def even(cells: list[ReportCell], swept: set[str]) -> bool:
-    """Whether all global batches have the same number of tokens (long sequences in the paper's tables) or, if the sweep
-    varies the devices, the same number per device (weak scaling).
+    """Whether all global batches have the same number of tokens, as for long sequences in the paper's tables. If the
+    sweep varies the number of devices, the tokens per device must be the same instead (weak scaling).
     """
     tokens = [(cell.config.get("data.global_batch") or 0) * (cell.config.get("data.seq_len") or 0) for cell in cells]
     if len(set(tokens)) == 1:
@@ -114,7 +114,7 @@ def swept_keys(overrides: list[list[str]]) -> set[str]:
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
     """Raise ConfigError with a line for each difference, except those on purpose, those in `allowed`, and those that
-    change the held-out loss alone.
+    change only the held-out loss.
     """
     unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))]
     if unknown:
@@ -143,7 +143,7 @@ def same(cell: ReportCell, baseline: ReportCell, keys: Iterable[str]) -> bool:
 
 @cache
 def _name_of(key: str) -> str:
-    """Return the name under which a key is compared: its own, or that of a section that states `changes`."""
+    """Return the name under which a key is compared: its own name, or that of its section if this states `changes`."""
     return changes_of(key)[0]
 
 
@@ -152,8 +152,8 @@ def _within(key: str, group: str) -> bool:
 
 
 def _shown(key: str, value: object, values: Iterable[Any]) -> str:
-    """Format a value. A section is shown by its `name`, if that differs between cells, and by the keys in which
-    sections of that name differ.
+    """Format a value. For a section, show its `name`, if that differs between cells, and the keys in which sections
+    with that name differ.
     """
     if not (isinstance(value, tuple) and key not in PLACE and value and isinstance(value[0], tuple)):
         return as_typed(value)

@@ -57,7 +57,7 @@ def page(report: Report, live: float = 0) -> str:
 
 @cache
 def packed_plotly() -> str:
-    """Return plotly's script, gzipped and in base64, a third of its size. The page's own script unpacks it."""
+    """Return plotly's script, gzipped and in base64: a third of its size. The page's own script unpacks it."""
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
@@ -74,7 +74,7 @@ def news(report: Report) -> dict[str, Any]:
 
 @cache
 def template(name: str) -> Template:
-    """Load a Jinja template from assets. Inserted values are HTML-escaped, and a missing one raises."""
+    """Load a Jinja template from assets. It escapes inserted values for HTML, and raises if one is missing."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined).get_template(name)
@@ -146,7 +146,7 @@ def more(report: Report) -> dict[str, Any]:
 
 
 def _differing(report: Report) -> dict[str, list[Any]]:
-    """Return a table of the keys in which the cells' configurations differ, but for QUIET."""
+    """Return a table of the keys in which the cells' configurations differ, without the groups in QUIET."""
     rows = [row for row in report.rows if row.cell.config]
     every = {key: None for row in rows for key in row.cell.config}  # each key once, in the order of config.json
     keys = [key for key in every if key.partition(".")[0] not in QUIET and len({_value(row.cell.config.get(key)) for row in rows}) > 1]

@@ -52,7 +52,7 @@ def save_figure(drawn: Figure, folder: Path, name: str) -> Iterator[Path]:
 
 
 def figure(height: float) -> tuple[Figure, Axes]:
-    """Create a figure and its axes, without pyplot: it would keep a reference to the figure and look for a display."""
+    """Create a figure and its axes without pyplot, which would keep a reference to it and look for a display."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -124,7 +124,7 @@ def _annotate(axes: Axes, place: int, width: float, bar: Bar, row: ReportRow) ->
 
 
 def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
-    """Draw a line chart; the baseline's lines broad and pale."""
+    """Draw a line chart. The baseline's lines are broad and pale."""
     drawn, axes = figure(3.4 + 0.1 * (len(chart.lines) + len(chart.bands)))
     styles = charts.looks(report)
     for name, steps, limit in chart.bands:
@@ -169,8 +169,8 @@ STYLES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1, 1.5)), "dashdot": (0
 
 
 def scale(axes: Axes, chart: Lines, log: bool) -> None:
-    """Choose the scales of the axes: base 2 for devices, so that ideal scaling is a straight line; logarithmic if sizes
-    span a factor of ten, or with `log`.
+    """Choose the scales of the axes: base 2 for devices, so that ideal scaling is a straight line; logarithmic with
+    `log`, or if sizes span a factor of ten.
     """
     if chart.over == "devices":
         counts = sorted({count for one in chart.lines for count in one.x})

@@ -1,5 +1,5 @@
-"""`titan report --predicted`: what `titan plan` predicts for each run of a report. `--row`: the runs as measurements
-that it can predict.
+"""`titan report --predicted` shows what `titan plan` predicts for each run of a report. `--row` prints the runs as
+measurements for `titan plan` to predict.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .table import Report
 
 
 def with_predictions(report: Report) -> Report:
-    """Return the report with a prediction in each row, from the rates that `titan plan --tune` wrote into the sweep's
-    folder, else from each run's `hardware`. Raises ConfigError if nothing can be predicted.
+    """Return the report with a prediction in each row. The rates are those that `titan plan --tune` wrote into the
+    sweep's folder, else those of each run's `hardware`. Raises ConfigError if nothing can be predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
     found = [prediction(row.cell.directory, rates) for row in report.rows]
@@ -45,8 +45,8 @@ def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
 
 
 def measured_rows(report: Report) -> list[dict[str, Any]]:
-    """Return a row for each run that is done, with the keys of assets/published.yaml: the job, its median speed, and its
-    reserved memory. Raises ConfigError if there is none, or a run cannot be read.
+    """Return a row for each run that is done, with the keys of assets/published.yaml: the job, its median speed, and
+    its reserved memory. Raises ConfigError if no run is done, or a run cannot be read.
     """
     cells = [cell for row in report.rows for cell in row.cell.single if cell.done and cell.rate]
     if not cells:

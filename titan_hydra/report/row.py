@@ -45,7 +45,7 @@ class ReportRow:
 
     @property
     def rate(self) -> str:
-        """Tokens/s, marked with * if the run is not finished; the state if there is no rate."""
+        """Tokens/s, marked with * if the run is not finished. The state, if the run has no rate."""
         if isinstance(self.cell, Mean):
             return with_error(self.cell.rate, error_of(self.cell.of("rate")), 0) or self.cell.word
         text = rate(self.cell.rate, self.cell.iqr)
@@ -76,7 +76,7 @@ class ReportRow:
         return _number(value, ".4f")
 
 
-# Title, name in CSV, a row's text, a row's value. A column whose text is None in every row is left out.
+# Title, name in CSV, functions for the text and the value in a row. A column without text in every row is left out.
 Column = tuple[str, str, Callable[[ReportRow], str | None], Callable[[ReportRow], Any]]
 COLUMNS: tuple[Column, ...] = (
     ("technique", "technique", lambda row: row.label, lambda row: row.label),
@@ -110,8 +110,8 @@ WORDS = ("technique", "loss in band", "commit", "torch", "device")  # titles of 
 
 
 def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
-    """Build a cell's row. Its rate and losses are compared with the baseline's if nothing that must be equal differs;
-    `drift` is the relative change of the baseline's rate in its second run.
+    """Build a cell's row. The row has the differences from the baseline if no key that must be equal differs. `drift`
+    is the relative change of the baseline's rate in its second run.
     """
     if cell is baseline:
         return ReportRow(cell, label, baseline=True)
@@ -134,8 +134,8 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
 def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | None] | None:
     """Return the difference of two means' losses and its standard error; None if either cell is not a `Mean`.
 
-    The loss is the held-out one if all members have it, over the same samples. If both are means over the same values
-    (the same seeds), the differences are paired.
+    The held-out loss is used if all members have it, over the same samples. If both are means over the same values (the
+    same seeds), the differences are paired.
     """
     if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
         return None

@@ -40,7 +40,7 @@ def serve(make: Callable[[], Report], port: int) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handles a request that names this machine as its host: a page of another site cannot send one."""
+    """Handles a request if its host is this machine's name; a page of another site cannot send such a request."""
 
     def __init__(self, pages: dict[str, tuple[str, Callable[[], str]]], *given: Any) -> None:
         """Handle the request; `pages` maps a path to its media type and to a function that makes the page."""
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(503, "text/plain", f"{error}\n")
 
     def answer(self, status: int, kind: str, text: str) -> None:
-        """Send a response that no cache keeps."""
+        """Send a response that is not cached."""
         body = text.encode()
         self.send_response(status)
         for name, value in {

@@ -49,7 +49,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def line_style(number: int) -> tuple[str, str]:
-    """Return colour and dashes of the n-th line. Neighbours differ in both, and the first 28 are all different."""
+    """Return colour and dashes of the n-th line. Neighbours differ in both, and the first 28 lines all differ."""
     return LINES[number % len(LINES)], DASHES[number % len(DASHES)]
 
 

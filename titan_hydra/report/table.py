@@ -60,8 +60,8 @@ class Report:
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The columns of the table: those with a value in at least one row, without those in `shared`, and without goodput
-        where no run has been started twice.
+        """The columns of the table: those with a value in at least one row, without those in `shared`. Goodput is left
+        out if every run was started only once.
         """
         again = any(cell.state.attempt > 1 for row in self.rows for cell in row.cell.single)
         left_out = {*self.shared, *([] if again else ["goodput"])}
@@ -74,7 +74,7 @@ class Report:
 
     @cached_property
     def shared(self) -> dict[str, str]:
-        """{title: value} of the columns in ALIKE whose values, where a row has one, are all equal."""
+        """{title: value} of the columns in ALIKE that have equal values in all rows with a value."""
         found = {title: {text(row) for row in self.rows} - {None} for title, _, text, _ in COLUMNS if title in ALIKE}
         return {title: values.pop() for title, values in found.items() if len(values) == 1}
 
@@ -90,7 +90,7 @@ class Report:
 
     @property
     def command(self) -> str:
-        """The command line that started the sweep; for runs without a sweep, the one that makes this report."""
+        """The command line that started the sweep; for runs without a sweep, the command line of this report."""
         sweep = self.selection.sweep
         if not sweep:
             return f"titan report {quoted([self.name])}"
@@ -98,7 +98,7 @@ class Report:
 
     @property
     def origin(self) -> str:
-        """A line that names the report's source in a figure which is shown elsewhere."""
+        """A line that names the report's source, for figures that are shown elsewhere."""
         return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, self.command)))
 
     @cached_property
@@ -229,8 +229,8 @@ def build(
 
 
 def begun_cells(cells: list[ReportCell]) -> tuple[list[ReportCell], str, set[str]]:
-    """Return the cells that have started (all if none has), a line that counts the others and those that still run, and
-    the names of the others.
+    """Return the cells that have started (all if none has), a line that counts the cells that have not started and
+    those that still run, and the names of the cells that have not started.
     """
     missing = {cell.name for cell in cells if cell.waiting} if not all(cell.waiting for cell in cells) else set()
     running = sum(cell.state.kind == "running" for cell in cells)

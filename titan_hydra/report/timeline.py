@@ -1,5 +1,5 @@
 """The timeline of each pipeline rank: the actions that a run recorded in schedule.json, simulated with durations of 1
-for a forward, 2 for a backward and 1 for each half of one.
+for a forward, 2 for a backward and 1 for each half of a backward.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def markdown(report: Report) -> str:
 
 
 def comma_separated(report: Report) -> str:
-    """Return all columns as CSV, unrounded, with empty and constant ones, and further facts about each run."""
+    """Return all columns as CSV, unrounded, including empty and constant columns, and further facts about each run."""
     out = io.StringIO()
     rows = []
     for row in report.rows:
