@@ -1,8 +1,8 @@
 """The flight recorder of a rank. It writes the rank's last collectives, from torch's own recorders, and its position into
 a file that `titan logs --hang` reads.
 
-torch has one recorder for gloo and one for NCCL. gloo's recorder omits sends and receives between pipeline stages, so
-those are recorded here. Those of NCCL are not recorded: that would keep their tensors in the device's memory.
+torch has one recorder for gloo and one for NCCL. gloo's recorder omits sends and receives between pipeline stages,
+which are recorded here. NCCL's are not recorded here: that would keep their tensors in the device's memory.
 """
 
 import collections
@@ -117,7 +117,7 @@ def collectives() -> list[dict]:
         entry
         for dump in RECORDERS
         for entry in pickle.loads(dump(True, True, False)).get("entries", [])
-        # Each rank numbers its NCCL sends and receives for itself, so that they cannot be compared between ranks.
+        # Each rank numbers its NCCL sends and receives itself, so the numbers of two ranks cannot be compared.
         if not entry["is_p2p"]
     ]
     entries.sort(key=lambda entry: entry["time_created_ns"])
@@ -128,7 +128,7 @@ def collectives() -> list[dict]:
             "seq": entry["collective_seq_id"],
             "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
             "sizes": entry["input_sizes"],
-            # An NCCL collective counts as done when it is complete, a gloo collective when its result was waited for.
+            # An NCCL collective counts as done when it is complete, a gloo collective when its result was awaited.
             "done": entry["state"] == "completed" or bool(entry["retired"]),
             "time": entry["time_created_ns"] / 1e9,
             "stack": callers(entry.get("frames", [])),
@@ -138,7 +138,7 @@ def collectives() -> list[dict]:
 
 
 def callers(frames: list[dict]) -> list[str]:
-    """Return the FRAMES innermost frames of a stack, and of the other frames the FRAMES innermost outside torch."""
+    """Return the FRAMES innermost frames of a stack and, of its other frames, the FRAMES innermost outside torch."""
     shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 

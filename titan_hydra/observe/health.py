@@ -1,8 +1,8 @@
 """Health checks before training: is this rank's device present, free and correct, did all ranks start, and does a
 collective over them complete?
 
-So an unfit machine ends the run within a minute, with a message that names it. Without these checks, the run might end
-after hours with a time-out that names no machine.
+With these checks, an unfit machine ends the run within a minute, with a message that names the machine. Without them,
+the run might end after hours with a time-out that names no machine.
 """
 
 import json
@@ -68,8 +68,8 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
 
 
 def device_of(run: Run) -> torch.device:
-    """Return the GPU with this rank's index on its host; the only visible GPU if SLURM gives each task a GPU of its own;
-    the CPU if there is no GPU.
+    """Return the rank's device: the GPU with the rank's index on its host; the only visible GPU if SLURM gives each
+    task a GPU of its own; the CPU if there is no GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -143,7 +143,7 @@ def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
 
 
 def judge(run: Run, seconds: float) -> dict:
-    """Return the verdict on all ranks' reports: the first fault found. A rank may be unfit, not start, or have no GPU."""
+    """Return the verdict on all ranks' reports: the first rank found that is unfit, did not start, or has no GPU."""
     keys = [f"health/{rank}" for rank in range(run.world_size)]
     deadline = time.monotonic() + seconds
     reports: dict[int, dict] = {}

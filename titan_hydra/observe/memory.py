@@ -20,8 +20,8 @@ def facts() -> dict[str, float]:
 
 
 def record(on: bool) -> None:
-    """Start or stop torch's recording of the stack of each allocation. As it costs time, it is on during the first step
-    alone, in which most jobs that do not fit fail.
+    """Start or stop torch's recording of the stack of each allocation. Recording costs time, so it is on only during
+    the first step, in which most jobs that do not fit fail.
     """
     if torch.cuda.is_available():
         record_memory_history(enabled="state" if on else None, stacks="python")

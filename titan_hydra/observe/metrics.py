@@ -1,4 +1,4 @@
-"""Measure a run and write the results. They are recorded in metrics.jsonl; the console and trackers get copies.
+"""Measure a run and record the results in metrics.jsonl. The console and trackers get copies.
 
 docs/metrics.md defines the numbers. An unknown number is None, never an estimate.
 """
@@ -181,12 +181,12 @@ class Metrics:
             self._track(trackable(row))
 
     def result(self, step: int) -> dict[str, Any]:
-        """Return the numbers of result.json. Rates are medians over the steps of this process but its first."""
+        """Return the numbers of result.json. Rates are medians over all steps of this process except the first."""
         rates = sorted(self.tokens_per_step / seconds / self.ranks for seconds in self.clock.steps)
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
         seconds = time.time() - self.began
-        # both are read from files, which have validations and steps of earlier processes too
+        # read from files, which also have the validations and steps of earlier processes
         lowest, lowest_step = lowest_held_out(self.run.directory)
         goodput = goodput_of(self.run.directory, layout.METRICS.rows(self.run.directory)[0], time.time())
         return {
@@ -230,8 +230,8 @@ class Metrics:
         return self.flops * rate / self.peak
 
     def _memory(self) -> tuple[float | None, float | None]:
-        """Return the peaks of memory in GiB that torch has allocated and reserved since the last row. Each is the largest
-        of all ranks. (None, None) on a CPU.
+        """Return the peaks of memory in GiB that torch has allocated and reserved since the last row, each the largest
+        of all ranks. Return (None, None) on a CPU.
         """
         if self.device.type != "cuda":
             return None, None
@@ -255,7 +255,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or of the processor, that a rank computes on."""
+    """Return the name of the GPU, or of the processor, on which a rank computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):

@@ -92,8 +92,8 @@ class Probes:
         self.calls.clear()
 
     def culprit(self) -> str:
-        """Return words for the first tensor that was not finite, beginning with a semicolon; "" unless debug=nan_hunt. All
-        ranks must call this together.
+        """Return a phrase that names the first tensor that was not finite, beginning with a semicolon; "" unless
+        debug=nan_hunt. All ranks must call this together.
         """
         if not self.config.nan_hunt:
             return ""
@@ -155,7 +155,7 @@ def _leaving(name: str, observe: Callable[..., Any], module: nn.Module, args: tu
 
 
 def _counts(module: nn.Module) -> bool:
-    """Whether a call belongs to a forward in training, and neither to a validation nor to a recomputation."""
+    """Whether a module is called in the forward of a training step, not in a validation or a recomputation."""
     return module.training and current_graph_task() == -1
 
 
@@ -169,7 +169,7 @@ def finite(local: Tensor) -> Tensor:
 
 
 def marks(local: Tensor) -> Tensor:
-    """Return [norm, upper half, lower half] of a 64-bit checksum that any single changed bit changes."""
+    """Return [norm, upper half, lower half]: the halves of a 64-bit checksum, which changes with any single bit."""
     norm = torch.linalg.vector_norm(local, dtype=torch.float64) if local.numel() else torch.zeros((), dtype=torch.float64)
     bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten().to(torch.int64)
     places = torch.arange(bits.numel(), device=bits.device) * 2 + 1

@@ -27,7 +27,7 @@ SHOWN = 40  # number of rows of torch's table in summary_<rank>.txt
 
 
 class Profiler:
-    """Records the steps chosen by the `profiling` keys; none with profiling=off."""
+    """Records the steps chosen by the `profiling` keys; with profiling=off none."""
 
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
@@ -40,8 +40,8 @@ class Profiler:
             watch.on_phase = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
-        """Mark the beginning of a step, and so the end of the previous one. The first recorded step is the
-        profiling.first_step-th of this process.
+        """Mark the beginning of a step, which ends the previous step. The first recorded step is number
+        profiling.first_step of this process.
         """
         if not self.on:
             return
@@ -60,7 +60,7 @@ class Profiler:
             self.stop()
 
     def record(self, warm_up: int) -> None:
-        """Start recording, after `warm_up` steps. Ranks that do not record mark these steps as profiled all the same."""
+        """Start recording, after `warm_up` steps. Ranks that do not record mark these steps as profiled too."""
         self.clock.profiled = True
         if self.run.rank == 0 or self.config.all_ranks:
             activities = [ProfilerActivity.CPU]

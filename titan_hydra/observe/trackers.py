@@ -14,7 +14,7 @@ from titan_hydra.runs.run import Run
 
 
 class Tracker(Protocol):
-    """Receives rows, which are dicts of `step` and numbers. A value may be None, and is then left out."""
+    """Receives rows, which are dicts of `step` and numbers. A value of None is left out."""
 
     name: str
     has: int  # the last step whose rows the tracker already holds when it is opened

@@ -36,7 +36,7 @@ from . import flight, memory
 TICK = 0.5  # seconds between two checks of this rank's progress
 BEATS = 50  # largest number of heartbeat files that all ranks together write in a second
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
-# Phases without a time limit, as I/O depends on the file system, and a meeting on the slowest replica group.
+# Phases without a time limit: I/O depends on the file system, and a meeting depends on the slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
 HELD = ("meeting", "checkpoint")  # phases without a limit in which a rank may wait for another rank of its world
 AFTER = ("validation", "checkpoint", "end")  # phases after the step itself; the ranks have agreed before on whether to stop
@@ -88,11 +88,11 @@ class Watchdog:
             self.on_phase(phase, self.where.step, now)
 
     def moves(self) -> None:
-        """Record that the main thread makes progress within its phase, in which not every layout has collectives."""
+        """Record that the main thread makes progress within its phase, which may have no collectives to show that."""
         self.where = replace(self.where, count=self.where.count + 1)
 
     def set_mesh(self, mesh: Mesh) -> None:
-        """Set the mesh of the model, by whose dimensions the flight recorder names process groups."""
+        """Set the mesh of the model. The flight recorder names process groups by the mesh's dimensions."""
         self.mesh = mesh
         if mesh.pipeline is not None and dist.get_backend(mesh.pipeline) == "gloo":
             flight.record_messages()
@@ -108,7 +108,7 @@ class Watchdog:
             os.set_blocking(end, False)
         self.before = signal.set_wakeup_fd(self.wakeup_writer, warn_on_full_buffer=False)
         os.register_at_fork(before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child)
-        # Whether the worker had registered the signal; then __exit__ registers it again.
+        # True if the worker had registered the signal; then __exit__ registers it again.
         self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]
         # A signal reaches the wakeup descriptor only if it has a handler in Python.
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}
@@ -193,15 +193,15 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """The seconds without progress after which a rank is ended: a quarter more than a collective's time-out. In the
-        first step, which may compile for long without a collective, it is three times that time-out.
+        """The seconds without progress after which a rank is ended: 1.25 times the time-out of a collective. In the
+        first step, which may compile for long without a collective, three times that time-out.
         """
         return 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
 
     def check_neighbour(self) -> None:
-        """In a phase without a limit, end this rank if the next rank writes no heartbeats: that rank, or its host, is
-        frozen. Called after each heartbeat of this rank, so that time in which the file system blocks both ranks is not
-        counted.
+        """In a phase without a limit, end this rank if the next rank writes no heartbeats, because that rank or its
+        host is frozen. Called after each heartbeat of this rank: so time in which the file system blocks both ranks is
+        not counted.
         """
         phase = self.where.phase
         if phase not in HELD or self.run.world_size == 1:
