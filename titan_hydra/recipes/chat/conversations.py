@@ -76,7 +76,7 @@ def _open(file: Path, most: int | None) -> tuple[bytes | mmap.mmap, np.ndarray]:
 
 
 def parse(line: bytes) -> Conversation:
-    """Return the conversation of a row. Raises ValueError with what is wrong with it.
+    """Return the conversation of a row. Raises ValueError with a message that names what is wrong with the row.
 
     A row has `messages` of `role` and `content`, or ShareGPT's `conversations` of `from` and `value`; `tools` is
     optional.
@@ -102,7 +102,7 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def conversation(messages: list[Any], tools: Any = None) -> Conversation:
-    """Return a conversation from the `messages` and `tools` of a row. Raises ValueError with what is wrong with them."""
+    """Return a conversation from the `messages` and `tools` of a row. Raises ValueError that names what is wrong."""
     return Conversation([_message(message, number) for number, message in enumerate(messages, start=1)], _tools(tools))
 
 
@@ -132,7 +132,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Return a call with its arguments as a dict, as a template would quote arguments in JSON text again."""
+    """Return a call with its arguments as a dict. A template would quote arguments that are JSON text a second time."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"message {number} has a call without the name of a function")

@@ -80,7 +80,7 @@ def coloured() -> bool:
 
 
 def marked(reader: ConversationReader, turns: Turns) -> str:
-    """Return the text of a row, with the learned part between marks or in green."""
+    """Return the text of a row, with the learned part in green or between marks."""
     before, behind = (f"\x1b[{COLOURS['green']}m", "\x1b[0m") if coloured() else (">>>", "<<<")
     edges = [0, *(np.flatnonzero(np.diff(turns.trained)) + 1).tolist(), len(turns.tokens)]
     pieces = [(reader.text(turns, begin, end), turns.trained[begin]) for begin, end in pairwise(edges)]

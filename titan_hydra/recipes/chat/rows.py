@@ -53,12 +53,12 @@ class Turns:
 
     @property
     def size(self) -> dict[str, int]:
-        """The room that these tokens need in a sample, by unit."""
+        """The size of these tokens in a sample, by unit."""
         return {"tokens": len(self.tokens)}
 
 
 class ConversationReader:
-    """Conversations by number, encoded. A subclass for other rows overrides `read`; `rows` is their name in messages."""
+    """Encoded conversations by number. A subclass for other rows overrides `read`; `rows` is their name in messages."""
 
     rows = "conversations"
 
@@ -73,7 +73,7 @@ class ConversationReader:
         return {"tokenizer": self.tokenizer.sha256, "chat_template": source, "train_on": self.train_on}
 
     def turns(self, number: int) -> Turns:
-        """Return a conversation. Raises BadShard with its file and line if it cannot be used."""
+        """Return a conversation. Raises BadShard, with its file and line, if it cannot be used."""
         where, line = self.lines.row(number)
         try:
             return self.read(line)
@@ -105,7 +105,7 @@ class ConversationReader:
         return Turns(np.array(found.ids, dtype=np.int32), trained)
 
     def text(self, turns: Turns, begin: int, end: int) -> str:
-        """Return the text to show for the tokens from `begin` to `end`, of which all are learned or none."""
+        """Return the text to show for the tokens from `begin` to `end`, all of which are learned or none."""
         return self.tokenizer.decode(turns.tokens[begin:end].tolist())
 
 
@@ -226,9 +226,7 @@ def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFi
 
 
 def faults(key: str, source: ConversationSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield what is wrong with the template, which is applied to the first conversation, or with that conversation.
-    Imports no torch.
-    """
+    """Yield what is wrong with the template or with the first conversation, to which it is applied. Imports no torch."""
     return faults_of_first(key, source, job, "conversation", _texts)
 
 
@@ -245,7 +243,7 @@ Texts = Callable[[template.Template, Any, bytes], list[str]]
 
 
 def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str, texts: Texts) -> Iterator[Fault]:
-    """Yield what is wrong with the template, or with the first row, which messages call `what`. `texts` applies the
+    """Yield what is wrong with the template, or with the first row. Messages call the row `what`. `texts` applies the
     template to a row.
     """
     _, path = place_of_rows(key, source, "train")
@@ -277,8 +275,8 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
 
 
 def _refuse_unknown_marks(key: str, source: TemplateSource, job: schema.Job, own: template.Template, texts: list[str]) -> None:
-    """Raise ConfigError if the tokenizer does not know a mark of the template (`<|im_end|>`): what is learned would
-    mostly be the unknown token.
+    """Raise ConfigError if the tokenizer does not know a mark of the template (`<|im_end|>`). What is learned would
+    then mostly be the unknown token.
     """
     if job.tokenizer.name != "hf":
         return  # a tokenizer of bytes encodes any text

@@ -13,7 +13,7 @@ from titan_hydra.config.source import FileSource, Source
 class TemplateSource(Source):
     chat_template: str | None = key(
         None,
-        "how a conversation becomes text: a Jinja file, or one of the package's, chatml, gemma, llama3, mistral, phi or "
+        "template that makes text of a conversation: a Jinja file, or one of chatml, gemma, llama3, mistral, phi and "
         "qwen3; null: the tokenizer's own",
         PATH,
     )

@@ -35,7 +35,7 @@ from .sources import TemplateSource
 BUILT_IN = {file.stem: file for file in sorted((Path(__file__).parent / "assets/templates").glob("*.jinja"))}
 BEGIN, END = "\ufdd0", "\ufdd1"  # marks around the assistant's text: noncharacters of Unicode, which texts do not contain
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# the date for templates that ask for it, as a run must not depend on the day; the default of Llama 3's template
+# the date that templates get, as a run must not depend on the present day; the default of Llama 3's template
 TODAY = date(2024, 7, 26)
 LARGEST = 10_000_000  # largest number, and most characters of a text, that a template may compute by * or **
 
@@ -71,12 +71,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class TookTooLong(BaseException):
-    """A template has not ended in time. Not an Exception: Template.render takes those for refusals by the template."""
+    """A template did not end in time. Not an Exception, which Template.render takes for a refusal by the template."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong if the block takes longer; without effect outside the main thread, which alone handles signals."""
+    """Raise TookTooLong if the block takes longer; only in the main thread, which alone handles signals."""
 
     def stop(*_: object) -> None:
         raise TookTooLong
@@ -97,7 +97,7 @@ class Template:
     """A chat template, with the special tokens of its tokenizer by name."""
 
     def __init__(self, where: str, source: str, names: dict[str, str]):
-        """Compile it. `where` is its key and value, for messages. Raises ConfigError if it is not a Jinja template."""
+        """Compile the template. `where` is its key and value, for messages. Raises ConfigError if it is not Jinja."""
         self.where, self.source, self.names, self.tagged = where, source, names, bool(TAG.search(source))
         extensions = [Generation, "jinja2.ext.loopcontrols"]
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -146,8 +146,8 @@ class Template:
         return text, [self._difference(conversation, turn, text) for turn in (turns[-1:] if train_on == "last" else turns)]
 
     def _difference(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int]:
-        """Return the range of a turn's message in the text of the conversation, without the whitespace after its end
-        mark.
+        """Return the range of a turn's message in the text of the conversation, from the comparison of two texts. The
+        whitespace after the end mark is not part of it.
         """
         messages = conversation.messages
         before = self.render(_beginning(conversation, turn), prompt=True)
@@ -184,7 +184,7 @@ def _spans(marked: str) -> Spans:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
-    """Format JSON as transformers does for templates: keys unsorted, no escapes for HTML."""
+    """Format JSON for templates as transformers does: with unsorted keys, and without escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -9,8 +9,8 @@ from .template import BUILT_IN, Template, load_template
 
 
 def read_template(checkpoint: Path, config_file: Path | None = None) -> Template:
-    """Load the chat template of the run that wrote a checkpoint; of a mixture, that of the heaviest source with one.
-    Raises ConfigError if there is none.
+    """Load the chat template of the run that wrote a checkpoint. In a mixture, take the template of the source with the
+    largest weight among those with a template. Raises ConfigError if there is none.
     """
     file, section = find_section("data", checkpoint, config_file)
     sources = [source for source in sources_of(section) if "chat_template" in source]
@@ -21,5 +21,5 @@ def read_template(checkpoint: Path, config_file: Path | None = None) -> Template
 
 
 def files_of_export(checkpoint: Path, config_file: Path | None) -> dict[str, str]:
-    """Return the template as the file beside a tokenizer in which transformers looks for it."""
+    """Return the template as a file beside the tokenizer's, under the name where transformers looks for it."""
     return {"chat_template.jinja": read_template(checkpoint, config_file).source}

@@ -25,13 +25,13 @@ class FluxConfig(Model):
         Interval(0, 10_000),
     )
     channels: int = key(16, "channels of the autoencoder's latents", WIDTH)
-    text_len: int = key(512, "tokens of a caption; the rest of data.seq_len, a square number, are the image's tokens", COUNT)
+    text_len: int = key(512, "tokens of a caption; the other tokens of data.seq_len, a square number, are the image's", COUNT)
     text_dim: int = key(4096, "width of the text encoder's embeddings", WIDTH)
     pooled_dim: int = key(768, "width of the pooled embedding of a caption", WIDTH)
     rope_first: int = key(
         16,
-        "part of a head's width that RoPE rotates by the first of three coordinates, which is 0; rows and columns of "
-        "the image share the rest",
+        "part of a head's width that RoPE rotates by the first of three coordinates, which is 0; the image's rows and "
+        "columns share the rest of the width",
         Interval(0, 1_000_000),
     )
     guidance: float | None = key(
@@ -40,7 +40,7 @@ class FluxConfig(Model):
 
     @property
     def causal(self) -> bool:
-        """Whether attention sees only what comes before."""
+        """Whether attention covers only earlier tokens."""
         return False
 
     @property
@@ -55,7 +55,7 @@ class FluxConfig(Model):
         return self.rope_first, rest, rest
 
     def latent_side(self, seq_len: int) -> int:
-        """Return the side length in latents of an image, which has the tokens that the text leaves; 0 if it leaves
+        """Return the side length in latents of an image, whose tokens are those that the text leaves; 0 if it leaves
         none.
         """
         return PATCH * isqrt(max(seq_len - self.text_len, 0))
@@ -89,8 +89,8 @@ def running_order(config: FluxConfig) -> list[str]:
 
 
 def no_linears(config: FluxConfig) -> tuple[Linear, ...]:
-    """Return none: there are two kinds of blocks, so features that need one list of linears (adapters, predictions) are
-    refused.
+    """Return an empty list. FLUX has two kinds of blocks, so features that need one list of linears (adapters,
+    predictions) are refused.
     """
     return ()
 

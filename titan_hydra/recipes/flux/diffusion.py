@@ -15,8 +15,8 @@ from .config import PATCH
 
 
 class Diffusion(Objective):
-    """Samples are {latents, noise [channels, side, side], time [], text [text_len, text_dim], pooled [pooled_dim]}:
-    their source has drawn noise and time. In a batch latents and noise are rows of tokens [samples, tokens, width].
+    """Samples are {latents, noise [channels, side, side], time [], text [text_len, text_dim], pooled [pooled_dim]}; the
+    data source has drawn noise and time. In a batch, latents and noise are rows of tokens [samples, tokens, width].
     Every value of the latents is an element.
     """
 

@@ -1,5 +1,5 @@
-"""Encode captioned images with frozen encoders: ahead of a run into files that `data=encoded_images` reads, or in the
-data thread.
+"""Encode captioned images with frozen encoders: before a run, into files that `data=encoded_images` reads, or during
+the run in the data thread.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def pixels_of(file: Path, size: int) -> np.ndarray:
 
 
 def open_image_files(key: str, source: ImageFilesSource, wanted: Wanted, seed: int) -> CaptionedImages:
-    """Encode images one by one in the data thread, on this rank's device, in a separate stream of high priority: in the
-    step's stream each image would wait for all work that is queued there.
+    """Encode images one by one in the data thread, on this rank's device. They have their own stream of high priority:
+    in the step's stream each image would wait for all work that is queued there.
     """
     model: Any = wanted.job.model
     tools = Encoders(home(source.encoders), device_here())

@@ -67,7 +67,7 @@ class Encoders:
 
 def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
     """Read a module of transformers or diffusers from a folder's config.json and safetensors. Raises ConfigError if a
-    weight is missing or has another shape, where the libraries draw it at random.
+    weight is missing or has another shape; the libraries would draw it at random.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json")
@@ -83,7 +83,7 @@ def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
 
 def words_of(kind: Any, folder: Path, *older: str) -> Any:
     """Read a tokenizer of transformers from a folder: from its tokenizer.json, or the files of an older format. Raises
-    ConfigError if they are missing, where transformers makes a tokenizer without words.
+    ConfigError if they are missing; transformers would make a tokenizer without words.
     """
     if not any(names and all((folder / name).is_file() for name in names) for names in (["tokenizer.json"], older)):
         raise ConfigError(f"{folder}: has no {' or '.join(filter(None, ('tokenizer.json', ' with '.join(older))))}")
@@ -91,7 +91,7 @@ def words_of(kind: Any, folder: Path, *older: str) -> Any:
 
 
 def from_folder(kind: Any, folder: Path, **told: Any) -> Any:
-    """Read an object of the libraries from the files of a folder alone. Raises ConfigError if that fails."""
+    """Read an object of transformers or diffusers from the files of a folder only. Raises ConfigError if that fails."""
     try:
         return kind.from_pretrained(folder, local_files_only=True, **told)
     except Exception as error:  # the libraries raise many kinds, some with long texts

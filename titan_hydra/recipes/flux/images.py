@@ -2,7 +2,7 @@
 shapes.
 
 All random numbers of a sample (its place in the epoch, time, noise, which caption embeddings are dropped) follow from
-the seed and the sample's number, which is step * global batch + slot: every layout and every resumed run sees the same.
+the seed and the sample's number, step * global batch + slot. Every layout and every resumed run gets the same samples.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Example:
 
 
 class CaptionedImages(Numbered):
-    """Numbered samples from `size` examples, which `read` returns by index; `empty` is the empty caption."""
+    """Samples by number, made from `size` examples, which `read` returns by index. `empty` is the empty caption."""
 
     def __init__(self, read: Callable[[int], Example], size: int, empty: Caption, seed: int, shuffle: bool, dropout: float, split: str):
         self.read, self.size, self.empty, self.seed, self.shuffle = read, size, empty, seed, shuffle
@@ -224,8 +224,8 @@ def spoken(caption: str, model: Any) -> Caption:
 
 
 def to_cells(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Return the lowest frequencies of each cell of an image [3, side, side] as its latents [channels, side / CELL,
-    side / CELL]: the autoencoder of synthetic images.
+    """Return latents [channels, side / CELL, side / CELL] of an image [3, side, side]: the lowest frequencies of each
+    cell. This is the autoencoder of synthetic images.
     """
     rows = pixels.shape[1] // CELL
     cells = pixels.reshape(3, rows, CELL, rows, CELL).transpose(1, 3, 0, 2, 4).reshape(rows, rows, 3 * CELL * CELL)

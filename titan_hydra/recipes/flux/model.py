@@ -1,7 +1,7 @@
 """FLUX.1 on one device: a transformer over the tokens of an image and of its caption, which predicts the velocity of a
 rectified flow.
 
-The first blocks (double-stream) have separate weights for image and text and join them in attention; in the others
+The first blocks (double-stream) have separate weights for image and text, and one attention over both; in the others
 (single-stream) both are one sequence. Every block is modulated by one vector per sample: time, the whole caption's
 embedding and, in distilled models, the strength of guidance. Linears are those of Hugging Face's files, so weights need
 no permutation; image and text are separate in all names ("txt_" is the text's).
@@ -63,9 +63,9 @@ class Flux(nn.Module):
 
     @staticmethod
     def initial_distribution(fqn: str, config: FluxConfig) -> Normal | float:
-        """Return the initial distribution of a parameter, or its constant: each block begins as the identity and the
-        velocity as 0, since modulations and the output do (adaLN-Zero, arXiv 2212.09748); linears are normal with std
-        0.02.
+        """Return the initial distribution of a parameter, or its constant. Modulations and the output begin at 0, so
+        each block begins as the identity, and the velocity as 0 (adaLN-Zero, arXiv 2212.09748). Linears are normal with
+        std 0.02.
         """
         *_, owner, leaf = fqn.split(".")
         if owner in ("q_norm", "k_norm"):
@@ -76,7 +76,7 @@ class Flux(nn.Module):
 
 
 class Embedder(nn.Module):
-    """Two linears with SiLU between them: embeds one of the inputs that modulate the blocks."""
+    """Two linears with SiLU between them, which embed one of the inputs that modulate the blocks."""
 
     per_sample = True  # one row per sample: number formats do not convert such linears
 
@@ -101,8 +101,7 @@ class Modulation(nn.Linear):
 
 class Heads(nn.Module):
     """Queries, keys and values of a sequence, and the output after attention. Queries and keys are normalized over each
-    head's width, and rotated before text and image are joined: so one pass of compiled code normalizes, rotates and
-    joins.
+    head's width, and rotated, before text and image are joined: so one pass of compiled code does all three.
     """
 
     def __init__(self, config: FluxConfig, output: bool = True):

@@ -10,8 +10,8 @@ from titan_hydra.job.adapter import adapts
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """Images are square. Context parallelism splits the image's tokens and the text's. There are no documents to mask
-    or to pack.
+    """Images are square. Context parallelism splits both the image's tokens and the text's. There are no documents to
+    mask or to pack.
     """
     model: Any = job.model
     seq_len, text_len, parts = job.data.seq_len, model.text_len, job.parallelism.sequence_parts

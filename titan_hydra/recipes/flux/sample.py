@@ -1,4 +1,4 @@
-"""Draw images with a model of rectified flow: from noise to an image, in Euler steps against the velocity."""
+"""Draw images with a model of rectified flow: Euler steps against the velocity lead from noise to an image."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Vision:
     ffn_dim: int = key(3072, "feed-forward width of the tower", WIDTH)
     patch: int = key(16, "side length of a patch in pixels; a patch becomes a token", Interval(1, 256))
     grid: int = key(
-        16, "rows, and columns, of the table of learned positions, which is interpolated to each image's size", Interval(1, 256)
+        16, "number of rows and of columns in the table of learned positions, which is interpolated to each image's size", Interval(1, 256)
     )
 
     def faults(self) -> Iterator[Fault]:

@@ -129,7 +129,7 @@ def _members(file: Path, most: int | None) -> list[tuple[Path, str, dict[str, tu
 
 
 class ImageReader(ConversationReader):
-    """Documents of texts and images by number, encoded."""
+    """Encoded documents of texts and images, by number."""
 
     rows = "documents"
     lines: Any  # a TarRows
@@ -149,7 +149,7 @@ class ImageReader(ConversationReader):
             raise BadShard(where, f"{where}: {error}") from error
 
     def document(self, parts: list[str | Callable[[], Image]], where: str) -> Illustrated:
-        """Encode texts and images. Only text is learned; the ids at an image's tokens have no meaning, as the tower's
+        """Encode texts and images. Only text is learned. The ids at an image's tokens have no meaning, as the tower's
         output replaces their embeddings.
         """
         words = self.tokenizer
@@ -171,7 +171,7 @@ class ImageReader(ConversationReader):
         return "".join(f"[image of {size} patches]" for size in sizes) or super().text(turns, begin, end)
 
     def picture(self, open: Callable[[], Image], where: str) -> Picture:
-        """Return an image with its size, of which only the header is read."""
+        """Return an image with its size, reading only its header."""
         image = open()
         turned = image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5  # not asked of a PNG, as that would decode the image
         width, height = image.size[::-1] if turned else image.size
@@ -181,8 +181,8 @@ class ImageReader(ConversationReader):
 def parts_of(members: dict[str, bytes]) -> list[str | Callable[[], Image]]:
     """Return the texts and images of a sample in order. Raises ValueError if it has neither.
 
-    An image and a .txt are an image with its caption; a .json has `parts`, each with `text` or with `image`, a member's
-    name.
+    An image file and a .txt are an image with its caption. A .json has `parts`; each has `text`, or `image` with the
+    name of a member.
     """
     if "json" not in members:
         images = [suffix for suffix in members if suffix in SUFFIXES]
@@ -214,8 +214,8 @@ def _opener(content: bytes) -> Callable[[], Image]:
 
 
 class DrawnRows:
-    """Documents that are drawn by code, by number: a framed rectangle of any aspect with its caption; each fourth has a
-    text alone, each eighth two images.
+    """Documents by number that code draws: a framed rectangle of any aspect ratio with its caption. Each fourth
+    document has only text, each eighth two images.
     """
 
     def __init__(self, seed: int, number: int):
@@ -250,7 +250,7 @@ class DrawnRows:
 
 
 class DrawnReader(ImageReader):
-    """Documents that are drawn, encoded. Its `lines` are DrawnRows."""
+    """Encoded documents that code has drawn. Its `lines` are DrawnRows."""
 
     def turns(self, number: int) -> Illustrated:
         where, _ = self.lines.row(number)

@@ -81,8 +81,8 @@ class Tower(nn.Module):
         return torch.where((places >= 0).unsqueeze(-1), chosen.type_as(h), h)
 
     def mixture(self, cells: Tensor) -> Tensor:
-        """Return the weight of each learned position in the position of a patch [batch, patches, grid**2]: the table
-        resized to the image's rows and columns.
+        """Return the weights [batch, patches, grid**2] with which the learned positions make the position of each
+        patch: the table resized to the image's rows and columns.
         """
         row, column, rows, columns = cells.unbind(-1)
         return (resized(row, rows, self.grid).unsqueeze(-1) * resized(column, columns, self.grid).unsqueeze(-2)).flatten(2)

@@ -23,7 +23,7 @@ class DirectPreference(Objective):
 class PolicyGradient(Objective):
     clip: float = key(
         0.2,
-        "PPO's clip: a token has no gradient once its probability ratio is beyond 1 +- this in the direction of its advantage",
+        "PPO's clip: a token has no gradient once its probability ratio has left 1 +- clip in the direction of its advantage",
         POSITIVE,
         changes="learning",
     )

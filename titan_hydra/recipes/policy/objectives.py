@@ -20,7 +20,7 @@ from titan_hydra.train.objectives.language import IGNORED
 
 
 class Likelihood(SupervisedFineTuning):
-    """Fine-tuning with a loss on the log-probability of each label, and on further numbers per label from the samples."""
+    """Fine-tuning with a loss on the log-probability of each label, and on further arrays of the samples."""
 
     values: tuple[str, ...]  # names of those arrays, each [seq_len + 1] in a sample
 
@@ -59,7 +59,7 @@ class Preference(Likelihood):
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         batch = super().batch(samples, separators)
         learned = batch["documents"].masked_fill(batch["labels"] == IGNORED, -1)
-        # the largest number of pairs in a sample: each has two documents of at least two tokens
+        # the largest number of pairs in a sample: each pair has two documents of at least two tokens
         places = torch.arange(self.job.data.seq_len // 4 + 1)
         pairs = torch.stack([torch.isin(2 * places, row) for row in learned])
         return Batch(batch.tensors | {"pairs": pairs}, self.dims)

@@ -1,8 +1,8 @@
 """Data of preference and policy training: rows with a preferred and a rejected answer, or with sampled tokens and their
 advantages.
 
-They are packed as conversations are. The two answers of a pair are adjacent documents of one sample, so that no layout
-separates them.
+These rows are packed as conversations are. The two answers of a pair are adjacent documents of one sample, so that no
+layout separates them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class PairReader(ConversationReader):
 
 
 def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
-    """Return the conversations with the preferred and the rejected answer. Raises ValueError if the row has none.
+    """Return the conversations with the preferred and the rejected answer. Raises ValueError if the row has no pair.
 
-    A row has `chosen` and `rejected`: each a text, or messages whose last is the answer. The messages of `prompt` come
-    before both.
+    A row has `chosen` and `rejected`: each a text, or messages, the last of which is the answer. The messages of
+    `prompt` come before both.
     """
     prompt = row.get("prompt", [])
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -95,8 +95,8 @@ class RolloutReader(ConversationReader):
         return {"tokenizer": self.tokenizer.sha256}
 
     def read(self, line: bytes) -> Turns:
-        """Read a row of `tokens`, and of `old_logprobs` and `advantages` for the last of them: the tokens before them
-        are the prompt. A single advantage applies to all tokens. Rows hold ids, as encoding a text again can give
+        """Read a row of `tokens`, and of `old_logprobs` and `advantages` for the last of them; the tokens before those
+        are the prompt. A single advantage applies to all tokens. Rows hold ids, as encoding the text again can give
         others.
         """
         row = record_of(line)

@@ -21,7 +21,7 @@ from .rows import REFERENCE, PairReader
 
 
 def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
-    """Write the pairs of a file into another, with the columns REFERENCE. Returns their number. Raises ConfigError at a
+    """Write the pairs of a file into another, with the columns REFERENCE. Return their number. Raises ConfigError for a
     row that is no pair, or is longer than the model's sequence length; then nothing is written.
     """
     config = read_model_config(checkpoint)
