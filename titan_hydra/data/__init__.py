@@ -78,7 +78,7 @@ class Wanted:
         return load(self.job.tokenizer)
 
     def order(self, seed: int) -> int | None:
-        """Return the seed of the order of samples or documents; None if they stay in the order of their files."""
+        """Return the seed of the order of samples or documents; None if they keep the order of their files."""
         return seed if self.job.data.shuffle else None
 
     def drawn(self, seed: int) -> int:
@@ -87,8 +87,8 @@ class Wanted:
 
 
 def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:
-    """Return the samples of the source under `key`. A source of documents becomes an endless stream of tokens for each
-    slot, cut into samples.
+    """Return the samples of the source under `key`. A source of documents becomes a stream for each slot: an endless
+    series of tokens, cut into samples.
     """
     data, record = wanted.job.data, DATA_SOURCES[source.name]
     built = resolve(record.build)(key, source, wanted, seed)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from titan_hydra.config.files import ASSETS
 
-# A text is cut at the first blank line after so many characters, so that a slot does not read one text for a whole run.
+# Texts are cut at the first blank line after this many characters; else a slot might read one text for a whole run.
 PIECE = 4096
 HELD_OUT = 20  # one of 20 texts is kept for validation
 

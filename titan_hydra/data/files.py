@@ -26,9 +26,9 @@ Rows = Iterator[tuple[int, str]]
 
 
 def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files of `path` with one of the suffixes, or all files if no suffix is given. Missing files of a numbered
-    set are among them; reading one of them fails. Raises ConfigError, with similar names, if there are no files, or all
-    are empty.
+    """Return the files of `path` with one of the suffixes, or all files if no suffix is given. Files that are missing
+    in a numbered set are included, so that reading them fails. Raises ConfigError, with similar names, if there are no
+    files, or all are empty.
     """
     if not path:
         raise ConfigError(f"{key}=null: give it files, globs allowed")
@@ -57,9 +57,9 @@ def place_in(ends: list[int], number: int) -> tuple[int, int]:
 
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
-    """Yield number and text of the rows start, start + every, ... A row is a whole .txt file, a line of .jsonl, a record
-    of .csv or .parquet. Raises BadShard, with file and line, if a row cannot be read, and ConfigError if it has no column
-    `text_key`.
+    """Yield number and text of the rows start, start + every, ... A row is a whole .txt file, a line of a .jsonl, or a
+    record of a .csv or .parquet. Raises BadShard, with file and line, if a row cannot be read, and ConfigError if it
+    has no column `text_key`.
     """
     try:
         yield from READERS[kind(file)](file, text_key, start, every)
@@ -133,7 +133,7 @@ def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
 
 
 def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[str]:
-    """Yield the first `number` texts of a file, or the first `length` bytes of a .txt, without reading a large file as a
+    """Yield the first `number` texts of a file, or the first `length` bytes of a .txt. A large file is not read as a
     whole.
     """
     if kind(file) in (".txt", ".md"):

@@ -30,7 +30,7 @@ class Shard:
 
 
 class Numbered:
-    """Base class of sources whose samples follow from seed and number alone, so that a slot has no state."""
+    """Base class of sources whose samples follow only from seed and number, so that a slot has no state."""
 
     separators: tuple[int | None, int | None] = (None, None)
     tokenizer: str | None = None  # None: samples need not be text
@@ -45,13 +45,13 @@ class Numbered:
 class TokenFiles(Numbered):
     """Files of `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S], S = data.seq_len.
 
-    Samples are numbered through the endless sequence of epochs. A sample in a bad file is replaced by one drawn at
-    random, so that the others keep their numbers.
+    Samples are numbered through the endless sequence of epochs. A sample in a bad file is replaced by a random one, so
+    that the other samples keep their numbers.
     """
 
     def __init__(self, key: str, path: str | None, vocab_size: int, seq_len: int, seed: int | None, bad: BadShards | None = None):
-        """Read the headers. Raises ConfigError if a file does not match its header, or holds ids that the model has no
-        row for.
+        """Read the headers. Raises ConfigError if a file does not match its header, or holds ids for which the model
+        has no row.
         """
         self.key, self.vocab_size, self.seq_len, self.seed, self.bad = key, vocab_size, seq_len, seed, bad or BadShards()
         self.shards = [shard for file in self._files(path) if (shard := self._shard(file))]
@@ -107,7 +107,7 @@ class TokenFiles(Numbered):
         return None
 
     def _files(self, path: str | None) -> list[Path]:
-        """Return the files of a path, and those of which only the header exists."""
+        """Return the files of a path, and the files of which only the header exists."""
         found = files.require(self.key, path, (".bin",))
         headers = expand(path if Path(path).expanduser().is_dir() else f"{path}.json")
         named = {header.with_suffix("") for header in headers if header.name.endswith(".bin.json")}

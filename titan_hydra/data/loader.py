@@ -80,7 +80,7 @@ class Loader:
         return self.returned
 
     def news(self) -> dict[str, str]:
-        """Return the bad shards up to the last batch, with reasons, that not all ranks know yet."""
+        """Return the bad shards, with reasons, that were found up to the last batch and that not all ranks know yet."""
         return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.known}
 
     def take_news(self, news: dict[str, str]) -> None:
@@ -89,8 +89,8 @@ class Loader:
         BadShards(self.bad.limit, dict.fromkeys(sorted(self.known), "") | news).check()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state, which `merge` has made of the states of any number of ranks, and which has this rank's
-        slots. Raises ConfigError if it belongs to other data or to another global batch.
+        """Continue from a state that `merge` has made of the states of any number of ranks; it has the states of this
+        rank's slots. Raises ConfigError if it belongs to other data or to another global batch.
         """
         for key, value in self.signature.items():
             if state["signature"].get(key) != value:

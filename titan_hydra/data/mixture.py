@@ -1,8 +1,8 @@
 """Mix sources in fixed proportions. The source of a sample follows from its number, so it is the same on every layout.
 
 The sources alternate in a pattern of PERIOD samples. At every point of the pattern, each source has had its share of the
-samples, to the nearest whole sample. Within a step, the turns of the pattern are distributed over the slots at random, as
-with a fixed distribution some slots would never read some source.
+samples, to the nearest whole sample. Within a step, the turns of the pattern are distributed over the slots at random;
+with a fixed distribution, some slots would never read some source.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Mixture:
 
 
 def pattern(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source of each of PERIOD turns, which is always the source that is furthest behind its share, and before
-    each turn the number of turns that each source has had.
+    """Return the source of each of PERIOD turns, and before each turn the number of turns that each source has had. The
+    source of a turn is the one that is furthest behind its share.
     """
     due, had = np.array(counts), np.zeros(len(counts), dtype=np.int64)
     turns, before = np.empty(PERIOD, dtype=np.int64), np.empty((PERIOD + 1, len(counts)), dtype=np.int64)

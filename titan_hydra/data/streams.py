@@ -157,8 +157,8 @@ class Stream:
                 raise ConfigError("data.path: no document with text in it")
 
     def _unit(self, turn: int) -> int:
-        """Return the unit of a turn. Even without a seed, epochs begin at different units; else a slot might read the same
-        few units in each.
+        """Return the unit of a turn. Even without a seed, epochs begin at different units; otherwise a slot might read
+        the same few units in each epoch.
         """
         epoch, place = divmod(self.slot + turn * self.slots, self.source.units)
         if self.seed is None:

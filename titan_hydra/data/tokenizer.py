@@ -39,7 +39,7 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 
 @dataclass(frozen=True)
 class Located:
-    """Tokens, and the range of characters that each covers. A token of some bytes of a character covers all of it."""
+    """Tokens, and the range of characters of each. A token with a part of a character's bytes has that character."""
 
     ids: list[int]
     begins: np.ndarray
@@ -66,7 +66,7 @@ class Tokenizer:
 
 
 def load(config: schema.Tokenizer) -> Tokenizer:
-    """Load the tokenizer of a job. Raises ConfigError if its file is missing, or not of the kind tokenizer.name."""
+    """Load the tokenizer of a job. Raises ConfigError if its file is missing, or is not of the kind tokenizer.name."""
     path, content = read_content(config)
     return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
 

@@ -61,8 +61,8 @@ def tokenizer_at(path: str) -> Tokenizer:
 
 
 def warning(key: str, value: str | None, tokenizer: schema.Tokenizer, read: Callable[[], Iterable[str]]) -> Iterator[Fault]:
-    """Yield a warning if more than SHARE of the texts that `read` returns is unknown to a tokenizer. Texts that cannot be
-    read give none, as another rule reports them.
+    """Yield a warning if more than SHARE of the texts that `read` returns is unknown to a tokenizer. Texts that cannot
+    be read give no warning, as another rule reports them.
     """
     if tokenizer.name != "hf" or not tokenizer.path:
         return  # a byte-level tokenizer, which can encode every text
