@@ -31,8 +31,8 @@ def generate(
     seed: int,
     dtype: str,
 ) -> Iterator[str]:
-    """Yield what follows the tokens `beginning(checkpoint, tokenizer)` up to the first of `ends(tokenizer)`, at most
-    `max_tokens` tokens, in pieces of whole characters.
+    """Yield the text that follows the tokens `beginning(checkpoint, tokenizer)`, up to the first of `ends(tokenizer)`
+    and of at most `max_tokens` tokens, in pieces of whole characters.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
@@ -70,7 +70,7 @@ def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dt
 
 
 def device_here() -> torch.device:
-    """Return this process's GPU, or the CPU, with float32 as exact as in a run."""
+    """Return this process's GPU, or the CPU if there is none. float32 is made as exact as in a run."""
     exact_float32()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -87,8 +87,8 @@ def continuation(model: nn.Module, ids: list[int], count: int, temperature: floa
 
 
 def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw a token from softmax(logits / temperature) over the `top_k` likeliest (0: over all); temperature 0 takes the
-    likeliest.
+    """Draw a token from softmax(logits / temperature) over the `top_k` likeliest tokens (0: over all). With temperature
+    0, take the likeliest.
     """
     if temperature == 0:
         return int(logits.argmax())

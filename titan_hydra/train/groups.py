@@ -32,7 +32,7 @@ class Groups:
         return step, False
 
     def report_to(self, event: Callable[..., None]) -> None:
-        """Write what happens to the groups to the metrics from now on."""
+        """From now on, write what happens to the groups to the metrics."""
 
     def steps(self, done: int, last: int) -> Iterator[int]:
         """Yield the steps after `done`, up to the last. A step that did not count is yielded again."""
@@ -53,7 +53,7 @@ class Groups:
         return True
 
     def stops(self, asked: bool) -> bool:
-        """Whether to stop after this step. `asked` is whether any rank of this group was asked to stop."""
+        """Whether the run stops after this step. `asked` is whether any rank of this group was asked to stop."""
         return asked
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:

@@ -62,7 +62,7 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
 
 
 def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
-    """Build everything that the steps use, with the state of the step to continue from. At its end, `opened` closes all."""
+    """Build all that the steps use, in the state of the step to continue from. `opened` closes it at its end."""
     device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
     trainer = build(job, device)
     watch.set_mesh(trainer.mesh)
@@ -106,7 +106,7 @@ def record_schedule(path: Path, ranks: list[list[Action]]) -> None:
 
 
 class Loop:
-    """The steps of a run on this rank, and all that they use."""
+    """The steps of a run on this rank, and everything that they use."""
 
     def __init__(
         self,
@@ -161,15 +161,15 @@ class Loop:
         self.profiler.close()
 
     def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
-        """Raise NotFinite if loss or norm is not finite. The pending save, which has finite weights, is completed first."""
+        """Raise NotFinite if loss or norm is not finite. First complete the pending save, which has finite weights."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.watch.at("checkpoint")
             self.checkpointer.finish_pending()
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}")
 
     def validate(self, step: int) -> float:
-        """Measure the held-out loss if it is due, always on the same samples, and record it with the time that this took.
-        Return the loss; infinity if it is not due.
+        """If a validation is due, measure the held-out loss, always on the same samples, and record it and the time
+        that this took. Return the loss; infinity if no validation is due.
         """
         config = self.job.validation
         every = config.interval or math.ceil(self.job.steps / 10)
@@ -183,7 +183,7 @@ class Loop:
         return loss
 
     def save(self, step: int, votes: list[float], held_out: float, stop: bool, missed: bool) -> None:
-        """Save if a checkpoint is due or the run is to stop. Raises Stopped if it is to stop. `missed`: the stop came
+        """Save if a checkpoint is due or the run is to stop; in the latter case raise Stopped. `missed`: the stop came
         before a meeting of the groups that was due.
         """
         if stop or missed:
@@ -205,7 +205,7 @@ class Loop:
 
 
 def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
-    """Report each shard that some rank has left out since the last report. This is a collective."""
+    """Report each shard that a rank has left out since the last report. This is a collective."""
     parts: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, loader.news())
     news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))

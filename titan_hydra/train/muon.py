@@ -1,7 +1,7 @@
-"""Muon on sharded matrices: one rank orthogonalizes a whole matrix, with two exchanges for as many matrices as there
-are ranks.
+"""Muon on sharded matrices. One rank orthogonalizes a whole matrix; as many matrices as there are ranks take two
+exchanges.
 
-torch's own Muon computes on DTensors, where all ranks orthogonalize each matrix together in about 15 collectives.
+torch's own Muon computes on DTensors: all ranks orthogonalize each matrix together, in about 15 collectives.
 """
 
 import math
@@ -63,8 +63,8 @@ class Muon(torch.optim.Muon):
         return gradient.lerp(momentum, options["momentum"]).bfloat16()
 
     def orthogonal(self, matrices: list[nn.Parameter], directions: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
-        """Return this rank's shards of orthogonalized matrices, at most one matrix for each rank of the group: rank i
-        computes the i-th.
+        """Return this rank's shards of orthogonalized matrices. There is at most one matrix for each rank of the group:
+        rank i computes the i-th.
         """
 
         def orthogonalize(whole: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
 
 
 def same_copy(matrix: nn.Parameter, one: int, other: int) -> bool:
-    """Whether two ranks of the group hold shards of the same copy of a matrix."""
+    """Whether two ranks of the group hold shards of one copy of a matrix."""
     places = zip(coordinate(matrix, one), coordinate(matrix, other), matrix.placements, strict=True)
     return all(a == b for a, b, placement in places if placement.is_replicate())
 

@@ -19,7 +19,7 @@ from .split_adamw import SplitAdamW
 
 
 def build_optimizers(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a model's parameters by the record that `optimizer.name` chooses."""
+    """Build the optimizers of a model's parameters, by the record of the optimizer that `optimizer.name` chooses."""
     optimizers = resolve(OPTIMIZERS[config.name].build)(model, config, mesh)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -64,7 +64,7 @@ def _adamw(parameters: list[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
 
 
 def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
-    """Return the parameter groups; norms are separate if they are exempt from weight decay."""
+    """Return the parameter groups. Norms have their own group if they are exempt from weight decay."""
     if not config.decay_matrices_only:
         return [{"params": parameters}]
     matrices, others = ([p for p in parameters if (p.ndim > 1) is wanted] for wanted in (True, False))
@@ -72,9 +72,9 @@ def _groups(parameters: list[nn.Parameter], config: Optimizer) -> list[dict]:
 
 
 def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite: torch.Tensor) -> None:
-    """Update the weights by the gradients / `divisor`, unless `finite` is false; both are scalars on the device. torch's
-    fused optimizers, and Muon, use both scalars within the update, without a host synchronization. For other optimizers,
-    the gradients are divided in place, and the host waits for `finite`.
+    """Update the weights by the gradients / `divisor`, unless `finite` is false; both are scalars on the device.
+    torch's fused optimizers, and Muon, use both scalars within the update, without a host synchronization. For other
+    optimizers, the gradients are divided in place, and the host waits for `finite`.
     """
     for optimizer in optimizers:
         if scales_gradients(optimizer):
@@ -89,7 +89,7 @@ def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite:
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
-    """Set every group to its peak rate times `factor`. Returns the rate of the first group, the one that is logged."""
+    """Set every group's rate to its peak rate times `factor`. Return the rate of the first group, which is logged."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
@@ -117,7 +117,7 @@ def cosine(step: int, steps: int, config: Decay) -> float:
 
 
 def wsd(step: int, steps: int, config: StableDecay) -> float:
-    """Return the peak rate until the last `decay_ratio` of the steps, then a decay of the configured shape."""
+    """Return the peak rate until the last `decay_ratio` of the steps, then a decay of the shape `decay_type`."""
     return _decay(step, steps, config, round(steps * config.decay_ratio), config.decay_type)
 
 

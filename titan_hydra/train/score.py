@@ -28,9 +28,9 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
     """Yield for each text of a file its row, counted from 1, the negative log-probability in nats of its tokens and of
     the end-of-text after them, and their number. `place` is a run, a checkpoint or an export.
 
-    A text of more than `context` tokens is scored in windows of that length, each of which begins in the middle of the
-    previous one, so that a token is predicted from at least half a context. `context` is by default the run's data.seq_len,
-    or an export's model.max_seq_len. Raises ConfigError for a file without text, or with a row that cannot be read.
+    A text of more than `context` tokens (default: the run's data.seq_len, or an export's model.max_seq_len) is scored
+    in windows of that length. Each begins in the middle of the previous one, so that a token is predicted from at least
+    half a context. Raises ConfigError for a file without text, or with a row that cannot be read.
     """
     if initial.is_hf(place):
         reader, at_most = Folder(place), None
@@ -63,7 +63,7 @@ def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) ->
     while parts:
         length = len(parts[0][1])
         now, parts = parts[: max(room // length, 1)], parts[max(room // length, 1) :]
-        # later tokens, and so padding, do not change a token's loss
+        # later tokens do not change a token's loss, so padding does not either
         tokens = np.stack([np.pad(part, (0, length - len(part))) for _, part, _ in now])
         for (number, part, first), losses in zip(now, token_losses(model, torch.from_numpy(tokens)), strict=True):
             totals[number] += losses[first - 1 : len(part) - 1].sum().item()
@@ -71,7 +71,7 @@ def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) ->
 
 
 def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """Yield for each window of a row its begin, the first token whose loss counts in it, and its end. Each token but
+    """Yield for each window of a row its begin, the first token whose loss counts in it, and its end. Each token except
     the row's first counts in exactly one window. A window has `context` tokens.
     """
     begin, first = 0, 1
@@ -83,8 +83,8 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 @torch.no_grad()
 def token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the loss of each token [batch, n] but the first, given those before it: [batch, n - 1], float64 on the
-    host.
+    """Return the loss of each token [batch, n] except the first, given the tokens before it: [batch, n - 1], float64 on
+    the host.
     """
     tokens = tokens.long().to(next(model.parameters()).device)
     return F.cross_entropy(model(tokens[:, :-1]).float().transpose(1, 2), tokens[:, 1:], reduction="none").double().cpu()

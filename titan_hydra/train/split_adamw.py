@@ -15,8 +15,8 @@ from titan_hydra.parallel.mesh import local_part
 class SplitAdamW(torch.optim.AdamW):
     """Takes parameters with a `lower_half` (parallel/split_masters.py), and gradients of any dtype.
 
-    The constructor creates the state. torch would create it in the dtype of the bfloat16 parameter, and make a step for
-    that when a checkpoint is loaded.
+    The constructor creates the state. torch would create it in the dtype of the bfloat16 parameter, and would make an
+    optimizer step to create it when a checkpoint is loaded.
     """
 
     grad_scale: Tensor | None = None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Trainer:
-    """The state of a step. `build` creates one; the equivalence harness steps it exactly as `train` does."""
+    """The state of a step. `build` creates a trainer; the equivalence harness steps it exactly as `train` does."""
 
     job: Job
     mesh: Mesh
@@ -97,8 +97,8 @@ class Trainer:
         return Agreement(norm, values)
 
     def update(self, agreement: Agreement) -> None:
-        """Apply the optimizer's step with clipping, and drop the gradients. If loss or norm is not finite, the weights
-        do not change.
+        """Apply the optimizer's step with clipping, and drop the gradients. The weights change only if loss and norm
+        are finite.
         """
         limit = self.job.optimizer.max_norm
         divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
@@ -115,7 +115,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, loader: Loader, steps: int) -> float:
-        """Return the objective's mean over `steps` held-out global batches; every element counts once, whatever the
+        """Return the objective's mean over `steps` held-out global batches. Every element counts once, whatever the
         layout.
         """
         self.model.eval()

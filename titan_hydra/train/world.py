@@ -30,12 +30,12 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
     of the block.
     """
     set_determinism(job)
-    # forgets an earlier run in this process, as torch compiles the same code at most eight times
+    # forgets what an earlier run in this process compiled: torch compiles the same code at most eight times
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     flight.configure(run)
     device = health.check_device(run, job.comm)
-    # frees memory of an earlier run in this process (cluster=inline), which would count in this run's peak
+    # frees memory of an earlier run in this process (cluster=inline); it would count in this run's peak
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -64,11 +64,11 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
 
 def allow_connections(ranks: int) -> None:
     """Raise the limit of open files, often 1,024, as far as the system allows. In a large world, let gloo connect only
-    ranks that exchange something; otherwise each rank connects with all others (gloo#419), in the default group and in the
-    group of the checkpoints.
+    ranks that exchange something. Otherwise each rank would connect with all others (gloo#419), in the default group
+    and again in the checkpoints' group.
 
-    A rank that dies before a group's first use may leave others connecting without a time-out (gloo#520). The launcher or
-    the watchdog ends them, but small worlds should not depend on that.
+    A rank that dies before a group's first use may leave others connecting without a time-out (gloo#520). The launcher
+    or the watchdog ends them, but small worlds should not depend on that.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
@@ -79,9 +79,9 @@ def allow_connections(ranks: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep up to 1 GiB of freed memory, and to take buffers up to that size from it. By default, it returns
-    buffers of 32 MiB and more to the system, which then maps and clears all their pages again at each step. Nothing is
-    done for other C libraries.
+    """Tell glibc to keep up to 1 GiB of freed memory, and to take buffers up to that size from this memory. By default,
+    it returns buffers of 32 MiB and more to the system, which then maps and clears all their pages again at each step.
+    With another C library, do nothing.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
@@ -132,8 +132,8 @@ def exact_float32() -> None:
     """Compute float32 without TF32, even if the environment asks for TF32 (NVIDIA's containers set
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
 
-    torch's newer names, fp32_precision, would leave the older ones as they are, and the compiler fails where the two
-    differ (pytorch#166387, pytorch#179445).
+    torch's newer settings, fp32_precision, would not change the older ones, and the compiler fails where the two differ
+    (pytorch#166387, pytorch#179445).
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -168,8 +168,8 @@ def set_timeout(seconds: int) -> None:
 
 
 def collect_garbage(step: int, interval: int) -> None:
-    """Collect the young generations before the first step and then every `interval` steps, on all ranks in the same step,
-    and at no other time. A rank that pauses at another moment than the others delays them.
+    """Collect the young generations before the first step and then every `interval` steps, on all ranks in the same
+    step. A rank that paused at any other time would delay the other ranks.
     """
     gc.disable()
     if step % interval == 0:

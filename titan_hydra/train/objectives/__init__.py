@@ -56,12 +56,12 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
-        """Return the loss summed over the elements that count. `output` is the model's output. With compile=block this
-        function is compiled.
+        """Return the loss summed over the elements that count. `output` is the model's output. compile=block compiles
+        this function too.
         """
 
     def measure(self, output: Tensor, batch: Tensors) -> Tensor:
-        """Return the sum that a validation divides by the number of elements that count."""
+        """Return the sum that a validation divides by the number of elements that count, to measure the model."""
         return self.loss(output, batch)
 
     def example(self, samples: int) -> Batch:

@@ -1,4 +1,4 @@
-"""Language modelling: every token of a packed text is predicted from those before it."""
+"""Language modelling: every token of a packed text is predicted from the tokens before it."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) -> dict[str, np.ndarray]:
-    """Split samples [n, S + 1] into tokens and labels. With separators, also return for each token its document and its
-    position in it.
+    """Split samples [n, S + 1] into tokens and labels. With separators, also return for each token the number of its
+    document, and its position in the document.
 
     The first token of a document is not a label, as the text before it belongs to another document.
     """
