@@ -1,5 +1,5 @@
-"""Communication between rank i of all replica groups: a gloo group outside every mesh, created again whenever the
-members change.
+"""Communication between the ranks i of all replica groups, in a gloo group outside every mesh. The gloo group is
+created again whenever its members change.
 """
 
 from collections.abc import Iterable
@@ -24,8 +24,8 @@ class Peers:
         self.channel: Any = None  # a ProcessGroupGloo, which some builds of torch lack
 
     def meet(self, meeting: Meeting) -> None:
-        """Connect to the members of a meeting, unless they are the same as in the meeting before. Raises RuntimeError if
-        a member does not answer.
+        """Connect to the members of a meeting, unless the meeting before had the same members. Raises RuntimeError if a
+        member does not answer.
         """
         if self.channel is not None and self.lives == meeting.members:
             return
@@ -39,7 +39,7 @@ class Peers:
         self.lives, self.members = meeting.members, members
 
     def part(self) -> None:
-        """Close the channel, after it has failed or its members have changed."""
+        """Close the channel, because it has failed or its members have changed."""
         self.channel, self.lives = None, {}
 
     def add_up(self, vector: Tensor) -> None:

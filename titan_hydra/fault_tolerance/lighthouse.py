@@ -1,4 +1,4 @@
-"""torchft's lighthouse for one attempt, as a separate process. It reports to replica groups which of them are alive, and
+"""torchft's lighthouse for one attempt, as a separate process. It tells replica groups which of them are alive, and
 ends when its parent process ends.
 
     python -m titan_hydra.fault_tolerance.lighthouse ADDRESS_FILE SILENT_SECONDS

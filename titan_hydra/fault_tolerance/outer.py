@@ -1,7 +1,7 @@
 """The update of the weights at a meeting: Local SGD's average (Stich, 2018) or DiLoCo's outer step (Douillard et al.,
 2023), on a rank's shards.
 
-Rank i of every replica group holds the same part of the model, so averages are taken shard by shard and nothing is
+Rank i of every replica group holds the same part of the model, so each shard is averaged alone and nothing is
 gathered. The update runs on the host in float32, so that the outer state takes no device memory, and bfloat16 weights
 lose nothing between meetings.
 """
@@ -62,8 +62,8 @@ class Fragment:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, gradient or state, without copying it. Do not keep the result, as FSDP may
-    move the shard in its first step.
+    """Return this rank's shard of a parameter, gradient or state, without copying it. Do not keep the shard, as FSDP
+    may move it in its first step.
     """
     return local_part(formats.plain(parameter.detach()))
 
@@ -85,8 +85,8 @@ def fragments_of(model: nn.Module, modules: list[str], config: FaultTolerance) -
 
 
 def fragment_of(name: str, modules: list[str], fragments: int) -> int:
-    """Return a parameter's fragment, which depends on its name alone and so is the same on every layout. Fragments are
-    equal parts of the blocks; modules before the blocks (the embedding) belong to the first, those after them to the last.
+    """Return a parameter's fragment, which depends only on its name and so is the same on every layout. Fragments are
+    equal parts of the blocks; modules before the blocks (the embedding) belong to the first, modules after to the last.
     """
     blocks = places_of_blocks(modules)
     place = place_in_order(name, modules)
@@ -96,8 +96,8 @@ def fragment_of(name: str, modules: list[str], fragments: int) -> int:
 
 
 def due(step: int, last_step: int, config: FaultTolerance) -> list[int]:
-    """Return the fragments to average after a step. Each is averaged every sync_every steps, in turn, and all are averaged
-    after the last step of the run.
+    """Return the fragments to average after a step. Each fragment is averaged every sync_every steps, in turn, and all
+    are averaged after the last step of the run.
     """
     apart = config.sync_every // config.fragments
     if step == last_step:

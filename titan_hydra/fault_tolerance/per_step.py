@@ -106,7 +106,7 @@ class PerStep(Groups):
         if self.run.rank == 0:
             self.run.meetings.mkdir(parents=True, exist_ok=True)
             (self.run.meetings / f"came_{self.run.replica}").touch()
-            # After that time, the groups that have arrived begin. Other ranks wait in the barrier, whose limit is twice it.
+            # After this time, the groups that arrived begin. Other ranks wait in the barrier, with twice this limit.
             deadline = time.monotonic() + self.job.comm.init_timeout_seconds / 2
             while len(list(self.run.meetings.glob("came_*"))) < self.job.fault_tolerance.replicas:
                 if self.stop or time.monotonic() > deadline:
@@ -119,12 +119,12 @@ class PerStep(Groups):
         return self.manager.current_step(), False
 
     def report_to(self, event: Callable[..., None]) -> None:
-        """Write changes of the quorum to the metrics from now on."""
+        """From now on, write changes of the quorum to the metrics."""
         self.report = event
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, up to the last. Each is yielded when the groups have agreed on it, and once more
-        if it did not count.
+        """Yield the steps after `done`, up to the last. A step is yielded when the groups have agreed on it, and once
+        more if it did not count.
         """
         while done < last:
             self.watch.at("meeting")
@@ -133,8 +133,8 @@ class PerStep(Groups):
             done += self.counts
 
     def batch(self, step: int, loader: Loader) -> Batch:
-        """Return the batch of a step. If the step is repeated, this is the batch that was just used. If this group has
-        skipped steps to catch up with another one, it is a batch further ahead.
+        """Return the batch of a step. For a repeated step, this is the batch that was just used. If this group has
+        skipped steps to catch up with another group, it is a batch further ahead.
         """
         while self.last is None or loader.state()["step"] < step + self.data_ahead:
             self.last = loader.next()
@@ -167,7 +167,7 @@ class PerStep(Groups):
                 print(f"step {self.manager.current_step() + 1} is repeated: {str(error).splitlines()[0]}", flush=True)
                 self.manager.report_error(error)
         if self.manager.errored():
-            # Shut down now: a group that is still blocked on this one here would never reach the next quorum.
+            # Shut down now: a group that is blocked here, waiting for this group, would never reach the next quorum.
             self.channel.shutdown()
 
     @torch.no_grad()
@@ -176,8 +176,8 @@ class PerStep(Groups):
         self.add_up(local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
 
     def commits(self, agreement: Agreement) -> bool:
-        """Return whether the step counts. If any group was asked to stop, all groups stop after the same step. On SLURM,
-        where a group is a job of its own, it stops alone.
+        """Return whether the step counts. If any group was asked to stop, all groups stop after the same step. On
+        SLURM, where a group is a job of its own, only that group stops.
         """
         _, _, stop, _ = agreement.read()
         asked = torch.tensor([float(stop)])
@@ -205,7 +205,7 @@ class PerStep(Groups):
         return shards(state.weights(self.model) | state.of_optimizers(self.model, self.optimizers))
 
     def receive(self, tensors: list[Tensor]) -> None:
-        """Keep another group's shards until all ranks of this group are known to have theirs."""
+        """Keep another group's shards until it is known that all ranks of this group have theirs."""
         self.received = tensors
 
     @torch.no_grad()
@@ -226,7 +226,7 @@ class PerStep(Groups):
         return bool(said)
 
     def _agree(self, step: int) -> None:
-        """Find a quorum. If another group is ahead, take its state: either on all ranks of this group or on none."""
+        """Find a quorum. If another group is ahead, all ranks of this group take its state, or none does."""
         before = self.manager.state_dict()
         self.manager.start_quorum()
         steps = torch.tensor([self.manager.current_step(), -self.manager.current_step()])
@@ -240,8 +240,8 @@ class PerStep(Groups):
         self.caught_up = self.manager.current_step() - step
 
     def _lighthouse(self) -> str:
-        """Return the address of the lighthouse: the one in the configuration, that of the job's own process on SLURM, or
-        the one that the local launcher writes.
+        """Return the address of the lighthouse: from the configuration, on SLURM from the job's own process, else from
+        the file that the local launcher writes.
 
         Raises RunError after the time-out.
         """

@@ -1,10 +1,10 @@
-"""Rendezvous of replica groups through files alone: which are alive, which take part in a meeting, and whether a
-meeting counts.
+"""Rendezvous of replica groups through files alone: which groups are alive, which take part in a meeting, and whether
+the meeting counts.
 
 There is no server that could die: the remaining groups continue with the files. Each group shows that it is alive in
-heart_<group>.json. Meetings are numbered folders. A group that has arrived writes present_<group>.json; the first that
-sees that all live groups have arrived closes the meeting with members.json; members exchange their data and write
-done_<group>.json, and outcome.json records whether the meeting counts.
+heart_<group>.json. Meetings are numbered folders. A group that has arrived writes present_<group>.json. The first
+group that sees that all live groups have arrived closes the meeting with members.json. Members exchange their data and
+write done_<group>.json, and outcome.json records whether the meeting counts.
 
 members.json and outcome.json are created with link(2), which exactly one process can win, on NFS too. All groups
 therefore read the same decision even if its author dies right afterwards.
@@ -30,8 +30,8 @@ KEPT = 8  # meetings whose files stay
 
 @dataclass(frozen=True)
 class Meeting:
-    """A closed meeting: its groups, the donors (those with the newest weights), the donors' step, and the address of the
-    store.
+    """A closed meeting: its groups, the donors (the groups with the newest weights), the donors' step, and the address
+    of the store.
     """
 
     number: int
@@ -106,8 +106,8 @@ class Board:
     # --- the start ----------------------------------------------------------------------------------------------------
 
     def begin(self, position: tuple[int, int], limit: float, stop: Callable[[], bool]) -> bool:
-        """Wait until the other groups are ready, unless they have already gone on. Return whether this group is behind
-        them.
+        """Wait until the other groups are ready, unless they have already gone on. Return whether they are ahead of
+        this group.
         """
         self.become("training", position)
         deadline = time.monotonic() + limit
@@ -133,7 +133,7 @@ class Board:
         while True:
             place = self.folder / str(self.number)
             if not place.exists():
-                # this group slept, and old meetings are cleared away
+                # if this group was suspended, old meetings may have been deleted
                 self.number = max([self.number, *self._numbers()])
                 place = self.folder / str(self.number)
             if (closed := read_json(place / "members.json")) is not None:
@@ -159,8 +159,8 @@ class Board:
             time.sleep(POLL)
 
     def _close_if_all_are_there(self, place: Path) -> None:
-        """Close the meeting if all live groups have arrived. A group that is still starting is waited for only by groups
-        that are behind.
+        """Close the meeting if all live groups have arrived. Only a group that is behind also waits for groups that are
+        still starting.
         """
         here = {}
         for group, phase in self.phases().items():

@@ -74,11 +74,11 @@ class Replicas(Groups):
         return self.run.replica == self.members[0]
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
-        """Join the other groups with the weights of this step. Returns the step to continue from, and whether a stop
-        was requested meanwhile.
+        """Join the other groups with the weights of this step. Return the step to continue from, and whether a stop was
+        requested meanwhile.
 
-        A group that is behind the others waits here for their next meeting. A group that was stopped on its way to a
-        meeting first has that meeting.
+        A group that is behind the others waits here for their next meeting. A group that was stopped before a meeting
+        that was due begins with that meeting.
         """
         if not resumed:
             self.last.fill_(step)
@@ -90,13 +90,13 @@ class Replicas(Groups):
         return self.meet(step, None) if behind or owed else (step, False)
 
     def report_to(self, event: Callable[..., None]) -> None:
-        """Write meetings to the metrics from now on."""
+        """From now on, write meetings to the metrics."""
         self.report = event
         for step, values in self.unreported:
             event("meeting", step, **values)
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, up to the last. If a meeting leads to a later step, go on after that."""
+        """Yield the steps after `done`, up to the last. After a meeting that leads to a later step, go on there."""
         self.done = done
         while self.done < last:
             self.done += 1
@@ -114,7 +114,7 @@ class Replicas(Groups):
 
     @torch.no_grad()
     def meet(self, step: int, loss: float | None) -> tuple[int, bool]:
-        """Repeat the meeting until it counts, with the groups that are alive."""
+        """Hold the meeting, with the groups that are alive, and repeat it until it counts."""
         began, position = time.perf_counter(), (int(self.last), step)
         while True:
             meeting: Meeting | None = self._board("convene", position, self.stop)
@@ -148,7 +148,7 @@ class Replicas(Groups):
 
     def _exchange(self, meeting: Meeting, loss: float | None) -> list[Tensor] | None:
         """Return the averages, over the donors, of the due fragments and of the loss; None if a member was lost. Only a
-        taker changes its state: it receives a donor's whole state.
+        taker's state changes: it receives a donor's whole state.
         """
         donates = self.run.replica in meeting.donors
         try:
@@ -169,8 +169,8 @@ class Replicas(Groups):
             return None
 
     def _state(self, donates: bool) -> Iterator[Tensor]:
-        """Yield all tensors of a group's state at a meeting, in the same order in all groups. Afterwards load the received
-        state into the optimizers of a taker.
+        """Yield all tensors of a group's state at a meeting, in the same order in all groups. Afterwards, if the group
+        is a taker, load the received state into its optimizers.
         """
         for fragment in self.fragments:
             yield from self._weights(fragment, donates)

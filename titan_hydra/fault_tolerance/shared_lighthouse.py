@@ -8,8 +8,8 @@ counter to FOLDER/lighthouse_<n>.json every second. If the counter has not chang
 for WAIT_SECONDS), another process serves, as number n + 1: link(2) lets only one process create that file. The new
 lighthouse gives no quorum for another SILENT_SECONDS; by then the old one has stopped, so that there are never two.
 
-torchft's manager uses one address for its whole life. It gets a port of this process on loopback, and this process
-connects it to the newest lighthouse; its requests wait while there is none.
+torchft's manager uses one address for its whole life. The address is a port of this process on loopback, and this
+process connects the manager to the newest lighthouse; requests wait while there is no lighthouse.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to a
 
 
 def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
-    """Start the lighthouse process for this rank. Return the process, to which the rank must keep a reference, and the
-    address for torchft's manager.
+    """Start the lighthouse process for this rank. Return the process and the address for torchft's manager. The rank
+    must keep a reference to the process.
     """
     command = [sys.executable, "-m", __name__, str(folder), str(silent), str(wait)]
-    # the new process never receives them: it is needed until its rank has ended
+    # the new process never receives these signals: it is needed until its rank has ended
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -96,8 +96,8 @@ class Lighthouse:
         """Serve, unless another process has become the lighthouse of this number."""
         server = LighthouseServer(bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY)
         mine = {"host": socket.gethostname(), "port": int(server.address().rpartition(":")[2]), "counter": 0}
-        # The groups do not arrive together. The heartbeat of a group that does not exist delays the first quorum until it
-        # is too old.
+        # The groups do not arrive together. So a heartbeat is sent for a group that does not exist; the first quorum is
+        # delayed until that heartbeat is too old.
         if number > 1:
             LighthouseClient(f"http://127.0.0.1:{mine['port']}", timedelta(seconds=5)).heartbeat("nobody")
         began = time.monotonic()
@@ -118,12 +118,12 @@ class Lighthouse:
         signal.setitimer(signal.ITIMER_REAL, 1.5 * self.silent)
 
     def disconnect(self) -> None:
-        """Close the manager's connections to a lighthouse that is not the newest any more; it connects again."""
+        """Close the manager's connections to a lighthouse that is no longer the newest; the manager connects again."""
         for task in self.connections:
             task.cancel()
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass on what the manager and the lighthouse send each other, once there is one, until either ends."""
+        """Once there is a lighthouse, copy what it and the manager send each other, until either ends."""
         task = asyncio.current_task()
         try:
             far_reader, far_writer = await self.reach()
@@ -162,7 +162,7 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def serve(folder: Path, silent: float, wait: float) -> None:
-    """Print the manager's address once there is a lighthouse, and serve it until the parent ends."""
+    """Print the manager's address once there is a lighthouse, and serve the manager until the parent ends."""
     folder.mkdir(parents=True, exist_ok=True)
     lighthouse = Lighthouse(folder, silent, wait)
     server = await asyncio.start_server(lighthouse.connect, "127.0.0.1", 0)
