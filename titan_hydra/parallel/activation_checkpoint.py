@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block's forward does not save, its backward recomputes.
+"""Activation checkpointing: the backward of a block recomputes what its forward did not save.
 
 A block is checkpointed by replacing its class with one whose forward is wrapped; its name and its parameters' names
 stay. A block draws no random numbers, so the random state need not be restored. If experts are compiled, op and lean
@@ -51,7 +51,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that this torch does not
     have.
 
-    The mode's record (config/registry.py) determines which blocks, and what they save beside their input.
+    The mode's record (config/registry.py) determines which blocks these are, and what they save beside their input.
     """
     config, mode, blocks = job.ac, mode_of(job), family_of(job.model).blocks(module)
     functorch_config.activation_memory_budget = mode.budget(config) if mode.budget else 1.0
@@ -77,7 +77,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def checkpointed(kind: type[nn.Module], method: str, options: dict[str, Any]) -> type[nn.Module]:
-    """Return the same class with a method that is checkpointed."""
+    """Return the same class with the method `method` checkpointed."""
     plain = getattr(kind, method)
 
     def forward(self, *args, **kwargs):

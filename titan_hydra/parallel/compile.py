@@ -51,7 +51,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 @contextmanager
 def breaks_refused(job: Job) -> Iterator[None]:
-    """Turn a graph break, which is found when a block is first called, into a ConfigError that names the line."""
+    """Turn a graph break into a ConfigError that names the line. Breaks are found when a block is first called."""
     if job.compile.name == "off":
         yield
         return
@@ -67,8 +67,8 @@ def breaks_refused(job: Job) -> Iterator[None]:
 
 
 def compiled_parts(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the owner and the name of each method of a block that is compiled by itself: those in its `compiled`, else
-    its forward.
+    """Yield the owner and the name of each method of a block that is compiled by itself: the methods in its `compiled`,
+    else its forward.
     """
     for name in getattr(block, "compiled", ("forward",)):
         path, _, method = name.rpartition(".")

@@ -62,8 +62,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Return this rank's part of every sequence of a titan_hydra.data.batch.Batch. Each tensor is cut along the dimension
-    that it declares.
+    """Return this rank's part of every sequence of a titan_hydra.data.batch.Batch. Each tensor declares the dimension
+    along which it is cut.
     """
     return batch if mesh.degrees.cp == 1 else batch.of_sequences(lambda length: local_index(length, mesh))
 
@@ -111,8 +111,8 @@ def ring_options() -> tuple[Any, ...]:
 
 
 class Ring(nn.Module):
-    """Attention of this rank's q, k, v [batch, heads, seq / ranks, head_dim] to the whole sequence; it is causal if `sdpa`
-    is.
+    """Attention of this rank's q, k, v [batch, heads, seq / ranks, head_dim] to the whole sequence. It is causal if
+    `sdpa` is.
     """
 
     def __init__(self, sdpa: SDPA, mesh: DeviceMesh):

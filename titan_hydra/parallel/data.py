@@ -23,14 +23,14 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Shard a meta-device stage over `mesh.fsdp`, block by block, in place. Without data-parallel ranks nothing is
     wrapped.
 
-    Each block is gathered just before it runs, as is each module before the blocks. What follows them (norm and output)
-    is one group: the first in the backward, so freeing it after the forward would only cost another gather.
+    Each block is gathered just before it runs, as is each module before the blocks. The modules after the blocks (norm
+    and output) are one group. The backward begins with it, so freeing it after the forward would only cost another gather.
     """
     if mesh.fsdp is None:
         return
     family, always = family_of(job.model), job.parallelism.reshard_after_forward == "always"
     compute, reduce = (getattr(torch, name) for name in (job.precision.compute_dtype, job.precision.reduce_dtype))
-    # Inputs are not cast: what is computed in fp32 (the rotary table) is the same fp32 with and without FSDP.
+    # Inputs are not cast, so values in fp32 (the rotary table) are the same with and without FSDP.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy}
     default = mesh.degrees.pp == 1  # with microbatches, ZeRO-3 would gather every block once per microbatch

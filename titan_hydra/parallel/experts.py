@@ -42,7 +42,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def sparse_layers(module: nn.Module) -> list[Any]:
-    """Return the feed-forwards of experts in a model, a stage or a block, in running order."""
+    """Return the feed-forwards that have experts, of a model, a stage or a block, in running order."""
     return [part for part in module.modules() if hasattr(part, "router")]
 
 
@@ -64,8 +64,8 @@ class Balance:
 
 @torch.no_grad()
 def after_step(module: nn.Module, mesh: Mesh, model: Any, finite: Tensor) -> Balance | None:
-    """Update the biases of all routers against the step's loads, which are summed over all ranks of the stage, unless
-    its loss or norm is not `finite`. Returns the step's Balance.
+    """Update the biases of all routers against the step's loads, which are summed over all ranks of the stage. If the
+    step's loss or norm is not `finite`, leave the biases. Return the step's Balance.
     """
     if not model.sparse:
         return None
@@ -121,7 +121,7 @@ class Route:
         return wait_tensor(all_to_all_single(rows, self.received, self.sent, self.group))
 
     def back(self, rows: Tensor) -> Tensor:
-        """Send rows back to the ranks that they came from: the inverse of `there`."""
+        """Send rows back to the ranks from which they came: the inverse of `there`."""
         return wait_tensor(all_to_all_single(rows, self.sent, self.received, self.group))
 
 
@@ -176,8 +176,8 @@ class AllToAll(nn.Module):
 
 
 def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the order (int32) that puts `total` rows from [source, expert] into [expert, source], and the order that
-    undoes it.
+    """Return the order (int32) that puts `total` rows from [source, expert] into [expert, source], and the inverse
+    order.
 
     Rows of one source for one expert stay together: all move by the same distance.
     """

@@ -26,7 +26,7 @@ from .whole import read_whole
 
 
 class LoraLinear(nn.Linear):
-    """A linear with an adapter; `apply` makes one of a plain linear."""
+    """A linear with an adapter. `apply` makes a plain linear an adapted one."""
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -38,7 +38,7 @@ class LoraLinear(nn.Linear):
         base = super().forward(x)
         if not isinstance(x, DTensor):
             return base + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
-        # On plain tensors: of a column linear, x is whole and each rank's part of B gives its part of the output; of a
+        # On plain tensors. In a column linear, x is whole and each rank's part of B gives its part of the output. In a
         # row linear, each rank's parts of x and A give a summand of the whole output, as its part of the weight does.
         whole = x.placements[0].is_replicate()
         part = x.to_local(grad_placements=[Partial()] if whole else None)
@@ -63,7 +63,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     adapt = resolve(ADAPTERS[job.adapter.name].adapt)
     dtype = getattr(torch, job.precision.compute_dtype)
     for owner in module.modules():
-        # not by assigning `data`, which keeps the dtype of a DTensor's local tensor
+        # assigning `data` instead would keep the dtype of a DTensor's local tensor
         for name, parameter in list(owner.named_parameters(recurse=False)):
             owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
     wanted = {linear.name for linear in adapted(job)}
@@ -76,7 +76,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def adapt(linear: nn.Linear, job: Job) -> None:
-    """Make a linear an adapted one, in place. Raises ConfigError for a module of another kind, whose own forward would
+    """Make a linear an adapted one, in place. Raises ConfigError for a module of another class, whose own forward would
     be lost.
     """
     if not is_plain(linear):

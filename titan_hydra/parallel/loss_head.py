@@ -1,6 +1,4 @@
-"""Head and loss in one, in chunks of tokens: the logits of a whole batch are never in memory, neither in forward nor
-backward.
-"""
+"""Head and loss together, in chunks of tokens: neither forward nor backward has the logits of a whole batch in memory."""
 
 from __future__ import annotations
 
@@ -23,12 +21,12 @@ from .formats.select import is_plain
 
 
 def convert(model: nn.Module, config: Loss) -> list[str]:
-    """Make a model's head, in place, return the loss (`linear_cross_entropy`) if it gets targets. The name of its weight
-    stays.
+    """Make a model's head, in place, return the loss (`linear_cross_entropy`) if it gets targets. Its weight keeps its
+    name.
 
-    As the loss is part of the head and not a function after the model, the head's weight is used only inside the forward,
-    and FSDP need not keep it gathered afterwards. Raises ConfigError for a head that computes more than a matmul, which
-    would be lost.
+    As the loss is part of the head and not a function after the model, the head's weight is used only inside the
+    forward, and FSDP need not keep it gathered afterwards. Raises ConfigError for a head that computes more than a
+    matmul, as the rest would be lost.
     """
     head: Any = model.output
     chunk = config.chunk_tokens
@@ -82,8 +80,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients together with the loss, while a chunk's logits are in memory; the backward only scales
     them.
 
-    The head's matmul is therefore not repeated. The weight's gradient is kept from forward to backward, in float32 if
-    several chunks accumulate in it: a schedule that runs all forwards first keeps one per microbatch.
+    So the head's matmul is not repeated. The weight's gradient is kept from forward to backward, in float32 if several
+    chunks accumulate in it. A schedule that runs all forwards first keeps one such gradient per microbatch.
     """
 
     @staticmethod

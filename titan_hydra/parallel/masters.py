@@ -43,7 +43,7 @@ class Masters:
 
 def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
     """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing
-    to cast. Weights that adapters leave frozen are in the compute dtype already, and no optimizer has them.
+    to cast. Weights that adapters leave frozen already have the compute dtype, and no optimizer has them.
     """
     dtype = getattr(torch, precision.compute_dtype)
     parameters = dict(model.named_parameters())

@@ -67,8 +67,8 @@ class Mesh:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's loss counts in the sum over all ranks. Of tp ranks, which hold copies, only one counts.
-        Pipeline ranks without the last stage contribute 0.
+        """Whether this rank's loss counts in the sum over all ranks. Of the tp ranks, which hold copies of the loss,
+        only one counts. Pipeline ranks without the last stage contribute 0.
         """
         return self.coordinate("tp") == 0
 

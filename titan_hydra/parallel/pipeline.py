@@ -31,8 +31,8 @@ FORWARD = (ComputationType.FORWARD, ComputationType.SEND_F, ComputationType.RECV
 
 
 class Stage(PipelineStage):
-    """torch's pipeline stage, with given shapes of its input and output. `inputs` is the objective's function, which is
-    applied to a microbatch.
+    """torch's pipeline stage, with given shapes of its input and output. `inputs` is the objective's function, applied
+    to a microbatch.
     """
 
     def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs):
@@ -152,7 +152,7 @@ class Pipeline:
         dist.all_reduce(torch.zeros(1, device=device), group=mesh.pipeline)
 
     def forward_backward(self, batch: Any, count: Tensor, last: bool) -> Tensor:
-        """Accumulate a local batch's gradients of its summed loss / `count`. Returns that loss, 0 if another rank has
+        """Accumulate the gradients of a local batch's summed loss / `count`. Return that loss; 0 if another rank has
         the last stage.
 
         torch's stages reduce gradients over the data-parallel ranks once for every local batch, not only for the step's
@@ -161,7 +161,7 @@ class Pipeline:
         return self._run(self.schedule.step, batch, self.loss, count).detach()
 
     def forward(self, batch: Any) -> Tensor:
-        """Return the summed measure of a local batch, 0 if another rank has the last stage. Call with gradients off."""
+        """Return the summed measure of a local batch; 0 if another rank has the last stage. Call with gradients off."""
         with forward_only(self.schedule, self.stages):
             return self._run(self.schedule.eval, batch, self.measure, torch.ones((), device=self.device))
 
@@ -198,7 +198,7 @@ def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor
 
 def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[Action]]:
     """Return the computations of every pipeline rank in order, from torch's own list."""
-    # torch's own list of 1F1B has wrong microbatches on the last rank (2.13)
+    # in torch 2.13, torch's own list of 1F1B has wrong microbatches on the last rank
     if isinstance(schedule, PipelineScheduleSingle) and PIPELINE_SCHEDULES[job.pp_schedule.name].steps:
         return actions_of(job)
     order = schedule.pipeline_order

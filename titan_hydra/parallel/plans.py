@@ -1,5 +1,5 @@
-"""What a model family's sharding (models/*/sharding.py) returns, and what it is given. It returns a plan: for each module
-in the model or in a block, the style that splits the module's weights, inputs and outputs.
+"""What a model family's sharding (models/*/sharding.py) gets and returns. It returns a plan: for each module in the
+model or in a block, the style that splits the module's weights, inputs and outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make torch's ring attention run on CPUs. torch has written it for any kernel, but registers it only for CUDA's kernels.
+"""Make torch's ring attention run on CPUs. torch's code suits any kernel, but is registered only for CUDA's kernels.
 
 So tests on gloo ranks execute the same code as GPUs: the dispatch, the rotation, and the merging of partial results.
 """

@@ -38,8 +38,8 @@ def split_masters(model: nn.Module, job: Job) -> Masters:
 
 @torch.no_grad()
 def split_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Return the upper half of a float32 parameter; its attribute `lower_half` is the lower half. `dtype` is the dtype of
-    its gradient.
+    """Return the upper half of a float32 parameter. Its attribute `lower_half` holds the lower half. `dtype` is the
+    dtype of its gradient.
     """
     weight, remainder = halves_of(local_part(parameter))
     half: Any = nn.Parameter(like(parameter, weight), requires_grad=parameter.requires_grad)

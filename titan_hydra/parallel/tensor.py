@@ -26,14 +26,14 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     requires.
 
     Every parameter becomes a DTensor, norms too: optimizers and gradient clipping handle lists of one kind only. Raises
-    ConfigError for a parameter that the plan leaves out: each rank would train a copy of its own, from a part of the
+    ConfigError for a parameter that the plan leaves out, as each rank would train its own copy with a part of the
     gradient.
     """
     if mesh.degrees.tp == 1:
         return
     tp = mesh.world["tp"]
     norm = Norm(split=job.parallelism.sequence_parallel, reduce_dtype=getattr(torch, job.precision.reduce_dtype))
-    # A head that returns the loss itself splits the vocabulary too, but has no split logits to return.
+    # A head that returns the loss itself splits the vocabulary too, but returns no logits.
     logits_stay_split = job.parallelism.loss_parallel and job.loss.name == "cross_entropy"
     family = family_of(job.model)
     plan = family.part("sharding")(replace(job.parallelism, loss_parallel=logits_stay_split), norm, formats.linears(job))

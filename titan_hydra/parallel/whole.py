@@ -45,8 +45,8 @@ class WholeTree(ParallelStyle):
 
 
 class SplitTokens(ParallelStyle):
-    """Every rank applies the weights to its own tokens, so that it has a partial gradient of the weights. These gradients
-    are summed in `reduce_dtype`.
+    """Every rank applies the weights to its own tokens, and so has a partial gradient of the weights. The gradients of
+    all ranks are summed in `reduce_dtype`.
 
     The module reads its weights through its attribute `read`.
     """
@@ -63,7 +63,7 @@ class SplitTokens(ParallelStyle):
 
 
 class SummedGradient(ParallelStyle):
-    """Passes its input on; the gradient, of which each rank has a part, is summed over the ranks."""
+    """Passes its input on. The backward sums the gradients of all ranks, each of which has a part."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def summed(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ def hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def read_whole(weight: Any, reduce_dtype: torch.dtype, gradient: Placement) -> Tensor:
-    """Return a weight that every rank holds whole, as a plain tensor. Its gradient, which arises on each rank as
-    `gradient`, is summed over the ranks in `reduce_dtype` and then rounded once to the weight's dtype.
+    """Return a weight that every rank holds whole, as a plain tensor. Each rank has the gradient with the placement
+    `gradient`; it is summed over the ranks in `reduce_dtype` and then rounded once to the weight's dtype.
     """
     replicated = redistribute(weight, [Replicate()], weight.dtype, reduce_dtype)
     return replicated.to_local(grad_placements=[gradient])

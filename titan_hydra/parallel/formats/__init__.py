@@ -16,7 +16,7 @@ from titan_hydra.parallel.plans import Linears
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
-    """Change the linears of a meta-device model to the job's format, in place. Returns lines for the log."""
+    """Change the linears of a meta-device model to the job's format, in place. Return lines for the log."""
     format = format_of(job)
     return resolve(format.convert)(model, job, mesh, device) if format else []
 
@@ -28,7 +28,7 @@ def linears(job: Job) -> Linears:
 
 
 def after_step(model: nn.Module, job: Job) -> None:
-    """Do what the format needs after the weights have changed, on this rank's part of the model."""
+    """Call the format's function for this rank's part of the model, once the weights have changed."""
     format = format_of(job)
     if format and format.after_step:
         resolve(format.after_step)(model)

@@ -36,7 +36,7 @@ class DeferredNorm(nn.RMSNorm):
 
 
 class FusedLinear(nn.Linear):
-    """A linear whose input is cast for it alone."""
+    """A linear that casts its own input, which no other linear shares."""
 
     emulate: bool
 
@@ -71,13 +71,13 @@ JOINED: tuple[tuple[str, Callable[..., type]], ...] = (("projections", projectin
 
 
 def pending(x: Tensor | Normed) -> Normed:
-    """Return an input with the norm that it still needs, if any."""
+    """Return an input, and the norm that the module must still compute for it, if any."""
     return x if isinstance(x, Normed) else Normed(x)
 
 
 def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
-    """Make the chosen linears of a meta-device model cast with our kernels, in place; parameters stay. Returns lines
-    for the log. Raises ConfigError if they are not to be emulated and the compiler of the kernels is not installed.
+    """Make the chosen linears of a meta-device model cast with our kernels, in place; parameters stay. Return lines for
+    the log. Raises ConfigError if the compiler of the kernels is not installed and `emulate` is false.
     """
     if not emulate and find_spec("triton") is None:
         raise ConfigError("precision.kernels=fused: the package triton, which compiles them, is not installed; nearest legal: torchao")

@@ -17,9 +17,9 @@ from .select import needs_hardware, quietly, report, select
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
-    """Make the linears of a meta-device model multiply in MXFP8, in place. Returns the report.
+    """Make the linears of a meta-device model multiply in MXFP8, in place. Return the report.
 
-    Only the forward is replaced: torchao's own conversion wraps the weights, and the wrappers would end up in
+    Only the forward is replaced: torchao's own conversion would wrap the weights, and the wrappers would be part of
     checkpoints. Raises ConfigError if this device does not compute MXFP8.
     """
     precision = job.precision
@@ -41,8 +41,8 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
 
 
 def multiplication(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function for x @ weight.T with inputs cast to MXFP8, in its two backward matmuls too. Scales are rounded
-    up, so that nothing overflows.
+    """Return a function for x @ weight.T with inputs cast to MXFP8. Both backward matmuls cast their inputs too. Scales
+    are rounded up, so that nothing overflows.
     """
     with quietly():
         from torchao.prototype.mx_formats.config import ScaleCalculationMode

@@ -18,7 +18,7 @@ from titan_hydra.config.schema import Precision
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress warnings while torchao is imported, as every rank would print them about libraries for other hardware."""
+    """Suppress warnings while torchao is imported. Every rank would print them, about libraries for other hardware."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -35,8 +35,8 @@ def needs_hardware(
     nearest: str,
     before: tuple[int, int] | None = None,
 ) -> None:
-    """Raise ConfigError unless this rank's device computes in the format: a GPU of capability `first` or later, and
-    `before` another.
+    """Raise ConfigError unless this rank's device computes in the format: a GPU of capability `first` or later and, if
+    `before` is given, an earlier one than that.
     """
     here = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if here is None or here < first or (before and here >= before):
@@ -91,7 +91,7 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
 
 
 def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
-    """Return lines for the log: how many linears were converted and which, and the others with the reason."""
+    """Return lines for the log: how many linears were converted, their names, and the other linears with the reason."""
     return [f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"]
 
 
