@@ -36,7 +36,7 @@ class SDPA(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Compute attention within `documents`, if they are given, else of whole sequences (causal if `self.causal`).
         `documents` are the offsets of packed documents (int32; see `attend_within`), or a mask of all pairs [batch, 1,
-        seq, seq]. Raises ConfigError if the kernel that the job asks for may not compute this call.
+        seq, seq]. Raises ConfigError if the kernel that the job names may not compute this call.
         """
         if documents is not None and documents.dtype != torch.bool:
             return attend_within(q, k, v, documents)
@@ -66,7 +66,7 @@ def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool
 
 
 def check_attention(job: Job, device: torch.device) -> None:
-    """Raise ConfigError if the kernel that a job asks for may not run on this device. Called before compilation."""
+    """Raise ConfigError if the kernel that a job names may not run on this device. Called before compilation."""
     kernels(job.model.attention, call_of(job, device.type, machine_of(device.index or 0) if device.type == "cuda" else None))
 
 

@@ -1,7 +1,7 @@
 """Softmax and cross-entropy of logits in place: the derivatives overwrite the logits, and no other tensor of that size
 is allocated.
 
-Two operators share the work, so that ranks that split the vocabulary can add up their sums in between. They use float32.
+There are two operators, so that ranks that split the vocabulary can add up their sums in between. They use float32.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def softmax_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @custom_op("titan_hydra::logits_to_slopes", mutates_args=("logits",))
 def logits_to_slopes(logits: Tensor, targets: Tensor, largest: Tensor, scales: Tensor, weights: Tensor) -> None:
-    """Replace logits x [tokens, vocab] by exp(x - largest) * scale, minus the row's weight in the column of its target. A
-    target of -1 means that the row has none. The other arguments are [tokens, 1].
+    """Replace logits x [tokens, vocab] by exp(x - largest) * scale, minus the row's weight in the column of its target.
+    A target of -1 means that the row has no target. The other arguments are [tokens, 1].
     """
     if logits.is_cuda and find_spec("triton"):
         from .cross_entropy_triton import slopes_on_gpu

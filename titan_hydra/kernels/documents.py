@@ -1,9 +1,9 @@
-"""Causal attention within packed documents. It uses no mask, so that its time grows only with the number of pairs of
+"""Causal attention within packed documents. No mask is used, so that the time grows only with the number of pairs of
 tokens within documents.
 
-It is one operator for eager and compiled code, CPUs and GPUs; activation checkpointing can save its results. `offsets`
-(int32) are cumulative sequence lengths: the position of each document's first token in the concatenated tokens of all
-samples, and the number of all tokens. Documents may be empty.
+The same operator serves eager and compiled code, CPUs and GPUs; activation checkpointing can save its results.
+`offsets` (int32) are cumulative sequence lengths: the position of each document's first token in the concatenated
+tokens of all samples, and the number of all tokens. Documents may be empty.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def document_offsets(ends: Tensor) -> Tensor:
 
 
 def document_mask(ends: Tensor, seq: int) -> Tensor:
-    """Return the mask [batch, 1, seq, seq] of all pairs of tokens. It is True where a token attends to the other: to
+    """Return the mask [batch, 1, seq, seq] of all pairs of tokens. It is True where a token attends to another: to
     itself, and to earlier tokens of its document.
     """
     tokens = torch.arange(seq, device=ends.device, dtype=ends.dtype).repeat(len(ends), 1)

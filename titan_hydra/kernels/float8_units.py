@@ -19,7 +19,7 @@ Cast = tuple[Tensor, Tensor]  # e4m3 numbers, and the factors that undo the scal
 
 
 def multiply(a: Cast, b: Cast, dtype: torch.dtype, emulate: bool, fast: bool = False) -> Tensor:
-    """Return a b'. `fast` accumulates in lower precision than float32, as torchao does in the forward alone. `emulate`
+    """Return a b'. `fast` accumulates in lower precision than float32, as torchao does in the forward only. `emulate`
     multiplies in float32, without Float8 hardware.
     """
     if emulate:

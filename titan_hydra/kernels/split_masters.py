@@ -18,7 +18,7 @@ CHUNK = 2**24  # elements that are joined to float32 at a time
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 numbers with these halves."""
+    """Return the float32 numbers of which these are the halves."""
     return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
@@ -26,18 +26,19 @@ def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest bfloat16 numbers, with ties away from zero, and the difference of the bits as an int16. `join`
     is the exact inverse.
 
-    With ties to even, as in a cast, the difference could be from -2^15 to +2^15: one value more than 16 bits can have.
+    With ties to even, as in a cast, the difference could be from -2^15 to +2^15: one value too many for 16 bits.
     """
     bits = master.view(torch.int32)
     return ((bits + 0x8000) >> 16).short().view(torch.bfloat16), bits.short()
 
 
 def update_split(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tensor], **options: Any) -> None:
-    """Make an AdamW step of this rank's halved parameters, in place. Each is a tuple (weight, remainder, gradient, first
+    """Make an AdamW step of this rank's split parameters, in place. Each is a tuple (weight, remainder, gradient, first
     moment, second moment).
 
-    `options` are those of torch's fused AdamW. On a GPU with Triton, a kernel of this package makes the step in one pass.
-    Elsewhere the halves are joined, updated by torch's kernel and split again, which gives the bits of a float32 master.
+    `options` are those of torch's fused AdamW. On a GPU with Triton, a kernel of this package makes the step in one
+    pass. Elsewhere the halves are joined, updated by torch's kernel and split again, which gives the bits of a float32
+    master.
     """
     if not parameters:
         return
