@@ -60,8 +60,8 @@ class HuggingFace:
         return self
 
     def name(self, fqn: str) -> str:
-        """Return Hugging Face's name of the tensor `fqn`. For a stack of experts, this is the name of one expert, with {}
-        for its number.
+        """Return Hugging Face's name of the tensor `fqn`. For a stack of experts, this is the name of an expert, with
+        {} for the number.
         """
         block, part = "", fqn
         if fqn.startswith("layers."):
@@ -138,8 +138,8 @@ def decoder_to_config(config: Model, dtype: torch.dtype) -> dict:
 
 
 def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of every decoder for a config.json (old and new spelling of RoPE). Raises ConfigError if it has
-    another value than `only`.
+    """Return the keys of every decoder for a config.json (old and new spelling of RoPE). Raises ConfigError if a value
+    in it differs from `only`.
     """
     only_values(data, file, {"hidden_act": "silu", "attention_bias": False, **only})
     dim, heads, rope = data["hidden_size"], data["num_attention_heads"], rope_of(data)

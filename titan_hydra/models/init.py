@@ -1,8 +1,8 @@
 """Initial weights independent of the layout: every element is a function of (seed, parameter name, index in the full
 tensor).
 
-A counter-based generator makes that cheap: a shard computes only its own elements, so that no rank holds or draws a full
-tensor. Whole models, sharded models (FSDP, HSDP, tensor parallel, evenly or not) and stages start from the same bits.
+A counter-based generator makes that cheap: a rank draws only the elements of its shard, and never holds a full tensor.
+ Whole models, sharded models (FSDP, HSDP, tensor parallel, evenly or not) and stages start from the same bits.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def key_of_parameter(seed: int, fqn: str) -> int:
 
 
 def fill(parameter: Tensor, distribution: Normal | float, key: int) -> None:
-    """Fill this rank's shard of a parameter, a bounded number of rows at a time."""
+    """Fill this rank's shard of a parameter, at most a fixed number of rows at a time."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if not isinstance(distribution, Normal):
         local.fill_(distribution)
@@ -114,8 +114,8 @@ def _signed(x: int) -> int:
 
 
 def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of a shard in each dimension of the full tensor: this rank's, or that of another mesh
-    coordinate.
+    """Return offsets and sizes of a shard in each dimension of the full tensor: of this rank's shard, or of the shard
+    at another mesh coordinate.
 
     Every split is torch.chunk's, so shards are contiguous.
     """

@@ -22,8 +22,8 @@ from .init import Normal
 
 
 class Decoder(nn.Module):
-    """Decoder-only transformer: token ids [batch, seq] to logits [batch, seq, vocab] in the compute dtype (the loss
-    up-casts).
+    """Decoder-only transformer: token ids [batch, seq] to logits [batch, seq, vocab] in the compute dtype. (The loss
+    casts them to float32.)
     """
 
     def __init__(self, config: Model, seq_len: int):
@@ -153,7 +153,7 @@ class Attention(nn.Module):
         self.sdpa = SDPA(config.attention)
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
-        # -1 heads: under tensor parallelism the linears return only this rank's.
+        # -1 heads: under tensor parallelism the linears return only this rank's heads.
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -209,6 +209,6 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """
     table = rotary[: x.shape[1]] if rotary.dim() == 3 else rotary
     cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
-    # in this order, compiled code writes no float32 gradient of the whole tensor
+    # with this order of operations, compiled code writes no float32 gradient of the whole tensor
     a, b = (half.float() for half in x.chunk(2, dim=-1))
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)

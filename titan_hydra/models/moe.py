@@ -1,5 +1,5 @@
-"""A feed-forward of experts: a router sends each token to a few of them, and their outputs are added up, weighted by
-its scores.
+"""A feed-forward of experts: a router sends each token to a few experts, and their outputs are added up, weighted by
+the router's scores.
 
 No token is dropped. Everything here runs on one device; expert parallelism replaces the exchange (parallel/experts.py).
 Without expert parallelism the host never waits for the device, as the numbers of tokens stay on the device.
@@ -59,8 +59,8 @@ class MoE(nn.Module):
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a weight as it is. Parallelism replaces this where a module's weights are split, so that it computes with
-    this rank's part.
+    """Return a weight as it is. If parallelism splits a module's weights, it replaces this method, so that the module
+    computes with this rank's part.
     """
     return weight
 
@@ -143,7 +143,7 @@ class Router(nn.Module):
         return Destinations(chosen, order.int(), inverse, torch.diff(ends, prepend=torch.zeros_like(ends[:1])))
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the experts of each token: the best of the best groups. A group is rated by its two best experts' sum."""
+        """Return the experts of each token: the best of the best groups. A group's score is the sum of its best two."""
         config = self.config
         if self.balanced:
             return torch.arange(len(scores) * config.experts_per_token, device=scores.device).view(len(scores), -1) % config.n_experts

@@ -1,5 +1,5 @@
-"""The keys of models with experts, and the numbers that follow from them: parameters, those that a token uses, FLOPs.
-Imports no torch.
+"""The keys of models with experts, and the numbers that follow from them: all parameters, the parameters that a token
+uses, FLOPs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class SparseModel(Model):
     experts_per_token: int = key(..., "routed experts that each token passes", EXPERTS)
     expert_dim: int = key(..., "width of an expert's feed-forward", WIDTH)
     n_shared_experts: int = key(0, "experts that every token passes, computed as one feed-forward of their joint width", NATURAL)
-    first_k_dense_replace: int = key(0, "first blocks, whose feed-forward is dense", NATURAL)
-    router: str = key("softmax", "how the router's logits become scores", choices=("softmax", "sigmoid"))
+    first_k_dense_replace: int = key(0, "number of first blocks whose feed-forward is dense", NATURAL)
+    router: str = key("softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid"))
     norm_topk_prob: bool = key(True, "divide the scores of a token's experts by their sum")
     routed_scaling_factor: float = key(1.0, "multiplies the scores of a token's experts", POSITIVE)
     n_group: int = key(1, "groups of experts, of which a token uses only the `topk_group` best", EXPERTS)
     topk_group: int = key(1, "groups whose experts a token may use", EXPERTS)
     router_bias_update_rate: float = key(
         0.0,
-        "step by which the bias of an expert's choice changes after each step of training, up if it had fewer "
-        "tokens than the mean (arXiv 2408.15664); 0: no bias",
+        "change of the bias of an expert's choice after each training step: up if the expert had fewer "
+        "tokens than the mean, else down (arXiv 2408.15664); 0: no bias",
         NOT_NEGATIVE,
     )
     sequence_balance: float = key(

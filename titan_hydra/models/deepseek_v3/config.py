@@ -25,7 +25,7 @@ class Yarn:
 @dataclass
 class DeepSeekV3Config(SparseModel):
     float32_router: ClassVar[bool] = True
-    q_lora_rank: int = key(0, "width of the latent from which queries are computed; 0: from the residual stream", NATURAL)
+    q_lora_rank: int = key(0, "width of the latent from which queries are computed; 0: computed from the residual stream", NATURAL)
     kv_lora_rank: int = key(..., "width of the latent from which keys and values are computed", WIDTH)
     qk_nope_head_dim: int = key(..., "width of the part of a query and a key that is not rotated", WIDTH)
     qk_rope_head_dim: int = key(..., "width of the part of a query that is rotated, and of the rotated key that all heads share", WIDTH)

@@ -54,7 +54,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
         config, (batch, seq, _) = self.config, x.shape
-        # The number of heads is -1, as with tensor parallelism the linears return only this rank's heads.
+        # The number of heads is -1: under tensor parallelism the linears return only this rank's heads.
         q = (self.wq_b(self.q_norm(self.wq_a(x))) if config.q_lora_rank else self.wq(x)).view(batch, seq, -1, config.head_width)
         latent, shared = self.wkv_a(x).split((config.kv_lora_rank, config.qk_rope_head_dim), -1)
         kv = self.wkv_b(self.kv_norm(latent)).view(batch, seq, -1, config.qk_nope_head_dim + config.v_head_dim)
@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
 
 
 def split_pairs(x: Tensor) -> Tensor:
-    """Return heads with the members of each rotated pair in the two halves; in DeepSeek's weights they are neighbours."""
+    """Return heads with the members of each rotated pair in the two halves. DeepSeek's weights have them side by side."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 

@@ -1,5 +1,5 @@
-"""How tensor parallelism splits DeepSeek-V3: heads over ranks; latents, which all heads share, are computed on every
-rank.
+"""How tensor parallelism splits DeepSeek-V3: each rank has some of the heads; every rank computes the latents, which
+all heads share.
 """
 
 from __future__ import annotations
