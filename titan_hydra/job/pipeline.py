@@ -44,7 +44,7 @@ def blocks_of_stages(job: Job) -> list[int]:
     """Return the number of blocks of each stage: `layers_per_stage` (the last stage takes the rest), or balanced.
 
     The embedding and the head count as one block each, so that the paper's 126 blocks on 16 stages divide evenly. Each
-    block goes to the stage with the least work; among equals, an inner stage.
+    block goes to the stage with the least work; if several have the least, to an inner stage.
     """
     stages, layers, per_stage = stage_count(job), job.model.n_layers, job.pp_schedule.layers_per_stage
     if per_stage:
@@ -72,14 +72,15 @@ def splits_backward(job: Job) -> bool:
 
 
 def written_schedule(job: Job) -> list[list[Action]] | None:
-    """Return the actions of each rank, if the schedule stands in a file. Raises what `read_schedule` raises."""
+    """Return the actions of each rank if the schedule is in a file, else None. Raises what `read_schedule` raises."""
     schedule: Any = job.pp_schedule
     return read_schedule(schedule.csv) if PIPELINE_SCHEDULES[schedule.name].from_file else None
 
 
 @cache
 def read_schedule(path: str) -> list[list[Action]]:
-    """Read the actions of each rank. A line has those of one rank: 2F0 means stage 2, forward, microbatch 0; empty is idle.
+    """Read the actions of each rank; a line has those of one rank. 2F0 is stage 2, forward, microbatch 0; empty is
+    idle.
 
     A cell (0F5;3B2)OVERLAP_F_B is two actions. Raises OSError, or ValueError with the cell that cannot be read.
     """

@@ -31,8 +31,8 @@ def all_ranks(job: Job) -> int:
 
 
 def processes(job: Job) -> int:
-    """Return the number of processes of a job: one for each rank, or a single one that simulates the others
-    (comm=fake).
+    """Return the number of processes of a job: one for each rank or, with comm=fake, a single one that simulates the
+    other ranks.
     """
     return 1 if job.comm.name == "fake" else all_ranks(job)
 

@@ -28,7 +28,9 @@ def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
 
 
 def known(name: str) -> str:
-    """Return the schedule whose steps stand for a schedule: itself if its record has steps, else a similar one."""
+    """Return the schedule whose steps stand for those of a schedule: itself if its record has steps, else a similar
+    one.
+    """
     kind = PIPELINE_SCHEDULES[name]
     if kind.steps:
         return name
@@ -90,7 +92,7 @@ def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
 
 
 def interleaved(rank: int, pp: int, stages: int, number: int, zero_bubble: bool = False) -> Iterable[Step]:
-    """Yield the steps of interleaved 1F1B; with `zero_bubble`, the weights' half of a backward follows `rank` backwards
+    """Yield the steps of interleaved 1F1B. With `zero_bubble`, the weights' half of a backward comes `rank` backwards
     later.
     """
     in_round, all_of_them = number // max(1, number // pp), stages * number
@@ -188,7 +190,7 @@ def _held(order: Iterable[Action], weights: tuple[float, ...]) -> Held:
 @cache
 def idle_time(name: str, pp: int, stages: int, number: int) -> float:
     """Return the average rank's idle time in units of a stage's forward, if all stages take equally long and a backward
-    twice that.
+    takes twice as long as a forward.
     """
     order = actions(name, pp, stages, number)
     played = play(order, pp * stages)
@@ -202,8 +204,8 @@ def play(
     """Simulate a schedule. Return when each action starts, if each rank runs its actions in order, each as soon as its
     inputs exist.
 
-    `seconds` is the duration of an action, `travel` that of sending its output to the next stage. A rank with an action
-    that waits for ever has no entries from there on.
+    `seconds` is the duration of an action, `travel` the time to send its output to the next stage. If an action waits
+    for ever, its rank has no entries from that action on.
     """
     ends: dict[Action, float] = {}
     played: list[list[tuple[float, Action]]] = [[] for _ in ranks]

@@ -13,8 +13,8 @@ def data_sources(data: Data) -> dict[str, Any]:
 
 
 def shares(weights: list[float]) -> list[int]:
-    """Return how many of PERIOD samples each source gives. Weights are rounded down; the remainder goes to the sources
-    that lost most.
+    """Return how many of PERIOD samples each source gives. Weights are rounded down; the remaining samples go to the
+    sources that lost most by rounding.
     """
     exact = [PERIOD * weight / sum(weights) for weight in weights]
     left = PERIOD - sum(map(int, exact))
