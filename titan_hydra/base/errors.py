@@ -78,7 +78,7 @@ class NotFinite(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written or read; earlier complete ones are intact."""
+    """A checkpoint could not be written or read. Earlier complete checkpoints are intact."""
 
 
 class Unhealthy(RunError):
@@ -90,8 +90,8 @@ class Unhealthy(RunError):
 
 
 def denied(error: PermissionError, key: str = "", folder: Path = Path()) -> str:
-    """Return a message with the file or folder that this user may not use, its owner and its mode. If the file lies in
-    `folder`, the message begins with `key` and its value.
+    """Return a message that names the file or folder that this user may not use, its owner and its mode. If the file
+    lies in `folder`, the message begins with `key` and its value.
     """
     path = Path(error.filename or ".").absolute()
     where = f"{key}={folder}: " if key and path.is_relative_to(folder.absolute()) else ""

@@ -1,8 +1,8 @@
 """Private members of torch, torchao, Hydra, submitit and argparse that this package uses, each with the reason. No other
 file names a private member.
 
-`from titan_hydra.base.private import NAME` resolves a name only then, so that a login node imports no torch, and a rank
-only what it uses. For a new release of a library, check this file.
+A name is resolved only by `from titan_hydra.base.private import NAME`. So a login node imports no torch, and a rank
+imports only what it uses. For a new release of a library, check this file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 SCHEDULES, RING = "torch.distributed.pipelining.schedules", "torch.distributed.tensor.experimental._context_parallel._attention"
 MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or several, for releases that differ
-    # Hydra: the parser of its command line; and two steps of composing, to do once for all cells.
+    # Hydra: the parser of its command line; two steps of composing, which are done once for all cells.
     "get_args_parser": "hydra._internal.utils:get_args_parser",
     "ConfigLoaderImpl": "hydra._internal.config_loader_impl:ConfigLoaderImpl",
     "apply_overrides": "hydra._internal.config_loader_impl:ConfigLoaderImpl._apply_overrides_to_config",
     # Meshes: several dimensions as one, for FSDP over dp_shard x cp; two meshes side by side, for HSDP over that.
     "flatten": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "concatenate": "torch.distributed.device_mesh:DeviceMesh._concatenate",
-    # Process groups: the list of all, and a change of their time-out after the first step, which torch 2.15 has in public.
+    # Process groups: the list of all, and a change of their time-out after the first step (public in torch 2.15).
     "process_groups": "torch.distributed.distributed_c10d:_world",
     "set_group_timeout": ("torch.distributed:set_timeout", "torch.distributed.distributed_c10d:_set_pg_timeout"),
     # One kernel for a list of tensors, as torch's own optimizers and clipping use.
@@ -62,7 +62,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "ring_backward": f"{RING}:_templated_ring_attention_backward",
     "flash_on_cpu": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flash_on_cpu_backward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
-    # Packed documents: the kernels behind scaled_dot_product_attention, which itself takes no offsets of documents.
+    # Packed documents: the kernels of scaled_dot_product_attention, which itself takes no offsets of documents.
     "flash_attention": "torch:ops.aten._flash_attention_forward.default",
     "flash_attention_backward": "torch:ops.aten._flash_attention_backward.default",
     "OpOverload": "torch._ops:OpOverload",
@@ -72,8 +72,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "op_dispatcher": "torch.distributed.tensor:DTensor._op_dispatcher",
     "expand_to_full_mesh_op_strategy": "torch.distributed.tensor._ops.utils:expand_to_full_mesh_op_strategy",
     "register_op_strategy": "torch.distributed.tensor._ops.utils:register_op_strategy",
-    # Ulysses: an all-to-all that has a gradient and that a compiler can trace. Experts: one without gradient, whose result
-    # activation checkpointing can save; the other leaks memory there (TorchTitan #1467).
+    # Ulysses: an all-to-all that has a gradient and that a compiler can trace. Experts: an all-to-all without gradient,
+    # whose result activation checkpointing can save; the first one leaks memory there (TorchTitan #1467).
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
@@ -137,8 +137,8 @@ def flight_recorders() -> list[Callable[[bool, bool, bool], bytes]]:
 
 
 def wrap_stage_messages(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap, once, the function that exchanges tensors between pipeline stages, as torch's recorder for gloo records
-    collectives alone.
+    """Wrap, once, the function that exchanges tensors between pipeline stages, because torch's recorder for gloo
+    records only collectives.
     """
     from torch.distributed.pipelining import schedules
 

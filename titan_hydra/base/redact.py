@@ -23,7 +23,7 @@ SHAPES = re.compile(  # tokens with known prefixes, passwords in addresses, auth
 ASSIGNED = re.compile(  # NAME = "value", NAME: value, NAME=value, x["NAME"] = "value"
     r"""(?P<name>\b\w+)(?P<is>["']?\]?\s*[:=]\s*)(?:(?P<quote>["'])(?P<quoted>[^"'\n]{6,})(?P=quote)|(?P<bare>[\w+/=.~-]{6,})(?=\s|$|[,;)}\]]))"""
 )
-# A name that is assigned to, compared, or passed, in code.
+# In code: a name to which something is assigned, or which is compared or passed.
 NAMED = re.compile(r"""(?P<name>\b[A-Za-z_]\w*)(?P<is>["']?\]?\s*[:=!]=?\s*|["']\s*,\s*(?=["']))""")
 LITERAL = re.compile(r"""(?P<quote>["'])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)""")
 
@@ -67,7 +67,7 @@ def _mixed(value: str) -> bool:
 
 
 def _without_values(lines: list[str]) -> Iterator[str]:
-    """Yield lines of code without the literals in lines that assign to a secret's name, or that continue such a line."""
+    """Yield lines of code without their literals, if they assign to a secret's name or continue such a line."""
     sure, block = 0, False  # sureness of the expression that the next line continues; whether it continues a text
     for line in lines:
         if block:

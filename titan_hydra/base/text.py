@@ -1,4 +1,4 @@
-"""Tables for the terminal. (rich needs half a second for 500 rows, which is longer than it takes to read the runs.)"""
+"""Tables for the terminal. (For 500 rows, rich needs half a second, longer than reading the runs takes.)"""
 
 import os
 import re

@@ -1,5 +1,5 @@
-"""Threads that have the GPU of their rank, and the number of cores for them. torch gives a new thread device 0 of the
-host, where the thread would take at least a context of 0.5 GiB from rank 0's memory.
+"""Threads that have the GPU of their rank, and the number of cores for them. torch gives a new thread the host's device
+0. There the thread would take at least a context of 0.5 GiB from rank 0's memory.
 """
 
 import os
