@@ -11,7 +11,7 @@ from .schema import Job
 
 __all__ = ["Fault", "Job", "explain", "from_dict", "identity", "read", "to_dict"]
 
-# The package's own parts, families, recipes and executors register themselves, as those of a user's module do.
+# The package's own parts, families, recipes and executors register themselves in the same way as a user's module does.
 OWN_FAMILIES = ("llama3", "qwen3", "qwen3_moe", "deepseek_v3")
 for room in ("config.parts", *(f"models.{family}" for family in OWN_FAMILIES), "recipes", "launch.executors"):
     importlib.import_module(f"titan_hydra.{room}")

@@ -1,4 +1,4 @@
-"""Parse the arguments of launch.py before Hydra does: flags may stand anywhere, and each mistake is one line."""
+"""Parse the arguments of launch.py before Hydra does. Flags may stand anywhere, and each mistake gives one line."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _refuse(message: str) -> None:
-    """Raise ConfigError for what argparse does not understand."""
+    """Raise ConfigError with argparse's message about arguments that it cannot parse."""
     _, unknown, words = message.partition("unrecognized arguments: ")
     first = words.split(" ")[0]
     name = first.lstrip("-").partition("=")[0].replace("-", "_")

@@ -2,8 +2,8 @@
 this file.
 
 torch has checks of its own (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and takes the first kernel that
-passes them. This file has the checks that determine how a call is prepared. It also refuses calls that torch would
-compute wrongly; beside each such check stands the issue.
+passes them. This file repeats those checks that determine how a call is prepared. It also refuses calls that torch
+would compute wrongly; the number of the issue is beside each such check.
 """
 
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
 def kernels(asked: str, call: Call) -> list[str]:
     """Return the kernels that may compute a call, fastest first. `asked` is the value of model.attention. Raises
-    ConfigError if no kernel may.
+    ConfigError if no kernel may compute it.
     """
     found = [kernel for kernel in (KERNELS if asked == "auto" else (asked,)) if refusal(kernel, call) is None]
     if not found:
@@ -55,8 +55,8 @@ def kernels(asked: str, call: Call) -> list[str]:
 
 
 def kernel_fault(asked: str, *calls: Call) -> Fault | None:
-    """Return the fault of model.attention if no kernel that it allows may compute any of the calls. The fault's reason is
-    that of the last call.
+    """Return the fault of model.attention if none of the kernels that it allows may compute any of the calls. The
+    fault's reason is that of the last call.
     """
     legal = [kernel for kernel in KERNELS if any(refusal(kernel, call) is None for call in calls)]
     if legal if asked == "auto" else asked in legal:
@@ -68,7 +68,7 @@ def kernel_fault(asked: str, *calls: Call) -> Fault | None:
 def refusal(kernel: str, call: Call) -> str | None:
     """Return why a kernel may not compute a call; None if it may."""
     if kernel == "math":
-        # without an error, torch would compute as if the ranks' order were that of the sequence.
+        # torch would compute as if the ranks' order were that of the sequence, and report no error.
         return "has no ring (pytorch #147793)" if call.ring else None
     if call.device != "cuda":
         return None if kernel == "flash" else f"does not exist on the {call.device.upper()}"
@@ -84,11 +84,11 @@ def refusal(kernel: str, call: Call) -> str | None:
 
 
 def _of_cudnn(call: Call) -> str | None:
-    """Return why cuDNN may not compute a call on CUDA. Calls that torch itself refuses are included, so that a kernel
-    that is asked for fails with one line.
+    """Return why cuDNN may not compute a call on CUDA. Calls that torch itself refuses are included, so that a job with
+    attention=cudnn fails with one line.
 
-    Single queries, for which cuDNN is wrong on B200 before 9.24.1 (pytorch #193893), are not checked, as no call of this
-    package has one.
+    Calls with a single query, which cuDNN before 9.24.1 computes wrongly on B200 (pytorch #193893), are not checked, as
+    this package makes none.
     """
     widths, machine = (call.width, call.value_width), call.machine
     if call.dtype not in HALF:
@@ -118,7 +118,7 @@ def _of_cudnn(call: Call) -> str | None:
 
 def takes_offsets(asked: str, call: Call) -> bool:
     """Whether flash attention computes attention within packed documents from their offsets (kernels/documents.py). If
-    not, a mask of all pairs is needed.
+    it does not, a mask of all pairs is needed.
     """
     return asked in ("auto", "flash") and (call.device != "cuda" or (refusal("flash", call) is None and call.width % 8 == 0))
 

@@ -1,4 +1,4 @@
-"""Compose the cells of a command line, in milliseconds for each cell. The result is the same as that of Hydra."""
+"""Compose the cells of a command line in milliseconds each. The result is the same as Hydra's."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Composer:
     """Compose cells with the same result as Hydra: `Composer(loader)(overrides)`.
 
     Hydra takes a fifth of a second for each cell, because it merges 30 files. The merged files depend only on the
-    chosen options, so they are cached, and Hydra's own function applies the values to a copy. If several groups vary, not
-    every combination is composed: an option that sets only keys of its own group gives the same section with any options
-    of other groups.
+    chosen options, so they are cached, and Hydra's own function applies the values to a copy. If several groups vary,
+    not every combination is composed: the section of an option that sets only keys of its own group does not depend on
+    other groups.
     """
 
     def __init__(self, loader: ConfigLoader, config_name: str = "config") -> None:
@@ -59,7 +59,7 @@ class Composer:
 
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         ConfigLoaderImpl.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
-        # such an override may add groups, so Hydra composes all of it
+        # such an override may add groups, so Hydra composes the whole cell
         elsewhere = any(override.key_or_group == "hydra.searchpath" for override in parsed)
         values = [] if elsewhere else [override for override in parsed if self._is_value(override)]
         config = self._with_options([override for override in parsed if override not in values])
@@ -70,7 +70,7 @@ class Composer:
         return config
 
     def _is_value(self, override: Override) -> bool:
-        """Whether an override sets the value of a key. If not, it chooses an option of a group or belongs to Hydra
+        """Whether an override sets the value of a key. Other overrides choose an option of a group or belong to Hydra
         itself.
         """
         if override.is_hydra_override():
@@ -114,8 +114,8 @@ class Composer:
         return self.composed[lines]
 
     def _is_plain(self, override: Override) -> bool:
-        """Whether an override only chooses an option, in a top-level group, whose file sets keys of that group
-        alone.
+        """Whether an override only chooses an option in a top-level group, and the option's file sets only keys of that
+        group.
         """
         group, name = override.key_or_group, override.value()
         if override.is_add() or override.is_force_add() or override.is_delete() or override.package or override.is_hydra_override():
@@ -125,8 +125,8 @@ class Composer:
     def _are_independent(self, groups: Iterable[str], others: list[Override]) -> bool:
         """Whether choices in `groups` can be composed one at a time.
 
-        There are two conditions: with `others` applied, the current option of each group sets keys of that group alone,
-        and no defaults list refers to a choice (`${...}`).
+        There are two conditions. With `others` applied, the current option of each group sets only keys of that group.
+        And no defaults list refers to a choice (`${...}`).
         """
         from hydra.types import RunMode
 
@@ -210,7 +210,7 @@ Item = TypeVar("Item")
 
 
 def with_count(items: Sequence[Item], done: str) -> Iterator[Item]:
-    """Yield the items one by one. After one second, print a progress line to stderr: how many are done."""
+    """Yield the items one by one. After one second, print a progress line to stderr: how many items are done."""
     began = told = time.monotonic()
     terminal = sys.stderr.isatty()
     for number, item in enumerate(items, start=1):

@@ -1,5 +1,5 @@
-"""Change values of an existing job by overrides, as on the command line of launch.py. Options of groups cannot be changed,
-as Hydra would have to compose them.
+"""Change values of an existing job by overrides, as on the command line of launch.py. Options of groups cannot be
+changed this way, as Hydra would have to compose them.
 """
 
 import copy

@@ -39,7 +39,7 @@ def register_schema() -> None:
         OmegaConf.set_struct(schema[name], False)
     ConfigStore.instance().store(name="schema", node=schema)
     plugins: Any = Plugins.instance()
-    # Hydra would otherwise look for our sweeper in a package called hydra_plugins alone
+    # otherwise Hydra would look for our sweeper only in a package called hydra_plugins
     plugins.instantiate_sweeper = sweeper
 
 
@@ -72,9 +72,7 @@ def compose_job(*overrides: str, config_dir: Path | None = None) -> Job:
 
 
 def compose_unchecked(*overrides: str, config_dir: Path | None = None) -> Job:
-    """Compose and type one job without freezing or checking it. Raises ConfigError for keys and options that do not
-    exist.
-    """
+    """Compose and type one job without freezing or checking it. Raises ConfigError for unknown keys and options."""
     if config_dir and not config_dir.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     if lines := mistakes(overrides, [CONF, *([config_dir] if config_dir else [])]):

@@ -75,14 +75,14 @@ def help_text(words: Sequence[str] = ()) -> str:
 
 
 def groups() -> list[str]:
-    """List the groups: first the sections of the schema in its order (with or without a folder in conf/), then the recipes
-    and the sweeps.
+    """List the groups: the sections of the schema in its order (with or without a folder in conf/), then recipes and
+    sweeps.
     """
     return [key for key, spec in KEYS.items() if "." not in key and _is_group(spec)] + [*GROUPS_OF_RECIPES]
 
 
 def meaning(group: str) -> str:
-    """Return what a group is about."""
+    """Return a phrase for what a group configures."""
     return GROUPS_OF_RECIPES.get(group) or KEYS[group].metadata["help"]
 
 

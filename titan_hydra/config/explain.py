@@ -13,7 +13,7 @@ OURS = ("titan_hydra", "__main__")
 
 
 def explain(error: BaseException) -> str | None:
-    """Return an exception of Hydra, OmegaConf or YAML as one line about the command line; None if another program
+    """Return one line about the command line for an exception of Hydra, OmegaConf or YAML; None if another program
     raised it.
     """
     if not _theirs(error):
@@ -32,7 +32,7 @@ def explain(error: BaseException) -> str | None:
 def _theirs(error: BaseException) -> bool:
     """Whether the exception was raised by Hydra, OmegaConf, antlr4 or yaml rather than by this package.
 
-    The innermost frame in one of these packages or in this one decides; frames of other packages are skipped.
+    The innermost frame that is in one of these packages or in this package decides; other frames are skipped.
     """
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((package in THEIRS for package in reversed(packages) if package in THEIRS + OURS), False)

@@ -49,8 +49,8 @@ def decoder_parameters(config: Model) -> int:
 
 @dataclass(frozen=True)
 class Linear:
-    """The widths of a linear of a block. With tensor parallelism, a rank has a part of the outputs of a `column` linear,
-    all of a `whole` linear, and a part of the inputs of any other.
+    """The widths of a linear of a block. With tensor parallelism, a rank has a part of the outputs of a `column`
+    linear, all of a `whole` linear, and a part of the inputs of any other linear.
     """
 
     name: str
@@ -60,18 +60,18 @@ class Linear:
     whole: bool = False
 
     def size(self, tp: int) -> float:
-        """Return the product of its widths that one of `tp` ranks computes."""
+        """Return the product of the widths of the part of the linear that one of `tp` ranks computes."""
         return self.inputs * self.outputs / (1 if self.whole else tp)
 
     def share(self, what: str, tp: int) -> float:
-        """Return the `inputs` or `outputs` that one of `tp` ranks has."""
+        """Return how many of the `inputs` or `outputs` one of `tp` ranks has."""
         split = not self.whole and self.column is (what == "outputs")
         return getattr(self, what) / (tp if split else 1)
 
 
 def decoder_linears(config: Model, width: int | None = None) -> tuple[Linear, ...]:
     """Return the linears of a decoder's block in running order: attention with grouped queries, then a gated
-    feed-forward, whose width is the model's unless given.
+    feed-forward of width `width` (None: the model's).
     """
     width = config.ffn_width if width is None else width
     queries, keys = config.n_heads * config.head_width, config.n_kv_heads * config.head_width

@@ -48,7 +48,7 @@ def as_typed(value: Any) -> str:
 
 
 def as_value(text: str) -> str:
-    """Return a text as the value of an override, quoted if Hydra's grammar would read anything but this text."""
+    """Return a text as the value of an override, in quotes if Hydra's grammar would not read it as this text."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -57,7 +57,7 @@ def as_value(text: str) -> str:
             return text
     except HydraException:
         pass
-    # Inside quotes a backslash stands for itself, except directly before a quote.
+    # Inside quotes a backslash is an ordinary character, except directly before a quote.
     return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text) + "'"
 
 
@@ -71,7 +71,7 @@ def quoted(words: Iterable[str]) -> str:
 
 
 def shown(text: str, longest: int = 200) -> str:
-    """Return a text that fits one printed line: control characters are escaped, and it is cut after `longest` characters."""
+    """Return a text that fits one printed line: cut after `longest` characters, and with control characters escaped."""
     if not text.isprintable():
         text = text.encode("unicode_escape").decode()
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
@@ -107,7 +107,7 @@ def did_you_mean(close: Iterable[str], otherwise: str = "") -> str:
 
 
 def multiples_around(number: int, step: int) -> tuple[int, ...]:
-    """Return the multiples of `step` next below (or equal) and above a number; 0 is none."""
+    """Return the multiples of `step` next below (or equal to) and above a number, without 0."""
     below = number // step * step
     return tuple(multiple for multiple in (below, below + step) if multiple)
 

@@ -1,5 +1,5 @@
-"""How a configuration key is defined: a dataclass field with a description, a range, and what else the checks and the
-help read of it.
+"""How a configuration key is defined: a dataclass field with a description, a range, and other properties that the
+checks and the help use.
 """
 
 from collections.abc import Sequence

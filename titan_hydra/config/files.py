@@ -19,7 +19,7 @@ ASSETS = Path(__file__).parent.parent / "assets"
 # conf/ of an installed wheel; a checkout has its own at the top, and a rank's copy of the code has none
 INSTALLED = Path(__file__).parents[1] / "conf"
 CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "conf"
-# suffixes of compressed files, and the suffixes before which they may be added
+# suffixes of compressed files, and the suffixes after which they may stand
 PACKED, LINED = (".gz", ".zst"), (".txt", ".md", ".jsonl", ".json", ".csv")
 FASTA = (
     "python -c \"import json; rows = ('\\n' + open('FILE').read()).split('\\n>')[1:]; open('FILE.jsonl', 'w').writelines("
@@ -81,7 +81,7 @@ def kind(file: Path) -> str:
 
 
 def unread(file: Path, suffixes: tuple[str, ...]) -> str:
-    """Return why a file is not read by a source that takes these suffixes, and what converts it."""
+    """Return why a file is not read by a source that takes these suffixes, and what converts the file."""
     packed = " (also with .gz or .zst behind it)" if any(suffix in LINED for suffix in suffixes) else ""
     name, ending, line = CONVERTED.get(kind(file), ("", "", ""))
     hint = f"; data={name} reads the {ending} that this makes: {line.replace('FILE', str(file))}" if line else ""

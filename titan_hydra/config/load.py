@@ -46,7 +46,7 @@ from .schema import (
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 
-# The sections that select a part and then have its keys too. For each: the key that selects, and the parts by name.
+# The sections that select a part, and so have the part's keys too. For each: the key that selects, the parts by name.
 PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Model: ("family", FAMILIES),
     Data: ("name", DATA_SOURCES),
@@ -109,7 +109,7 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
 
 
 def picked_anew(values: Any, picked: str | list[str]) -> Any:
-    """Return a section with another part (or several) picked. The keys that both parts have keep their values."""
+    """Return a section with another part (or several) picked. Keys of both the old and the new part keep their values."""
     section = next(section for section in PICKED if isinstance(values, section))
     pick = PICKED[section][0]
     cls = typed(section, {pick: picked})
@@ -127,7 +127,7 @@ def _joined(section: Any, own: Any) -> Any:
 
 @functools.cache
 def _with_sections(section: Any, parts: tuple[tuple[str, Any], ...]) -> Any:
-    """Return a section's dataclass with a section within for each of these parts: its name and the dataclass of its keys."""
+    """Return a section's dataclass, extended by a section for each of these parts, given by name and dataclass."""
     if not parts:
         return section
     fields = [(name, config, described(config, f"keys of {name}", identity=False)) for name, config in parts]
@@ -155,10 +155,10 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
 
 
 def _part_faults(data: dict[str, Any]) -> Iterator[Fault]:
-    """Give each section that selects a part the types and defaults of that part's keys, in place. Yield a fault for each
-    value that does not fit.
+    """Give each section that selects a part the types and defaults of that part's keys, in place. Yield a fault for
+    each value that does not fit.
 
-    Hydra composes these sections before the user's modules are imported, so that it accepts any key there.
+    Hydra composes these sections before the user's modules are imported; so it accepts any key in them.
     """
     train = data.get("train")
     if not isinstance(train, dict) or not isinstance(train.get("imports"), list):
@@ -227,9 +227,7 @@ def _as_written(config: Any, key: str) -> Any:
 
 
 def identity(job: Job) -> str:
-    """Return 8 hex digits of the sha256 of the configuration, without the fields that are not part of the
-    experiment.
-    """
+    """Return 8 hex digits of the sha256 of the configuration, without the keys that are not part of the experiment."""
     return hashlib.sha256(json.dumps(_identity_part(job), sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -252,10 +250,10 @@ def known_keys() -> dict[str, dataclasses.Field[Any]]:
 
 
 def changes_of(key: str) -> tuple[str, Changes]:
-    """Return what another value of a dotted key changes, and the name of the field that states it: the section's, if that
-    states it for all its keys, else the key's. A key below a user's name (data.mixture.web.weight) counts as the key
-    above. A key outside the hash changes the technique, unless it states something else. A key that is in no schema
-    changes what its section does.
+    """Return what another value of a dotted key changes, and the name of the field that states it: the section's, if
+    the section states it for all its keys, else the key's. A key below a user's name (data.mixture.web.weight) counts
+    as the key above. A key outside the hash changes the technique, unless it states something else. A key that is in no
+    schema changes what its section does.
     """
     return _changes(key, _sections())
 
@@ -289,7 +287,7 @@ def picking() -> dict[str, Any]:
 
 
 def _sections() -> Sections:
-    """Return the dataclasses that may type each section which picks a part: its own, then those with a part's keys."""
+    """Return the dataclasses that may type each section that picks a part: its own, then those with a part's keys."""
     return tuple((section, (section, *_typings(section))) for section in PICKED)
 
 
@@ -302,7 +300,7 @@ def _typings(section: Any) -> list[Any]:
 
 
 def owners(key: str) -> list[str]:
-    """Return the names of the parts that have a key of their own; none if the section has it with any part."""
+    """Return the names of the parts that have a key of their own; none if the section has the key with every part."""
     group, _, name = key.partition(".")
     section, name = picking().get(group), name.partition(".")[0]
     return [] if section is None or name in _hints(section) else _parts_with(section, name)
@@ -317,12 +315,12 @@ def _parts_with(section: Any, name: str) -> list[str]:
 
 
 def kind_of(key: str) -> Any:
-    """Return the type of a dotted key, which may stand below a name that the user chose; None if there is no such key."""
+    """Return the type of a dotted key, which may be below a name that the user chose; None if there is no such key."""
     return _kind(key, _sections())[0]
 
 
 def holder_of(key: str) -> tuple[Any, str]:
-    """Return the innermost dataclass that a dotted key stands in, and the rest of the key there."""
+    """Return the innermost dataclass that contains a dotted key, and the rest of the key within it."""
     return _kind(key, _sections())[1:]
 
 
@@ -407,9 +405,9 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(_types)
 
 
 def _key_faults(cls: Any, data: dict[str, Any], prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
-    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value. If
-    `needed` is given, only the keys in it must be present; the others, and those of sections within, get their defaults
-    later.
+    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value.
+    If `needed` is given, only the keys in it must be present; other keys, and those of sections within, get their
+    defaults later.
     """
     hints = _hints(cls)
     for name, value in data.items():
@@ -426,7 +424,7 @@ def _key_faults(cls: Any, data: dict[str, Any], prefix: str, needed: dict[str, A
 
 
 def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, Any]) -> Fault:
-    """Return the fault of a key that a section does not have; a section with a part need not have those of others."""
+    """Return the fault of a key that a section does not have. A section with a part may lack other parts' keys."""
     section = next((section for section in PICKED if issubclass(cls, section)), None)
     if section is None:
         return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))

@@ -26,11 +26,11 @@ class Model:
     ffn_dim: int | None = key(None, "width of the feed-forward; null: the family's rule", WIDTH)
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", Interval(0, 1, open_low=True))
     rope_theta: float = key(500000.0, "base of the rotary frequencies", POSITIVE)
-    max_seq_len: int = key(131072, "longest sequence, in tokens, for which the model is made", COUNT)
+    max_seq_len: int = key(131072, "maximum sequence length of the model, in tokens", COUNT)
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight")
     attention: str = key(
         "auto",
-        "SDPA back end; in packed documents auto and flash skip pairs that the mask hides",
+        "SDPA back end; in packed documents, auto and flash skip pairs of tokens that the mask hides",
         choices=("auto", "cudnn", "flash", "efficient", "math"),
         changes="technique",
     )
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def causal(self) -> bool:
-        """Whether attention sees only what comes before."""
+        """Whether each token attends only to itself and to earlier tokens."""
         return True
 
     @property
@@ -62,8 +62,8 @@ class Model:
         return self.ffn_dim or 4 * self.dim
 
     def arithmetic(self) -> dict[str, Any]:
-        """Return, by key, everything that determines which function the weights compute. Models that differ in one of
-        these values cannot exchange weights.
+        """Return, by key, all values that determine which function the weights compute. Models that differ in such a
+        value cannot exchange weights.
         """
         others = ("name", "family", "max_seq_len", "attention")
         return {**vars(self), "head_dim": self.head_width, "ffn_dim": self.ffn_width} | dict.fromkeys(others)

@@ -18,15 +18,15 @@ class Checkpoint:
     interval_minutes: float | None = key(
         None, "save also when this many minutes have passed since the last save began, by rank 0's clock", POSITIVE, identity=False
     )
-    keep_latest_k: int = key(2, "how many of the newest checkpoints to keep; 0 keeps all", NATURAL, identity=False)
-    keep_every: int = key(0, "checkpoints of steps that are multiples of this are never deleted; 0: none", NATURAL, identity=False)
+    keep_latest_k: int = key(2, "number of newest checkpoints to keep; 0 keeps all", NATURAL, identity=False)
+    keep_every: int = key(0, "checkpoints of steps that are multiples of keep_every are never deleted; 0: none", NATURAL, identity=False)
     keep_best: bool = key(
         False,
         "save whenever a validation gives the lowest held-out loss so far, and never delete that checkpoint",
         only=("sync", "async", "async_pinned"),
         identity=False,
     )
-    first_step: bool = key(False, "save step 1 too: shows at once whether checkpoints can be written", identity=False)
+    first_step: bool = key(False, "save step 1 too, which shows at once whether checkpoints can be written", identity=False)
     last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
     export_dtype: str | None = key(
         None, "at the end write the weights alone to RUN/export, in this number format", identity=False, choices=("float32", "bfloat16")
@@ -36,7 +36,7 @@ class Checkpoint:
     )
     exclude_from_loading: list[str] = key(
         lambda: [*LOADED],
-        "what is not loaded from initial_load_path: optimizer (its moments), data (the position in it), lr_scheduler (the step number)",
+        "parts of initial_load_path that are not loaded: optimizer (the moments), data (the position), lr_scheduler (the step number)",
         choices=LOADED,
     )
 
@@ -56,7 +56,7 @@ class Metrics:
     log_every: int = key(10, "steps between logged rows; the first and the last step are always logged", COUNT, identity=False)
     trackers: list[str] = key(list, "copies of metrics.jsonl", identity=False, choices=Names(TRACKERS))
     peak_flops: float | None = key(
-        None, "dense bf16 FLOP/s of a device, for MFU; null: by its name, and no MFU if that is unknown", POSITIVE, identity=False
+        None, "dense bf16 FLOP/s of a device, for MFU; null: by the device's name, else no MFU", POSITIVE, identity=False
     )
 
 
@@ -65,7 +65,7 @@ class Profiling:
     name: str = key("off", "whether traces are recorded", identity=False, choices=("off", "on"))
     first_step: int = key(
         10,
-        "the first step that is recorded, counted from the start of the process; the one before it warms up",
+        "the first step that is recorded, counted from the start of the process; the step before it warms up the profiler",
         COUNT,
         only=("on",),
         identity=False,
@@ -98,13 +98,13 @@ REPLICATED = ("local_sgd", "diloco", "torchft")
 class FaultTolerance:
     name: str = key(
         "off",
-        "how replica groups learn together: they average weights now and then, or sum gradients at every step",
+        "how replica groups learn together: by averaging weights now and then, or by summing gradients at every step",
         choices=("off", "local_sgd", "diloco", "torchft"),
     )
     replicas: int = key(1, "replica groups; each is the whole layout, with `gpus` ranks of its own", DEGREE, only=REPLICATED)
     sync_every: int = key(20, "steps between two meetings over the same weights", COUNT, only=("local_sgd", "diloco"))
     fragments: int = key(
-        1, "parts of the model, by layers, that meet in turn, each every sync_every steps", COUNT, only=("local_sgd", "diloco")
+        1, "parts of the model, by layers, that are averaged in turn, each every sync_every steps", COUNT, only=("local_sgd", "diloco")
     )
     outer_lr: float = key(
         0.7,
@@ -114,7 +114,7 @@ class FaultTolerance:
     )
     outer_momentum: float = key(0.9, "diloco: Nesterov momentum of the outer SGD", BELOW_ONE, only=("diloco",))
     timeout_seconds: int = key(30, "a group without a heartbeat for this long is left out", COUNT, only=REPLICATED, identity=False)
-    max_restarts: int = key(3, "how often a group that has died is started again; 0: never", NATURAL, only=REPLICATED, identity=False)
+    max_restarts: int = key(3, "number of restarts of a group that has died; 0: none", NATURAL, only=REPLICATED, identity=False)
     lighthouse: str | None = key(
         None,
         "torchft: address of a lighthouse that runs already, for this run alone; null: the groups start it",
@@ -129,21 +129,21 @@ class Cluster:
     name: str = key("local", "name of the option of conf/cluster", NAME, identity=False)
     executor: str = key(
         "local",
-        "what starts the ranks. inline: this process, one rank (pdb works); local: a process per rank; slurm: jobs of a cluster",
+        "what starts the ranks. inline: one rank in this process (pdb works); local: a process per rank; slurm: jobs of a cluster",
         identity=False,
         choices=Names(EXECUTORS),
     )
-    gpus_per_node: int | None = key(None, "devices of a node; null on a local machine: counted", Interval(1, 1024), identity=False)
+    gpus_per_node: int | None = key(None, "devices of a node; null: counted (only on a local machine)", Interval(1, 1024), identity=False)
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
     max_parallel: int = key(0, "cells of a command line that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False)
     time_minutes: int | None = key(None, "time limit of a job", COUNT, identity=False)
-    stop_seconds: int = key(180, "how long before the time limit ranks finish their step, save and requeue", COUNT, identity=False)
+    stop_seconds: int = key(180, "seconds before the time limit at which ranks finish their step, save and requeue", COUNT, identity=False)
 
 
 @dataclass
 class Hardware:
     name: str = key("unknown", "name of the option of conf/hardware", NAME, identity=False)
-    measured: bool = key(True, "false: no run was timed on this device, its rates are scaled from another's", identity=False)
+    measured: bool = key(True, "false: no run was timed on this device; its rates are scaled from another device's", identity=False)
     memory_gib: float | None = key(None, "memory of a device that a process can allocate", POSITIVE, identity=False)
     gpus_per_node: int | None = key(None, "devices that fast links (NVLink) connect", Interval(1, 1024), identity=False)
     bf16_tflops: float | None = key(None, "sustained rate of large bf16 matmuls, 10^12 FLOP/s", POSITIVE, identity=False)
@@ -156,7 +156,7 @@ class Hardware:
         None, "rate of causal attention, counting only FLOPs that the mask leaves, 10^12 FLOP/s", POSITIVE, identity=False
     )
     flash_tflops: float | None = key(
-        None, "attention_tflops with torch's flash kernel, for model.attention=flash; null: no difference", POSITIVE, identity=False
+        None, "attention_tflops of torch's flash kernel, for model.attention=flash; null: attention_tflops", POSITIVE, identity=False
     )
     memory_tbs: float | None = key(None, "bandwidth of the device's memory, 10^12 bytes/s", POSITIVE, identity=False)
     nvlink_gbs: float | None = key(None, "bus bandwidth of a collective inside a node, 10^9 bytes/s per device", POSITIVE, identity=False)

@@ -76,12 +76,12 @@ ELSEWHERE = {  # devices without an option of `hardware`, as this package does n
 
 
 def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """Return one line for each wrong override, and for each unusable file in the user's folders (all of `folders` but
-    the first).
+    """Return one line for each wrong override, and for each unusable file in the user's folders (all of `folders`
+    except the first).
 
     Options are looked up in `folders`; syntax that only Hydra understands is not checked.
     """
-    # this may register a part with its own keys
+    # a user's options or modules may register a part with its own keys
     own = len(folders) > 1 or any("train.imports" in text for text in overrides)
     files = [line for folder in folders[1:] for line in unusable_options(folder)]
     found = (_mistake(text, folders, own) for text in overrides)
@@ -110,7 +110,7 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
         return f"{shown(key, 60)}: no such key or group"
     if not override.is_sweep_override():
         values = [override.value()]
-    # a glob gives names that exist
+    # a glob gives only names that exist
     elif override.is_discrete_sweep() and override.value_type.name != "GLOB_CHOICE_SWEEP":
         values = [getattr(value, "text", value) for value in islice(override.sweep_iterator(), 1000)]
     else:
@@ -164,7 +164,7 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
 
 
 def suggest_option(word: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the options that a word may mean, even in other spellings such as 8b or llama-3.1-8b."""
+    """Return the options that a word may mean, even if it is spelled differently, such as 8b or llama-3.1-8b."""
     parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if part]
     return suggest(word, names) or tuple(name for name in names if parts and name.endswith(f"_{parts[-1]}"))[:3]
 
@@ -196,7 +196,7 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], o
 
 
 def unknown_key(key: str) -> str:
-    """Return the message for a key or group that does not exist, with the ones that were probably meant."""
+    """Return the message for a key or group that does not exist, with the names that were probably meant."""
     above, names = key.rpartition(".")[0], [*dict.fromkeys([*known_keys(), *default_options()])]
     if dataclasses.is_dataclass(kind_of(above)):  # the key may be below a name that the user chose
         names += [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))]

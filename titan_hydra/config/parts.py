@@ -54,7 +54,7 @@ class MuonAndAdamW(AdamW):
 
 @dataclass
 class SGD(Optimizer):
-    sgd_momentum: float = key(0.0, "momentum", BELOW_ONE)
+    sgd_momentum: float = key(0.0, "SGD's momentum", BELOW_ONE)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class StableDecay(Decay):
 
 @dataclass
 class LayerCheckpoint(ActivationCheckpoint):
-    every: int = key(2, "every n-th block is checkpointed; the others save all activations", COUNT)
+    every: int = key(2, "every n-th block is checkpointed; the other blocks save all activations", COUNT)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class LowRank(Adapter):
 class Float8(Precision):
     recipe: str = key(
         "rowwise",
-        "scales: one a row, one a tensor, or one a row with the weights' gradients in the compute dtype",
+        "scales: one per row, one per tensor, or one per row with the weights' gradients in the compute dtype",
         choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
     )
     float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")

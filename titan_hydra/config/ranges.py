@@ -1,5 +1,5 @@
-"""The values that a key accepts beside its type: intervals of numbers and kinds of text. The schema gives each key one
-of them.
+"""The values that a key accepts beside its type: intervals of numbers and kinds of text. The schema gives each key such
+a range.
 """
 
 import math
@@ -39,7 +39,7 @@ class Interval:
         return words + "".join(f", or {_shown(value)}" for value in self.also)
 
     def objection(self, value: Any) -> str | None:
-        """Return why a number is outside; None if it is inside."""
+        """Return why a number is outside the interval; None if it is inside."""
         if value in self:
             return None
         if not _finite(value):
@@ -47,7 +47,7 @@ class Interval:
         return f"must be at most {self.high:,}" if value > self.high == LARGEST else f"must be {self}"
 
     def nearest(self, value: Any) -> tuple[float, ...]:
-        """Return the end nearest to a number outside, if that end is included."""
+        """Return the end that is nearest to a number outside, if that end is included."""
         end = self.low if value < self.low else self.high
         return (end,) if _finite(value) and end in self else ()
 

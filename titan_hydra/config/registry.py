@@ -58,8 +58,8 @@ class ObjectiveKind:
 @dataclass(frozen=True)
 class OptimizerKind:
     """An optimizer: `build(model, Optimizer, Mesh)` returns a list of torch optimizers with peak rates.
-    `moments(Optimizer)` is the number of states per parameter, for the estimate of memory. `splits_masters`: it updates
-    parameters with a `lower_half` (optimizer.masters=split).
+    `moments(Optimizer)` is the number of states per parameter, for the estimate of memory. `splits_masters` is whether
+    it updates parameters with a `lower_half` (optimizer.masters=split).
     """
 
     name: str
@@ -83,8 +83,8 @@ class LrScheduleKind:
 
 @dataclass(frozen=True)
 class TrackerKind:
-    """A copy of the metrics: `open(Job, Run, resumed_at)` returns a titan_hydra.observe.trackers.Tracker, on rank 0. Its
-    own keys stand in a section of its name, metrics.NAME.
+    """A copy of the metrics: `open(Job, Run, resumed_at)` returns a titan_hydra.observe.trackers.Tracker, on rank 0.
+    Its own keys are in a section with its name, metrics.NAME.
     """
 
     name: str
@@ -94,10 +94,10 @@ class TrackerKind:
 
 @dataclass(frozen=True)
 class PipelineScheduleKind:
-    """A pipeline schedule: a class like torch's schedules, and what the layout of stages depends on.
-    `objection(microbatches, stages, ranks)` returns why it does not accept that number of microbatches; None if it does.
-    `steps(rank, pp, stages, microbatches)` yields the order of a rank for predictions (job/schedules.py); without it, the
-    order of a similar schedule is used.
+    """A pipeline schedule: a class like torch's schedules, and the facts on which the layout of stages depends.
+    `objection(microbatches, stages, ranks)` returns why it does not accept that number of microbatches; None if it
+    does. `steps(rank, pp, stages, microbatches)` yields the order of a rank for predictions (job/schedules.py); without
+    it, the order of a similar schedule is used.
     """
 
     name: str
@@ -117,8 +117,8 @@ class ActivationCheckpointKind:
     """What the forward keeps for the backward: `ac.name`. One of every `every(ActivationCheckpoint)` blocks is
     checkpointed (0: none); the compiler keeps a share `budget(ActivationCheckpoint)` of the activation memory.
 
-    Without `contexts` a checkpointed block keeps its input alone. `contexts(ActivationCheckpoint, sparse)` returns the
-    context_fn of torch's checkpoint, which keeps chosen results, among them those of one in `matmuls` matmuls.
+    Without `contexts`, a checkpointed block keeps only its input. `contexts(ActivationCheckpoint, sparse)` returns the
+    context_fn of torch's checkpoint, which keeps chosen results, with one result out of every `matmuls` matmuls.
     """
 
     name: str
@@ -145,8 +145,8 @@ class AdapterKind:
 
 @dataclass(frozen=True)
 class RotationKind:
-    """How context parallelism lets a rank's queries see all keys: `parallelism.cp_rotate`. `attention(sdpa, DeviceMesh)`
-    returns the module that takes the place of a block's attention kernel.
+    """How context parallelism lets a rank's queries see all keys: `parallelism.cp_rotate`. `attention(sdpa,
+    DeviceMesh)` returns the module that replaces a block's attention kernel.
     """
 
     name: str
@@ -217,13 +217,13 @@ class Registry(dict[str, Kind]):
         self.key = key
 
     def add(self, record: Kind) -> None:
-        """Add a record. Raises ConfigError if another one has its name."""
+        """Add a record. Raises ConfigError if another record has its name."""
         if self.setdefault(record.name, record) != record:
             raise ConfigError(f"{self.key}={record.name}: this name is taken")
 
 
 class Names(Sequence[str]):
-    """The names that a registry has whenever they are read, and `more`."""
+    """The names in a registry at the moment when they are read, and the names in `more`."""
 
     def __init__(self, registry: Registry[Any], more: tuple[str, ...] = ()) -> None:
         self.registry, self.more = registry, more

@@ -41,8 +41,8 @@ DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
 @dataclass
 class Parallelism:
     name: str = key(..., "name of the option of conf/parallelism", NAME)
-    dp_replicate: int = key(1, "data-parallel replicas that hold whole copies (DDP, or the outer half of HSDP)", DEGREE_OR_REST)
-    dp_shard: int = key(1, "data-parallel ranks that share one copy (FSDP); -1: `gpus` divided by the other degrees", DEGREE_OR_REST)
+    dp_replicate: int = key(1, "data-parallel copies of the model (DDP, or the outer half of HSDP)", DEGREE_OR_REST)
+    dp_shard: int = key(1, "data-parallel ranks that share one model (FSDP); -1: `gpus` divided by the other degrees", DEGREE_OR_REST)
     cp: int = key(1, "context-parallel ranks: the sequence is split over them", DEGREE)
     tp: int = key(1, "tensor-parallel ranks: every matrix is split over them", DEGREE)
     pp: int = key(1, "pipeline-parallel ranks: the layers are split over them", DEGREE)
@@ -57,8 +57,8 @@ class Parallelism:
         "free gathered parameters after the forward: default is always (ZeRO-3) without and never (ZeRO-2) with pipeline parallelism",
         choices=("default", "always", "never"),
     )
-    sequence_parallel: bool = key(True, "under tp, split norms and residuals over the sequence too")
-    loss_parallel: bool = key(True, "under tp, compute the loss on logits that stay split over the vocabulary")
+    sequence_parallel: bool = key(True, "with tp, also split norms and residuals over the sequence")
+    loss_parallel: bool = key(True, "with tp, compute the loss on logits that stay split over the vocabulary")
     async_tp: bool = key(False, "overlap tensor-parallel communication with matmuls; needs compile and CUDA")
     cp_rotate: str = key("allgather", "how context parallelism moves keys and values", choices=Names(CP_ROTATIONS))
 
@@ -77,11 +77,11 @@ class Parallelism:
 class PipelineSchedule:
     name: str = key("1f1b", "pipeline schedule", choices=Names(PIPELINE_SCHEDULES))
     stages_per_rank: int = key(
-        1, "model chunks on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more else", Interval(1, 1000)
+        1, "stages on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more for other schedules", Interval(1, 1000)
     )
     microbatches: int | None = key(None, "microbatches of a local batch; null: twice the stages, or fewer for a small batch", COUNT)
-    layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced, embedding and head count as one each", COUNT)
-    split: list[str] = key(list, "first module of each stage but the first, as [layers.2,layers.4]; empty: by layers_per_stage", WORD)
+    layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced; embedding and head count as one each", COUNT)
+    split: list[str] = key(list, "first modules of all stages but the first, as [layers.2,layers.4]; empty: by layers_per_stage", WORD)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Precision:
 @dataclass
 class Adapter:
     name: str = key("none", "what is trained beside a frozen model", choices=Names(ADAPTERS))
-    linears: list[str] = key(list, "names of the linears that get adapters, as [wq,wv]; empty: all of a block", WORD)
+    linears: list[str] = key(list, "names of the linears that get adapters, such as [wq,wv]; empty: all linears of a block", WORD)
 
 
 @dataclass
@@ -116,13 +116,13 @@ class Compile:
 class Optimizer:
     name: str = key("adamw", "optimizer", choices=Names(OPTIMIZERS))
     lr: float = key(3e-4, "peak learning rate", NOT_NEGATIVE)
-    weight_decay: float = key(0.1, "decoupled weight decay, on matrices only when decay_matrices_only", NOT_NEGATIVE)
+    weight_decay: float = key(0.1, "decoupled weight decay, only of matrices if decay_matrices_only is true", NOT_NEGATIVE)
     decay_matrices_only: bool = key(False, "no weight decay for norms and biases (TorchTitan decays everything)")
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
     masters: str = key(
         "whole",
-        "the optimizer's float32 weights: whole, or split into the bfloat16 weights that the model computes with "
-        "and 16 bits beside each, which saves up to 4 bytes per parameter",
+        "the optimizer's float32 weights: whole, or split into the bfloat16 weights with which the model computes "
+        "and the other 16 bits of each, which saves up to 4 bytes per parameter",
         choices=("whole", "split"),
         changes="technique",
     )
@@ -131,7 +131,7 @@ class Optimizer:
 @dataclass
 class LrSchedule:
     name: str = key("wsd", "shape of the learning rate", choices=Names(LR_SCHEDULES))
-    warmup_steps: int = key(200, "steps of linear warm-up: step s of them has s / warmup_steps of the peak rate", NATURAL)
+    warmup_steps: int = key(200, "steps of linear warm-up; step s has the learning rate s / warmup_steps of the peak", NATURAL)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Loss:
     name: str = key("cross_entropy", "loss function", choices=("cross_entropy", "linear_cross_entropy"))
     chunk_tokens: int = key(
         2048,
-        "linear_cross_entropy: tokens whose logits are computed at a time; more are faster, fewer save memory",
+        "linear_cross_entropy: number of tokens whose logits are computed at a time; more are faster, fewer save memory",
         COUNT,
         only=("linear_cross_entropy",),
     )
@@ -176,14 +176,14 @@ class Train:
 class Job:
     """Everything that is needed to run one cell, and nothing that depends on the rank or the time."""
 
-    name: str = key("run", "first half of the run directory's name; the identity hash is the other", NAME, identity=False)
+    name: str = key("run", "first half of the run directory's name; the identity hash is the second half", NAME, identity=False)
     notes: str = key("", "free text kept with the run", NOTE, identity=False)
     gpus: int | None = key(None, "ranks; null: the product of the degrees, or one node where dp_shard is -1", DEGREE, changes="technique")
     steps: int = key(200, "optimizer steps", COUNT)
-    seed: int = key(0, "seed of initial weights and data order", Interval(0, 2**63 - 1))
+    seed: int = key(0, "seed of the initial weights and of the order of data", Interval(0, 2**63 - 1))
     model: Model = key(Model, "the network", changes="learning and work")
     parallelism: Parallelism = key(Parallelism, "how the model and the batch are split over ranks", changes="technique")
-    pp_schedule: PipelineSchedule = key(PipelineSchedule, "in which order pipeline stages work", changes="technique")
+    pp_schedule: PipelineSchedule = key(PipelineSchedule, "order in which pipeline stages compute", changes="technique")
     ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing", changes="technique")
     precision: Precision = key(Precision, "number formats", changes="technique")
     adapter: Adapter = key(Adapter, "small matrices that are trained instead of the model", changes="learning and work")
@@ -196,7 +196,7 @@ class Job:
     tokenizer: Tokenizer = key(Tokenizer, "text to tokens", changes="learning")
     checkpoint: Checkpoint = key(Checkpoint, "saving and loading")
     validation: Validation = key(Validation, "held-out loss")
-    metrics: Metrics = key(Metrics, "what is logged and where to")
+    metrics: Metrics = key(Metrics, "what is logged, and where")
     profiling: Profiling = key(Profiling, "traces of some steps")
     comm: Comm = key(Comm, "process groups and their time limits", changes="learning and work")
     fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups, which continue when one of them dies", changes="learning")

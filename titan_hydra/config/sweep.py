@@ -14,7 +14,7 @@ A file of sweeps/ names its cells and lists, as overrides, how each differs from
         fsdp: [parallelism=fsdp]
         fsdp_tp: [parallelism=fsdp_tp, parallelism.tp=4]
 
-A cell's overrides win over the file, and the command line wins over both.
+A cell's overrides take precedence over the file, and the command line over both.
 """
 
 import functools
@@ -33,8 +33,8 @@ Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and 
 
 
 def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[Composed]:
-    """Return the cells of a configuration: those of its sweep file, or itself. Call it while Hydra composes, in
-    @hydra.main's function.
+    """Return the cells of a configuration: those of its sweep file, or the configuration itself. Call this while Hydra
+    composes, in @hydra.main's function.
 
     A cell that does not compose adds a line to `faults` instead of raising, since Hydra would print an exception in its
     own way. `sweep.cell=NAME` selects one cell, so that the overrides of a cell reproduce that cell.
@@ -118,8 +118,8 @@ def _compose_cell(compose: Callable[[list[str]], Any], name: str, file: list[str
 
 
 def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> None:
-    """Warn if the command line overrides keys that cells set. The command line wins, and the cells then differ less than
-    their names suggest.
+    """Warn if the command line overrides keys that cells set. The command line takes precedence, so the cells differ
+    less than their names suggest.
     """
     for override in typed:
         names = [name for name, own in cells.items() if override not in own and key_of(override) in map(key_of, own)]

@@ -3,7 +3,7 @@
 The files of a module are found by reading its imports, and nothing is executed. They are the module, the modules that it
 imports from the folder in which it was found, and the modules of that folder that it names in a string, as in
 "package.module:function". If the module belongs to an installed package, only the files of that package count; env.json
-records the versions of others.
+records the versions of other packages.
 """
 
 import ast
@@ -30,9 +30,9 @@ REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # how a record names 
 
 
 def load_user_modules(modules: list[str]) -> list[Fault]:
-    """Import the user's modules, so that what they register is known. Returns a fault for each that cannot be imported.
+    """Import the user's modules, so that the parts that they register are known. Return a fault for each that fails.
 
-    Modules are looked up on sys.path, then in the current folder: that in which launch.py was started, and in which ranks
+    Modules are looked up on sys.path, then in the current folder, in which launch.py was started, and in which ranks
     start too.
     """
     faults: list[Fault] = []
@@ -51,7 +51,7 @@ def load_user_modules(modules: list[str]) -> list[Fault]:
 
 
 def require_user_modules(modules: list[str]) -> None:
-    """Import the user's modules. Raises ConfigError if one cannot be imported."""
+    """Import the user's modules. Raises ConfigError if a module cannot be imported."""
     if faults := load_user_modules(modules):
         raise ConfigError("\n".join(map(str, faults)))
 
@@ -129,8 +129,8 @@ def edited_sources(train: Train) -> Fault | None:
 
 
 def _files_of(module: str) -> Iterator[tuple[str, Path, Path]]:
-    """Yield full name, root folder and file of each package around a module, then of the module itself. Stops at what
-    is not there.
+    """Yield full name, root folder and file of each package around a module, then of the module itself. Stop at the
+    first that does not exist.
     """
     path, name = [*sys.path, os.getcwd()], ""
     for depth, part in enumerate(module.split(".")):
@@ -157,8 +157,8 @@ def _belongs(name: str, root: Path, package: str, home: Path) -> bool:
 
 
 def _named_in(file: Path, module: str) -> set[str]:
-    """Return the full names that a source file imports or refers to, whether or not they are modules. Nothing if it is
-    not Python.
+    """Return the full names that a source file imports or refers to, whether or not they are modules; nothing if the
+    file is not Python.
     """
     try:
         tree = ast.parse(file.read_bytes())

@@ -9,7 +9,7 @@ from titan_hydra.config.schema import Job
 
 
 def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
-    """A run that keeps checkpoints must save at least once, so that a run of weeks does not end without one."""
+    """A run that keeps checkpoints saves at least once. Otherwise a run of weeks could end without a checkpoint."""
     config = job.checkpoint
     if config.name != "off" and config.interval == 0 and config.interval_minutes is None and not config.last_step:
         yield Fault("checkpoint.interval", 0, "nothing would be saved; choose that with checkpoint=off", legal=(100,))
@@ -20,8 +20,8 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:
-    """The given initial weights exist, with every part that is not excluded. A run must never start from random weights
-    instead.
+    """The given initial weights exist, with every part that is not excluded. Otherwise the run would start from random
+    weights.
     """
     path, left_out = job.checkpoint.initial_load_path, job.checkpoint.exclude_from_loading
     if not path:

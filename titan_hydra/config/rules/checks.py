@@ -59,8 +59,8 @@ def rule(group: list[Rule]) -> Callable[[Rule], Rule]:
 
 @rule(RANKS)
 def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
-    """The product of the degrees is the number of ranks, as each rank has one place in the mesh. One degree may be -1: it
-    becomes what the others leave.
+    """The product of the degrees is the number of ranks, as each rank has one place in the mesh. One degree may be -1;
+    it becomes the number of ranks divided by the other degrees.
     """
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(job.parallelism, name) == -1]
     if len(free) == 2:
@@ -83,8 +83,8 @@ VALUES.extend(data.VALUES)
 
 @rule(VALUES)
 def secrets_stay_out(job: Job) -> Iterator[Fault]:
-    """The configuration, which every run directory and report shows, holds no secret. Ranks inherit the launcher's
-    environment.
+    """The configuration holds no secret, as every run directory and report shows it. Ranks get secrets from the
+    launcher's environment, which they inherit.
     """
     for key, what in redact.found(to_dict(job), dict(os.environ)):  # the environment is copied once, as it is read for every text
         yield Fault(
@@ -137,7 +137,7 @@ def family_can_be_split_over_tensor_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def family_can_be_cut_into_stages(job: Job) -> Iterator[Fault]:
-    """A stage of a pipeline passes one tensor to the next. A model whose blocks pass on two cannot be cut into stages."""
+    """A stage of a pipeline passes one tensor to the next, so blocks that pass on two cannot be cut into stages."""
     if job.parallelism.pp > 1 and not family_of(job.model).pipeline:
         yield Fault("parallelism.pp", job.parallelism.pp, f"family {job.model.family} cannot be cut into stages", legal=(1,))
 
@@ -188,8 +188,8 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
-    """Context parallelism cuts a sequence into cp parts, each of two chunks if the ring is balanced. Sequence parallelism
-    cuts each part into tp parts.
+    """Context parallelism cuts a sequence into cp parts, each of two chunks if the ring is balanced. Sequence
+    parallelism cuts each of these parts into tp parts.
     """
     seq_len, cp, tp = job.data.seq_len, job.parallelism.cp, job.parallelism.tp
     parts = lcm(job.parallelism.sequence_parts, cp * (tp if job.parallelism.sequence_parallel else 1))
@@ -250,8 +250,8 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
-    """The kernel that the job asks for can compute this attention on a CPU or on a GPU. The ranks make the checks that
-    depend on the GPU.
+    """The kernel that the job names can compute this attention on a CPU or on a GPU. Checks that depend on the GPU are
+    made by the ranks.
     """
     if fault := kernel_fault(job.model.attention, *(call_of(job, device) for device in ("cpu", "cuda"))):
         yield fault
@@ -259,8 +259,8 @@ def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
-    """Zero-bubble schedules split the backward in two. With resharding torch then computes wrong gradients, without an
-    error.
+    """Zero-bubble schedules split the backward in two. If parameters are also resharded, torch computes wrong gradients
+    without an error.
     """
     if job.parallelism.pp == 1 or not splits_backward(job):
         return
@@ -286,7 +286,7 @@ RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES
 
 @rule(RECIPE)
 def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
-    """SimpleFSDP keeps gathered parameters until the backward. With ac=full they are freed, and gathered again."""
+    """SimpleFSDP keeps gathered parameters until the backward. Only with ac=full are they freed and gathered again."""
     if job.parallelism.backend == "simple_fsdp" and job.parallelism.reshard_after_forward != "default":
         yield Fault(
             "parallelism.reshard_after_forward",
@@ -305,7 +305,7 @@ def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def probes_see_modules(job: Job) -> Iterator[Fault]:
-    """Probes hook modules. A compiled block has none at run time."""
+    """Probes hook modules. A compiled block has no modules at run time."""
     for key in [key for key in ("nan_hunt", "trace_activations") if getattr(job.debug, key)]:
         reason = f"debug.{key}=true hooks modules inside the blocks"
         if job.compile.name != "off":
@@ -326,7 +326,7 @@ def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def masters_can_be_split(job: Job) -> Iterator[Fault]:
-    """Split masters are float32 weights with whose upper half the model computes. Every technique that reads or sums
+    """Split masters are float32 weights; the model computes with their upper halves. Every technique that reads or sums
     weights must support them.
     """
     if job.optimizer.masters == "whole":
@@ -383,7 +383,7 @@ PLACE += [memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_a
 
 
 def warnings(job: Job) -> Iterator[Fault]:
-    """Yield what is legal but probably a mistake, for a frozen job without faults. It is printed before the start, and
+    """Yield what is legal but probably a mistake in a frozen job without faults. It is printed before the start, and
     never refused.
     """
     if job.lr_scheduler.warmup_steps > job.steps:

@@ -8,8 +8,8 @@ from titan_hydra.config.schema import Job
 
 
 def nodes_can_be_counted(job: Job) -> Iterator[Fault]:
-    """For a job on another machine, the cluster's file must give the number of devices of a node. On this machine they
-    are counted.
+    """For a job on another machine, the cluster's file must give the number of devices of a node. On this machine the
+    devices are counted.
     """
     executor = job.cluster.executor
     if not EXECUTORS[executor].here and job.cluster.gpus_per_node is None:

@@ -24,8 +24,8 @@ def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
 
 
 def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """The compiler overlaps sequence parallelism's all-gathers and reduce-scatters with matmuls; without it, async_tp
-    does nothing.
+    """The compiler overlaps sequence parallelism's all-gathers and reduce-scatters with matmuls. Without a compiler,
+    async_tp does nothing.
     """
     if not job.parallelism.async_tp:
         return
@@ -38,7 +38,7 @@ def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
 
 
 def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """With a memory budget, the compiler chooses which activations to keep, when it splits a block into its two passes."""
+    """With a memory budget, the compiler chooses the activations to keep when it splits forward from backward."""
     if mode_of(job).budget and job.compile.name != "block":
         yield Fault("compile.name", job.compile.name, f"ac={job.ac.name} needs the compiler", legal=("block",))
 
@@ -62,8 +62,8 @@ def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
 
 
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
-    """Recomputed blocks with tensor parallelism cannot be compiled by torch 2.13: it puts the mesh among the saved
-    tensors of the recomputation and asserts that all of them are tensors. torch 2.11 does not. With comm=fake nothing is
+    """torch 2.13 cannot compile recomputed blocks with tensor parallelism: it puts the mesh among the saved tensors of
+    the recomputation, and asserts that all of them are tensors. torch 2.11 does not. With comm=fake nothing is
     compiled, so that the rows of the TorchTitan paper can be tried.
     """
     compiled = job.compile.name == "block" and job.comm.name != "fake"

@@ -87,7 +87,7 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
 
 
 def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
-    """Every token id has a row in the embedding. A larger embedding is fine: vocabularies are often padded."""
+    """Every token id has a row in the embedding. The embedding may have more rows: vocabularies are often padded."""
     if not any(DATA_SOURCES[source.name].documents or DATA_SOURCES[source.name].encodes for source in data_sources(job.data).values()):
         return  # no text is encoded; the .bin is checked against its own header when it is opened
     file = tokenizer_file(job.tokenizer)

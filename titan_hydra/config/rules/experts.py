@@ -11,7 +11,7 @@ from titan_hydra.job.experts import expert_degrees, sparse
 
 
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
-    """`ep` splits experts, `debug.balance_experts` balances them, and a dense model has none."""
+    """`ep` splits experts and `debug.balance_experts` balances them, but a dense model has no experts."""
     if not job.model.sparse and job.parallelism.ep != 1:
         yield Fault("parallelism.ep", job.parallelism.ep, f"{job.model.family} has no experts to split", legal=(1,))
     if not job.model.sparse and job.debug.balance_experts:
@@ -38,7 +38,7 @@ def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
         return
     degrees, model = job.parallelism, sparse(job)
     shards = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
-    # it is 0 if there are more ep ranks than ranks, which another rule refuses
+    # `shards` is 0 if there are more ep ranks than ranks, which another rule refuses
     if shards == 0 or model.n_experts // degrees.ep % shards == 0:
         return
     for key, width in (("model.expert_dim", model.expert_dim), ("model.dim", model.dim)):
@@ -52,7 +52,7 @@ def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
 
 
 def rows_of_experts_are_aligned(job: Job) -> Iterator[Fault]:
-    """The grouped matmul of torch reads rows of multiples of 16 bytes."""
+    """torch's grouped matmul needs rows whose size is a multiple of 16 bytes."""
     if not job.model.sparse:
         return
     step = 16 // SIZE[job.precision.compute_dtype]
@@ -85,7 +85,7 @@ def experts_are_trained_by_one_group(job: Job) -> Iterator[Fault]:
 
 
 def fake_experts_have_kernels(job: Job) -> Iterator[Fault]:
-    """On tensors without data torch supports its grouped matmul only in bfloat16."""
+    """On tensors without data, torch supports its grouped matmul only in bfloat16."""
     if job.model.sparse and job.comm.name == "fake" and job.precision.compute_dtype != "bfloat16":
         yield Fault(
             "precision.compute_dtype", job.precision.compute_dtype, "comm=fake computes experts only in bfloat16", legal=("bfloat16",)

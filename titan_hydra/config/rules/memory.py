@@ -1,7 +1,7 @@
 """The least memory that a job takes, computed from its configuration alone, and the rule that refuses what cannot fit.
 
-The memory is a lower bound. It counts parameters, gradients and the optimizer's moments, of the activations each block's
-input and the logits, and on the host one batch.
+The memory is a lower bound. It counts parameters, gradients and the optimizer's moments; of the activations only each
+block's input and the logits; and on the host one batch.
 """
 
 import os
@@ -31,8 +31,8 @@ def _parameters(model: Model) -> int | None:
 
 
 def of_a_rank(job: Job) -> dict[str, float]:
-    """Return the least bytes that a rank takes, by the key with which each part grows. Those of data.global_batch are on
-    the host, the others on the device.
+    """Return the least bytes that a rank takes, by the key with which each part grows. The bytes under
+    data.global_batch are on the host, all others on the device.
     """
     layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
     moments, gradient = OPTIMIZERS[job.optimizer.name].moments(job.optimizer), SIZE[gradient_dtype(job)]
@@ -58,8 +58,8 @@ def of_this_machine() -> int:
 
 
 def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
-    """A job must fit into memory; otherwise the failure comes minutes later, as a machine that swaps or a process
-    killed by the kernel.
+    """A job must fit into memory. Otherwise it would fail minutes later, as the machine swaps or the kernel kills a
+    process.
     """
     needs, ranks = of_a_rank(job), processes(job)
     if job.cluster.device_memory_gib:

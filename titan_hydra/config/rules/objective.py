@@ -24,7 +24,7 @@ def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:
 
 
 def objective_suits_the_model(job: Job) -> Iterator[Fault]:
-    """An objective gives a model what its family takes: tokens, or what a recipe adds."""
+    """An objective gives a model the input that its family takes: tokens, or another input that a recipe adds."""
     makes, takes = OBJECTIVES[job.objective.name].makes, family_of(job.model).takes
     if makes != takes:
         legal = tuple(name for name, record in OBJECTIVES.items() if record.makes == takes)

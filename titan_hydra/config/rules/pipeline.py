@@ -50,8 +50,8 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
 
 
 def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:
-    """Schedule, stages, split and microbatches fit the model, the ranks and each other. Each check needs the one before,
-    so that the first fault ends the rule.
+    """Schedule, stages, split and microbatches fit the model, the ranks and each other. Each check relies on the one
+    before, so the first fault ends the rule.
     """
     if job.parallelism.pp > 1:
         for rule in (
@@ -68,7 +68,7 @@ def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:
 
 
 def schedule_file_is_a_schedule(job: Job) -> Iterator[Fault]:
-    """A csv schedule is complete and cannot deadlock; otherwise the error would appear only on the cluster."""
+    """A csv schedule is complete and cannot deadlock. Otherwise the error would appear only on the cluster."""
     if not PIPELINE_SCHEDULES[job.pp_schedule.name].from_file:
         return
     schedule: Any = job.pp_schedule
@@ -144,7 +144,7 @@ def split_covers_the_model(job: Job) -> Iterator[Fault]:
 
 
 def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:
-    """A local batch is cut into equal microbatches, as many as the schedule takes."""
+    """A local batch is cut into equal microbatches, in a number that the schedule accepts."""
     number, batch = microbatches(job), job.data.local_batch
     choices = legal_microbatches(job)
     if not choices:

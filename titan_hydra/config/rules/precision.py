@@ -49,7 +49,7 @@ def float8_faults(job: Job) -> Iterator[Fault]:
 
 
 def _without_rows(job: Job) -> str | None:
-    """Return a reason if some rank would have no row of a linear that is gathered in Float8. On CUDA, torch cannot compute
+    """Return a reason if a rank would have no row of a linear that is gathered in Float8. On CUDA, torch cannot compute
     the largest value of an empty tensor.
     """
     step, shards = FORMATS["float8"].step, job.parallelism.dp_shard * job.parallelism.cp
@@ -72,8 +72,8 @@ def widths_suit_the_format(job: Job) -> Iterator[Fault]:
 
 
 def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
-    """A weight's gradient is a matmul that sums over the tokens of a microbatch. Their number must be a multiple of the
-    format's step, as widths must.
+    """A weight's gradient is a matmul that sums over the tokens of a microbatch. So the number of these tokens must be
+    a multiple of the format's step, as widths must.
     """
     format, precision = FORMATS.get(job.precision.converter), job.precision
     if format is None or precision.emulate or format.plain_gradients(precision):
@@ -85,16 +85,16 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
 
 
 def emulation_is_eager(job: Job) -> Iterator[Fault]:
-    """Emulation reproduces the numerics, not the speed. A compiler would fuse its casts and round in other places; only
-    the casts of our own kernels are opaque to it.
+    """Emulation reproduces the numerics of a format, not its speed. A compiler would fuse its casts and round in other
+    places, except the casts of our own kernels, which are opaque to it.
     """
     if job.precision.emulate and job.compile.name != "off" and not is_opaque(job):
         yield Fault("precision.emulate", True, f"compile={job.compile.name} would round in other places", legal=(False,))
 
 
 def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
-    """With tp and one scale for each tensor, the linears of a block share an input that is gathered in the format, so that
-    all of them must be converted.
+    """With tp and one scale for each tensor, an input that several linears of a block share is gathered in the format.
+    So all of these linears must be converted.
     """
     precision, format = job.precision, FORMATS.get(job.precision.converter)
     if job.parallelism.tp == 1 or format is None:

@@ -10,7 +10,7 @@ from titan_hydra.config.schema import Job
 
 
 def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
-    """A fragment is a set of layers; within sync_every steps each fragment is synchronized once, evenly spaced."""
+    """A fragment is a set of layers. Within sync_every steps each fragment is synchronized once, at even intervals."""
     config = job.fault_tolerance
     if config.name not in ("local_sgd", "diloco"):
         return
@@ -37,7 +37,7 @@ def torchft_is_there(job: Job) -> Iterator[Fault]:
 
 
 def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
-    """A replica group that dies must leave the others alive: each is a job of its own, or processes here."""
+    """A replica group that dies must leave the others alive, so each is a job of its own or processes here."""
     if job.fault_tolerance.name == "off":
         return
     if job.launch.packed:
