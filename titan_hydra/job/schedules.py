@@ -28,9 +28,7 @@ def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
 
 
 def known(name: str) -> str:
-    """Return the schedule whose steps stand for those of a schedule: itself if its record has steps, else a similar
-    one.
-    """
+    """Return the schedule whose steps stand for a schedule's: itself if its record has steps, else a similar one."""
     kind = PIPELINE_SCHEDULES[name]
     if kind.steps:
         return name

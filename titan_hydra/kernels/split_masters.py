@@ -37,8 +37,7 @@ def update_split(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tenso
     moment, second moment).
 
     `options` are those of torch's fused AdamW. On a GPU with Triton, a kernel of this package makes the step in one
-    pass. Elsewhere the halves are joined, updated by torch's kernel and split again, which gives the bits of a float32
-    master.
+    pass. Elsewhere the halves are joined, updated by torch's kernel and split again, with the bits of a float32 master.
     """
     if not parameters:
         return

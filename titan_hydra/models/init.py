@@ -2,7 +2,7 @@
 tensor).
 
 A counter-based generator makes that cheap: a rank draws only the elements of its shard, and never holds a full tensor.
- Whole models, sharded models (FSDP, HSDP, tensor parallel, evenly or not) and stages start from the same bits.
+Whole models, sharded models (FSDP, HSDP, tensor parallel, evenly or not) and stages start from the same bits.
 """
 
 import hashlib

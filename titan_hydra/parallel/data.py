@@ -23,8 +23,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Shard a meta-device stage over `mesh.fsdp`, block by block, in place. Without data-parallel ranks nothing is
     wrapped.
 
-    Each block is gathered just before it runs, as is each module before the blocks. The modules after the blocks (norm
-    and output) are one group. The backward begins with it, so freeing it after the forward would only cost another gather.
+    Each block is gathered just before it runs, as is each module before the blocks. The modules after the blocks
+    (norm and output) are one group, with which the backward begins: freeing it would only cost another gather.
     """
     if mesh.fsdp is None:
         return

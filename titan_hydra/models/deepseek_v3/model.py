@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
 
 
 def split_pairs(x: Tensor) -> Tensor:
-    """Return heads with the members of each rotated pair in the two halves. DeepSeek's weights have them side by side."""
+    """Return heads with the members of each rotated pair in the two halves; in DeepSeek's weights they are adjacent."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 

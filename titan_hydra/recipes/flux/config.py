@@ -40,7 +40,7 @@ class FluxConfig(Model):
 
     @property
     def causal(self) -> bool:
-        """Whether attention covers only earlier tokens."""
+        """Whether each token attends only to itself and to earlier tokens."""
         return False
 
     @property
