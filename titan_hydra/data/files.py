@@ -31,7 +31,7 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
     files, or all are empty.
     """
     if not path:
-        raise ConfigError(f"{key}=null: give it files, globs allowed")
+        raise ConfigError(f"{key}=null: set it to a file, a folder or a glob")
     files = expand(path)
     if not files:
         raise ConfigError(f"{key}={path}: no such file" + did_you_mean(similar(path)))

@@ -142,7 +142,7 @@ class TokenFiles(Numbered):
             raise BadShard(
                 file,
                 f"{self.key}={file}: its header {path.name} is missing or damaged ({error}); "
-                "write both with `titan tokenizer encode`, or as docs/data.md says of your own token ids",
+                "write both with `titan tokenizer encode`, or as docs/data.md describes for your own token ids",
             ) from error
         return header
 

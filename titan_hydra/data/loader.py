@@ -95,7 +95,7 @@ class Loader:
         for key, value in self.signature.items():
             if state["signature"].get(key) != value:
                 raise ConfigError(
-                    f"{key}={value}: the saved order of the data has {key}={state['signature'].get(key)}; set it back, or start afresh"
+                    f"{key}={value}: the saved order of the data has {key}={state['signature'].get(key)}; set it back, or start a new run"
                 )
         saved = {int(slot): value for slot, value in state["slots"].items()}
         if missing := [slot for slot in self.slots if slot not in saved]:

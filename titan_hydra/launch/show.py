@@ -98,7 +98,7 @@ def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> No
     kinds = [state.kind for state in states]
     print(", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
     target = folder.name if folder else cells[0].directory.name
-    for command, use in (("status", "how far they are"), ("logs -f", "rank 0's output"), ("cancel", "stop them"), ("report", "the table")):
+    for command, use in (("status", "the progress"), ("logs -f", "rank 0's output"), ("cancel", "stop them"), ("report", "the table")):
         if folder or command != "report":
             print(f"  titan {command}{where(cells[0])} {cells[0].directory.name if command == 'logs -f' else target}   {use}")
     if "failed" in kinds:

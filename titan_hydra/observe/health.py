@@ -107,7 +107,7 @@ def wait_until_free(device: torch.device, patience: float) -> None:
         if time.monotonic() > deadline:
             raise Unhealthy(
                 f"{socket.gethostname()}: {(capacity - left) / 2**30:.1f} of the {capacity / 2**30:.1f} GiB of device "
-                f"{device.index} are taken by other processes (comm.health_check_seconds=0 starts all the same)"
+                f"{device.index} are taken by other processes (comm.health_check_seconds=0 starts nevertheless)"
             )
         time.sleep(0.5)
 

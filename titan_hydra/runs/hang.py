@@ -194,7 +194,7 @@ def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
     """Describe the state of every rank, for a hang without a late rank: no rank is behind, or the waits form a circle
     and no omitted operation was found.
     """
-    line = "the ranks wait for one another: one has left out an operation, or they do different things" if waits else "no rank is behind"
+    line = "the ranks wait for one another: one has left out an operation, or their operations differ" if waits else "no rank is behind"
     text = f"{line[0].upper()}{line[1:]}."
     for rank, dump in sorted(dumps.items()):
         text += f"\n  rank {rank}: step {dump.content['step']}, {dump.content['phase']}, since {clock(dump.content['since'])}"

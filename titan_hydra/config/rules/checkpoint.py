@@ -16,7 +16,7 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
     if config.name == "off" and config.export_dtype:
         yield Fault("checkpoint.export_dtype", config.export_dtype, "checkpoint=off writes nothing", legal=("null",))
     if config.keep_best and job.validation.name == "off":
-        yield Fault("checkpoint.keep_best", True, "the lowest held-out loss is known with validation=on alone", legal=(False,))
+        yield Fault("checkpoint.keep_best", True, "the lowest held-out loss is measured only with validation=on", legal=(False,))
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:
@@ -34,4 +34,4 @@ def initial_weights_are_there(job: Job) -> Iterator[Fault]:
     if not any(any(folder.glob(f"{step}.metadata")) for step in steps) and not any(folder.glob("*.safetensors")):
         yield Fault("checkpoint.initial_load_path", path, "no complete checkpoint folder, no run with one, and no *.safetensors")
     elif not set(LOADED) <= set(left_out) and not any(any(folder.glob(f"{step}rank_*.json")) for step in steps):
-        yield Fault("checkpoint.exclude_from_loading", left_out, f"{path} holds weights alone", legal=(f"[{','.join(LOADED)}]",))
+        yield Fault("checkpoint.exclude_from_loading", left_out, f"{path} holds only weights", legal=(f"[{','.join(LOADED)}]",))

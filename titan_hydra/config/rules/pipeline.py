@@ -42,7 +42,7 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
         return "the last stage must run the forwards in the order of the microbatches"
     for actions, played in zip(ranks, play(ranks, stage_count(job)), strict=True):
         if len(played) < len(actions):
-            return "{}{}{} waits for ever for what must come before it".format(*actions[len(played)])
+            return "{}{}{} waits for ever for an action that must come before it".format(*actions[len(played)])
     return None
 
 

@@ -266,7 +266,7 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
         elif len(found) == 1:
             yield Fault(f"{key}.path", path, "no row in it")
     except template.TookTooLong:
-        yield Fault(f"{key}.chat_template", value, f"it has not ended after {TRIED} s on the first {what}; has it an endless loop?")
+        yield Fault(f"{key}.chat_template", value, f"it has not ended after {TRIED} s on the first {what}; does it loop for ever?")
     except ConfigError as error:
         yield Fault(f"{key}.chat_template", value, str(error).removeprefix(f"{key}.chat_template={value}: "))
     except ValueError as error:

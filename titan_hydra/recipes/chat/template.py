@@ -156,7 +156,7 @@ class Template:
             built_in = ", ".join(BUILT_IN)
             raise ConfigError(
                 f"{self.where}: it has no {{% generation %}} tags, and the conversation does not begin with its part before "
-                f"message {turn + 1}, as where a template drops earlier reasoning: which tokens are the assistant's is unknown. "
+                f"message {turn + 1}, for example as the template drops earlier reasoning. So the assistant's tokens are unknown. "
                 f"Take train_on=last or all, or a template with the tags; the package has {built_in}"
             )
         return len(before), len(through.rstrip())

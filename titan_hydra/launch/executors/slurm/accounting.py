@@ -13,8 +13,8 @@ NODE_LOST, HOST_MEMORY = "SLURM lost a node of the job", "a host ran out of memo
 VERDICTS = {  # SLURM's final state of a job: class, our exit status, message
     "NODE_FAIL": (Kind.NODE, Exit.UNHEALTHY, NODE_LOST),
     "BOOT_FAIL": (Kind.NODE, Exit.UNHEALTHY, "a node of the job did not boot"),
-    "TIMEOUT": (Kind.TIME_LIMIT, Exit.REQUEUED, "the time limit was over"),
-    "DEADLINE": (Kind.TIME_LIMIT, Exit.REQUEUED, "the job's deadline was over"),
+    "TIMEOUT": (Kind.TIME_LIMIT, Exit.REQUEUED, "the time limit was reached"),
+    "DEADLINE": (Kind.TIME_LIMIT, Exit.REQUEUED, "the job's deadline was reached"),
     "CANCELLED": (Kind.KILLED, Exit.REQUEUED, "cancelled"),
     "OUT_OF_MEMORY": (Kind.OUT_OF_MEMORY, Exit.OUT_OF_MEMORY, HOST_MEMORY),
     "FAILED": (Kind.UNKNOWN, Exit.BUG, "SLURM reports FAILED, and no rank has recorded an error"),

@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write conf/cluster/NAME.yaml from sinfo",
         description="Write conf/cluster/NAME.yaml from what sinfo reports about the partitions with GPUs.",
     )
-    init.add_argument("name", nargs="?", help="what cluster=NAME will be (default: the cluster's name in SLURM)")
-    init.add_argument("--partition", help="which one (default: SLURM's default partition, else the one with most GPUs)")
+    init.add_argument("name", nargs="?", help="the NAME of cluster=NAME (default: the cluster's name in SLURM)")
+    init.add_argument("--partition", help="a partition (default: SLURM's default partition, else the one with most GPUs)")
     conf = Path("conf") if Path("conf").is_dir() else CONF  # conf/ of the project in the current folder, if there is one
-    init.add_argument("--folder", type=Path, default=conf / "cluster", help="where to write (default: conf/cluster)")
+    init.add_argument("--folder", type=Path, default=conf / "cluster", help="folder of the file (default: conf/cluster)")
     init.add_argument("--force", action="store_true", help="replace an existing file")
 
 

@@ -331,7 +331,7 @@ def after_refusal(attempts: list[Path], number: int, reason: str, refused: Count
             print(f"{reason}; SLURM has accepted the {cells} nevertheless", file=sys.stderr)
             return Exit.DONE
     if uncertain and not queue.answers:
-        print(f"{reason}; SLURM may have the {cells} nevertheless, but squeue does not answer: the same line asks again", file=sys.stderr)
+        print(f"{reason}; SLURM may have the {cells} nevertheless, but squeue does not answer: this command asks again", file=sys.stderr)
         return Exit.BUG
     for attempt in attempts:
         rundir.note(attempt, ended=time.time(), refused=reason)
