@@ -32,7 +32,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "get_args_parser": "hydra._internal.utils:get_args_parser",
     "ConfigLoaderImpl": "hydra._internal.config_loader_impl:ConfigLoaderImpl",
     "apply_overrides": "hydra._internal.config_loader_impl:ConfigLoaderImpl._apply_overrides_to_config",
-    # Meshes: several dimensions as one, for FSDP over dp_shard x cp; two meshes side by side, for HSDP over that.
+    # Meshes: several dimensions as one, for FSDP over dp_shard x cp; two meshes side by side, for HSDP.
     "flatten": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "concatenate": "torch.distributed.device_mesh:DeviceMesh._concatenate",
     # Process groups: the list of all, and a change of their time-out after the first step (public in torch 2.15).
@@ -187,8 +187,8 @@ def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
 
 
 def swap_propagation(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Change the function in which DTensor runs an operator at its global shape, to learn the shape of the result. Returns
-    a function that undoes it.
+    """Change the function in which DTensor runs an operator at its global shape, to learn the shape of the result.
+    Return a function that undoes the change.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -238,8 +238,8 @@ def share_memory(group_name: Any) -> None:
 
 
 def join_collectives(size: int) -> None:
-    """Let the compiler join the all-gathers of a graph, and its reductions, into messages of up to `size` MiB, and start
-    each early without more peak memory. For 0 it does neither. The passes are those that torch's configuration recommends.
+    """Let the compiler join a graph's all-gathers, and its reductions, into messages of up to `size` MiB, and start
+    each early without more peak memory; 0: do neither. The passes are those that torch's configuration recommends.
     """
     import torch._inductor.config as inductor
 

@@ -1,5 +1,5 @@
 """Recognize secrets (WANDB_API_KEY, HF_TOKEN, passwords) by name, by value and by form, so that no file of a run holds
-one.
+a secret.
 """
 
 import os

@@ -46,7 +46,7 @@ class Folder:
         except KeyError as error:
             raise ConfigError(f"{config_file}: lacks {error}") from error
         self.hf = self.hf.of(self.config)
-        # Blocks of multi-token prediction are numbered after the model's blocks. The models here do not have them.
+        # Blocks of multi-token prediction, which no model here has, are numbered after the model's blocks.
         layers = self.config.n_layers
         self.unused = tuple(f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0))
         self.block = block_of(content.get("quantization_config"), config_file)

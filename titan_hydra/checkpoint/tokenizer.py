@@ -76,8 +76,8 @@ def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
 
 
 def letters_of_bytes() -> list[str]:
-    """Return for each byte the character that stands for it in GPT-2's byte-level vocabulary: the byte's own character if
-    it is printable in Latin-1, else the next unused one from code point 256 on.
+    """Return for each byte the character that represents it in GPT-2's byte-level vocabulary: the byte's own character
+    if it is printable in Latin-1, else the next unused character from code point 256 on.
     """
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

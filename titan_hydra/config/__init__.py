@@ -1,5 +1,5 @@
-"""What a job is: the typed schema, its loading, the identity hash. Importing it imports neither torch nor rooms above
-job/.
+"""What a job is: the typed schema, its loading, the identity hash. Importing this room imports neither torch nor rooms
+above job/.
 """
 
 import importlib

@@ -51,7 +51,7 @@ def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> 
 
 
 def _typed(text: str, job: Job) -> tuple[str, Any]:
-    """Parse KEY=VALUE into the key and its value, in the type that the schema gives it."""
+    """Parse KEY=VALUE into the key and its value, which gets the type that the schema gives the key."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -1,8 +1,8 @@
 """Model families by name: the record of a family's parts, and the registry of families, whose names `model.family`
 selects. Imports no torch.
 
-The package's own families are folders of titan_hydra/models. They register themselves as the families of a user's module
-(`train.imports`) do.
+The package's own families are folders of titan_hydra/models. They register themselves in the same way as
+the families of a user's module (`train.imports`).
 """
 
 from collections.abc import Callable, Mapping
@@ -88,7 +88,7 @@ def decoder_linears(config: Model, width: int | None = None) -> tuple[Linear, ..
 
 def place_in_order(name: str, modules: list[str]) -> int | None:
     """Return the position, in the running order `modules`, of the module to which the parameter or part `name` belongs.
-    None if it belongs to none of them.
+    None if there is no such module.
     """
     return next((place for place, module in enumerate(modules) if f"{name}.".startswith(f"{module}.")), None)
 

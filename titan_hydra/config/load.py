@@ -343,8 +343,8 @@ def _kind(key: str, sections: Sections) -> tuple[Any, Any, str]:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
-    """Yield every key of a job, or of a section of it, that holds a value: dotted name, field, value, and the section
-    that contains it.
+    """Yield every key that holds a value, of a job or of a section of a job: dotted name, field, value, and the section
+    that contains the key.
     """
     for spec in dataclasses.fields(node):
         key, value = prefix + spec.name, getattr(node, spec.name)

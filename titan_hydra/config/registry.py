@@ -186,8 +186,8 @@ class Format:
     bytes: int = 1  # bytes of an element
     rounding: float = 4e-3  # fraction of the loss by which rounding alone may change a mean
     config: Any = None  # a dataclass that extends schema.Precision: the format's own keys
-    # Four functions of (Precision). They return whether the weights' gradients are computed in the compute dtype, whether
-    # a tensor has one scale, whether FSDP gathers weights in the format, and whether opaque kernels compute several modules.
+    # Four functions of (Precision): whether the weights' gradients are computed in the compute dtype; whether a tensor
+    # has one scale; whether FSDP gathers weights in the format; whether opaque kernels compute several modules at once.
     plain_gradients: Callable[[Any], bool] = lambda precision: False
     one_scale: Callable[[Any], bool] = lambda precision: False
     gathered: Callable[[Any], bool] = lambda precision: False
@@ -236,9 +236,7 @@ class Names(Sequence[str]):
 
 
 def resolve(reference: Reference | None) -> Any:
-    """Return the function or class that a record refers to; None for None. Raises ConfigError if there is no such
-    one.
-    """
+    """Return the function or class that a record refers to; None for None. Raises ConfigError if it does not exist."""
     if not isinstance(reference, str):
         return reference
     module, _, name = reference.partition(":")

@@ -1,9 +1,8 @@
 """Find, digest and import the modules of `train.imports`, whose sources are part of a run's identity.
 
-The files of a module are found by reading its imports, and nothing is executed. They are the module, the modules that it
-imports from the folder in which it was found, and the modules of that folder that it names in a string, as in
-"package.module:function". If the module belongs to an installed package, only the files of that package count; env.json
-records the versions of other packages.
+The files of a module are found by reading its imports, and nothing is executed. They are the module itself and those
+modules in its folder that it imports or names in a string, as in "package.module:function". If the module belongs to an
+installed package, only the files of that package count; env.json records the versions of other packages.
 """
 
 import ast

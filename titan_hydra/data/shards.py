@@ -1,7 +1,7 @@
-"""Files and shards that cannot be read: they are left out, with a warning, if data.max_bad_shards allows it.
+"""Files and shards that cannot be read. They are left out, with a warning, if data.max_bad_shards allows that.
 
-The files alone determine what is left out: a shard of text from its damaged row on, and the whole of a file of tokens
-that does not match its header. So all layouts get the same samples, and so does a resumed run.
+The files alone determine what is left out: of a shard of text, everything from the damaged row on; a file of tokens as
+a whole, if it does not match its header. So all layouts get the same samples, and so does a resumed run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A source is cut into numbered units (a file, a shard, every n-th row of a shard). Slot k of G takes the units at
 positions k, k + G, k + 2G, ... of the endless sequence of epochs, each of which has its own order. With a shuffle
-buffer, documents are taken in blocks, each in a random order that follows from the position at which the block begins;
+buffer, documents are taken in blocks. The random order of a block follows from the position at which the block begins,
 so the state of the buffer is that position and an index in the block. Nothing depends on ranks: a slot reads the same
 documents on any rank.
 """

@@ -119,8 +119,8 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
 
 
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token (bytes). Raises ConfigError if the ranks are not 0, 1, 2, ..., as the ids of special
-    tokens follow after them.
+    """Return the rank of each token (bytes). Raises ConfigError if the ranks are not 0, 1, 2, ..., as the ids of
+    special tokens begin after the last rank.
     """
     try:
         lines = [line.split() for line in content.splitlines() if line]
@@ -184,7 +184,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
 
 def _special(tokenizer, names: tuple[str, ...], path: Path, key: str) -> int | None:
     """Return the id of the first of `names` that the vocabulary has, else the id of the name in tokenizer_config.json;
-    None if there is neither.
+    None if both are missing.
     """
     for name in names:
         if tokenizer.token_to_id(name) is not None:

@@ -1,4 +1,4 @@
-"""Replica groups behind the interface that the loop knows (train/groups.py)."""
+"""Replica groups. The loop calls them through the interface of train/groups.py."""
 
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.runs.run import Run

@@ -141,8 +141,8 @@ class PerStep(Groups):
         return self.last
 
     def before_step(self, step: int) -> int:
-        """Agree on the groups of the next step. Returns the step that this group has reached: a later one if it took
-        another's state.
+        """Agree on the groups of the next step. Return the step that this group has reached: a later step if it took
+        the state of another group.
         """
         if self.caught_up is None:
             self._agree(step)

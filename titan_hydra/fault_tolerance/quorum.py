@@ -47,7 +47,7 @@ class Meeting:
 
 
 class Board:
-    """One group's view of the others, and its own heartbeat. One process of each group has one."""
+    """A replica group's view of the other groups, and its own heartbeat. One process of each group has a board."""
 
     def __init__(self, folder: Path, group: int, groups: int, timeout: float, address: str) -> None:
         self.folder, self.group, self.groups, self.timeout, self.address = folder, group, groups, timeout, address
@@ -126,8 +126,8 @@ class Board:
     # --- meetings -----------------------------------------------------------------------------------------------------
 
     def convene(self, position: tuple[int, int], stop: Callable[[], bool]) -> Meeting | None:
-        """Arrive at the next meeting, wait until it is closed with this group in it, and return it. None if this group was
-        asked to stop before that.
+        """Arrive at the next meeting, wait until it is closed with this group in it, and return the meeting. Return
+        None if this group is asked to stop before the meeting is closed.
         """
         self.become(self.phase, position)
         while True:
@@ -184,8 +184,8 @@ class Board:
         )
 
     def settle(self, meeting: Meeting, went_well: bool) -> bool:
-        """Publish whether the exchange succeeded here, wait for the outcome, and return it. A meeting counts if the
-        exchange succeeded for every member.
+        """Publish whether the exchange succeeded here, and return the outcome once all members have done so. A meeting
+        counts if the exchange succeeded for every member.
         """
         place = self.folder / str(meeting.number)
         if not place.exists():

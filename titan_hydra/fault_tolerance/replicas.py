@@ -96,15 +96,15 @@ class Replicas(Groups):
             event("meeting", step, **values)
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, up to the last. After a meeting that leads to a later step, go on there."""
+        """Yield the steps after `done`, up to the last. After a meeting that leads to a later step, continue there."""
         self.done = done
         while self.done < last:
             self.done += 1
             yield self.done
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
-        """Exchange weights with the other groups if a meeting is due. Return the step to go on from, and whether a stop
-        was requested meanwhile.
+        """Exchange weights with the other groups if a meeting is due. Return the step to continue from, and whether a
+        stop was requested meanwhile.
         """
         self.watch.at("meeting")
         if not due(step, self.job.steps, self.config):
@@ -197,7 +197,7 @@ class Replicas(Groups):
         return answer[0]
 
     def _all(self, well: bool) -> bool:
-        """Whether the flag is set on all ranks."""
+        """Whether the flag `well` is set on all ranks."""
         said = torch.tensor([int(well)])
         dist.all_reduce(said, dist.ReduceOp.MIN, group=self.group)
         return bool(said)

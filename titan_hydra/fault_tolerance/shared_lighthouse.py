@@ -1,5 +1,5 @@
-"""torchft's lighthouse for replica groups that are SLURM jobs. The first group's job runs it, and another job takes over
-if that one is gone.
+"""torchft's lighthouse for replica groups that are SLURM jobs. The first group's job runs it; if that
+job is gone, another job runs it.
 
     python -m titan_hydra.fault_tolerance.shared_lighthouse FOLDER SILENT_SECONDS WAIT_SECONDS
 
@@ -72,7 +72,7 @@ class Lighthouse:
             await asyncio.sleep(POLL)
 
     def look(self) -> None:
-        """Read the newest file. Then keep serving, stop serving, or take over the service."""
+        """Read the newest file. Depending on it, continue to serve, stop serving, or take over the service."""
         files = LIGHTHOUSE.all(self.folder)
         number = max(files, default=0)
         content = LIGHTHOUSE.read(self.folder, number)

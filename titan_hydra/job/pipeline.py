@@ -20,7 +20,7 @@ def stage_count(job: Job) -> int:
 
 
 def stages_of_ranks(job: Job) -> list[list[int]]:
-    """Return the stages of each pipeline rank, ascending. They form a loop or a V, or the csv schedule places them."""
+    """Return the stages of each pipeline rank, ascending: in a loop, in a V, or as the csv schedule has them."""
     pp, stages, schedule = job.parallelism.pp, stage_count(job), job.pp_schedule
     if written := written_schedule(job):
         return [sorted({stage for stage, _, _ in actions}) for actions in written]
@@ -64,7 +64,7 @@ def _balanced(layers: int, stages: int) -> tuple[int, ...]:
 
 def splits_backward(job: Job) -> bool:
     """Whether the schedule runs a stage's backward in two halves (inputs, weights). Several techniques cannot be
-    combined with that.
+    combined with a split backward.
     """
     if written := written_schedule(job):
         return any(kind == "W" for actions in written for _, kind, _ in actions)

@@ -16,7 +16,7 @@ def world_size(job: Job) -> int:
 
 
 def rotation(job: Job) -> RotationKind:
-    """Return the record of how context parallelism lets queries see all keys."""
+    """Return the record (config/registry.py) of the job's parallelism.cp_rotate."""
     return CP_ROTATIONS[job.parallelism.cp_rotate]
 
 

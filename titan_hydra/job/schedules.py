@@ -1,5 +1,5 @@
-"""The order in which pipeline ranks compute in torch's schedules, without importing torch, and what follows from it: idle
-time, microbatches in flight. tests/job compares the order with torch's own lists.
+"""The order in which pipeline ranks compute in torch's schedules, and what follows from the order: idle time,
+microbatches in flight. Imports no torch. tests/job compares the order with torch's own lists.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def one_forward_one_backward(rank: int, pp: int, stages: int, number: int) -> li
 
 
 def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
-    """Return the steps of looped BFS. torch reverses the microbatches in the backward; neither time nor memory depends
-    on that.
+    """Return the steps of looped BFS. torch reverses the microbatches in the backward, which changes neither time nor
+    memory.
     """
     own = range(rank, pp * stages, pp)
     return [*((stage, "F") for stage in own for _ in range(number)), *((stage, "B") for stage in reversed(own) for _ in range(number))]
@@ -154,8 +154,8 @@ class Held:
 
 
 def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
-    """Return the microbatches that a pipeline rank holds, each counted with its stage's weight; without a pipeline,
-    one.
+    """Return the microbatches that a pipeline rank holds, each counted with its stage's weight. Without a pipeline,
+    this is one microbatch.
     """
     if job.parallelism.pp == 1:
         return Held(weights[0], weights[0])

@@ -1,5 +1,5 @@
-"""Softmax and cross-entropy of logits in Triton. One pass reads the logits, a second replaces them. With the write by
-the matmul before, this is 8 bytes of memory traffic for each bfloat16 logit. Imported only if there is a GPU.
+"""Softmax and cross-entropy of logits in Triton. One pass reads the logits, a second replaces them. Together with the
+write by the matmul before, that is 8 bytes of memory traffic for each bfloat16 logit. Imported only if there is a GPU.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ def _bits(y):
 
 @triton.jit
 def _scales(bits):
-    # Returns the largest power of two that takes the maximum to at most 448 = 1.75 * 2**8, and its inverse. Both are NaN
-    # if the maximum is not finite. A maximum below 1e-12, torchao's bound, counts as 1e-12. The addition makes a mantissa
-    # above 1.75 carry into the exponent.
+    # Returns the scale, the largest power of two that takes the maximum to at most 448 = 1.75 * 2**8, and its inverse.
+    # Both are NaN if the maximum is not finite. A maximum below 1e-12, torchao's bound, counts as 1e-12. The addition
+    # makes a mantissa above 1.75 carry into the exponent.
     exponent = (tl.maximum(bits, 0x2B8CBCCC) + 0x1FFFFF) >> 23
     finite = bits < 0x7F800000
     scale = tl.where(finite, (262 - exponent) << 23, 0x7FC00000)

@@ -1,5 +1,5 @@
 """Float8 matmuls of a block with their casts. There are two units: linears that read the same input, and a SwiGLU
-feed-forward. Either may begin with RMSNorm.
+feed-forward. Both may begin with RMSNorm.
 
 A scale must not vary along the dimension over which a matmul sums. So x and W are cast by rows for y = x W', dy by rows
 and W by columns for dx = dy W, and dy and x by columns for dW = dy' x. No Float8 copy is saved: the backward casts the

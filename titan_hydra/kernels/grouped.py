@@ -37,8 +37,8 @@ def grouped_matmul_backward(gradient: Tensor, rows: Tensor, weights: Tensor, end
 
 
 def fills_empty_groups(device: torch.device) -> bool:
-    """Whether the kernels write zeros as the gradient of a matrix whose group is empty. Those of Hopper do, those of
-    Blackwell do not (pytorch#172439).
+    """Whether the kernels write zeros as the gradient of a matrix whose group is empty. Kernels of Hopper write zeros,
+    those of Blackwell do not (pytorch#172439).
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 

@@ -20,7 +20,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
     """Copy this package's code and the user's (`user_code.sources`) to `<runs>/_code/<hash>`, unless the copy exists.
     Return that folder.
 
-    A copy that was changed, or that has lost files because somebody purged old files, is replaced.
+    A copy that was changed, or that lost files in a purge of old files, is replaced.
     """
     code = {name: ROOT / name for name in files(ROOT) if not (ROOT / name).is_relative_to(runs)}
     code |= {f"{USER}/{name}": file.resolve() for name, file in user.items()}

@@ -61,7 +61,7 @@ ALONE = Place()
 
 
 def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = False) -> int:
-    """Run one rank. With `inline` return the rank's exit status, else end the process with it."""
+    """Run one rank. With `inline` return the rank's exit status; otherwise end the process with this status."""
     folder = Path(directory).absolute()
     attempt_folder = layout.ATTEMPT.of(folder, attempt)
     attempt_folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """A decoder-only transformer and its layers: attention, feed-forward, a tied head, rotary positions, packed documents.
 
-They run on one device and know nothing of meshes, sharding or stages. Parameters have the names of Llama's reference
+They run on one device, without meshes, sharding or stages. Parameters have the names of Llama's reference
 code, which survive any split: layers are in a ModuleDict, and a pipeline stage is the model with layers deleted and
 `tok_embeddings`, `norm` or `output` set to None. Rotary positions pair the two halves of a head as Hugging Face does,
 so weights need no permutation to or from its format.
@@ -186,7 +186,7 @@ class TiedOutput(nn.Linear):
 
     The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate the two. It is a
     Linear, so that tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which
-    stays gathered during the root's forward: in a group of its own the weight would be freed before the head needs it.
+    stays gathered during the root's forward: in a separate group the weight would be freed before the head needs it.
     """
 
     def __init__(self, embedding: nn.Embedding):

@@ -88,9 +88,9 @@ class Router(nn.Module):
     """Scores the experts for each token, in float32, and chooses among them. The family's `float32_router` states whether
     the router's matmul is in float32 too.
 
-    With `router_bias_update_rate` a bias is added to the scores for the choice alone (arXiv 2408.15664); checkpoints have it.
-    `load` counts the tokens of each expert, and `entropy` sums that of the scores, since the last update. `scale` is
-    the weight of a token in the balance loss.
+    With `router_bias_update_rate` a bias is added to the scores only for the choice (arXiv 2408.15664); checkpoints
+    have it. `load` counts the tokens of each expert, and `entropy` sums that of the scores, since the last update.
+    `scale` is the weight of a token in the balance loss.
     """
 
     def __init__(self, config: SparseModel):
@@ -131,8 +131,8 @@ class Router(nn.Module):
         return scores, shares, torch.special.entr(shares.detach()).sum()
 
     def plan(self, scores: Tensor) -> Destinations:
-        """Choose the experts of each token, and find their order. Counts come from the sorted choice, so that they need no
-        atomic additions, and the host does not wait.
+        """Choose the experts of each token, and find their order. Tokens are counted in the sorted choice, which needs
+        no atomic additions and no wait of the host.
         """
         chosen = self.choose(scores)
         experts, order = chosen.flatten().int().sort(stable=True)  # a radix sort, whose passes are the bytes of a key

@@ -158,7 +158,7 @@ class Watchdog:
             self.thread = None
 
     def watch(self) -> None:
-        """Handle signals, write heartbeats and check progress until the `with` block ends. This is what the thread runs."""
+        """Handle signals, write heartbeats and check progress until the `with` block ends. Runs in the thread."""
         while self.thread is not None:
             ready, _, _ = select.select([self.wakeup_reader], [], [], TICK)
             with contextlib.suppress(OSError):  # the watchdog continues on a full or slow disk

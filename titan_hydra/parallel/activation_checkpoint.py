@@ -134,7 +134,7 @@ def selective_contexts(saved: frozenset, alternate: bool) -> tuple:
 
 def operators(names: Iterable[str]) -> set[OpOverload]:
     """Return the operators for names such as aten.mm (all its overloads) or aten.max.default. Raises ConfigError for an
-    unknown one.
+    unknown name.
     """
     found = set()
     for name in names:

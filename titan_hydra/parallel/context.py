@@ -71,9 +71,9 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 def local_index(seq_len: int, mesh: Mesh) -> Tensor:
     """Return the indices of a sequence that this rank holds.
 
-    The cost of a causal query grows with its position. In the ring's load-balanced order rank r takes the r-th chunk of
-    2 * cp from the front and the r-th from the back, as torch's ring expects; under Ulysses every rank has all queries,
-    and order is kept.
+    The cost of a causal query grows with its position. In the ring's load-balanced order, the sequence has 2 * cp
+    chunks, and rank r takes the r-th chunk from the front and the r-th from the back, as torch's ring expects. With
+    Ulysses, every rank has all queries, so the order is kept.
     """
     cp, rank = mesh.degrees.cp, mesh.coordinate("cp")
     in_order, parts = not mesh.degrees.balanced, mesh.degrees.sequence_parts
@@ -116,7 +116,7 @@ class Ring(nn.Module):
     """
 
     def __init__(self, sdpa: SDPA, mesh: DeviceMesh):
-        """Take the options of the attention from `sdpa`. Raises ConfigError if the kernel that it asks for has no ring."""
+        """Take the options of the attention from `sdpa`. Raises ConfigError if its kernel has no ring."""
         super().__init__()
         self.mesh, self.causal, self.backend = mesh, sdpa.causal, sdpa.backend
         self.options = ring_options()

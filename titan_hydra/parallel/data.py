@@ -24,7 +24,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     wrapped.
 
     Each block is gathered just before it runs, as is each module before the blocks. The modules after the blocks
-    (norm and output) are one group, with which the backward begins: freeing it would only cost another gather.
+    (norm and output) are one group. The backward begins with that group, so it is not freed after the forward.
     """
     if mesh.fsdp is None:
         return

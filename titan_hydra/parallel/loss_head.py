@@ -147,7 +147,7 @@ class TokenCrossEntropy(torch.autograd.Function):
 
 def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, factors: Tensor | float | None) -> Tensor:
     """Return the losses [tokens, 1] of logits [tokens, vocab] for targets [tokens, 1], in float32. With factors
-    [tokens, 1] the logits are replaced by the derivatives of the losses times these.
+    [tokens, 1], replace the logits by the derivatives of the losses times the factors.
     """
     counts = targets >= 0
     if vocabulary is not None:

@@ -126,8 +126,8 @@ def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
 def _own_backend(device_type: str, size: int) -> str | None:
     """Return the back end of a mesh's groups of `size` ranks; None for that of the default group.
 
-    On GPUs a group other than the default one has NCCL alone: gloo, which it would inherit, connects each rank with all
-    others (gloo#419), and host tensors go through the default group.
+    On GPUs, a group other than the default group has only NCCL. Inherited gloo would connect each rank with all others
+    (gloo#419), and is not needed: host tensors go through the default group.
     """
     if device_type != "cuda" or size == dist.get_world_size():
         return None

@@ -147,8 +147,8 @@ class Pipeline:
         self.device, self.loss, self.measure = device, loss, measure
         self.summed, self.count = loss, torch.ones((), device=device)
         self.schedule = build_schedule(self.stages, job, self._loss_of)
-        # This makes the group's communicator now. NCCL would make it at the first mixed exchange, in which not every rank
-        # takes part.
+        # This all-reduce creates the group's communicator. NCCL would create it at the first mixed exchange, in which
+        # not every rank takes part.
         dist.all_reduce(torch.zeros(1, device=device), group=mesh.pipeline)
 
     def forward_backward(self, batch: Any, count: Tensor, last: bool) -> Tensor:
@@ -206,8 +206,8 @@ def actions_of_ranks(schedule: PipelineSchedule, job: Job) -> list[list[Action]]
 
 
 def _computations(step: TorchAction) -> list[Action]:
-    """Return the computations of a step of the schedule, without communication. A step that overlaps a forward with a
-    backward has both.
+    """Return the computations of a step of the schedule, without communication. If a step overlaps a forward with a
+    backward, return both.
     """
     parts = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)]
     return [part for part in parts if part[1] in TIME]

@@ -80,7 +80,7 @@ class Gather:
     def __init__(self, mesh: Mesh, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self.mesh: Any = mesh.fsdp
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
-        # These are not looked up in __call__, where a compiler may find the groups of an earlier job in the process.
+        # Groups are not looked up in __call__, where a compiler may find those of an earlier job in the process.
         if mesh.degrees.tp > 1:
             self.tp = mesh.world["tp"]
             self.tp_rank: Any = mesh.coordinate("tp")  # torch annotates it as None

@@ -64,7 +64,7 @@ def off_by(reference: list[float], own: list[float]) -> list[float]:
 
 
 def tolerances(reference: list[float], precision: str) -> list[float]:
-    """Return for each row the largest mean difference inside the band, as a fraction of the loss: the effect of
+    """Return for each row the largest mean difference inside the band, as a fraction of the loss. It is the effect of
     rounding on a forward pass plus, from the second row on, a fraction (SHARE) of the baseline's own noise from batch
     to batch, as training amplifies rounding. The first row is logged before any update.
     """

@@ -198,13 +198,13 @@ class ReportCell:
         return places
 
     def on(self, axis: str, steps: Sequence[float]) -> list[float]:
-        """Convert steps to coordinates on an axis. Steps that were not logged are scaled from the last logged one."""
+        """Convert steps to coordinates on an axis. A step that was not logged is scaled from the last logged step."""
         places = self.places(axis)
         last = places[self.step] / self.step if self.step else 0.0
         return [places.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
-        """Return a text that is equal for cells which differ only in the keys `without`, and in keys that change neither
+        """Return a text that is equal for cells that differ only in the keys `without`, or in keys that change neither
         the experiment (the identity hash) nor the samples of the held-out loss.
         """
         outside = set(without)

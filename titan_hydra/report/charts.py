@@ -188,8 +188,8 @@ def _other_samples(report: Report) -> str:
 
 def looks(report: Report) -> list[Look]:
     """Return how the lines of each row are drawn. In a sweep over several keys, the key with the most values determines
-    the colour and the other keys the dashes, if there are enough colours and dashes, and at least half of the
-    combinations are rows. Else neighbouring rows differ in colour and dashes, and the baseline is broad and grey.
+    the colour, and the other keys the dashes. This needs enough colours and dashes, and rows for at least half of the
+    combinations. Else neighbouring rows differ in colour and dashes, and the baseline is broad and grey.
     """
     own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
     values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}

@@ -229,8 +229,8 @@ def build(
 
 
 def begun_cells(cells: list[ReportCell]) -> tuple[list[ReportCell], str, set[str]]:
-    """Return the cells that have started (all if none has), a line that counts the cells that have not started and
-    those that still run, and the names of the cells that have not started.
+    """Return the cells that have started (all if none has), a line with the numbers of cells that have not started and
+    that still run, and the names of those that have not started.
     """
     missing = {cell.name for cell in cells if cell.waiting} if not all(cell.waiting for cell in cells) else set()
     running = sum(cell.state.kind == "running" for cell in cells)

@@ -127,7 +127,7 @@ def asked_for(run: Path, step: str | None) -> Path:
     """Return the folder of a run's checkpoint at `step`, a number or `best` (the lowest held-out loss). None: return
     the run.
 
-    Raises ConfigError if that checkpoint was not kept. The best of the kept steps does not stand for `best`.
+    Raises ConfigError if that checkpoint was not kept. The best of the kept steps never replaces `best`.
     """
     if step is None:
         return run

@@ -93,7 +93,7 @@ def _status(error: BaseException, chain: list[BaseException]) -> int:
 
 def _chain(error: BaseException) -> list[BaseException]:
     """Return an exception and the exceptions that caused it. Pipeline stages and the compiler wrap the exception of a
-    rank in one of their own.
+    rank in an exception of their own.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain and len(chain) < 16:

@@ -38,8 +38,8 @@ class Run:
 
     @property
     def newer_attempt(self) -> int | None:
-        """The number of the newest attempt, if there is a later one than this; else None. A later attempt owns the run,
-        and this one must no longer write to it.
+        """The number of the newest attempt, if it is later than this one; else None. A later attempt owns the run, and
+        this attempt must no longer write to the run.
         """
         mine, newest = self._attempt.name, newest_attempt(self.directory if self.submission else self.home)
         return newest if mine.isdecimal() and newest > int(mine) else None
@@ -66,7 +66,7 @@ def group_at(home: Path) -> tuple[Path, int]:
 
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
-    """Return the run folder and the attempt folder of a replica group. Those of group 0 are the run's own; those of the
-    others are replicas/<g> in them.
+    """Return the run folder and the attempt folder of a replica group. Group 0 has the run's own folders; the other
+    groups have replicas/<g> in these.
     """
     return (layout.REPLICA.of(directory, replica), layout.REPLICA.of(attempt, replica)) if replica else (directory, attempt)

@@ -301,7 +301,7 @@ def mark_cancelled(attempt: Path) -> None:
 
 
 def end_attempt(attempt: Path) -> None:
-    """Mark an attempt as ended, although its launcher, its owner, goes on with other cells."""
+    """Mark an attempt as ended, although the launcher that owns it continues with other cells."""
     if layout.CLAIM.read(attempt):
         note(attempt, ended=time.time())
 

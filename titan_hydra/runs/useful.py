@@ -15,8 +15,8 @@ OWN_FAULTS = {Kind.CONFIG, Kind.OUT_OF_MEMORY, Kind.NOT_FINITE, Kind.TIME_LIMIT,
 
 
 def useful_seconds(rows: list[dict[str, Any]]) -> float | None:
-    """Return the seconds of all steps, each counted once. The first step of a process compiles, so that it counts at
-    most the median; so do steps without a row, which come before the first logged step. None if no other step is known.
+    """Return the seconds of all steps, each counted once. The first step of a process compiles, so it counts at most
+    the median; so do steps before it whose rows were lost in a kill. None if no other step is known.
     """
     known = [row for row in rows if row.get("step_seconds") is not None]
     steady = [row["step_seconds"] for row in known[1:] if not row.get("first_step")]
@@ -31,8 +31,8 @@ def useful_seconds(rows: list[dict[str, Any]]) -> float | None:
 
 
 def goodput_of(directory: Path, rows: list[dict[str, Any]], now: float | None = None) -> float | None:
-    """Return the share of useful time in the time from the first start of a run to `now`, or to its last sign of life.
-    None if a time is unknown, or for replica groups, as the rows are those of one group.
+    """Return the share of useful time in the time from the first start of a run to `now`, or to its last record. None
+    if a time is unknown, or for replica groups, as the rows are those of one group.
     """
     attempts = [life for attempt in layout.ATTEMPT.all(directory).values() if (life := _life(attempt))]
     useful = useful_seconds(rows)
@@ -61,7 +61,7 @@ def count_interruptions(runs: list[Path]) -> tuple[int, float]:
 
 
 def _life(attempt: Path) -> tuple[float, float] | None:
-    """Return when rank 0 of an attempt started, and its last sign of life; None if it left no record."""
+    """Return the times at which rank 0 of an attempt started, and last wrote a record; None if it left no record."""
     rank, status = layout.RANK.read(attempt), layout.STATUS.read(attempt)
     begin = rank.get("started")
     return None if begin is None else (begin, max(rank.get("ended", begin), status.get("time", begin)))

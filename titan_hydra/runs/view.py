@@ -59,7 +59,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep, or all runs where there is none") -> None:
-    """Add the argument that selects runs, and --runs."""
+    """Add the argument that selects runs, and the option --runs."""
     parser.add_argument(
         "target",
         nargs="?",

@@ -183,7 +183,7 @@ class Loop:
         return loss
 
     def save(self, step: int, votes: list[float], held_out: float, stop: bool, missed: bool) -> None:
-        """Save if a checkpoint is due or the run is to stop; in the latter case raise Stopped. `missed`: the stop came
+        """Save if a checkpoint is due or the run is to stop; if it is to stop, raise Stopped. `missed`: the stop came
         before a meeting of the groups that was due.
         """
         if stop or missed:

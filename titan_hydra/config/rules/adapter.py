@@ -17,7 +17,7 @@ def adapted_linears_exist(job: Job) -> Iterator[Fault]:
 
 
 def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
-    """Adapters need plain weights that FSDP2 shards, and do not change them."""
+    """Adapters leave the weights as they are, so the weights must be plain and sharded by FSDP2."""
     if not adapts(job):
         return
     adapter = f"adapter={job.adapter.name}"

@@ -22,8 +22,8 @@ def format_suits_the_job(job: Job) -> Iterator[Fault]:
 
 
 def float8_faults(job: Job) -> Iterator[Fault]:
-    """FSDP can gather Float8 weights that have a single scale, and only FSDP2 has the hooks for that. Our own kernels cast
-    whole weights by rows and by columns.
+    """FSDP can gather Float8 weights that have a single scale, and only FSDP2 has hooks for this gather. Our own
+    kernels cast whole weights by rows and by columns.
     """
     precision: Any = job.precision
     if precision.float8_all_gather:

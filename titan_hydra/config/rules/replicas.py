@@ -37,7 +37,7 @@ def torchft_is_there(job: Job) -> Iterator[Fault]:
 
 
 def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
-    """A replica group that dies must leave the others alive, so each is a job of its own or processes here."""
+    """A replica group that dies must leave the others alive. So each is a job of its own, or processes here."""
     if job.fault_tolerance.name == "off":
         return
     if job.launch.packed:

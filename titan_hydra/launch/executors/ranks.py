@@ -92,7 +92,7 @@ class RanksExecutor(LocalExecutor):
 
 @dataclass
 class Group:
-    """Ranks of which none goes on without the others: all ranks, or those of a replica group."""
+    """Ranks that cannot continue without each other: all ranks, or those of a replica group."""
 
     ranks: range
     deadline: float = float("inf")  # time (by time.monotonic) at which the remaining ranks of the group are killed
@@ -134,7 +134,7 @@ class Ranks(Controller):
         return [task.returncode for task in self.tasks]
 
     def note_ends(self, group: Group, now: float) -> None:
-        """Record the ranks that have ended since the last call. A failed rank sets a deadline for the others."""
+        """Record the ranks that have ended since the last call. A failed rank sets a deadline for the other ranks."""
         for number in group.ranks:
             rank, task = self.ranks[number], self.tasks[number]
             if "ended" not in rank and task.poll() is not None:
@@ -156,8 +156,8 @@ class Ranks(Controller):
             time.sleep(0.3)
 
     def has_died(self, group: Group) -> bool:
-        """Whether a group is to be started again: all its ranks have ended, not all well, and the reason was neither a
-        request to stop nor a wrong configuration.
+        """Whether a group is to be started again: all its ranks have ended, at least one of them badly, and the reason
+        was neither a request to stop nor a wrong configuration.
         """
         ended = [self.ranks[number].get("exit_status") for number in group.ranks]
         return None not in ended and any(ended) and not self.asked and not {Exit.REQUEUED, Exit.CONFIG} & set(ended)

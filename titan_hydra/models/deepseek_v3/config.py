@@ -46,7 +46,7 @@ class DeepSeekV3Config(SparseModel):
         return super().arithmetic() | {"n_kv_heads": None, "yarn": self.yarn if self.yarn.factor != 1 else None}
 
     def faults(self) -> Iterator[Fault]:
-        """Every head has a key of its own, whose rotated part is even."""
+        """Every head has its own key, whose rotated part has an even width."""
         yield from super().faults()
         turned, value = self.qk_rope_head_dim, self.v_head_dim
         if turned % 2:

@@ -9,7 +9,7 @@ from titan_hydra.parallel.plans import Linears, Plan
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Megatron's split. Every rank has heads of its own, so the gradient of their norms is partial, with or
+    """Return Megatron's split. Each rank has other heads, so the gradient of the heads' norms is partial, with or
     without sequence parallelism.
     """
     whole, heads = llama3.plan(config, norm, linears), Norm(True, norm.reduce_dtype)

@@ -1,5 +1,5 @@
-"""MXFP8 linears (torchao): Float8 with one scale for each 32 elements, a power of two. Blackwell computes it; other
-devices emulate it.
+"""MXFP8 linears (torchao): Float8 with one scale for each 32 elements, a power of two. Blackwell GPUs compute in
+this format; other devices emulate it.
 """
 
 from __future__ import annotations

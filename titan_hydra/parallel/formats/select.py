@@ -60,9 +60,9 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
     Raises ConfigError if no linear matches a name to skip.
 
     A linear is left out if its name contains one of `precision.skip` (`wk`: those of every block; `layers.0.`: a whole
-    block), if its dimensions are not multiples of the format's step, if it is the head, or if its class has a forward of
-    its own. It is also left out in a module that is `per_sample`: the matmul for its weight's gradient sums over one row
-    for each sample, and kernels need a multiple of the step there too.
+    block), if its dimensions are not multiples of the format's step, if it is the head, or if its class has its own
+    forward. It is also left out in a module that is `per_sample`: the matmul for its weight's gradient sums over one
+    row for each sample, and kernels need a multiple of the step there too.
     """
     step = FORMATS[precision.converter].step
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -96,7 +96,7 @@ def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
 
 
 def grouped(left: dict[str, str]) -> list[str]:
-    """Return one text for each reason, with the names that share it."""
+    """Return one text for each reason, with the names to which the reason applies."""
     return [f"{', '.join(kinds(name for name in left if left[name] == reason))} ({reason})" for reason in dict.fromkeys(left.values())]
 
 

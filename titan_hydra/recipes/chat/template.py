@@ -63,7 +63,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute a product or a power; a text may be repeated too."""
+        """Compute a product or a power if it is small enough. (Jinja's * also repeats a text.)"""
         sizes = [len(value) if isinstance(value, str | list) else abs(value) for value in (left, right)]
         if sizes[0] * sizes[1] > LARGEST or (operator == "**" and sizes[1] > 64):
             raise jinja2.sandbox.SecurityError(f"a result of `{operator}` is larger than {LARGEST:,}")

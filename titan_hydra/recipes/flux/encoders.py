@@ -1,6 +1,6 @@
 """FLUX's frozen encoders, which transformers and diffusers read from a folder in Hugging Face's format: text_encoder
-(CLIP), text_encoder_2 (T5), vae, and two tokenizers. The libraries are imported when a folder is opened: other runs need
-neither.
+(CLIP), text_encoder_2 (T5), vae, and two tokenizers. The libraries are imported when a folder is opened; other runs do
+not need them.
 """
 
 from __future__ import annotations

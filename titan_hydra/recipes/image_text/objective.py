@@ -19,7 +19,7 @@ from .images import empty_images
 
 class ImageText(SupervisedFineTuning):
     """Fine-tuning's samples and the arrays of their images. All context-parallel ranks run the tower on all images of a
-    sample, and use the patches in their part of the text, so that the sum of the ranks' gradients is the whole
+    sample, but use only the patches in their part of the text. So the sum of the ranks' gradients is the whole
     gradient.
     """
 

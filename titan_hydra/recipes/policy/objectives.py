@@ -47,8 +47,9 @@ class Likelihood(SupervisedFineTuning):
 
 
 class Preference(Likelihood):
-    """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta * margin) of each pair, where the margin is
-    the log-probability of the preferred answer minus the reference's, less the same difference of the rejected answer.
+    """Direct preference optimization (arXiv 2305.18290): -log sigmoid(beta * margin) of each pair. The gain of an
+    answer is its log-probability minus the reference's; the margin is the preferred answer's gain minus the rejected
+    one's.
 
     The answers of pair p of a sample are its documents 2p and 2p + 1. The loss is a mean over pairs.
     """
@@ -81,7 +82,7 @@ class Preference(Likelihood):
 
 class ClippedPolicy(Likelihood):
     """The clipped objective of PPO (arXiv 1707.06347) for each label: the ratio of its probability to that at sampling
-    time, times its advantage, with no gradient once the ratio has left 1 +- clip in the direction of the advantage.
+    time, times its advantage, without gradient once the ratio has left 1 +- clip in the direction of the advantage.
     """
 
     values = ("old_logprobs", "advantages")

@@ -76,8 +76,8 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
     not in order.
 
     srun reports neither ranks that ended with status 0 nor the ranks of a lost node. When srun ends ranks itself, it
-    sends SIGTERM, whose time they record in their heartbeat files (`asked`), then SIGKILL. A rank without a heartbeat,
-    or any rank in a hang, counts as killed by srun unless srun's first line is about it.
+    sends SIGTERM, whose time they record in their heartbeat files (`asked`), then SIGKILL, and no other signal. A rank
+    without a heartbeat, or any rank in a hang, counts as killed by srun unless srun's first line is about it.
     """
     died, records = deaths(attempt), layout.RANK.read_all(attempt)
     hung = any(said.get("exit_status") == Exit.HANG for said in records.values())

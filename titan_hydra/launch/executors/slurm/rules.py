@@ -1,4 +1,4 @@
-"""Checks of SLURM's keys. They find what sbatch and srun would refuse, and what would keep the ranks from starting."""
+"""Checks of SLURM's keys. They find what sbatch or srun would refuse, and what would prevent the ranks from starting."""
 
 import itertools
 import os

@@ -262,7 +262,7 @@ class SlurmBatch(SlurmExecutor):
 
         Raises SubmissionError.
         """
-        # Within a SLURM job, sbatch would use that job's variables for the new one.
+        # Within a SLURM job, sbatch would use the variables of that job for the new job.
         foreign = {name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"}
         flags = re.findall(r"^#SBATCH --([\w-]+)", self.text, re.M)
         set_here = {f"SBATCH_{NAMED.get(flag, flag.upper().replace('-', '_'))}" for flag in flags}

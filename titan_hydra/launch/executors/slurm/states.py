@@ -100,7 +100,7 @@ def _has_ended(attempt: Path) -> bool:
 
 
 def being_submitted(owner: dict[str, Any]) -> bool:
-    """Whether the process that claimed an attempt may still submit it. If it runs on another host, it may do so for
+    """Whether the process that claimed an attempt may still submit it. A process on another host may submit it within
     SILENCE seconds after the claim.
     """
     if owner["host"] == socket.gethostname():

@@ -1,9 +1,9 @@
 """Submit cells to SLURM: group them by the resources they need, claim their attempts, write all files that their jobs
 need, and only then call sbatch.
 
-No cell runs twice and none is lost, even if the submitter dies or sbatch fails before a job's id is recorded: each
-claimed attempt records a token that is part of the job's name too, by which the next launcher finds the job. A job's
-script starts no attempt with another token, and ranks of an attempt that is not the newest stop.
+No cell runs twice and none is lost, even if the submitter dies or sbatch fails before a job's id is recorded. Each
+claimed attempt records a token, which is also part of the job's name. By this token the next launcher finds the job. A
+job's script starts no attempt with another token, and ranks of an attempt that is not the newest stop.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def run(cells: list[Cell], folder: Path | None) -> int:
 
 
 def baseline_of(cells: list[Cell]) -> Cell | None:
-    """Return the cell with which the others are compared: the one that the sweep names, or the first. None if the named
-    cell is not one of these.
+    """Return the cell with which the others are compared: the cell that the sweep names, or the first. None if the
+    named cell is not among `cells`.
     """
     named = cells[0].job.sweep.baseline
     return next((cell for cell in cells if cell.name == named), None if named else cells[0])
