@@ -10,7 +10,7 @@ from typing import Any
 
 # Parts of a variable's name, between underscores, that show that it holds a secret.
 SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}
-LAST = {"PASS", "PWD"}  # parts that show this only as the last of several parts
+LAST = {"PASS", "PWD"}  # parts that show this only at the end of a name with several parts
 PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # parts that may have another meaning in code
 SHORTEST = 8  # minimum length of a secret's value, as a shorter one would match ordinary text
 SHAPES = re.compile(  # tokens with known prefixes, passwords in addresses, authorization headers, private keys

@@ -128,8 +128,8 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return `source` if it is a complete checkpoint, else the newest checkpoint in it, if it is a run or a checkpoints
-    folder. Raises ConfigError if there is none.
+    """Return `source` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest
+    checkpoint. Raises ConfigError if there is none.
     """
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")

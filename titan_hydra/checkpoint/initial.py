@@ -30,7 +30,7 @@ def find(path: str) -> Path:
 
 
 def complete_at(place: Path) -> Path | None:
-    """Return `place` if it is a complete checkpoint, else the newest step in it, if it is a run or a checkpoints folder;
+    """Return `place` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest step.
     None if there is no step.
     """
     return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)

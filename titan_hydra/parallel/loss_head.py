@@ -66,8 +66,9 @@ class Vocabulary:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None) -> Tensor:
-    """Return the cross-entropy (fp32) of the logits hidden [batch, seq, dim] @ weight.T [dim, vocab]: their sum if targets
-    are [batch, seq], one for each token if targets are [batch, seq, 1]. The loss of a negative target is 0.
+    """Return the cross-entropy (fp32) of the logits hidden [batch, seq, dim] @ weight.T [dim, vocab]. If targets are
+    [batch, seq], return the sum; if they are [batch, seq, 1], return the loss of each token. The loss of a negative
+    target is 0.
 
     Matmuls run in the dtype of the arguments, softmax and sums in float32.
     """

@@ -268,7 +268,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
         yield Fault(
             "parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients", legal=("never",)
         )
-    if job.ac.name != "none":  # torch 2.13 recomputed each block 11 times with full, 10 of them at once in memory
+    if job.ac.name != "none":  # with ac=full, torch 2.13 recomputed each block 11 times, 10 of them at once in memory
         yield Fault(
             "ac.name",
             job.ac.name,
