@@ -213,8 +213,8 @@ def holds_sent(stage: Any) -> bool:
 
 
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the compiler call a function once, while it traces, and take the result for a constant. The public function
-    torch.compiler.assume_constant_result would import the compiler: a second of each start.
+    """Let the compiler call a function once, while it traces, and take the result for a constant. The public function,
+    torch.compiler.assume_constant_result, would import the compiler, which takes a second of each start.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

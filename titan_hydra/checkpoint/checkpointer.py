@@ -1,4 +1,4 @@
-"""When a checkpoint is written, what happens when that fails, and which one a run resumes from.
+"""When a checkpoint is written, what happens if that fails, and from which checkpoint a run resumes.
 
 A failed save is tried once more, one step later, while training continues. If two saves in a row fail, each with its
 second try, the run stops; no more than two intervals are lost then. The rules are in docs/reliability.md.

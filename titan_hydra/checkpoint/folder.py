@@ -168,8 +168,8 @@ def side_of(content: dict, file: Path) -> HuggingFace:
 
 
 def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
-    """Return (rows, columns) of the blocks of a float8 weight that have one scale each; None if weights are not
-    quantized. Raises ConfigError for other quantizations.
+    """Return (rows, columns) of the blocks into which float8 weights are divided, with one scale for each block. None
+    if weights are not quantized. Raises ConfigError for other quantizations.
     """
     if not quantization:
         return None

@@ -39,8 +39,8 @@ CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isi
 
 
 def member(kind: Any, name: Any) -> Any:
-    """Return a memory format by its name. It replaces getattr, which Python 3.11.0 to 3.11.3 write into the pickle of an
-    Enum's member (cpython#105332). Raises UnpicklingError for anything else.
+    """Return a memory format by its name. This function replaces getattr, which Python 3.11.0 to 3.11.3 write into the
+    pickle of an Enum's member (cpython#105332). Raises UnpicklingError for any other attribute.
     """
     if kind is not MemoryFormat or name not in MemoryFormat.__members__:
         raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs: refused, as it could run code")

@@ -158,7 +158,7 @@ def composer_of(loader: ConfigLoader, config_name: str) -> Composer:
 class Cells:
     """Replaces Hydra's sweeper under -m: composes each cell at once and passes it with its overrides to `collect`.
 
-    Hydra's own sweeper composes each cell twice, since a launcher may compose it elsewhere later, and writes a folder.
+    Hydra's own sweeper composes each cell twice (a launcher may run it elsewhere later), and writes a folder.
     """
 
     loader: ConfigLoader

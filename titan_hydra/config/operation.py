@@ -195,7 +195,7 @@ class Launch:
     retry: str = key("none", "which failed cells to run again", identity=False, choices=("none", "failed", "oom", "node", "all"))
     wait: bool = key(False, "slurm: stay attached until the jobs end", identity=False)
     packed: bool = key(False, "slurm: all cells one after another in one allocation", identity=False)
-    max_gpu_hours: float | None = key(None, "refuse to start cells whose GPU-hours together could exceed this", POSITIVE, identity=False)
+    max_gpu_hours: float | None = key(None, "refuse to start cells that could need more GPU-hours together", POSITIVE, identity=False)
     oom_check: str = key(
         "refuse",
         "a cell predicted not to fit its devices: refuse beyond 1.1 x their memory and warn below, always warn, or off",

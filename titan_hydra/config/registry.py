@@ -95,9 +95,9 @@ class TrackerKind:
 @dataclass(frozen=True)
 class PipelineScheduleKind:
     """A pipeline schedule: a class like torch's schedules, and the facts on which the layout of stages depends.
-    `objection(microbatches, stages, ranks)` returns why it does not accept that number of microbatches; None if it
-    does. `steps(rank, pp, stages, microbatches)` yields the order of a rank for predictions (job/schedules.py); without
-    it, the order of a similar schedule is used.
+    `objection(microbatches, stages, ranks)` returns why the schedule refuses that number of microbatches; None if it
+    does not. `steps(rank, pp, stages, microbatches)` yields the order of a rank for predictions (job/schedules.py);
+    without it, the order of a similar schedule is used.
     """
 
     name: str

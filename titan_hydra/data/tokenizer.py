@@ -119,8 +119,8 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
 
 
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token (bytes). Raises ConfigError if the ranks are not 0, 1, 2, ..., as the ids of
-    special tokens begin after the last rank.
+    """Return the rank of each token (bytes). Raises ConfigError if the ranks are not 0, 1, 2, ...: the ids of special
+    tokens follow the last rank.
     """
     try:
         lines = [line.split() for line in content.splitlines() if line]

@@ -54,7 +54,7 @@ class PerStep(Groups):
         self.last: Batch | None = None  # the batch of the newest step
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # number of groups in the last quorum
-        # steps that the quorum for the next step, if there is one, has taken from another group
+        # number of steps that this group skipped in the quorum for the next step; None: there is no quorum yet
         self.caught_up: int | None = None
         self.received: list[Tensor] | None = None  # another group's shards
         self.data_ahead = 0  # data step minus training step; above 0 when a new run continues an old run's data

@@ -26,6 +26,6 @@ def searched_modes() -> list[str]:
 
 
 def modes_that_keep_less(name: str) -> list[str]:
-    """Return the modes that keep less than a mode, the nearest first."""
+    """Return the modes that keep less than the mode `name`, beginning with the mode that keeps most."""
     modes = searched_modes()
     return modes[modes.index(name) + 1 :] if name in modes else modes[-1:]

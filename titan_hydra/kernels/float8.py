@@ -121,8 +121,9 @@ def float8_gated_backward(
     gradient: Tensor,
     maxima: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return three casts, each with its factors: the gradient of SwiGLU's input cast by rows; the same gradient cast by
-    columns, transposed; and SwiGLU's product cast by columns, transposed. `float8_rows` gives the product's `maxima`.
+    """Return three casts, each with its factors: the gradient of SwiGLU's input cast by rows, the same gradient cast by
+    columns and transposed, and SwiGLU's product cast by columns and transposed. `float8_rows` gives the product's
+    `maxima`.
     """
     if not in_triton(gates.device):
         return gated_backward_in_torch(gates, gradient, maxima)

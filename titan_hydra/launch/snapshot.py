@@ -45,7 +45,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
 
 
 def intact(copy: Path) -> bool:
-    """Whether a copy of the code exists and its hash is still the one that is its name."""
+    """Whether a copy of the code exists, and its hash is still equal to its name."""
     return copy.is_dir() and digest_of_code(copied(copy)) == copy.name
 
 

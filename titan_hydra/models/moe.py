@@ -163,9 +163,9 @@ class Router(nn.Module):
         return picked * self.config.routed_scaling_factor
 
     def excess(self, chosen: Tensor, sequences: int) -> Tensor:
-        """Return the derivative of the balance loss by a token's shares, which is the same for all tokens of a sequence
-        [sequences, experts]. It is `sequence_balance` times the ratio of the expert's tokens in the sequence to an even
-        number of tokens, times a token's weight in the loss.
+        """Return the derivative of the balance loss by the shares of a token: [sequences, experts], as it is the same
+        for all tokens of a sequence. It is `sequence_balance` times the ratio of the expert's tokens in the sequence to
+        an even number of tokens, times a token's weight in the loss.
         """
         indices = chosen.view(sequences, -1)
         counts = self.over_sequence(

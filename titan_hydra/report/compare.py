@@ -33,7 +33,7 @@ PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what must be equal too, tho
 }
 RECIPES = ("experiment", "debug", "sweeps")  # groups whose options may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
-# For each key: the keys whose overrides vary it on purpose, beside its own.
+# For some keys: the keys whose overrides vary them on purpose.
 MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}
 
 

@@ -115,8 +115,8 @@ def checksum(file: Path) -> str:
 
 
 def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = False) -> list[Path]:
-    """Return the complete steps that may be deleted. Not among them: the newest `keep_latest` (0: all), the multiples
-    of `keep_every` and, with `keep_best`, the step with the lowest held-out loss.
+    """Return the complete steps that may be deleted: neither the newest `keep_latest` (0: all are kept), nor multiples
+    of `keep_every` nor, with `keep_best`, the step with the lowest held-out loss.
     """
     old = complete(folder)[:-keep_latest] if keep_latest else []
     kept = best(folder) if keep_best and old else None

@@ -33,8 +33,8 @@ def alive(record: dict[str, Any] | None) -> bool:
 
 
 def _born(pid: int) -> str | None:
-    """Return the boot and the clock tick at which a process of this id started. With its id they identify the process.
-    None if it has ended or is a zombie.
+    """Return the boot and the clock tick at which the process with this id started. Together with the id, these
+    identify a process. None if the process has ended or is a zombie.
     """
     if not Path("/proc/self").exists():
         return _started(pid)

@@ -204,8 +204,8 @@ def heard_of_ranks(attempt: Path) -> bool:
 
 
 def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
-    """Claim attempt `number` of a run. Return its folder, or None if another launcher was faster: then read the state
-    again.
+    """Claim attempt `number` of a run. Return its folder, or None if another launcher was faster; the caller then reads
+    the state again.
 
     `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields for
     attempt.json, such as a submitted job's token, user and code. Raises OSError if nothing can be written.

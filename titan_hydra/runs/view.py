@@ -1,4 +1,4 @@
-"""Functions that select runs and collect what a table shows of each. The commands that follow runs share them.
+"""Functions of the commands that follow runs: they select runs, and collect what a table shows of each run.
 
 Of long files only the end is read, and each executor is asked once for all runs.
 """
@@ -134,8 +134,8 @@ def owner_of(row: RunRow) -> Owner:
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
-    """Return the names of cells that tables show, without hashes. For cells without names, or with equal names, these are
-    the overrides in which the cells differ.
+    """Return the names under which tables show cells: without hashes. For cells without names, or with equal names,
+    these are the overrides in which the cells differ.
     """
     overrides = [list(filter(tells, cell.overrides)) for cell in cells]
     if all(cell.name == " ".join(cell.overrides) for cell in cells):

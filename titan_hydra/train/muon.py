@@ -1,5 +1,5 @@
-"""Muon on sharded matrices. One rank orthogonalizes a whole matrix; as many matrices as there are ranks take two
-exchanges.
+"""Muon on sharded matrices. Each rank orthogonalizes a whole matrix, so that two exchanges serve as many matrices as
+there are ranks.
 
 torch's own Muon computes on DTensors: all ranks orthogonalize each matrix together, in about 15 collectives.
 """

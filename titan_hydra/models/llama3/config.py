@@ -14,7 +14,7 @@ from titan_hydra.config.ranges import COUNT, POSITIVE, WIDTH, Interval
 
 @dataclass
 class RopeScaling:
-    factor: float = key(8.0, "stretch the low frequencies by this factor (Llama 3.1: 8, Llama 3.2: 32); 1 turns scaling off", Interval(1))
+    factor: float = key(8.0, "factor that stretches low frequencies (Llama 3.1: 8, Llama 3.2: 32); 1 turns scaling off", Interval(1))
     low_freq_factor: float = key(1.0, "wavelengths above original_max_seq_len / low_freq_factor are stretched fully", POSITIVE)
     high_freq_factor: float = key(4.0, "wavelengths below original_max_seq_len / high_freq_factor are not changed", POSITIVE)
     original_max_seq_len: int = key(8192, "sequence length before the stretch", COUNT)

@@ -2,8 +2,8 @@
 
 A template is a Jinja program that comes with a tokenizer, from any author, so it runs in a sandbox. {% generation %}
 tags in it mark the assistant's text. Without tags, the assistant's text is found by comparison: the text of a
-conversation before an answer, with the generation prompt, must be the beginning of its text with the answer. Tokens are
-never compared: the tokens of a prefix of a text need not be a prefix of its tokens.
+conversation before an answer, with the generation prompt, must be the beginning of its text with the answer. Only text
+is compared, not tokens: the tokens of the beginning of a text need not be the first tokens of the text.
 """
 
 import contextlib

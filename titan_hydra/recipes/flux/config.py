@@ -120,8 +120,8 @@ def matrices(config: FluxConfig) -> tuple[int, int, int, int]:
 
 
 def flops(config: FluxConfig, seq_len: int, parameters: int) -> int:
-    """Return the FLOPs of forward and backward of a sample, for each of its tokens: 6 per weight that multiplies the
-    token, and attention over all tokens.
+    """Return the FLOPs of forward and backward of a sample, divided by the number of its tokens: 6 per weight that
+    multiplies a token, and attention over all tokens.
     """
     per_image, per_text, per_both, per_sample = matrices(config)
     image = seq_len - config.text_len

@@ -54,7 +54,7 @@ class Qwen3VisionConfig(KeysWithVision, Qwen3Config):
 @dataclass
 class IllustratedText(Objective):
     patches: int = key(1024, "capacity of a sample in image patches; tensors have this size even if there are fewer", COUNT)
-    image_patches: int = key(256, "maximum number of patches of an image; a larger image is scaled down, with its aspect ratio", COUNT)
+    image_patches: int = key(256, "maximum number of patches of an image; a larger image is scaled down and keeps its aspect ratio", COUNT)
 
 
 def modules_with_tower(config: Model) -> list[str]:

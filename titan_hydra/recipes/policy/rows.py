@@ -95,9 +95,9 @@ class RolloutReader(ConversationReader):
         return {"tokenizer": self.tokenizer.sha256}
 
     def read(self, line: bytes) -> Turns:
-        """Read a row of `tokens`, and of `old_logprobs` and `advantages` for the last of them; the tokens before those
+        """Read a row of `tokens`. `old_logprobs` and `advantages` belong to the last tokens; the tokens before those
         are the prompt. A single advantage applies to all tokens. Rows hold ids, as encoding the text again can give
-        others.
+        other ids.
         """
         row = record_of(line)
         tokens, old, advantages = row.get("tokens"), row.get("old_logprobs"), row.get("advantages")

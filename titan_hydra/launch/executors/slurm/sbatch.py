@@ -7,9 +7,9 @@ before sbatch: a list with a line (number, nodes, ranks, run directory, attempt,
 array runs its own line, a packed job all lines. Each replica group of a cell has its own line, with its run folder in
 place of the run directory, so that SLURM can requeue it alone.
 
-A job starts an attempt only if attempt.json has the submission's token, and only once: the first job that writes its id
-into the attempt's file `job` owns the attempt. A requeued job creates the next attempt; a job that finds another token
-or another job's id starts nothing.
+A job starts an attempt only if attempt.json has the submission's token. An attempt is started only once: the first job
+that writes its id into the attempt's file `job` owns the attempt. A requeued job creates the next attempt; a job that
+finds another token or another job's id starts nothing.
 """
 
 import os

@@ -92,7 +92,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 
 
 def _has_ended(attempt: Path) -> bool:
-    """Whether the batch script has recorded that the ranks of an attempt ended, and not because they were asked to stop."""
+    """Whether the batch script recorded that the ranks of an attempt ended without having been asked to stop."""
     try:
         return layout.EXIT.of(attempt).read_text().strip() != str(int(Exit.REQUEUED))
     except OSError:
