@@ -122,8 +122,8 @@ def float8_gated_backward(
     maxima: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return three casts, each with its factors: the gradient of SwiGLU's input cast by rows, the same gradient cast by
-    columns and transposed, and SwiGLU's product cast by columns and transposed. `float8_rows` gives the product's
-    `maxima`.
+    columns and transposed, and SwiGLU's product cast by columns and transposed. `maxima` are the product's, from
+    `float8_rows`.
     """
     if not in_triton(gates.device):
         return gated_backward_in_torch(gates, gradient, maxima)
