@@ -121,9 +121,8 @@ def float8_gated_backward(
     gradient: Tensor,
     maxima: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return three casts, each with its factors: the gradient of SwiGLU's input cast by rows, the same gradient cast by
-    columns and transposed, and SwiGLU's product cast by columns and transposed. `maxima` are the product's, from
-    `float8_rows`.
+    """Return three casts, each with its factors: the gradient of SwiGLU's input, cast by rows; the same gradient, cast
+    by columns and transposed; SwiGLU's product, cast by columns and transposed. Its `maxima` are given.
     """
     if not in_triton(gates.device):
         return gated_backward_in_torch(gates, gradient, maxima)
