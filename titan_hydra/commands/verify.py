@@ -14,6 +14,7 @@ from titan_hydra.config import Fault
 from titan_hydra.config.fault import suggest
 from titan_hydra.config.files import CONF
 from titan_hydra.config.registry import OBJECTIVES, resolve
+from titan_hydra.verify.many import MANY
 from titan_hydra.verify.matrix import MATRIX, Case
 
 STEPS_OF_RANDOM = 4  # optimizer steps of each job of --random
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def whole_matrix() -> list[Case]:
     """Return the cases of the package, and those that objectives of recipes or of the user's own bring."""
-    return [*MATRIX, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]
+    return [*MATRIX, *MANY, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]
 
 
 def main(args: argparse.Namespace) -> int:
