@@ -255,7 +255,7 @@ def _run_all(ranks: int, run: Callable[..., None], folder: str, jobs: list[tuple
     crashed = None
     while jobs:
         try:
-            _spawn(ranks, run, folder, jobs)
+            spawn_ranks(ranks, run, folder, jobs)
             return
         except (Raised, Crashed) as error:
             text = [line for line in str(error).splitlines() if line.strip()]
@@ -361,10 +361,10 @@ class Crashed(RuntimeError):
 def _share(function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     """Run jobs that need one process each: one process per core, each with an equal share of the jobs."""
     processes = min(cores(), len(jobs))
-    _spawn(1, function, folder, *(jobs[first::processes] for first in range(processes)))
+    spawn_ranks(1, function, folder, *(jobs[first::processes] for first in range(processes)))
 
 
-def _spawn(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[Any]) -> None:
+def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[Any]) -> None:
     """Run `function(device, folder, jobs)` on `ranks` gloo ranks for the jobs of each world, all at the same time. Raises
     Crashed if a signal ended a rank, else Raised with the traceback of the first that failed.
     """
