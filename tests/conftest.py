@@ -115,6 +115,7 @@ def pytest_collection_modifyitems(items):
         if (layout or place.startswith(QUICK)) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
         of_four = item.path.name == "test_layouts.py" and place.startswith("equivalence/") and item.callspec.params["case"].ranks > 2
+        of_four = of_four and not item.callspec.params["case"].threads  # those are long if they are slow
         if of_four or f"{place}::{getattr(item, 'originalname', item.name)}".startswith(LONG):
             item.add_marker(pytest.mark.long)
     files = {}

@@ -4,6 +4,7 @@ folder has the tests of titan_hydra/verify.
 
 import pytest
 
+from titan_hydra.verify.many import MANY
 from titan_hydra.verify.matrix import MATRIX
 from titan_hydra.verify.verify import verify
 
@@ -17,7 +18,7 @@ def outcomes(request):
     return {outcome.case.name: outcome for outcome in verify(chosen, steps=3)}
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in MATRIX])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in (*MATRIX, *MANY)])
 def test_layout_learns_what_one_process_learns(case, outcomes):
     outcome = outcomes[case.name]
     assert outcome.start == 0, "initial weights depend on the layout"

@@ -8,12 +8,14 @@ imports only what it uses. For a new release of a library, check this file.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -127,6 +129,41 @@ def __getattr__(name: str) -> Any:
         except (ImportError, AttributeError) as error:
             missing = error
     raise ImportError(f"{members}: not in this release ({missing})") from missing
+
+
+@contextlib.contextmanager
+def threaded_groups(meet: Callable[[Any, Any, int, Any], None]) -> Iterator[None]:
+    """Give each thread its own world of process groups while the block runs, those that torch's tests use. A collective
+    calls `meet(collective, group, rank in the group, data)`, whose `work` computes its results, in place of waiting.
+    """
+    from torch._C import _distributed_c10d as c10d
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    class Handle:
+        def __init__(self, collective: Any, group: Any):
+            self.collective, self.group = collective, group
+
+        def join(self, rank: int, data: Any) -> Any:
+            meet(self.collective, self.group, rank, data)
+            return threaded.ret_work(data)
+
+    with (
+        mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", Handle),
+        mock.patch.object(threaded.ProcessLocalGroup, "_end_coll", lambda *_: None),
+        mock.patch.object(threaded, "_store_based_barrier", lambda *_: None),  # would wait with the only turn to run
+    ):
+        threaded._install_threaded_pg()
+        c10d._set_thread_isolation_mode(True)
+        try:
+            yield
+        finally:
+            c10d._set_thread_isolation_mode(False)
+            threaded._uninstall_threaded_pg()
+
+
+def private_handlers(dispatcher: Any) -> dict[Any, Any]:
+    """Return the handlers of operators in DTensor's dispatcher, which `loss_parallel` adds and removes."""
+    return dispatcher._custom_op_handlers
 
 
 def flight_recorders() -> list[Callable[[bool, bool, bool], bytes]]:

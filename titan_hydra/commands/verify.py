@@ -3,7 +3,9 @@ matrix is written to docs/acceptance.md.
 """
 
 import argparse
+import json
 import os
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
@@ -14,9 +16,11 @@ from titan_hydra.config import Fault
 from titan_hydra.config.fault import suggest
 from titan_hydra.config.files import CONF
 from titan_hydra.config.registry import OBJECTIVES, resolve
+from titan_hydra.verify.many import MANY
 from titan_hydra.verify.matrix import MATRIX, Case
 
 STEPS_OF_RANDOM = 4  # optimizer steps of each job of --random
+STEPS_OF_MODULE = 3  # optimizer steps of --module: one before the resumed run starts, and two after
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
     parser.add_argument("--random", type=int, metavar="N", help="run N random legal jobs instead, against the float64 reference")
     parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (default: 0)")
+    parser.add_argument("--module", metavar="FILE.py:NAME", help="verify a module of your own instead (docs/verify-module.md)")
+    parser.add_argument("--json", action="store_true", help="with --module: print JSON for scripts")
     docs = CONF.parent / "docs"  # only a checkout has it
     parser.add_argument(
         "--write",
@@ -44,13 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def whole_matrix() -> list[Case]:
     """Return the cases of the package, and those that objectives of recipes or of the user's own bring."""
-    return [*MATRIX, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]
+    return [*MATRIX, *MANY, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # there may be more ranks than cores
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks compute on CPUs: they are more than a machine has GPUs
+    if args.module:
+        return _verify_module(args.module, args.json)
     from titan_hydra.verify.coverage import Coverage, covered
     from titan_hydra.verify.sampler import draw_jobs
     from titan_hydra.verify.verify import STEPS, verify
@@ -90,6 +98,33 @@ def main(args: argparse.Namespace) -> int:
     if coverage.cases == whole_matrix():
         _write(args.write, header, rows, STEPS)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
+
+
+def _verify_module(place: str, as_json: bool) -> int:
+    """Print the verdict on a Subject. Returns 0 if no check has failed, else 1."""
+    from titan_hydra.verify.module import verify_module
+    from titan_hydra.verify.verify import Crashed, Raised
+
+    try:
+        verdict = verify_module(place, STEPS_OF_MODULE)
+    except (Raised, Crashed) as error:
+        print(error)
+        return Exit.BUG
+    if as_json:
+        print(json.dumps({**asdict(verdict), "passed": verdict.passed}, indent=2))
+        return Exit.DONE if verdict.passed else Exit.BUG
+    words = {True: "yes", False: "NO", None: "unknown"}
+    header = ("check", "found", "allowed", "where", "passed")
+    rows = [(check.name, check.value, check.allowed, check.where, words[check.passed]) for check in verdict.checks]
+    colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
+    mesh = " x ".join(f"{name} {size}" for name, size in verdict.mesh.items())
+    print(f"{place} on {mesh} against one process in {verdict.reference}:", *table(header, rows, (), ("where",), colours), sep="\n")
+    wrong = {name: pair for name, pair in verdict.gradients.items() if not pair[0] <= pair[1]}
+    if wrong:
+        print(f"\n{len(wrong)} of {len(verdict.gradients)} gradients are wrong:")
+        rows = [(name, f"{value:.1e}", f"{allowed:.1e}") for name, (value, allowed) in sorted(wrong.items(), key=lambda item: -item[1][0])]
+        print(*table(("parameter", "difference", "allowed"), rows[:20], ("difference", "allowed")), sep="\n")
+    return Exit.DONE if verdict.passed else Exit.BUG
 
 
 def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:

@@ -47,6 +47,7 @@ class Case:
     gradients: float = 1e-5  # bound of the worst parameter's gradient at the first step
     weights: float = 1e-3  # bound of the worst parameter at the end, relative to the distance that it has moved
     routing: bool = True  # whether every token must use the same experts as in the reference; False in bf16, whose rounding changes a few
+    threads: bool = False  # whether the ranks are threads of one process (threads.py)
     slow: bool = False  # whether it takes many seconds, so that `pytest -m "not slow"` leaves it out
     config_dir: Path | None = None  # folder with the user's options
 

@@ -45,6 +45,7 @@ from .draws import CutLinears, disturb
 from .judge import DRAWS, REFUSED, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
 from .matrix import BASE, Case, later_wins
 from .reference import Trace, train_in_float64
+from .threads import as_threads
 
 STEPS = 10  # optimizer steps of a case
 # Imported once in the fork server instead of once for each rank.
@@ -226,13 +227,13 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
     _tell(f"composing the jobs of {counted(len(cases), 'case')} and {counted(len(firsts), 'reference')}")
     jobs = [job_of(case, steps) for case in cases]
     references = {key: (case, reference_of(case, steps)) for key, case in firsts.items()}
-    by_ranks: dict[int, list[tuple[int, Case, dict]]] = defaultdict(list)
+    by_ranks: dict[tuple[bool, int], list[tuple[int, Case, dict]]] = defaultdict(list)
     for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
-        by_ranks[case.ranks].append((number, case, to_dict(job)))
+        by_ranks[case.threads, case.ranks].append((number, case, to_dict(job)))
     with tempfile.TemporaryDirectory() as folder:
         _share(_run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
-        for ranks, own in sorted(by_ranks.items()):
-            _run_all(ranks, folder, own)
+        for (threads, ranks), own in sorted(by_ranks.items()):
+            _run_all(1 if threads else ranks, _run_in_threads if threads else _run_cases, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
         # Indices of the cases beyond the tight tolerances; those with the same reference and `tp` share a band.
         judged = defaultdict(list)
@@ -247,14 +248,14 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
         return [_read(folder, number, case) for number, case in enumerate(cases)]
 
 
-def _run_all(ranks: int, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
-    """Run cases of one number of ranks. A case that raises, or crashes a rank twice, has failed; the remaining cases
-    run in new processes.
+def _run_all(ranks: int, run: Callable[..., None], folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
+    """Run cases of one number of ranks, in `ranks` processes that call `run`. A case that raises, or crashes a rank twice,
+    has failed; the remaining cases run in new processes.
     """
     crashed = None
     while jobs:
         try:
-            _spawn(ranks, _run_cases, folder, jobs)
+            spawn_ranks(ranks, run, folder, jobs)
             return
         except (Raised, Crashed) as error:
             text = [line for line in str(error).splitlines() if line.strip()]
@@ -318,6 +319,10 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         dist.barrier()
 
 
+def _run_in_threads(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
+    as_threads(jobs[0][1].ranks, lambda: _run_cases(device, folder, jobs))
+
+
 def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], int, Case, dict]]) -> None:
     """Measure the bands of cases that share a reference and `tp`, and judge them. Each draw can only widen a band, so
     drawing ends once all cases are within it.
@@ -356,10 +361,10 @@ class Crashed(RuntimeError):
 def _share(function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     """Run jobs that need one process each: one process per core, each with an equal share of the jobs."""
     processes = min(cores(), len(jobs))
-    _spawn(1, function, folder, *(jobs[first::processes] for first in range(processes)))
+    spawn_ranks(1, function, folder, *(jobs[first::processes] for first in range(processes)))
 
 
-def _spawn(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[Any]) -> None:
+def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[Any]) -> None:
     """Run `function(device, folder, jobs)` on `ranks` gloo ranks for the jobs of each world, all at the same time. Raises
     Crashed if a signal ended a rank, else Raised with the traceback of the first that failed.
     """

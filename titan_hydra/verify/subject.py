@@ -1,0 +1,84 @@
+"""The contract of `titan verify --module`: what a file says about a module of its own. docs/verify-module.md explains it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import Fault
+from titan_hydra.config.fault import suggest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module, how it is parallelized, and how it is trained. All functions are called on every rank, and in one process
+    for the reference.
+    """
+
+    mesh: dict[str, int]  # sizes of the mesh's dimensions by name; their product is the number of ranks
+    model: Callable[[], nn.Module]  # the whole module; its weights are the same at every call
+    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module]  # this rank's part of it
+    batch: Callable[[int], dict[str, Tensor]]  # the whole batch of a step; the first dimension of each tensor is that of samples
+    loss: Callable[[nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor]  # loss of some samples; no mesh: in one process
+    split: tuple[str, ...] = ()  # dimensions of the mesh whose ranks get different samples; the outer one comes first
+    losses: Literal["mean", "sum"] = "mean"  # how losses of parts make that of the whole; `mean`: ranks average gradients
+    accumulation: int = 1  # microbatches of a step
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # default: SGD of all parameters, with a rate of 0.1
+    norm: Callable[[nn.Module, DeviceMesh], Tensor] | None = None  # the gradient's norm; default: that of torch.nn.utils
+    whole: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None  # a shard that is no DTensor, as the whole tensor; a collective
+    reduce_dtype: str = "float32"  # the dtype in which FSDP2 shall sum gradients
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def parts(self) -> int:
+        """The number of ranks that get different samples."""
+        return math.prod(self.mesh[name] for name in self.split)
+
+
+def load_subject(place: str) -> Subject:
+    """Return the Subject at FILE.py:NAME or MODULE:NAME. Raises ConfigError if there is none, or if it contradicts
+    itself.
+    """
+    file, _, name = place.rpartition(":")
+    if not file or not name.isidentifier():
+        raise ConfigError(str(Fault("--module", place, "is not FILE.py:NAME or MODULE:NAME")))
+    if file.endswith(".py"):
+        path = Path(file).resolve()
+        if not path.is_file():
+            raise ConfigError(str(Fault("--module", place, f"there is no file {path}")))
+        sys.path.insert(0, str(path.parent))
+        file = path.stem
+    elif not _found(file):
+        raise ConfigError(str(Fault("--module", place, f"there is no module {file}")))
+    module = importlib.import_module(file)
+    subjects = [key for key, value in vars(module).items() if isinstance(value, Subject)]
+    if name not in subjects:
+        raise ConfigError(str(Fault("--module", place, f"{file} has no Subject {name}", legal=suggest(name, subjects))))
+    subject = getattr(module, name)
+    for dimension in subject.split:
+        if dimension not in subject.mesh:
+            raise ConfigError(str(Fault(f"{name}.split", dimension, "is no dimension of the mesh", legal=tuple(subject.mesh))))
+    return subject
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
