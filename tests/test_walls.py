@@ -42,14 +42,16 @@ NO_TORCH = (
     "launch",
     "report",
     "commands",
+    "verify/case.py",
     "verify/matrix.py",
+    "verify/mutants",
     "cli.py",
     "models/__init__.py",
     *(f"models/{family}/{file}.py" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3") for file in ("__init__", "config")),
     "models/sparse.py",
     *(
         file.relative_to(PACKAGE).as_posix()
-        for name in ("config", "sources", "rules", "images", "rows", "conversations", "template", "*_command")
+        for name in ("config", "sources", "rules", "images", "rows", "conversations", "template", "cases", "mutants", "*_command")
         for file in PACKAGE.glob(f"recipes/*/{name}.py")
     ),
 )

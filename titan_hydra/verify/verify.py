@@ -41,9 +41,9 @@ from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
 
+from .case import BASE, Case, later_wins
 from .draws import CutLinears, disturb
 from .judge import DRAWS, REFUSED, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
-from .matrix import BASE, Case, later_wins
 from .reference import Trace, train_in_float64
 
 STEPS = 10  # optimizer steps of a case
@@ -215,9 +215,9 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
     return Batch(batch.tensors | {name: torch.from_numpy(array) for name, array in arrays.items()}, batch.dims)
 
 
-def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
+def verify(cases: Iterable[Case], steps: int = STEPS, bands_of_failed: bool = True) -> list[Outcome]:
     """Run cases and their references, with one set of processes for each number of ranks. Returns an outcome for each
-    case, in their order.
+    case, in their order. Without `bands_of_failed`, no band is measured for a case that its fixed bounds fail.
     """
     cases = list(cases)
     firsts: dict[str, Case] = {}
@@ -239,7 +239,8 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
         for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
             case, alone = references[_key(outcome.case)]
             alike = case.reference == "process" and rounds_alike(job, alone)
-            if not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
+            wanted = bands_of_failed or outcome.passed
+            if wanted and not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
                 judged[_key(case), job.parallelism.tp].append(number)
         if judged:
             draws = [(numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()]
@@ -363,7 +364,8 @@ def _spawn(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[
     """Run `function(device, folder, jobs)` on `ranks` gloo ranks for the jobs of each world, all at the same time. Raises
     Crashed if a signal ended a rank, else Raised with the traceback of the first that failed.
     """
-    context = multiprocessing.get_context("forkserver")
+    # a process without threads may have chosen a faster way, as the server of mutants does (mutants/server.py)
+    context = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "forkserver")
     context.set_forkserver_preload(PRELOADED)
     stores = [tempfile.mktemp(dir=folder) for _ in worlds]
     processes = [

@@ -28,7 +28,7 @@ from titan_hydra.recipes.chat.template_of_run import read_template
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.language import IGNORED, cross_entropy
-from titan_hydra.verify.matrix import case
+from titan_hydra.verify.case import case
 from titan_hydra.verify.verify import verify
 
 ROOT = Path(__file__).parents[3]

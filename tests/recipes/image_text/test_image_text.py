@@ -23,7 +23,7 @@ from titan_hydra.recipes.image_text.images import cells_of
 from titan_hydra.recipes.image_text.model import resized
 from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.language import IGNORED
-from titan_hydra.verify.matrix import case
+from titan_hydra.verify.case import case
 from titan_hydra.verify.verify import verify
 
 BASE = ("data=synthetic_image_text", "data.seq_len=96", "objective.patches=64", "objective.image_patches=40")
