@@ -27,7 +27,7 @@ ALLOWED = {  # the rooms, and which others each may import, anywhere in a file
     "recipes": GROUND | {"models", "kernels", "parallel", "data", "checkpoint", "train", "verify", "commands"},
     "train": GROUND | {"models", "runs", "kernels", "parallel", "data", "observe", "checkpoint"},
     "fault_tolerance": GROUND | {"runs", "parallel", "data", "observe", "checkpoint", "train"},
-    "verify": GROUND | {"models", "runs", "kernels", "parallel", "data", "train"},
+    "verify": GROUND | {"models", "runs", "kernels", "parallel", "data", "checkpoint", "train"},
     # launch imports train, fault_tolerance and verify only inside the worker's rank function (see NO_TORCH)
     "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},
     "report": GROUND | {"runs", "plan"},

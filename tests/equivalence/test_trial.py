@@ -1,6 +1,7 @@
 """Every mutant has its place and something that should find it; a few are planted, and found or missed as they should be."""
 
 import ast
+import contextlib
 import json
 import re
 from collections import Counter
@@ -75,9 +76,15 @@ def test_mutants_are_found_and_a_harmless_change_is_missed(monkeypatch, capsys):
     assert (PACKAGE / HARMLESS.file).read_text() == before, "mutants are planted in a copy alone"
 
 
-def test_what_fails_without_a_mutant_finds_nothing(monkeypatch):
+def test_what_fails_without_a_mutant_finds_nothing(monkeypatch, capsys):
     """A case that does not pass in the unchanged tree would find every mutant."""
-    answer = {"outcomes": [{"case": "fsdp 2", "passed": False, "times": {"loss": 2.0}, "counts": {}, "error": ""}]}
-    monkeypatch.setattr(trial, "Copy", lambda: type("Copy", (), {"run": lambda *_: answer, "close": lambda _: None})())
-    with pytest.raises(RuntimeError, match="without any mutant: not passed: fsdp 2"):
-        list(trial.Trial(True, print).run([HARMLESS]))
+    other = Mutant(**vars(HARMLESS) | {"name": "other", "old": "return loss.detach()", "new": "return loss.detach() * 2"})
+    wrong = Mutant(**vars(HARMLESS) | {"name": "wrong", "needs": "fsdp"})
+    monkeypatch.setattr(
+        trial.Copy, "run", lambda *_: {"outcomes": [{"case": "fsdp 2", "passed": False, "times": {"loss": 2.0}, "counts": {}, "error": ""}]}
+    )
+    monkeypatch.setattr(trial.Copy, "__init__", lambda _: None)
+    monkeypatch.setattr(trial.Copy, "close", lambda _: None)
+    monkeypatch.setattr(trial.Copy, "planted", lambda *_: contextlib.nullcontext())
+    status, content = planted(monkeypatch, capsys, other, wrong)
+    assert status == 1 and content["summary"]["missed"] == 2

@@ -19,7 +19,7 @@ WAYS = {"quick": "quick cases", "matrix": "whole matrix", "tests": "tests alone"
 
 
 def run_mutants(args: argparse.Namespace) -> int:
-    """Run the trial. Returns 0 if every mutant was found, else 1."""
+    """Run the trial. Returns 0 if every mutant was found, and every case and test passes without a mutant, else 1."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     subjects = {mutant.name: subject for subject, mutants in corpus().items() for mutant in mutants}
     chosen = _chosen(args.only or "", [mutant for mutants in corpus().values() for mutant in mutants])
@@ -38,7 +38,7 @@ def run_mutants(args: argparse.Namespace) -> int:
         print("", *_summary(findings, subjects), sep="\n")
         if left := len(chosen) - len(findings):
             print(f"{counted(left, 'mutant')} not tried: no case that the default suite runs could notice them")
-    return Exit.DONE if all(finding.found for finding in findings) else Exit.BUG
+    return Exit.DONE if all(finding.found for finding in findings) and all(trial.sound.values()) else Exit.BUG
 
 
 def line_of(finding: Finding) -> str:

@@ -383,6 +383,14 @@ MATRIX = [
           ("deepseek_v3", LATENT, {}),
           ("deepseek_v3, yarn, no latent of queries", (*LATENT, *YARN, "model.q_lora_rank=0", "model.norm_eps=1e-4"), {}))),
 
+    # A run that is saved in the middle and goes on in a new trainer learns what an uninterrupted one learns.
+    *(case(f"{name}, resumed", 2, "parallelism=fsdp", "data.local_batch=4", *more, resumed=True, **options)
+      for name, more, options in (
+          ("fsdp 2", (), {}), ("fsdp 2, muon", (), MUON), ("split masters, fsdp 2", (), SPLIT),
+          ("fsdp 2, documents", (), {"base": ("model.vocab_size=4096", "data=embedded", "data.shuffle_buffer=3", "data.seq_len=64",
+                                              "data.document_mask=true")}),
+          ("qwen3_moe, fsdp 2, ep 2", ("parallelism.ep=2",), {"base": MOE}))),
+
     # Head and loss in one kernel, chunk by chunk.
     case("linear_cross_entropy, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", *LINEAR, **SAME),
     *(case(f"linear_cross_entropy, fsdp 2, {what}", 2, "parallelism=fsdp", "data.local_batch=8", *LINEAR, *more, **SAME, **base)

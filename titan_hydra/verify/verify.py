@@ -45,6 +45,7 @@ from .case import BASE, Case, later_wins
 from .draws import CutLinears, disturb
 from .judge import DRAWS, REFUSED, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
 from .reference import Trace, train_in_float64
+from .restart import restarted
 
 STEPS = 10  # optimizer steps of a case
 # Imported once in the fork server instead of once for each rank.
@@ -72,11 +73,13 @@ def reference_of(case: Case, steps: int = STEPS) -> Job:
     return job
 
 
-def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | None = None, mesh: Mesh | None = None) -> Trace:
+def trace(
+    job: Job, device: torch.device, case: Case | None = None, seed: int | None = None, mesh: Mesh | None = None, resumed: bool = False
+) -> Trace:
     """Train a job as `train` does, and return the values to compare, as whole tensors, on every rank. A collective.
 
     A `seed` changes the last bits of the initial weights (`disturb`). `mesh` is that of an earlier job with the same
-    degrees.
+    degrees. If `resumed`, the second half of the steps is made by a new trainer that has loaded a checkpoint.
     """
     trainer = build(job, device, mesh)
     if seed is not None:
@@ -84,6 +87,8 @@ def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | 
     result = Trace([], [], {}, _of_all_stages(trainer, master_of), {}, [], {})
     loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
     for step in range(1, job.steps + 1):
+        if resumed and step == job.steps // 2 + 1:
+            trainer, loader = restarted(trainer, loader, step - 1)
         batch = loader.next()
         if case is not None:
             batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * batch.samples)
@@ -100,6 +105,10 @@ def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | 
         result.losses.append(loss)
         result.norms.append(norm)
     loader.close()
+    if case is not None and case.validated:
+        held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
+        result.losses += [trainer.validate(held_out, 2) for _ in range(2)]
+        held_out.close()
     result.weights = _of_all_stages(trainer, master_of)
     stored = trainer.model.state_dict()
     result.biases = _join(trainer, {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored})
@@ -306,7 +315,7 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         try:
             if key not in meshes:
                 meshes[key] = build_mesh(degrees, device.type, job.model.sparse)
-            run = trace(job, device, case, mesh=dataclasses.replace(meshes[key], degrees=degrees))
+            run = trace(job, device, case, mesh=dataclasses.replace(meshes[key], degrees=degrees), resumed=case.resumed)
         except Exception as error:
             error.add_note(f"{NOTE} {case.name}")
             raise
@@ -409,7 +418,8 @@ def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folde
 
 
 def _key(case: Case) -> str:
-    return hashlib.sha256(repr((case.base, case.uneven_mask, case.documents, case.reference)).encode()).hexdigest()[:16]
+    said = (case.base, case.uneven_mask, case.documents, case.validated, case.reference)
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from titan_hydra.verify.mutants.mutant import Mutant
 
 OBJECTIVE, ROWS = "recipes/chat/objective.py", "recipes/chat/rows.py"
+RESUMED = "sft, fsdp 2, resumed, validated"
 TESTS = "tests/recipes/chat/test_sft.py"
 TOKENS = f"{TESTS}::test_packed_is_unpacked_token_by_token"
 
@@ -20,6 +21,6 @@ MUTANTS = [
            "trained |= (found.begins >= begin) & (found.ends < end)", "The last token of each answer is not learned.", (),
            (TOKENS, f"{TESTS}::test_the_assistants_words_are_learned_and_the_users_are_not")),
     Mutant("a window begins anew after a resume", "sft, resume", ROWS, 'self.places[slot] = state["window"], state["first"]', "pass",
-           "A resumed run packs the first window again.", (), (f"{TESTS}::test_a_resumed_run_goes_on_bitwise",)),
+           "A resumed run packs the first window again.", (RESUMED,), (f"{TESTS}::test_a_resumed_run_goes_on_bitwise",)),
 ]
 # fmt: on

@@ -89,7 +89,7 @@ class Copy:
         return json.loads(self.server.stdout.readline())
 
     def fails(self, test: str) -> bool:
-        """Whether a test fails in the copy. Raises RuntimeError if pytest cannot run it."""
+        """Whether a test fails in the copy, or cannot be run."""
         command = [
             sys.executable,
             "-m",
@@ -102,18 +102,8 @@ class Copy:
             "-p",
             "no:cacheprovider",
         ]
+        options = {"cwd": self.folder, "env": self.environment, "capture_output": True, "check": False, "timeout": PER_TEST}
         try:
-            run = subprocess.run(
-                [*command, "--tb=line", test],
-                cwd=self.folder,
-                env=self.environment,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=PER_TEST,
-            )
+            return subprocess.run([*command, "--tb=no", test], **options).returncode != 0
         except subprocess.TimeoutExpired:
             return True
-        if run.returncode > 1 and "error" not in run.stdout:
-            raise RuntimeError(f"{test}: pytest cannot run it: {(run.stdout + run.stderr).strip()[-500:]}")
-        return run.returncode != 0

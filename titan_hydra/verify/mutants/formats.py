@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant("moments of split masters are exchanged", "split masters", UPDATE, 'state["exp_avg"], state["exp_avg_sq"])))',
            'state["exp_avg_sq"], state["exp_avg"])))', "The optimizer takes the second moment for the first.", (WHOLE,)),
     Mutant("moments of split masters are lost by a load", "split masters, resume", UPDATE, "self.state[parameter] = dict(values[number])",
-           "pass", "A resumed run with split masters begins with moments of zero.", (),
+           "pass", "A resumed run with split masters begins with moments of zero.", ("split masters, fsdp 2, resumed",),
            (f"{SPLIT_TESTS}::test_a_state_goes_from_whole_to_split_masters_and_back",)),
     Mutant("a scale is not divided out of weights' gradients", "float8", UNITS, "    return multiply(columns, inputs,",
            "    return multiply((columns[0], torch.ones_like(columns[1])), inputs,",

@@ -10,6 +10,7 @@ EXACT, MASKED, MUON_EXACT = (
     "llama3, muon, against float64",
 )
 QWEN_MUON, FSDP = "qwen3_moe, fsdp 2, ep 2, muon", "fsdp 2"
+RESUMED, MUON_RESUMED, DOCUMENTS_RESUMED = "fsdp 2, resumed", "fsdp 2, muon, resumed", "fsdp 2, documents, resumed"
 RESUME = "tests/checkpoint/test_resume.py::test_a_resumed_run_goes_on_where_it_stopped"
 CLIPPED = "tests/train/test_optimizer.py::test_gradients_are_divided_by_the_clipping_factor_and_nothing_changes"
 LOADS, STREAM_TESTS = "tests/data/test_loader.py", "tests/data/test_streams.py"
@@ -75,27 +76,29 @@ MUTANTS = [
 
     # resuming
     Mutant("moments are not loaded", "resume", STATE, "    set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)\n", "",
-           "A resumed run begins with moments of zero.", (), (RESUME,)),
+           "A resumed run begins with moments of zero.", (RESUMED,), (RESUME,)),
     Mutant("a resumed run has the last rate as its peak", "resume", STATE, 'group["peak_lr"] = optimizer.defaults["lr"]',
-           'group["peak_lr"] = group["lr"]', "The peak rate of a resumed run is the rate of the step that was saved.", (), (RESUME,)),
+           'group["peak_lr"] = group["lr"]', "The peak rate of a resumed run is the rate of the step that was saved.", (RESUMED,
+           MUON_RESUMED), (RESUME,)),
     Mutant("random numbers begin anew", "resume", STATE, '        torch.set_rng_state(_decode(random["cpu"]))\n', "",
            "A resumed run draws the random numbers of its first steps again.", (),
            ("tests/checkpoint/test_resume.py::test_random_numbers_go_on",), "ai2cm/ace#690"),
     Mutant("data begins anew", "resume", LOADER, 'self.step, self.known = state["step"],', "self.step, self.known = 0,",
-           "A resumed run reads the samples of its first steps again.", (),
+           "A resumed run reads the samples of its first steps again.", (RESUMED,),
            (f"{LOADS}::test_goes_on_exactly_from_a_saved_state_on_other_ranks", RESUME), "huggingface/accelerate#2016"),
     Mutant("samples that were prepared count as used", "resume", LOADER, "        return self.returned\n",
            "        return self._snapshot()\n",
-           "A resumed run leaves out the samples that were prepared ahead.", (),
+           "A resumed run leaves out the samples that were prepared ahead.", (DOCUMENTS_RESUMED, RESUMED),
            (f"{LOADS}::test_state_is_of_what_was_returned_not_of_what_was_prepared",), "huggingface/accelerate#2016"),
     Mutant("streams begin anew", "resume", LOADER, "            self.samples.load(slot, saved[slot])\n", "            pass\n",
-           "Streams of documents go back to their beginning.", (),
+           "Streams of documents go back to their beginning.", (DOCUMENTS_RESUMED,),
            (f"{LOADS}::test_goes_on_exactly_from_a_saved_state_on_other_ranks",), "pytorch/torchtitan#3908"),
     Mutant("the states of one rank are kept", "resume", LOADER, '        merged["slots"] |= state["slots"]\n',
-           '        merged["slots"] = state["slots"]\n', "The state of the data has the slots of the last rank alone.", (),
+           '        merged["slots"] = state["slots"]\n', "The state of the data has the slots of the last rank alone.",
+           (DOCUMENTS_RESUMED, RESUMED),
            (f"{LOADS}::test_goes_on_exactly_from_a_saved_state_on_other_ranks", RESUME)),
     Mutant("a document's state lacks its place", "resume", STREAMS, '"place": document.place, "token": token}',
-           '"place": 0, "token": token}', "With a shuffle buffer, a resumed stream repeats a block.", (),
+           '"place": 0, "token": token}', "With a shuffle buffer, a resumed stream repeats a block.", (DOCUMENTS_RESUMED,),
            (f"{STREAM_TESTS}::test_a_shuffle_buffer_is_exact_wherever_its_state_is_taken",)),
     Mutant("a mixture forgets its sources' positions", "resume", MIXTURE,
            "            self.parts[name].load(slot, state[name])\n", "            pass\n",
