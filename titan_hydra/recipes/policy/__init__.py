@@ -18,6 +18,8 @@ register(
         needs=OF_PAIRS,
         head_loss=True,
         split_logits=True,
+        cases=f"{__name__}.cases:OF_PAIRS",
+        exact=f"{__name__}.exact:preference",
         mutants=f"{__name__}.mutants:OF_PAIRS",
         faults=f"{__name__}.rules:faults",
     )
@@ -30,6 +32,8 @@ register(
         needs=OF_ROLLOUTS,
         head_loss=True,
         split_logits=True,
+        cases=f"{__name__}.cases:OF_ROLLOUTS",
+        exact=f"{__name__}.exact:clipped",
         mutants=f"{__name__}.mutants:OF_ROLLOUTS",
     )
 )
