@@ -27,7 +27,7 @@ ALLOWED = {  # the rooms, and which others each may import, anywhere in a file
     "recipes": GROUND | {"models", "kernels", "parallel", "data", "checkpoint", "train", "verify", "commands"},
     "train": GROUND | {"models", "runs", "kernels", "parallel", "data", "observe", "checkpoint"},
     "fault_tolerance": GROUND | {"runs", "parallel", "data", "observe", "checkpoint", "train"},
-    "verify": GROUND | {"models", "runs", "kernels", "parallel", "data", "train"},
+    "verify": GROUND | {"models", "runs", "kernels", "parallel", "data", "checkpoint", "train"},
     # launch imports train, fault_tolerance and verify only inside the worker's rank function (see NO_TORCH)
     "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},
     "report": GROUND | {"runs", "plan"},
@@ -42,15 +42,17 @@ NO_TORCH = (
     "launch",
     "report",
     "commands",
+    "verify/case.py",
     "verify/matrix.py",
     "verify/many.py",
+    "verify/mutants",
     "cli.py",
     "models/__init__.py",
     *(f"models/{family}/{file}.py" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3") for file in ("__init__", "config")),
     "models/sparse.py",
     *(
         file.relative_to(PACKAGE).as_posix()
-        for name in ("config", "sources", "rules", "images", "rows", "conversations", "template", "*_command")
+        for name in ("config", "sources", "rules", "images", "rows", "conversations", "template", "cases", "mutants", "*_command")
         for file in PACKAGE.glob(f"recipes/*/{name}.py")
     ),
 )

@@ -12,7 +12,7 @@ import torch
 from titan_hydra.config.compose import compose_job
 from titan_hydra.data.loader import merge
 from titan_hydra.runs.checkpoints import complete, newest
-from titan_hydra.verify.matrix import later_wins
+from titan_hydra.verify.case import later_wins
 
 from .steps import cut_back, tensors
 

@@ -16,6 +16,7 @@ import torch
 
 from tests.train.conftest import losses, rows
 from titan_hydra import data
+from titan_hydra.checkpoint import state
 from titan_hydra.job.freeze import freeze
 from titan_hydra.runs.checkpoints import complete, held_out_loss, newest, step_of
 
@@ -49,6 +50,18 @@ def test_a_resumed_run_goes_on_where_it_stopped(tiny, run_job, tmp_path, optimiz
         assert resumed.keys() == set(range(1, 11))
         for step, loss in losses(whole).items():
             assert resumed[step] == pytest.approx(loss, rel=1e-5), (name, step)
+
+
+def test_random_numbers_go_on(tmp_path):
+    """No step of the package draws random numbers, but a user's model may."""
+    torch.manual_seed(3)
+    torch.rand(5)
+    for rank in range(2):
+        (tmp_path / state.rank_file(rank)).write_text(state.of_rank(2, {"slots": {}}))
+        following = torch.rand(4)
+    torch.manual_seed(0)
+    state.into_rank(tmp_path, 1, 2)
+    assert torch.equal(torch.rand(4), following)
 
 
 @pytest.mark.parametrize("name", ["sync", "async"])

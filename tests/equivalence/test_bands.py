@@ -5,8 +5,9 @@ it.
 import pytest
 import torch
 
+from titan_hydra.verify.case import case
 from titan_hydra.verify.judge import MULTIPLE, TIGHT, beyond, flips, widen
-from titan_hydra.verify.matrix import ROWWISE, case
+from titan_hydra.verify.matrix import ROWWISE
 from titan_hydra.verify.reference import Trace
 from titan_hydra.verify.verify import verify
 

@@ -4,8 +4,8 @@ folder has the tests of titan_hydra/verify.
 
 import pytest
 
-from titan_hydra.verify.many import MANY
-from titan_hydra.verify.matrix import MATRIX
+from titan_hydra.verify.case import QUICK_STEPS
+from titan_hydra.verify.matrix import whole_matrix
 from titan_hydra.verify.verify import verify
 
 
@@ -15,10 +15,10 @@ def outcomes(request):
     of each case.
     """
     chosen = [item.callspec.params["case"] for item in request.session.items if "outcomes" in item.fixturenames]
-    return {outcome.case.name: outcome for outcome in verify(chosen, steps=3)}
+    return {outcome.case.name: outcome for outcome in verify(chosen, QUICK_STEPS)}
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in (*MATRIX, *MANY)])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in whole_matrix()])
 def test_layout_learns_what_one_process_learns(case, outcomes):
     outcome = outcomes[case.name]
     assert outcome.start == 0, "initial weights depend on the layout"

@@ -29,7 +29,7 @@ from titan_hydra.observe import health, memory, metrics
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.run import Run
 from titan_hydra.train.loop import train
-from titan_hydra.verify.matrix import later_wins
+from titan_hydra.verify.case import later_wins
 
 # The debug model's default precision is fp32, which fused attention on CUDA does not support.
 SMALL = (

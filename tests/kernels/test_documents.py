@@ -15,8 +15,9 @@ from titan_hydra.job.freeze import freeze
 from titan_hydra.kernels.documents import attend_documents, attend_within, document_mask, document_offsets
 from titan_hydra.models.layers import SDPA, Decoder
 from titan_hydra.train.objectives.language import ends_of
+from titan_hydra.verify.case import case
 from titan_hydra.verify.count import count_rank
-from titan_hydra.verify.matrix import LATENT, MOE, QWEN, case
+from titan_hydra.verify.matrix import LATENT, MOE, QWEN
 from titan_hydra.verify.verify import verify
 
 PACKINGS = {  # lengths of the documents of two samples

@@ -14,7 +14,8 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.models.init import init_weights
 from titan_hydra.models.moe import MoE, Router
 from titan_hydra.parallel import experts
-from titan_hydra.verify.matrix import BASE, LATENT, MOE, later_wins
+from titan_hydra.verify.case import BASE, later_wins
+from titan_hydra.verify.matrix import LATENT, MOE
 
 TOKENS = 24
 

@@ -24,8 +24,9 @@ from titan_hydra.config.registry import register
 from titan_hydra.config.schema import Job
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
+from titan_hydra.verify.case import case
 from titan_hydra.verify.coverage import covered
-from titan_hydra.verify.matrix import LAYOUTS_IN_BF16, MATRIX, case, in_bf16
+from titan_hydra.verify.matrix import LAYOUTS_IN_BF16, MATRIX, in_bf16
 from titan_hydra.verify.verify import job_of, verify
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,8 @@ from titan_hydra.parallel import experts
 from titan_hydra.parallel.experts import AllToAll
 from titan_hydra.train.muon import Muon
 from titan_hydra.train.trainer import build
-from titan_hydra.verify.matrix import BASE, LATENT, MOE, later_wins
+from titan_hydra.verify.case import BASE, later_wins
+from titan_hydra.verify.matrix import LATENT, MOE
 
 
 @pytest.mark.parametrize("counts", [[[2, 0, 1], [1, 3, 0]], [[0, 0, 0], [0, 2, 0]], [[0, 0], [0, 0]]])

@@ -20,7 +20,7 @@ from titan_hydra.parallel.plans import Linears
 from titan_hydra.runs.run import Run
 from titan_hydra.train.agreement import Agreement
 from titan_hydra.train.trainer import build
-from titan_hydra.verify.matrix import BASE, later_wins
+from titan_hydra.verify.case import BASE, later_wins
 from titan_hydra.verify.verify import trace
 
 EMULATED = ("precision=float8_emulate", "precision.compute_dtype=float32")

@@ -20,7 +20,7 @@ from titan_hydra.models import layers
 from titan_hydra.parallel import activation_checkpoint, compile, formats
 from titan_hydra.parallel.formats import fused
 from titan_hydra.parallel.mesh import Mesh
-from titan_hydra.verify.matrix import BASE, later_wins
+from titan_hydra.verify.case import BASE, later_wins
 
 EMULATED = ("precision=float8_emulate",)
 FUSED = (*EMULATED, "precision.kernels=fused")

@@ -17,7 +17,7 @@ from titan_hydra.models.init import reset_buffers
 from titan_hydra.parallel import loss_head
 from titan_hydra.train.objectives.language import IGNORED, cross_entropy
 from titan_hydra.train.trainer import build
-from titan_hydra.verify.matrix import BASE, Case, later_wins
+from titan_hydra.verify.case import BASE, Case, later_wins
 from titan_hydra.verify.verify import job_of, trace
 
 BATCH, SEQ, DIM, VOCABULARY = 4, 33, 48, 1031

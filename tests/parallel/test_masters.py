@@ -14,7 +14,7 @@ from titan_hydra.config.schema import Parallelism, Precision
 from titan_hydra.parallel.masters import separate
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.train.trainer import build
-from titan_hydra.verify.matrix import BASE, later_wins
+from titan_hydra.verify.case import BASE, later_wins
 
 ALONE = Mesh(Parallelism(name="single"), None, None, None, None)
 BF16 = Precision(name="bf16")

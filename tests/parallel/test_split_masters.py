@@ -19,7 +19,7 @@ from titan_hydra.parallel.split_masters import master_of, split_masters
 from titan_hydra.train.optimizer import set_lr, step
 from titan_hydra.train.split_adamw import SplitAdamW
 from titan_hydra.train.trainer import build
-from titan_hydra.verify.matrix import BASE, later_wins
+from titan_hydra.verify.case import BASE, later_wins
 
 MILLION = 10**6
 TIES = torch.tensor([0x3F808000, 0x3F818000, -0x407E8000, 0x7F7F8000, 0x00008000, 0x00018000]).int().view(torch.float32)

@@ -22,8 +22,8 @@ from titan_hydra.parallel.mesh import Mesh, local_part
 from titan_hydra.plan import memory
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.trainer import assemble
+from titan_hydra.verify.case import case
 from titan_hydra.verify.fake import fake_world
-from titan_hydra.verify.matrix import case
 from titan_hydra.verify.verify import verify
 
 LORA = ("adapter=lora", "adapter.rank=4")

@@ -20,7 +20,8 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.models.init import init_weights
 from titan_hydra.train.objectives import build_objective
-from titan_hydra.verify.matrix import LAYOUTS_IN_BF16, case, in_bf16, later_wins
+from titan_hydra.verify.case import case, later_wins
+from titan_hydra.verify.matrix import LAYOUTS_IN_BF16, in_bf16
 from titan_hydra.verify.verify import reference_of, verify
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,8 @@ from titan_hydra.base.versions import versions
 from titan_hydra.config import Fault
 from titan_hydra.config.fault import suggest
 from titan_hydra.config.files import CONF
-from titan_hydra.config.registry import OBJECTIVES, resolve
-from titan_hydra.verify.many import MANY
-from titan_hydra.verify.matrix import MATRIX, Case
+from titan_hydra.verify.case import Case
+from titan_hydra.verify.matrix import whole_matrix
 
 STEPS_OF_RANDOM = 4  # optimizer steps of each job of --random
 STEPS_OF_MODULE = 3  # optimizer steps of --module: one before the resumed run starts, and two after
@@ -31,13 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="overrides of every case and its reference, to verify another model, such as model=qwen3_debug, or your own",
     )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
-    parser.add_argument("--only", metavar="NAME", help="only cases whose name contains this text")
+    parser.add_argument("--only", metavar="NAME", help="only cases (or mutants) whose name contains this text")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
     parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
     parser.add_argument("--random", type=int, metavar="N", help="run N random legal jobs instead, against the float64 reference")
     parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (default: 0)")
     parser.add_argument("--module", metavar="FILE.py:NAME", help="verify a module of your own instead (docs/verify-module.md)")
-    parser.add_argument("--json", action="store_true", help="with --module: print JSON for scripts")
+    parser.add_argument(
+        "--mutants", action="store_true", help="plant known faults in a copy of the package instead, and print what finds each"
+    )
+    parser.add_argument("--quick", action="store_true", help="with --mutants: only the cases that the default test suite runs")
+    parser.add_argument("--json", action="store_true", help="with --module or --mutants: print the result as JSON, progress on stderr")
     docs = CONF.parent / "docs"  # only a checkout has it
     parser.add_argument(
         "--write",
@@ -48,14 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def whole_matrix() -> list[Case]:
-    """Return the cases of the package, and those that objectives of recipes or of the user's own bring."""
-    return [*MATRIX, *MANY, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]
-
-
 def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # there may be more ranks than cores
+    if args.mutants:
+        from .verify_mutants import run_mutants
+
+        return run_mutants(args)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks compute on CPUs: they are more than a machine has GPUs
     if args.module:
         return _verify_module(args.module, args.json)

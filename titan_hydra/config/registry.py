@@ -50,7 +50,11 @@ class ObjectiveKind:
     needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that the objective uses
     head_loss: bool = False  # whether the head can compute the loss (loss=linear_cross_entropy)
     split_logits: bool = False  # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
-    cases: Reference | None = None  # the list of titan_hydra.verify.matrix.Case for `titan verify`
+    cases: Reference | None = None  # the list of titan_hydra.verify.case.Case for `titan verify`
+    # (log-probabilities of labels [batch, seq] in float64, 0 where none counts; batch; Objective) -> (summed loss, number of
+    # elements), for cases against float64; None: cross-entropy
+    exact: Reference | None = None
+    mutants: Reference | None = None  # the list of titan_hydra.verify.mutants.mutant.Mutant for `titan verify --mutants`
     makes: str = "tokens"  # the input that it gives a model; families must take this input
     faults: Reference = lambda job: ()
 

@@ -11,8 +11,8 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import counted
 from titan_hydra.config.model import Model
 
+from .case import Case
 from .judge import REFUSED, Outcome
-from .matrix import Case
 from .verify import job_of, reference_of
 
 LONGEST = 512  # maximum number of tokens by which sequences are lengthened

@@ -14,7 +14,7 @@ import torch
 
 from titan_hydra.config import Job
 
-from .matrix import Case
+from .case import Case
 from .reference import Trace
 
 # Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry, the largest
@@ -75,10 +75,21 @@ class Outcome:
     @property
     def passed(self) -> bool:
         """Whether all differences are within the case's bounds and the band, and whatever must be equal is equal."""
+        return all(times <= 1 for times in self.times.values()) and not self.counts
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The largest difference of each column relative to the case's bound, and `band`: relative to the measured band."""
         case = self.case
-        close = self.loss <= case.loss and self.norm <= case.norm and self.gradients <= case.gradients and self.weights <= case.weights
-        routed = self.routing == 0 or not case.routing
-        return close and routed and self.band <= 1 and self.start == self.drift == self.rounded == 0
+        bounds = {"loss": case.loss, "norm": case.norm, "gradient": case.gradients, "weight": case.weights}
+        found = dict(zip(bounds, (self.loss, self.norm, self.gradients, self.weights), strict=True))
+        return {column: found[column] / bound for column, bound in bounds.items()} | {"band": self.band}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers that must be 0 and are not, by column."""
+        found = {"start": self.start, "routing": self.routing * self.case.routing, "copies": self.drift, "rounded": self.rounded}
+        return {column: number for column, number in found.items() if number}
 
     def __repr__(self) -> str:
         case = self.case

@@ -5,7 +5,8 @@ wrong stride and a chunk of a wrong rank may be right at a degree of 2. Imports 
 from math import prod
 from typing import Any
 
-from .matrix import BF16, LATENT, LINEAR, MOE, ODD, QWEN, SIMPLE, Case, case
+from .case import Case, case
+from .matrix import BF16, LATENT, LINEAR, MOE, ODD, QWEN, SIMPLE
 
 SMALL = ("model.n_layers=2", "model.n_kv_heads=8", "steps=2")
 LATENT_WIDE = (*LATENT, "model.n_heads=8", "model.n_kv_heads=8")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titan_hydra.config.model import Model
 from titan_hydra.config.parts import AdamW, MuonAndAdamW
+from titan_hydra.config.registry import OBJECTIVES, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
 
@@ -43,7 +44,7 @@ def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) 
     model: Sparse = job.model
     record = Trace([], [], {}, start, {}, [], first_biases(start, job.model))
     for step in range(1, job.steps + 1):
-        loss, imbalance, loads = mean_loss(weights | record.biases, batches(step), job.model)
+        loss, imbalance, loads = mean_loss(weights | record.biases, batches(step), job)
         gradients = dict(zip(weights, torch.autograd.grad(loss + imbalance, list(weights.values())), strict=True))
         record.gradients = record.gradients or gradients
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
@@ -71,18 +72,21 @@ def first_biases(start: Weights, model: Sparse) -> Weights:
 # --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.
 
 
-def mean_loss(weights: Weights, batch: Batch, model: Model) -> tuple[Tensor, Tensor, Weights]:
-    """Return (mean cross-entropy of the labels that count, mean balance loss of a sequence over all layers, number of
-    tokens of each expert by layer).
+def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor, Weights]:
+    """Return (mean loss of the elements that count, mean balance loss of a sequence over all layers, number of tokens of
+    each expert by layer). The loss is the cross-entropy of labels, or what the objective's record has for this reference.
     """
+    model = job.model
     routed: dict[str, tuple[Tensor, Tensor]] = {}
     logits = forward(weights, batch, model, routed).log_softmax(-1)
     counts = batch["labels"] >= 0
     picked = logits.gather(-1, batch["labels"].where(counts, 0).unsqueeze(-1)).squeeze(-1)
-    number = max(int(counts.sum()), 1)
+    summed, number = -(picked * counts).sum(), int(counts.sum())
+    if exact := resolve(OBJECTIVES[job.objective.name].exact):
+        summed, number = exact(picked * counts, batch.tensors, job.objective)
     imbalance = sum((_unbalanced(*layer, model).mean() for layer in routed.values()), torch.zeros(()))
     loads = {name: chosen.sum((0, 1)).double() for name, (chosen, _) in routed.items()}
-    return -(picked * counts).sum() / number, imbalance, loads
+    return summed / max(number, 1), imbalance, loads
 
 
 def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tuple[Tensor, Tensor]]) -> Tensor:

@@ -10,7 +10,8 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.fault import divisors
 
-from .matrix import BASE, LATENT, MOE, SCHEDULES, Case, later_wins
+from .case import BASE, Case, later_wins
+from .matrix import LATENT, MOE, SCHEDULES
 
 # A float64 reference differs from float32 by rounding alone. Muon orthogonalizes in bfloat16, whose
 # rounding grows over the steps: one process alone was 8e-5 from the reference in its loss, and 0.3 in a weight.

@@ -41,10 +41,11 @@ from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
 from titan_hydra.train.world import world
 
+from .case import BASE, Case, later_wins
 from .draws import CutLinears, disturb
 from .judge import DRAWS, REFUSED, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
-from .matrix import BASE, Case, later_wins
 from .reference import Trace, train_in_float64
+from .restart import restarted
 from .threads import as_threads
 
 STEPS = 10  # optimizer steps of a case
@@ -73,11 +74,13 @@ def reference_of(case: Case, steps: int = STEPS) -> Job:
     return job
 
 
-def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | None = None, mesh: Mesh | None = None) -> Trace:
+def trace(
+    job: Job, device: torch.device, case: Case | None = None, seed: int | None = None, mesh: Mesh | None = None, resumed: bool = False
+) -> Trace:
     """Train a job as `train` does, and return the values to compare, as whole tensors, on every rank. A collective.
 
     A `seed` changes the last bits of the initial weights (`disturb`). `mesh` is that of an earlier job with the same
-    degrees.
+    degrees. If `resumed`, the second half of the steps is made by a new trainer that has loaded a checkpoint.
     """
     trainer = build(job, device, mesh)
     if seed is not None:
@@ -85,6 +88,8 @@ def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | 
     result = Trace([], [], {}, _of_all_stages(trainer, master_of), {}, [], {})
     loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
     for step in range(1, job.steps + 1):
+        if resumed and step == job.steps // 2 + 1:
+            trainer, loader = restarted(trainer, loader, step - 1)
         batch = loader.next()
         if case is not None:
             batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * batch.samples)
@@ -101,6 +106,10 @@ def trace(job: Job, device: torch.device, case: Case | None = None, seed: int | 
         result.losses.append(loss)
         result.norms.append(norm)
     loader.close()
+    if case is not None and case.validated:
+        held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
+        result.losses += [trainer.validate(held_out, 2) for _ in range(2)]
+        held_out.close()
     result.weights = _of_all_stages(trainer, master_of)
     stored = trainer.model.state_dict()
     result.biases = _join(trainer, {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored})
@@ -216,9 +225,9 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
     return Batch(batch.tensors | {name: torch.from_numpy(array) for name, array in arrays.items()}, batch.dims)
 
 
-def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
+def verify(cases: Iterable[Case], steps: int = STEPS, bands_of_failed: bool = True) -> list[Outcome]:
     """Run cases and their references, with one set of processes for each number of ranks. Returns an outcome for each
-    case, in their order.
+    case, in their order. Without `bands_of_failed`, no band is measured for a case that its fixed bounds fail.
     """
     cases = list(cases)
     firsts: dict[str, Case] = {}
@@ -240,7 +249,8 @@ def verify(cases: Iterable[Case], steps: int = STEPS) -> list[Outcome]:
         for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
             case, alone = references[_key(outcome.case)]
             alike = case.reference == "process" and rounds_alike(job, alone)
-            if not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
+            wanted = bands_of_failed or outcome.passed
+            if wanted and not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
                 judged[_key(case), job.parallelism.tp].append(number)
         if judged:
             draws = [(numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()]
@@ -306,7 +316,7 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         try:
             if key not in meshes:
                 meshes[key] = build_mesh(degrees, device.type, job.model.sparse)
-            run = trace(job, device, case, mesh=dataclasses.replace(meshes[key], degrees=degrees))
+            run = trace(job, device, case, mesh=dataclasses.replace(meshes[key], degrees=degrees), resumed=case.resumed)
         except Exception as error:
             error.add_note(f"{NOTE} {case.name}")
             raise
@@ -368,7 +378,8 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
     """Run `function(device, folder, jobs)` on `ranks` gloo ranks for the jobs of each world, all at the same time. Raises
     Crashed if a signal ended a rank, else Raised with the traceback of the first that failed.
     """
-    context = multiprocessing.get_context("forkserver")
+    # a process without threads may have chosen a faster way, as the server of mutants does (mutants/server.py)
+    context = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "forkserver")
     context.set_forkserver_preload(PRELOADED)
     stores = [tempfile.mktemp(dir=folder) for _ in worlds]
     processes = [
@@ -412,7 +423,8 @@ def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folde
 
 
 def _key(case: Case) -> str:
-    return hashlib.sha256(repr((case.base, case.uneven_mask, case.documents, case.reference)).encode()).hexdigest()[:16]
+    said = (case.base, case.uneven_mask, case.documents, case.validated, case.reference)
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

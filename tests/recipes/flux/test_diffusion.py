@@ -16,7 +16,8 @@ from titan_hydra.recipes.flux import images
 from titan_hydra.recipes.flux.diffusion import as_latents, as_tokens
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.objectives import build_objective
-from titan_hydra.verify.matrix import case, in_bf16
+from titan_hydra.verify.case import case
+from titan_hydra.verify.matrix import in_bf16
 from titan_hydra.verify.verify import reference_of, verify
 
 AWAKE = '''

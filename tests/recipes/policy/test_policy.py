@@ -19,7 +19,8 @@ from titan_hydra.parallel import loss_head
 from titan_hydra.recipes.policy.objectives import Likelihood
 from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.language import IGNORED
-from titan_hydra.verify.matrix import case, in_bf16
+from titan_hydra.verify.case import case
+from titan_hydra.verify.matrix import in_bf16
 from titan_hydra.verify.verify import verify
 
 LAYOUTS = {

@@ -21,6 +21,7 @@ register(
         head_loss=True,
         split_logits=True,
         cases=f"{__name__}.cases:CASES",
+        mutants=f"{__name__}.mutants:MUTANTS",
     )
 )
 register(

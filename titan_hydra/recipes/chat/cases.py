@@ -1,6 +1,20 @@
 """The cases of `titan verify` for conversations."""
 
+from titan_hydra.verify.case import case
 from titan_hydra.verify.matrix import in_bf16
 
 # The loss is a mean over the few tokens of the assistant, so another order of sums changes it by 8e-5 in one process.
-CASES = in_bf16("sft", "data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096")
+BASE = ("data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096")
+CASES = [
+    *in_bf16("sft", *BASE),
+    case(
+        "sft, fsdp 2, resumed, validated",
+        2,
+        "parallelism=fsdp",
+        "data.local_batch=4",
+        base=BASE,
+        resumed=True,
+        validated=True,
+        gradients=2e-5,
+    ),
+]

@@ -26,7 +26,17 @@ register(
         pipeline=False,
     )
 )
-register(ObjectiveKind("diffusion", f"{__name__}.diffusion:Diffusion", needs=GIVEN, makes="latents", faults=f"{__name__}.rules:faults"))
+register(
+    ObjectiveKind(
+        "diffusion",
+        f"{__name__}.diffusion:Diffusion",
+        needs=GIVEN,
+        cases=f"{__name__}.cases:CASES",
+        mutants=f"{__name__}.mutants:MUTANTS",
+        makes="latents",
+        faults=f"{__name__}.rules:faults",
+    )
+)
 register(
     DataSourceKind(
         "encoded_images",

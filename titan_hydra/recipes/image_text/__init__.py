@@ -33,6 +33,7 @@ register(
         split_logits=True,
         faults=f"{__name__}.rules:faults",
         cases=f"{__name__}.cases:CASES",
+        mutants=f"{__name__}.mutants:MUTANTS",
     )
 )
 register(

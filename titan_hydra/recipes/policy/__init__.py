@@ -18,10 +18,25 @@ register(
         needs=OF_PAIRS,
         head_loss=True,
         split_logits=True,
+        cases=f"{__name__}.cases:OF_PAIRS",
+        exact=f"{__name__}.exact:preference",
+        mutants=f"{__name__}.mutants:OF_PAIRS",
         faults=f"{__name__}.rules:faults",
     )
 )
-register(ObjectiveKind("policy", f"{LOSSES}:ClippedPolicy", PolicyGradient, needs=OF_ROLLOUTS, head_loss=True, split_logits=True))
+register(
+    ObjectiveKind(
+        "policy",
+        f"{LOSSES}:ClippedPolicy",
+        PolicyGradient,
+        needs=OF_ROLLOUTS,
+        head_loss=True,
+        split_logits=True,
+        cases=f"{__name__}.cases:OF_ROLLOUTS",
+        exact=f"{__name__}.exact:clipped",
+        mutants=f"{__name__}.mutants:OF_ROLLOUTS",
+    )
+)
 register(
     DataSourceKind(
         "preference",

@@ -1,0 +1,20 @@
+"""The cases of `titan verify` for FLUX."""
+
+from titan_hydra.verify.case import case
+
+BASE = (
+    "model=flux_debug",
+    "data=synthetic_images",
+    "data.caption_dropout=0.4",
+    "data.seq_len=24",
+    "model.n_kv_heads=8",
+    "model.rope_first=0",
+)
+CASES = [
+    case(f"flux, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", base=BASE)
+    for name, ranks, layout, batch in (
+        ("accumulation 2", 1, "single", 8),
+        ("fsdp 2", 2, "fsdp", 8),
+        ("cp 2", 2, "cp", 16),
+    )
+]

@@ -1,0 +1,30 @@
+"""The cases of `titan verify` for preferences and policies. Imports no torch."""
+
+from pathlib import Path
+
+from titan_hydra.verify.case import Case, case
+from titan_hydra.verify.matrix import EXACT
+
+ASSETS = Path(__file__).parent / "assets"
+LAYOUTS = (("fsdp 2", 2, "fsdp", 4), ("tp 2", 2, "tp", 16), ("pp 2", 2, "pp", 16))
+
+
+def of(name: str, source: str, seq_len: int) -> list[Case]:
+    """Return the cases of an objective on a file of the package: against one process, and against float64."""
+    base = (f"data={source}", f"data.path={ASSETS / source}.jsonl", f"data.seq_len={seq_len}", "model.vocab_size=4096")
+    layouts = [
+        case(
+            f"{name}, {layout}",
+            ranks,
+            f"parallelism={option}",
+            f"data.local_batch={batch}",
+            base=base,
+            gradients=2e-5,
+            slow=layout != "fsdp 2",
+        )
+        for layout, ranks, option, batch in LAYOUTS
+    ]
+    return [*layouts, case(f"{name}, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | {"base": base})]
+
+
+OF_PAIRS, OF_ROLLOUTS = of("dpo", "preference", 64), of("policy", "rollouts", 32)

@@ -1,0 +1,68 @@
+"""A case of the acceptance matrix, and the model that most cases train. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+# A model that trains in seconds and has everything that layouts split: grouped queries, several blocks, an odd
+# feed-forward width.
+BASE = (
+    "precision=fp32",
+    "model.dim=64",
+    "model.n_layers=4",
+    "model.n_heads=8",
+    "model.n_kv_heads=4",
+    "model.ffn_dim=192",
+    "model.vocab_size=512",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch=16",
+    "lr_scheduler.warmup_steps=2",
+    "optimizer.lr=2e-3",
+    "checkpoint=off",
+)
+
+
+QUICK_STEPS = 3  # optimizer steps of a case in the tests
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to be verified. Its reference is the same job in one process, or reference.py in float64.
+
+    The bounds of differences are relative. In addition a band is measured (judge.py), which is narrower than the bounds if
+    steps amplify rounding.
+    """
+
+    name: str
+    ranks: int  # number of gloo ranks
+    overrides: tuple[str, ...]  # the overrides that choose the layout
+    base: tuple[str, ...] = ()  # overrides of both the layout's job and its reference
+    uneven_mask: bool = False  # whether labels are ignored, unevenly over samples and steps (verify.vary)
+    documents: bool = False  # whether samples are cut into documents that are masked from each other (verify.vary)
+    resumed: bool = False  # whether the layout is saved in the middle, and goes on in a new trainer; its reference is not
+    validated: bool = False  # whether the held-out loss is measured at the end, twice, and compared with the other losses
+    reference: Literal["process", "float64"] = "process"
+    loss: float = 1e-5  # bound of each step's loss
+    norm: float = 1e-5  # bound of each step's gradient norm
+    gradients: float = 1e-5  # bound of the worst parameter's gradient at the first step
+    weights: float = 1e-3  # bound of the worst parameter at the end, relative to the distance that it has moved
+    routing: bool = True  # whether every token must use the same experts as in the reference; False in bf16, whose rounding changes a few
+    threads: bool = False  # whether the ranks are threads of one process (threads.py)
+    slow: bool = False  # whether it takes many seconds, so that `pytest -m "not slow"` leaves it out
+    config_dir: Path | None = None  # folder with the user's options
+
+    @property
+    def quick(self) -> bool:
+        """Whether the default test suite runs it."""
+        return self.ranks <= 2 and not self.slow
+
+
+def later_wins(*overrides: str) -> list[str]:
+    """Return the last override of each key, as Hydra refuses a group that is chosen twice."""
+    return list({override.partition("=")[0]: override for override in overrides}.values())
+
+
+def case(name: str, ranks: int, *overrides: str, **options) -> Case:
+    """Build a case with gpus=`ranks`."""
+    return Case(name, ranks, (f"gpus={ranks}", *overrides), **options)

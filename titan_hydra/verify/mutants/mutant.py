@@ -1,0 +1,35 @@
+"""A fault that can be planted, as data. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A patch of one file of the package, and where it should be noticed. Cases and tests are listed cheapest first."""
+
+    name: str
+    needs: str  # the technique without which the fault has no effect; "any" if it has one in a single process
+    file: str  # the file in titan_hydra/
+    old: str  # text that the file has `times` times
+    new: str
+    sentence: str  # what is wrong
+    cases: tuple[str, ...] = ()  # names of cases of the matrix that could notice it
+    tests: tuple[str, ...] = ()  # tests that notice what no case can, as pytest names them
+    like: str = ""  # the real bug that it copies, as owner/repository#number
+    times: int = 1
+
+    @property
+    def link(self) -> str:
+        """The address of the real bug; GitHub redirects it for a pull request. Empty if the mutant copies none."""
+        repository, _, number = self.like.partition("#")
+        return f"https://github.com/{repository}/issues/{number}" if number else ""
+
+    def planted_in(self, text: str) -> str:
+        """Return the text of the file with the fault. Raises ValueError if the file has changed, so that there is no place
+        for it.
+        """
+        if (found := text.count(self.old)) != self.times:
+            raise ValueError(f"{self.file} has {found} places for {self.name!r}, not {self.times}")
+        return text.replace(self.old, self.new)
