@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     for folder, card in made.items():
         if card["passed"]:
             write_card(folder, card)
-    show(known | made, args.json, time.monotonic() - began)
+    show_cards(known | made, args.json, time.monotonic() - began)
     return Exit.DONE if all(card["passed"] for card in (known | made).values()) else Exit.BUG
 
 
@@ -103,10 +103,10 @@ def subject(job: Job, overrides: list[str], name: str, most: int) -> Subject:
     from titan_hydra.verify.reduce import proofs, reduced
 
     small = reduced(job, most)
-    return Subject(job, overrides, name or job.name, small, [list(proofs(job, one, words_of(one))) for one in small])
+    return Subject(job, overrides, name or job.name, small, [list(proofs(job, one, degrees_in_words(one))) for one in small])
 
 
-def words_of(job: Job) -> str:
+def degrees_in_words(job: Job) -> str:
     """Return the degrees above one, as `dp_shard 2, tp 2`."""
     return ", ".join(f"{name} {degree}" for name, degree in degrees_of(job).items()) or "one rank"
 
@@ -132,7 +132,7 @@ def certified(subjects: list[Subject], began: float) -> list[dict[str, Any]]:
         passed = all(outcome.passed for own in found for outcome in own)
         print(f"{one.name}: {'proven' if passed else 'NOT PROVEN'}", file=sys.stderr, flush=True)
         if passed and (key := identity(one.small[0])) not in trained:
-            trained[key] = train(one.small[0])
+            trained[key] = train_reduced(one.small[0])
         resume, export = trained[key] if passed else ({"passed": None, "reason": "not run, as a proof has failed"},) * 2
         made.append(card_of(one, found, resume, export, began))
     return made
@@ -142,7 +142,7 @@ def _key(proof: Proof) -> tuple[str, str]:
     return identity(proof.job), repr((proof.case.base, proof.case.documents))
 
 
-def train(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+def train_reduced(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train a reduced job, killed and undisturbed, and export its weights."""
     from . import certify_run
 
@@ -156,7 +156,7 @@ def train(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
 def card_of(one: Subject, found: list[list[Outcome]], resume: dict[str, Any], export: dict[str, Any], began: float) -> dict[str, Any]:
     """Return the certificate of a subject as JSON values."""
     from titan_hydra.verify.certificate import misplaced
-    from titan_hydra.verify.reduce import differences, with_own_data
+    from titan_hydra.verify.reduce import reduced_keys, with_own_data
 
     job, (own, reason) = one.job, with_own_data(one.job, one.small[0])
     wrong = misplaced(own, STEPS_OF_DATA)
@@ -181,7 +181,7 @@ def card_of(one: Subject, found: list[list[Outcome]], resume: dict[str, Any], ex
             {
                 "ranks": world_size(small),
                 "identity": identity(small),
-                "changes": differences(job, small),
+                "changes": reduced_keys(job, small),
                 "proofs": [*map(outcome_as_json, outcomes)],
             }
             for small, outcomes in zip(one.small, found, strict=True)
@@ -235,7 +235,7 @@ def write_card(folder: Path, card: dict[str, Any]) -> None:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
-def show(made: dict[Path, dict[str, Any]], json: bool, seconds: float) -> None:
+def show_cards(made: dict[Path, dict[str, Any]], json: bool, seconds: float) -> None:
     """Print each certificate in a line, and what has failed."""
     if json:
         print(to_json({"seconds": seconds, "cards": [{"folder": str(folder), **card} for folder, card in made.items()]}))

@@ -52,7 +52,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Curve:
+class Parting:
     """The steps (step, value of A, value of B) at which a field differs."""
 
     parted: list[tuple[int, Any, Any]]  # in any bit
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     """Print three tables, or one line for a table without differences, and below them where the runs diverge."""
     a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
     if args.json:
-        print(to_json(as_document(a, b, args.tolerance)))
+        print(to_json(comparison(a, b, args.tolerance)))
         return Exit.DONE
     print_grid("configuration", a, b, configuration(a.config, b.config), "what it changes")
     print_grid("code and versions", a, b, _environment(a.environment, b.environment))
@@ -92,7 +92,7 @@ def side(directory: Path) -> Side:
     return Side(directory, flat(layout.CONFIG.read(directory)), layout.ENV.read(directory), state.damage or state.kind, found)
 
 
-def as_document(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
+def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
     """Return all that is printed about two runs as JSON values."""
     keys = [(key, changes) for key, _, _, changes in configuration(a.config, b.config)]
     steps, curves = logged_by_both(a.directory, b.directory, tolerance)
@@ -211,7 +211,7 @@ def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
             yield f"{name}: off by {curve.largest:.2g} at most"
 
 
-def logged_by_both(a: Path, b: Path, tolerance: float) -> tuple[list[int], dict[str, Curve]]:
+def logged_by_both(a: Path, b: Path, tolerance: float) -> tuple[list[int], dict[str, Parting]]:
     """Return the steps that both runs have logged, and what is equal in the fields MEASURED of these steps."""
     first, second = ({row["step"]: row for row in layout.METRICS.rows(run)[0]} for run in (a, b))
     steps = sorted(first.keys() & second.keys())
@@ -220,7 +220,7 @@ def logged_by_both(a: Path, b: Path, tolerance: float) -> tuple[list[int], dict[
         pairs = [(step, first[step].get(name), second[step].get(name)) for step in steps]
         parted = [pair for pair in pairs if not _same(pair[1], pair[2])]
         far = [pair for pair in pairs if distance(pair[1], pair[2]) > tolerance]
-        curves[name] = Curve(parted, far, max((distance(x, y) for _, x, y in pairs), default=0.0))
+        curves[name] = Parting(parted, far, max((distance(x, y) for _, x, y in pairs), default=0.0))
     return steps, curves
 
 

@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         if "csv" in texts:  # CSV has no place for notes
             print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
         if args.json:
-            print(to_json(write.as_document(report)))
+            print(to_json(write.report_document(report)))
         elif not texts and not args.html:
             write.terminal(report)
             if args.plots:

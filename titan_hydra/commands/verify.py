@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
         print(to_json({"steps": steps, "versions": versions(), "cases": [outcome_as_json(outcome) for outcome in outcomes]}))
     header, rows = _rows(outcomes)
     if not args.json:
-        show(outcomes, header, rows)
+        show_outcomes(outcomes, header, rows)
     if coverage.cases == whole_matrix():
         _write(args.write, header, rows, STEPS)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
@@ -123,7 +123,7 @@ def _rows(outcomes: list[Outcome]) -> tuple[tuple[str, ...], list[tuple[str, ...
     return header, rows
 
 
-def show(outcomes: list[Outcome], header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def show_outcomes(outcomes: list[Outcome], header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """Print the table, and a line for each case that has not passed."""
     colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
     print("Largest relative differences from the reference:", *table(header, rows, header[1:-1], ("case",), colours), sep="\n")

@@ -17,7 +17,7 @@ from .load import picking, read
 from .overrides import mistakes
 from .rules.checks import check
 from .schema import Job
-from .sweep import cells_of
+from .sweep import sweep_cells
 
 if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
@@ -82,7 +82,7 @@ def compose_unchecked(*overrides: str, config_dir: Path | None = None) -> Job:
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     if lines := mistakes(overrides, [CONF, *([config_dir] if config_dir else [])]):
         raise ConfigError("\n".join(lines))
-    with explained():
+    with in_one_line():
         job, faults = read(own_composer(config_dir)(overrides))
     if faults:
         raise ConfigError("\n".join(map(str, faults)))
@@ -90,7 +90,7 @@ def compose_unchecked(*overrides: str, config_dir: Path | None = None) -> Job:
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def in_one_line() -> Iterator[None]:
     """Raise ConfigError with one line in place of what Hydra raises for a mistake of the user's."""
     try:
         yield
@@ -106,8 +106,8 @@ def compose_cells(overrides: list[str], config_dir: Path | None = None) -> list[
     """
     if lines := mistakes([word for word in overrides if "sweeps=" not in word], [CONF, *([config_dir] if config_dir else [])]):
         raise ConfigError("\n".join(lines))
-    with explained():
-        composed = cells_of(own_composer(config_dir), overrides)
+    with in_one_line():
+        composed = sweep_cells(own_composer(config_dir), overrides)
     jobs = []
     for config, typed in composed:
         job, faults = read(config)

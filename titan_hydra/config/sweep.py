@@ -62,7 +62,7 @@ def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[C
     return composed
 
 
-def cells_of(compose: Callable[[list[str]], Any], overrides: list[str]) -> list[Composed]:
+def sweep_cells(compose: Callable[[list[str]], Any], overrides: list[str]) -> list[Composed]:
     """Return the cells that overrides compose to, for programs other than launch.py. Several sweep files may be named, as
     +sweeps=paper_table1,paper_table2.
     """

@@ -63,7 +63,7 @@ def comma_separated(report: Report) -> str:
     return out.getvalue()
 
 
-def as_document(report: Report) -> dict[str, Any]:
+def report_document(report: Report) -> dict[str, Any]:
     """Return the report as JSON values: the columns of the CSV file and, for each row, the whole differences and what
     judges its loss.
     """

@@ -227,7 +227,7 @@ def with_own_data(job: Job, small: Job) -> tuple[Job, str]:
     return own, ""
 
 
-def differences(job: Job, small: Job) -> dict[str, list[Any]]:
+def reduced_keys(job: Job, small: Job) -> dict[str, list[Any]]:
     """Return the dotted keys of the identity that the reduction has changed, each with its value before and after."""
     before, after = _leaves(job), _leaves(small)
     return {key: [before.get(key), after.get(key)] for key in {**before, **after} if before.get(key) != after.get(key)}
