@@ -123,18 +123,19 @@ def certified(subjects: list[Subject], began: float) -> list[dict[str, Any]]:
         return []
     from titan_hydra.verify.certificate import prove_all
 
+    orders = [order_of_data(one) for one in subjects]  # first, as files of data may be missing
     unique = {_key(proof): proof for one in subjects for proof in one.every_proof}
     outcomes = dict(zip(unique, prove_all(unique.values()), strict=True))
     trained: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     made = []
-    for one in subjects:
+    for one, data in zip(subjects, orders, strict=True):
         found = [[outcomes[_key(proof)] for proof in own] for own in one.proofs]
         passed = all(outcome.passed for own in found for outcome in own)
         print(f"{one.name}: {'proven' if passed else 'NOT PROVEN'}", file=sys.stderr, flush=True)
         if passed and (key := identity(one.small[0])) not in trained:
             trained[key] = train_reduced(one.small[0])
         resume, export = trained[key] if passed else ({"passed": None, "reason": "not run, as a proof has failed"},) * 2
-        made.append(card_of(one, found, resume, export, began))
+        made.append(card_of(one, found, data, resume, export) | {"seconds": time.monotonic() - began})
     return made
 
 
@@ -153,19 +154,24 @@ def train_reduced(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         return resume, certify_run.exported_and_imported(run, job, Path(folder))
 
 
-def card_of(one: Subject, found: list[list[Outcome]], resume: dict[str, Any], export: dict[str, Any], began: float) -> dict[str, Any]:
-    """Return the certificate of a subject as JSON values."""
+def order_of_data(one: Subject) -> dict[str, Any]:
+    """Compare the samples of all data-parallel ranks with those of one process. Raises ConfigError for missing files."""
     from titan_hydra.verify.certificate import misplaced
-    from titan_hydra.verify.reduce import reduced_keys, with_own_data
+    from titan_hydra.verify.reduce import with_own_data
 
-    job, (own, reason) = one.job, with_own_data(one.job, one.small[0])
-    wrong = misplaced(own, STEPS_OF_DATA)
-    data = {
-        "passed": not wrong,
-        "source": own.data.name,
-        "steps": STEPS_OF_DATA,
-        "reason": (wrong and f"not so at {wrong}") or reason or None,
-    }
+    own, reason = with_own_data(one.job, one.small[0])
+    if wrong := misplaced(own, STEPS_OF_DATA):
+        reason = f"not so at {wrong}"
+    return {"passed": not wrong, "source": own.data.name, "steps": STEPS_OF_DATA, "reason": reason or None}
+
+
+def card_of(
+    one: Subject, found: list[list[Outcome]], data: dict[str, Any], resume: dict[str, Any], export: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the certificate of a subject as JSON values."""
+    from titan_hydra.verify.reduce import reduced_keys
+
+    job = one.job
     proven = all(outcome.passed for outcomes in found for outcome in outcomes)
     return {
         "passed": proven and data["passed"] and resume["passed"] is True and export["passed"] is not False,
@@ -195,7 +201,6 @@ def card_of(one: Subject, found: list[list[Outcome]], resume: dict[str, Any], ex
         "code": cards.digest_of_package(),
         "code_state": cards.code_state(rundir.describe_environment()),
         "written": time.time(),
-        "seconds": time.monotonic() - began,
         "job": to_dict(job),
     }
 

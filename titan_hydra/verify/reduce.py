@@ -21,6 +21,7 @@ from titan_hydra.job.batches import local_batches
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.pipeline import stage_count
 from titan_hydra.job.ranks import DEGREES, data_parallel, world_size
+from titan_hydra.runs.records import flat
 
 from .matrix import BF16, EIGHT_BITS, Case
 
@@ -44,6 +45,8 @@ SIZES = {
     "v_head_dim": 16,
 }
 RATES = {"adamw": 2e-3, "muon": 2e-3, "sgd": 0.05}  # learning rates with which a few steps move the weights
+# Keys that reductions do not list, as they change neither what is computed nor how.
+BESIDE = ("name", "notes", "checkpoint.", "cluster.", "hardware.", "launch.", "sweep.", "paths.", "metrics.", "validation.", "profiling.")
 # Weights rounded to Float8 with one scale for the whole tensor differ as soon as the largest element does.
 ONE_SCALE = {"loss": 1e-4, "norm": 5e-4, "gradients": 0.25, "weights": 0.5}
 
@@ -228,13 +231,10 @@ def with_own_data(job: Job, small: Job) -> tuple[Job, str]:
 
 
 def reduced_keys(job: Job, small: Job) -> dict[str, list[Any]]:
-    """Return the dotted keys of the identity that the reduction has changed, each with its value before and after."""
+    """Return the dotted keys that the reduction has changed, each with its value before and after."""
     before, after = _leaves(job), _leaves(small)
     return {key: [before.get(key), after.get(key)] for key in {**before, **after} if before.get(key) != after.get(key)}
 
 
 def _leaves(job: Job) -> dict[str, Any]:
-    from titan_hydra.runs.records import flat
-
-    outside = ("name", "notes", "cluster.", "hardware.", "launch.", "sweep.", "paths.", "metrics.", "validation.", "profiling.")
-    return {key: value for key, value in flat(to_dict(job)).items() if not key.startswith(outside)}
+    return {key: value for key, value in flat(to_dict(job)).items() if not key.startswith(BESIDE)}
