@@ -43,6 +43,7 @@ NO_TORCH = (
     "report",
     "commands",
     "verify/matrix.py",
+    "verify/reduce.py",
     "cli.py",
     "models/__init__.py",
     *(f"models/{family}/{file}.py" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3") for file in ("__init__", "config")),

@@ -12,6 +12,7 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.versions import versions
 from titan_hydra.config.compose import compose_cells, compose_job
 from titan_hydra.job.ranks import DEGREES, world_size
 from titan_hydra.runs import cards
@@ -85,16 +86,29 @@ def write_card(job, **changed):
     """Write a card that passed, without proving anything."""
     folder = cards.folder_of_card(job)
     folder.mkdir(parents=True)
-    card = {"passed": True, "layout": cards.layout_hash(job), "code": cards.digest_of_package(), "measured": [], **changed}
+    card = {
+        "passed": True,
+        "layout": cards.layout_hash(job),
+        "code": cards.digest_of_package(),
+        "measured": [],
+        "versions": versions(),
+        **changed,
+    }
     (folder / "card.json").write_text(json.dumps(card))
 
 
-@pytest.mark.parametrize("wrong", [{}, {"passed": False}, {"code": "other"}, {"layout": "other"}])
+@pytest.mark.parametrize(
+    "wrong", [{}, {"passed": False}, {"code": "other"}, {"layout": "other"}, {"versions": versions() | {"torch": "2.10.0"}}]
+)
 def test_only_a_card_that_passed_of_this_layout_and_code_counts(tmp_path, wrong):
     job = compose_job(*TWO, f"paths.runs={tmp_path}")
     assert not cards.read_card(job)
     write_card(job, **wrong)
     assert bool(cards.read_card(job)) == (not wrong)
+    if not wrong:  # another build of the same release
+        shutil.rmtree(tmp_path / "cards")
+        write_card(job, versions=versions() | {"torch": versions()["torch"].partition("+")[0] + "+cu128"})
+        assert cards.read_card(job)
 
 
 def test_a_cell_without_a_card_is_refused_by_launch_and_by_retry(launcher):

@@ -76,7 +76,9 @@ def without_card(cells: list[Cell]) -> Iterator[Fault]:
         if cell.job.launch.require_card and not read_card(cell.job):
             name = folder_of_card(cell.job).name
             line = f"titan certify {quoted(cell.overrides)}".rstrip()
-            yield Fault("launch.require_card", True, f"{cell.directory.name}: its layout has no card {name} of this code; make it: {line}")
+            yield Fault(
+                "launch.require_card", True, f"{cell.directory.name}: its layout has no card {name} of this code and torch; make it: {line}"
+            )
 
 
 def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:

@@ -1,7 +1,7 @@
 """Certificates of layouts (`titan certify`): which layout and code one is for, where it is, and what it states.
 
 A certificate is for a layout, not for a run: runs that differ in seed, steps, learning rate or data have the same one. It
-is for the code that proved it; other code needs its own.
+is for the code, and the release of torch, that proved it; others need their own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import titan_hydra
+from titan_hydra.base.versions import versions
 from titan_hydra.config import Job, to_dict
 from titan_hydra.config.load import changes_of, known_keys
 from titan_hydra.config.user_code import digest_of_code
@@ -52,10 +53,15 @@ def folder_of_card(job: Job) -> Path:
 
 
 def read_card(job: Job) -> dict[str, Any]:
-    """Return the certificate of a frozen job's layout by this code; {} if there is none."""
+    """Return the certificate of a frozen job's layout by this code and this release of torch; {} if there is none."""
     card = layout.CARD.read(folder_of_card(job))
     right = card.get("layout") == layout_hash(job) and card.get("code") == digest_of_package()
-    return card if right and card["passed"] else {}
+    return card if right and card["passed"] and released(card["versions"]) == released(versions()) else {}
+
+
+def released(found: dict[str, str]) -> list[str]:
+    """Return the releases of the packages that compute. Builds of a release, for CPUs and for GPUs, count as the same."""
+    return [found.get(package, "").partition("+")[0] for package in ("torch", "torchao")]
 
 
 def measured_of(directory: Path) -> dict[str, Any]:

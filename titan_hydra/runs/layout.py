@@ -185,7 +185,7 @@ RATES = Entry("hardware.json", "`titan plan --tune`", "in the folder of a sweep:
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that submitted jobs run")
 CARDS = Entry("cards/", "`titan certify`", "a folder for each certificate: the layout's hash and the code's digest")
 CARD = Entry("card.json", "`titan certify`", "in the folder of a certificate: what was proven, and what runs measured", Fields(
-    {"passed": bool, "layout": str, "code": str, "measured": Each(Fields({"run": str}))}))
+    {"passed": bool, "layout": str, "code": str, "versions": dict[str, str], "measured": Each(Fields({"run": str}))}))
 CARD_PAGE = Entry("card.md", "`titan certify`", "the certificate as a page to read")
 # fmt: on
 
