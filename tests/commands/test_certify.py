@@ -122,7 +122,7 @@ def test_a_cell_without_a_card_is_refused_by_launch_and_by_retry(launcher):
     write_card(job)
     launcher.sabotage_step_3(0, 'raise ValueError("unlucky rank")')
     assert launcher.run(*line, "launch.require_card=true").returncode == 1  # it has a card, so it ran
-    launcher.heal()
+    launcher.env["PYTHONPATH"] = str(ROOT)  # this tree, and no sabotage
     shutil.rmtree(launcher.folder / "runs/cards")
     again = launcher.python("-m", "titan_hydra.cli", "retry")
     assert again.returncode == 2 and again.stderr.startswith("launch.require_card=true: "), again.stderr
