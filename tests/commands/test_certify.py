@@ -149,10 +149,11 @@ def test_two_ranks_get_a_card_and_the_runs_figures_join_it(launcher):
     )
     run = launcher.run(*TWO, "hardware=cpu", "launch.require_card=true")
     assert run.returncode == 0, run.stderr
-    joined = certify(launcher.folder, launcher.run_directory.name)
+    (result,) = launcher.folder.glob("runs/*/result.json")
+    joined = certify(launcher.folder, result.parent.name)
     assert joined.returncode == 0, joined.stderr
     page = (Path(card["folder"]) / "card.md").read_text()
-    assert f"| {launcher.run_directory.name} | cpu | 2 | 5 |" in page and "Resume: passed" in page and "| dp_shard 2, float32 | 2 |" in page
+    assert f"| {result.parent.name} | cpu | 2 | 5 |" in page and "Resume: passed" in page and "| dp_shard 2, float32 | 2 |" in page
     again = certify(launcher.folder, *TWO, "hardware=cpu", "seed=7")
     assert again.returncode == 0 and "1 of 1 layout certified" in again.stdout
 

@@ -59,6 +59,7 @@ def test_plan_prints_one_document(two_runs):
     assert document(two_runs, *words, "--gpus", "8,16", "--plot", "plots")[1]["gpus"] == 16
     assert document(two_runs, *words, "gpus=8", "--cell", "data.local_batch=64", status=2)["fits"] == "no"
     assert "rules" in document(two_runs, *words, "gpus=8", "--why", "parallelism=fsdp_tp")
+    (two_runs.folder / "conf").mkdir()  # else --into writes into the package
     fit = document(two_runs, "plan", "hardware=cpu", "--json", "--into", "ours", "--calibrate", "seed=1")
     assert fit["runs"][0]["step_seconds"] > 0 and (two_runs.folder / "conf/hardware/ours.yaml").is_file()
 
@@ -78,6 +79,6 @@ def test_what_has_no_single_document_is_refused_in_one_line(two_runs, words, rea
 
 def test_verify_prints_one_document(two_runs):
     assert document(two_runs, "verify", "--list", "--ranks", "1", "--json")[0]["ranks"] == 1
-    found = document(two_runs, "verify", "model=qwen3_debug", "--only", "fsdp 2, tied", "--json")
-    (case,) = found["cases"]
-    assert case["passed"] and case["loss"]["difference"] <= case["loss"]["bound"] and found["versions"]["torch"]
+    found = document(two_runs, "verify", "model=qwen3_debug", "--only", "single, accumulation 4", "--json")
+    for case in found["cases"]:
+        assert case["passed"] and case["loss"]["difference"] <= case["loss"]["bound"] and found["versions"]["torch"]

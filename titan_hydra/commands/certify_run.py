@@ -101,7 +101,7 @@ def exported_and_imported(run: Path, job: Job, folder: Path) -> dict[str, Any]:
     names = [name for name in after.metadata.state_dict_metadata if name.startswith(PREFIX)]
     differing = []
     for name in names:
-        entry = before.metadata.state_dict_metadata.get(name)
+        entry: Any = before.metadata.state_dict_metadata.get(name)
         if entry is None or not torch.equal(*(one.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for one in (before, after))):
             differing.append(name.removeprefix(PREFIX))
     return {"passed": bool(names) and not differing, "tensors": len(names), "differing": differing, "reason": None}

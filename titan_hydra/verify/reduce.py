@@ -86,7 +86,9 @@ def _degrees(job: Job, most: int) -> Iterator[dict[str, int]]:
         while math.prod(degrees.values()) > max(most, 2 ** len(degrees)):
             name = max((name for name in names if not (written and name == "pp")), key=degrees.get, default=None)
             if name is None or degrees[name] == 2:
-                raise ConfigError(str(Fault("pp_schedule.csv", job.pp_schedule.csv, f"needs more than {most} ranks, as {degrees}")))
+                raise ConfigError(
+                    str(Fault("pp_schedule", job.pp_schedule.name, f"its file is for {degrees['pp']} pipeline ranks, which are too many"))
+                )
             degrees[name] = degrees[name] // 2 if degrees[name] % 2 == 0 else 2
         yield degrees
 
@@ -183,7 +185,7 @@ def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
     plain = copy.deepcopy(small)
     plain.precision = from_dict(Precision, {"name": "fp32", "compute_dtype": "float32", "param_dtype": "float32"})
     plain.optimizer.masters = "whole"
-    variants = [("float32", plain, exact)]
+    variants: list[tuple[str, Job, dict[str, Any]]] = [("float32", plain, exact)]
     if small.precision.compute_dtype != "float32":
         half = copy.deepcopy(small)
         half.precision = picked_anew(small.precision, None)
@@ -198,7 +200,7 @@ def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
         variants.append((job.precision.converter, format, bounds | {"routing": not sparse}))
     for kind, variant, bounds in variants:
         one = alone(variant)
-        options = {**bounds, "base": (identity(one),), "uneven_mask": True, "documents": job.data.document_mask}
+        options: dict[str, Any] = {**bounds, "base": (identity(one),), "uneven_mask": True, "documents": job.data.document_mask}
         yield Proof(Case(f"{name}, {kind}", world_size(variant), (), **options), variant, one)
 
 
