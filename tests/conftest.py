@@ -55,9 +55,12 @@ QUICK_LAYOUTS = (
 LONG = (
     "checkpoint/test_reshard.py",
     "checkpoint/test_torture.py",
+    "commands/test_automation.py",
+    "commands/test_certify.py::test_two_ranks_get_a_card",
     "commands/test_compare.py",
     "commands/test_extend.py::test_an_extended_run_is_the_longer_run_bitwise",
     "commands/test_extend.py::test_fewer_ranks_go_on_as_the_page_says",
+    "commands/test_json.py::test_verify_prints_one_document",
     "commands/test_owners.py::test_a_closed_folder_of_runs_is_one_line",
     "config/test_cells.py::test_a_cell_is_what_hydra_composes",
     "config/test_fuzz.py",

@@ -46,6 +46,7 @@ NO_TORCH = (
     "verify/matrix.py",
     "verify/many.py",
     "verify/mutants",
+    "verify/reduce.py",
     "cli.py",
     "models/__init__.py",
     *(f"models/{family}/{file}.py" for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3") for file in ("__init__", "config")),
@@ -315,23 +316,23 @@ def test_public_names_are_unique():
 # of its own that gives the reason. The second number is the one that part 13 plans; the lines above it are to be
 # removed.
 LINES = {
-    "base": 651,  # 520
-    "config": 4883,  # 3,200
+    "base": 716,  # 520
+    "config": 4927,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
-    "runs": 2131,  # 2,100
+    "runs": 2225,  # 2,100
     "kernels": 1224,  # 900
-    "parallel": 2594,  # 2,450
+    "parallel": 2593,  # 2,450
     "data": 1492,  # 1,450
     "observe": 1417,  # 1,400
     "checkpoint": 1579,  # 1,400
     "train": 1504,  # 1,550
     "fault_tolerance": 1115,  # 600
-    "verify": 2002,  # 2,000
-    "launch": 3165,  # 1,950
-    "report": 2349,  # 2,050
-    "commands": 2956,  # 2,300
-    "recipes": 3475,  # 3,100
+    "verify": 4106,  # 2,000
+    "launch": 3182,  # 1,950
+    "report": 2500,  # 2,050
+    "commands": 3605,  # 2,300
+    "recipes": 3730,  # 3,100
     "plan": 2139,  # 1,800
 }
 

@@ -32,6 +32,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     ),
     "cluster": ("titan_hydra.launch.executors.slurm.init", "init: write conf/cluster/NAME.yaml for the SLURM of this login node"),
     "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),
+    "certify": ("titan_hydra.commands.certify", "a certificate for a layout: proven at a reduced size, resumed from a kill, exported"),
     "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify and prune the checkpoints of a run"),
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),

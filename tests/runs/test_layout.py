@@ -11,6 +11,7 @@ from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.layout import Entry
 
 ROOT = Path(__file__).parents[2]
+CERTIFICATE = (layout.CARDS, layout.CARD, layout.CARD_PAGE)
 ENTRIES = [entry for entry in vars(layout).values() if isinstance(entry, Entry)]
 # These names have another meaning too: Hugging Face's config.json, options, signals, SLURM's programs.
 OTHERS = {
@@ -23,7 +24,7 @@ OTHERS = {
 
 def test_the_map_has_every_file():
     assert layout.table_of_files() in (ROOT / "docs/architecture.md").read_text()
-    assert {*layout.OF_RUN, *layout.OF_ATTEMPT, layout.SWEEPS, layout.SWEEP, layout.RATES, layout.CODE} == set(ENTRIES)
+    assert {*layout.OF_RUN, *layout.OF_ATTEMPT, layout.SWEEPS, layout.SWEEP, layout.RATES, layout.CODE, *CERTIFICATE} == set(ENTRIES)
 
 
 def test_file_names_stand_in_the_layout_alone():

@@ -1,10 +1,16 @@
-"""Tables for the terminal. (For 500 rows, rich needs half a second, longer than reading the runs takes.)"""
+"""Tables for the terminal, and JSON for scripts. (For 500 rows, rich needs half a second, longer than reading the runs
+takes.)
+"""
 
+import contextlib
+import json
+import math
 import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36", "dim": "2", "bold": "1"}
 GAP = "  "  # the text between two columns
@@ -14,6 +20,28 @@ NARROWEST = 12  # characters that a truncated column keeps
 def printable(text: str) -> str:
     """Drop control characters except tabs and line ends, as an escape sequence could clear the reader's screen."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+
+
+def to_json(value: Any) -> str:
+    """Return the document that a command prints with --json: keys in their order, null for a number that is not finite,
+    which JSON lacks.
+    """
+    return json.dumps(_finite_or_null(value), indent=2, allow_nan=False)
+
+
+def _finite_or_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite_or_null(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite_or_null(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextlib.contextmanager
+def notes_on_stderr(json: bool) -> Iterator[None]:
+    """With --json, print what is not the document to the standard error."""
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        yield
 
 
 def table(

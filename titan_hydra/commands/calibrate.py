@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.text import table
+from titan_hydra.base.text import notes_on_stderr, table, to_json
 from titan_hydra.config import Fault
 from titan_hydra.config.files import CONF, write_text
 from titan_hydra.config.operation import Hardware
@@ -18,12 +20,16 @@ from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.view import choose
 
 
-def calibrated(targets: list[str], runs: Path, hardware: Hardware, into: Path | None) -> int:
+def calibrated(args: argparse.Namespace, hardware: Hardware, into: Path | None) -> int:
     """Fit, print the rates and the residuals, and write the hardware file `into`."""
-    found = fit_cells([cell for target in targets for cell in choose(target, runs).cells], hardware)
-    show_fit(found, hardware)
+    found = fit_cells([cell for target in args.calibrate for cell in choose(target, args.runs).cells], hardware)
+    if args.json:
+        print(to_json(fit_as_json(found, hardware)))
+    else:
+        show_fit(found, hardware)
     if into:
-        write_file(found, into)
+        with notes_on_stderr(args.json):
+            write_file(found, into)
     return Exit.DONE
 
 
@@ -62,6 +68,22 @@ def _measured(cell: RunCell) -> plan.Measured | None:
     """Return a run's job and its seconds per step; None if it has not finished, or has no measured speed."""
     rate = layout.RESULT.read(cell.directory).get("tokens_per_second")
     return plan.measured(cell.name, load_job(cell.directory), rate) if rate else None
+
+
+def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:
+    """Return what `show_fit` prints as JSON values."""
+    runs = [
+        {
+            "name": run.name,
+            "step_seconds": run.step_seconds,
+            "predicted_before": plan.seconds(run, start),
+            "predicted": plan.seconds(run, found.hardware),
+            "residual": found.residual(run),
+        }
+        for run in found.runs
+    ]
+    rates = {name: {"before": getattr(start, name), "fitted": getattr(found.hardware, name)} for name in found.told}
+    return {"hardware": start.name, "rates": rates, "runs": runs, "notes": [*found.notes]}
 
 
 def show_fit(found: plan.Fit, start: Hardware) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import Exit
-from titan_hydra.base.text import table
+from titan_hydra.base.text import table, to_json
 from titan_hydra.config.fault import as_typed
 from titan_hydra.config.load import changes_of, known_keys
 from titan_hydra.job.ranks import DEGREES
@@ -51,6 +51,15 @@ class Side:
         return self.directory.name
 
 
+@dataclass(frozen=True)
+class Parting:
+    """The steps (step, value of A, value of B) at which a field differs."""
+
+    parted: list[tuple[int, Any, Any]]  # in any bit
+    far: list[tuple[int, Any, Any]]  # by more than the tolerance
+    largest: float  # largest relative difference
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("A", "B"):
         parser.add_argument(name, help="a run directory, a cell of the newest sweep, or the start of a hash")
@@ -58,11 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, default=1e-4, help="relative difference up to which losses count as equal (default: %(default)s)"
     )
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts, with values unrounded")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print three tables, or one line for a table without differences, and below them where the runs diverge."""
     a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
+    if args.json:
+        print(to_json(comparison(a, b, args.tolerance)))
+        return Exit.DONE
     print_grid("configuration", a, b, configuration(a.config, b.config), "what it changes")
     print_grid("code and versions", a, b, _environment(a.environment, b.environment))
     print_grid("results", a, b, _results(a, b), "difference")
@@ -77,6 +90,28 @@ def side(directory: Path) -> Side:
     last = layout.METRICS.last(directory)
     found = found or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
     return Side(directory, flat(layout.CONFIG.read(directory)), layout.ENV.read(directory), state.damage or state.kind, found)
+
+
+def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
+    """Return all that is printed about two runs as JSON values."""
+    keys = [(key, changes) for key, _, _, changes in configuration(a.config, b.config)]
+    steps, curves = logged_by_both(a.directory, b.directory, tolerance)
+    return {
+        **{name: {"run": str(one.directory), "state": one.state, "results": one.results} for name, one in (("a", a), ("b", b))},
+        "configuration": [{"key": key, "a": a.config.get(key), "b": b.config.get(key), "changes": changes} for key, changes in keys],
+        "code": [{"name": name, "a": first, "b": second} for name, first, second in _environment(a.environment, b.environment)],
+        "steps": {"number": len(steps), "first": min(steps, default=None), "last": max(steps, default=None)},
+        **{
+            name: {
+                "same_bits": not curve.parted,
+                "first_other_bits": curve.parted[0][0] if curve.parted else None,
+                "first_beyond_tolerance": curve.far[0][0] if curve.far else None,
+                "largest_difference": curve.largest,
+            }
+            for name, curve in curves.items()
+        },
+        "modules": [*modules(a, b)],
+    }
 
 
 def print_grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *further: str) -> None:
@@ -160,24 +195,33 @@ def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by the
     tolerance.
     """
-    first, second = ({row["step"]: row for row in layout.METRICS.rows(run)[0]} for run in (a, b))
-    steps = sorted(first.keys() & second.keys())
+    steps, curves = logged_by_both(a, b, tolerance)
     if not steps:
         yield "no step was logged by both"
         return
     yield f"{len(steps)} steps logged by both, {steps[0]} to {steps[-1]}"
+    for name, curve in curves.items():
+        if not curve.parted:
+            yield f"{name}: the same bits in all of them"
+            continue
+        yield f"{name}: other bits from {_at_step(curve.parted[0], steps)}"
+        if curve.far:
+            yield f"{name}: off by more than {tolerance:g} from {_at_step(curve.far[0], steps)}"
+        else:
+            yield f"{name}: off by {curve.largest:.2g} at most"
+
+
+def logged_by_both(a: Path, b: Path, tolerance: float) -> tuple[list[int], dict[str, Parting]]:
+    """Return the steps that both runs have logged, and what is equal in the fields MEASURED of these steps."""
+    first, second = ({row["step"]: row for row in layout.METRICS.rows(run)[0]} for run in (a, b))
+    steps = sorted(first.keys() & second.keys())
+    curves = {}
     for name in MEASURED:
         pairs = [(step, first[step].get(name), second[step].get(name)) for step in steps]
         parted = [pair for pair in pairs if not _same(pair[1], pair[2])]
         far = [pair for pair in pairs if distance(pair[1], pair[2]) > tolerance]
-        if not parted:
-            yield f"{name}: the same bits in all of them"
-            continue
-        yield f"{name}: other bits from {_at_step(parted[0], steps)}"
-        if far:
-            yield f"{name}: off by more than {tolerance:g} from {_at_step(far[0], steps)}"
-        else:
-            yield f"{name}: off by {max(distance(x, y) for _, x, y in pairs):.2g} at most"
+        curves[name] = Parting(parted, far, max((distance(x, y) for _, x, y in pairs), default=0.0))
+    return steps, curves
 
 
 def _at_step(pair: tuple[int, float, float], steps: list[int]) -> str:

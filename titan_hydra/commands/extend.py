@@ -40,7 +40,9 @@ def main(args: argparse.Namespace) -> int:
     """Start the new run, and return the exit status of launch.py."""
     run = choose_one(args.cell, args.runs)
     old = load_job(run.directory)
-    old = dataclasses.replace(old, launch=Launch(), sweep=Sweep(), paths=Paths(str(run.directory.parent)))
+    old = dataclasses.replace(
+        old, launch=Launch(require_card=old.launch.require_card), sweep=Sweep(), paths=Paths(str(run.directory.parent))
+    )
     new = change(old, args.values, experiment=("steps",))
     if not any(value.startswith("steps=") for value in args.values):
         raise ConfigError("steps: how many? titan extend RUN steps=N")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.text import table
+from titan_hydra.base.text import notes_on_stderr, table, to_json
 from titan_hydra.config import Fault, Job
 from titan_hydra.config.ranges import NOT_NEGATIVE, POSITIVE, Interval
 from titan_hydra.job.ranks import all_ranks
@@ -56,11 +55,12 @@ def goodput(job: Job, args: argparse.Namespace) -> int:
     rows = list(ways(at))
     curves = {"steps": list(by_interval(at, rows)), "gpus": list(by_gpus(at, rows))}
     if args.json:
-        print(json.dumps(as_values(at, rows, source) | {f"by_{name}": curve for name, curve in curves.items()}, indent=2))
+        print(to_json(as_values(at, rows, source) | {f"by_{name}": curve for name, curve in curves.items()}))
     else:
         show_shares(at, rows, source)
     if args.plot:
-        draw_goodput(args.plot, at, curves)
+        with notes_on_stderr(args.json):
+            draw_goodput(args.plot, at, curves)
     return Exit.DONE
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.text import table
+from titan_hydra.base.text import notes_on_stderr, table, to_json
 from titan_hydra.config import Fault, Job
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.describe import option_files
@@ -92,6 +91,8 @@ def main(args: argparse.Namespace) -> int:
             raise ConfigError(str(Fault(f"--{name}", value, reason, legal=(least,))))
     if args.into and not (args.calibrate or args.tune):
         raise ConfigError(f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written")
+    if args.tune and args.json:
+        raise ConfigError("--json: --tune prints the progress of its runs; titan plan --calibrate RUN... --json prints its fit")
     if args.score is not None:
         if args.overrides:
             raise ConfigError(f"{args.overrides[0]}: --score takes no overrides, as each row says its own job")
@@ -108,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
             make_folder(args.plot)
             return curve(job, counts, args)
         if args.calibrate:
-            return calibrate.calibrated(args.calibrate, args.runs, job.hardware, into)
+            return calibrate.calibrated(args, job.hardware, into)
         if args.goodput:
             make_folder(args.plot)
             return goodput(legal_job(job, gpus), args)
@@ -139,19 +140,19 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
     if args.json:
         counted = [{"counted": one} for one in proofs] + [{}] * (len(rows) - len(proofs))
         print(
-            json.dumps(
+            to_json(
                 [
                     {"overrides": row.overrides, "front": row.front} | predict.as_json(row.prediction) | more
                     for row, more in zip(rows, counted, strict=True)
-                ],
-                indent=2,
+                ]
             )
         )
     else:
         show(rows, points)
         show_proofs(proofs)
     if args.plot:
-        draw(args.plot, rows, {count: rows if count == gpus else search(job, count)[0] for count in halves(gpus)})
+        with notes_on_stderr(args.json):
+            draw(args.plot, rows, {count: rows if count == gpus else search(job, count)[0] for count in halves(gpus)})
     return Exit.DONE if rows[0].prediction.fits != "no" else Exit.CONFIG
 
 
@@ -162,14 +163,14 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
     job = legal_job(job, gpus)
     broken = [*map(str, checks.check(job, (checks.RECIPE, checks.PLACE)))]
     if broken and args.why:
-        print(*(f"dropped: {line}" for line in broken), sep="\n")
+        print(to_json({"rules": broken}) if args.json else "\n".join(f"dropped: {line}" for line in broken))
         return Exit.DONE
     found = predict.predict(job)
     if found.reason:
         raise ConfigError(found.reason)
     proofs = [proof(job)] if args.prove else []
     if args.json:
-        print(json.dumps(predict.as_json(found) | {"rules": broken} | ({"counted": proofs[0]} if proofs else {}), indent=2))
+        print(to_json(predict.as_json(found) | {"rules": broken} | ({"counted": proofs[0]} if proofs else {})))
     else:
         print(*(f"not to be started here: {line}" for line in broken), *explained(found), sep="\n")
         show_proofs(proofs)

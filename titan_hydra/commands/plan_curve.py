@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.text import table
+from titan_hydra.base.text import notes_on_stderr, table, to_json
 from titan_hydra.config import Fault, Job
 from titan_hydra.plan import predict
 from titan_hydra.plan.search import Row, search
@@ -37,11 +36,13 @@ def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
     best = {count: rows[0] for count in counts if (rows := search(job, count)[0])}
     fitting = {count: row for count, row in best.items() if row.prediction.fits != "no"}
     if args.json:
-        print(json.dumps([_as_json(count, best.get(count)) for count in counts], indent=2))
+        print(to_json([_as_json(count, best.get(count)) for count in counts]))
     else:
         _show(job, counts, best, fitting)
     if args.plot and fitting:
-        print(*draw_speed(args.plot, {count: row.prediction for count, row in fitting.items()}, bool(job.data.global_batch)), sep="\n")
+        predictions = {count: row.prediction for count, row in fitting.items()}
+        with notes_on_stderr(args.json):
+            print(*draw_speed(args.plot, predictions, bool(job.data.global_batch)), sep="\n")
     return Exit.DONE if fitting else Exit.CONFIG
 
 

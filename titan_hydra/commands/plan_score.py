@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.text import table
+from titan_hydra.base.text import table, to_json
 from titan_hydra.plan.published import Scored, rows_of, score
 from titan_hydra.plan.shape import NotPredictable
 
@@ -28,7 +27,7 @@ def scored(file: Path | None, as_json: bool) -> int:
         except (NotPredictable, ConfigError, KeyError, ValueError) as error:
             skipped.append((row["id"], f"{error.args[0]} is not given" if isinstance(error, KeyError) else str(error).splitlines()[0]))
     if as_json:
-        print(json.dumps({"rows": [*map(_as_json, found)], "skipped": dict(skipped)}, indent=2))
+        print(to_json({"rows": [*map(_as_json, found)], "skipped": dict(skipped)}))
         return Exit.DONE if found else Exit.CONFIG
     counted, apart = [one for one in found if not one.apart], [one for one in found if one.apart]
     for title, rows, name in (

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.text import notes_on_stderr, to_json
 from titan_hydra.config.files import write_text
 from titan_hydra.report import write
 from titan_hydra.report.cells import gather
@@ -26,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, (file, _) in TEXTS.items():
         parser.add_argument(f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON for scripts: all columns, unrounded, and what each row was judged by"
+    )
     parser.add_argument("--row", action="store_true", help="print the runs as rows that titan plan --score reads")
     parser.add_argument("--html", action="store_true", help="write report.html: one page with everything, for any browser, without network")
     parser.add_argument("--serve", action="store_true", help="serve the page to this machine only, updated while the sweep runs")
@@ -38,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print, write or serve the report. Raises ConfigError if no cell has numbers, or if cells cannot be compared."""
+    if args.json and (given := [name for name in (*TEXTS, "row", "serve") if getattr(args, name)]):
+        raise ConfigError(f"--json: prints one document, and --{given[0]} another; give one of them")
     if args.serve:
         from titan_hydra.report.serve import serve
 
@@ -65,23 +71,31 @@ def main(args: argparse.Namespace) -> int:
                 print(text(report), end="")
         if "csv" in texts:  # CSV has no place for notes
             print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
-        if not texts and not args.html:
+        if args.json:
+            print(to_json(write.report_document(report)))
+        elif not texts and not args.html:
             write.terminal(report)
             if args.plots:
                 print()
-        if args.plots:
-            from titan_hydra.report import plots
-
-            for file in plots.write(report, folder, args.x, args.log):
-                print(file)
-        if args.html:
-            from titan_hydra.report import page
-
-            write_text(folder / "report.html", page.page(report))
-            print(folder / "report.html")
+        with notes_on_stderr(args.json):
+            draw_files(report, folder, args)
     except OSError as error:
         raise ConfigError(f"-o {folder}: cannot be written: {error.strerror}") from error
     return Exit.DONE
+
+
+def draw_files(report: Report, folder: Path, args: argparse.Namespace) -> None:
+    """Write the plots and the page, as far as they are asked for, and print their files."""
+    if args.plots:
+        from titan_hydra.report import plots
+
+        for file in plots.write(report, folder, args.x, args.log):
+            print(file)
+    if args.html:
+        from titan_hydra.report import page
+
+        write_text(folder / "report.html", page.page(report))
+        print(folder / "report.html")
 
 
 def made(args: argparse.Namespace) -> Report:

@@ -6,6 +6,7 @@ printed with a suggested change.
 
 import argparse
 import dataclasses
+import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from titan_hydra.config.fault import quoted
 from titan_hydra.config.operation import Launch, Paths
 from titan_hydra.config.user_code import edited_sources
 from titan_hydra.launch import dispatch
-from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.cell import Cell, without_card
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.hints import hint
@@ -73,6 +74,9 @@ def main(args: argparse.Namespace) -> int:
         Cell(number, cell.overrides, _job_of(cell.directory, args.runs), cell.directory, len(again))
         for number, (_, cell) in enumerate(again, 1)
     ]
+    if faults := list(without_card(cells)):
+        print(*faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
     clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)  # the runs of a folder may belong to several clusters
     statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
     return next((status for status in statuses if status), Exit.DONE)
@@ -103,9 +107,10 @@ def cluster_of(cell: Cell) -> str:
 
 def _job_of(directory: Path, runs: Path) -> Job:
     """Return the job of a run without the `launch` keys of its first start (force, retry, a limit), which only concern
-    that start. Raises ConfigError if the user's modules have been edited since.
+    that start, but with those that hold for every start. Raises ConfigError if the user's modules have been edited since.
     """
     job = load_job(directory)
     if fault := edited_sources(job.train):
         raise ConfigError(f"{directory.name}: {fault}")
-    return dataclasses.replace(job, launch=Launch(retry="all", packed=job.launch.packed), paths=Paths(str(runs.absolute())))
+    launch = Launch(retry="all", packed=job.launch.packed, require_card=job.launch.require_card)
+    return dataclasses.replace(job, launch=launch, paths=Paths(str(runs.absolute())))

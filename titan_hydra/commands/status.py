@@ -3,7 +3,6 @@ all sweeps and runs of a folder.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections import Counter
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.text import table
+from titan_hydra.base.text import table, to_json
 from titan_hydra.config.fault import counted, quoted, shown
 from titan_hydra.runs import find, layout, rundir
 from titan_hydra.runs.find import Selection, all_runs, runs_option
@@ -44,12 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("-f", "--follow", action="store_true", help="repeat until no run is queued or running")
-    how.add_argument("--json", action="store_true", help="print JSON for scripts, with all known values, unrounded")
     how.add_argument("--all", action="store_true", help="print a line for each sweep, and for each run outside sweeps, the newest first")
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts, with all known values, unrounded")
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the table once or follow it. Returns 0, whatever the runs' states are."""
+    if args.follow and args.json:
+        raise ConfigError("--json: prints one document, and --follow goes on; repeat `titan status --json`")
     if args.all:
         return _all(args)
     selection = choose(args.target, args.runs)
@@ -57,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         return _follow(args, selection)
     rows, queues = look(selection.cells)
     if args.json:
-        print(json.dumps({"name": selection.name, "silent": silent(queues), "cells": [_as_json(row) for row in rows]}, indent=2))
+        print(to_json({"name": selection.name, "silent": silent(queues), "cells": [_as_json(row) for row in rows]}))
         return Exit.DONE
     print(*_table(rows), "", *_below(args, selection, rows, queues), sep="\n")
     return Exit.DONE
@@ -69,8 +70,16 @@ def _all(args: argparse.Namespace) -> int:
         raise ConfigError(f"--all {args.target}: lists everything in --runs={args.runs}, so it takes no TARGET")
     if not args.runs.is_dir():
         raise ConfigError(f"--runs={args.runs}: no such folder")
+    newest_first = sorted(entries(args.runs.absolute()), key=lambda entry: entry[0], reverse=True)
+    if args.json:
+        print(
+            to_json(
+                [{"name": name, "started": when, "states": Counter(state.kind for state in states)} for when, name, states in newest_first]
+            )
+        )
+        return Exit.DONE
     rows, colours = [], []
-    for when, name, states in sorted(entries(args.runs.absolute()), key=lambda entry: entry[0], reverse=True):
+    for when, name, states in newest_first:
         kinds = Counter(state.kind for state in states)
         words = ", ".join(f"{kinds[kind]} {kind}" for kind in ORDER if kinds[kind])
         if len(states) == 1:

@@ -2,21 +2,26 @@
 matrix is written to docs/acceptance.md.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
 import os
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.text import table
+from titan_hydra.base.text import notes_on_stderr, table, to_json
 from titan_hydra.base.versions import versions
 from titan_hydra.config import Fault
 from titan_hydra.config.fault import suggest
 from titan_hydra.config.files import CONF
 from titan_hydra.verify.case import Case
 from titan_hydra.verify.matrix import whole_matrix
+
+if TYPE_CHECKING:
+    from titan_hydra.verify.judge import Outcome
 
 STEPS_OF_RANDOM = 4  # optimizer steps of each job of --random
 STEPS_OF_MODULE = 3  # optimizer steps of --module: one before the resumed run starts, and two after
@@ -40,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mutants", action="store_true", help="plant known faults in a copy of the package instead, and print what finds each"
     )
     parser.add_argument("--quick", action="store_true", help="with --mutants: only the cases that the default test suite runs")
-    parser.add_argument("--json", action="store_true", help="with --module or --mutants: print the result as JSON, progress on stderr")
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts: each case, and each column's difference and bound")
     docs = CONF.parent / "docs"  # only a checkout has it
     parser.add_argument(
         "--write",
@@ -70,16 +75,47 @@ def main(args: argparse.Namespace) -> int:
     cases = list(draw_jobs(args.random, args.seed)) if drawn else whole_matrix()
     chosen = _chosen(args, cases)
     if args.list:
-        print(*(f"{case.ranks:>3}  {case.name}" for case in chosen), sep="\n")
+        names = [{"name": case.name, "ranks": case.ranks} for case in chosen]
+        print(to_json(names) if args.json else "\n".join(f"{case.ranks:>3}  {case.name}" for case in chosen))
         return Exit.DONE
     own = bool(args.overrides or args.config_dir)
     coverage = covered(chosen, tuple(args.overrides), args.config_dir, steps) if own else Coverage(chosen)
     outcomes = verify(coverage.cases, steps)
     if own:
         outcomes = coverage.without_refused(outcomes)
-        print(*coverage.lines(len(outcomes), len(cases)), "", sep="\n")
+        with notes_on_stderr(args.json):
+            print(*coverage.lines(len(outcomes), len(cases)), "", sep="\n")
         if not outcomes:
             return Exit.CONFIG
+    if args.json:
+        print(to_json({"steps": steps, "versions": versions(), "cases": [outcome_as_json(outcome) for outcome in outcomes]}))
+    header, rows = _rows(outcomes)
+    if not args.json:
+        show_outcomes(outcomes, header, rows)
+    if coverage.cases == whole_matrix():
+        _write(args.write, header, rows, STEPS)
+    return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
+
+
+def outcome_as_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON values; a difference that is not finite is null."""
+    case = outcome.case
+    columns = ("loss", "norm", "gradients", "weights")
+    return {
+        "name": case.name,
+        "ranks": case.ranks,
+        "passed": outcome.passed,
+        **{name: {"difference": getattr(outcome, name), "bound": getattr(case, name)} for name in columns},
+        "band": outcome.band or None,
+        **{name: getattr(outcome, name) for name in ("start", "routing", "drift", "rounded")},
+        "worst": outcome.worst,
+        "error": outcome.error or None,
+        "overrides": [*case.overrides, *case.base],
+    }
+
+
+def _rows(outcomes: list[Outcome]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the titles and the rows of the table of outcomes."""
     header = ("case", "ranks", "loss", "norm", "gradient", "weights", "band", "start", "copies", "rounded", "passed")
     rows = [
         (
@@ -92,14 +128,16 @@ def main(args: argparse.Namespace) -> int:
         )
         for o in outcomes
     ]
+    return header, rows
+
+
+def show_outcomes(outcomes: list[Outcome], header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Print the table, and a line for each case that has not passed."""
     colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
     print("Largest relative differences from the reference:", *table(header, rows, header[1:-1], ("case",), colours), sep="\n")
     for outcome in outcomes:
         if not outcome.passed:
             print(outcome)
-    if coverage.cases == whole_matrix():
-        _write(args.write, header, rows, STEPS)
-    return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
 
 
 def _verify_module(place: str, as_json: bool) -> int:
@@ -113,7 +151,7 @@ def _verify_module(place: str, as_json: bool) -> int:
         print(error)
         return Exit.BUG
     if as_json:
-        print(json.dumps({**asdict(verdict), "passed": verdict.passed}, indent=2))
+        print(to_json({**asdict(verdict), "passed": verdict.passed}))
         return Exit.DONE if verdict.passed else Exit.BUG
     words = {True: "yes", False: "NO", None: "unknown"}
     header = ("check", "found", "allowed", "where", "passed")

@@ -1,14 +1,13 @@
 """`titan verify --mutants`: plant known faults one at a time in a copy of the package, and print what found each."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.base.text import table
+from titan_hydra.base.text import table, to_json
 from titan_hydra.config import Fault
 from titan_hydra.config.fault import counted, suggest
 from titan_hydra.verify.mutants.corpus import corpus
@@ -33,7 +32,7 @@ def run_mutants(args: argparse.Namespace) -> int:
         print(line_of(finding), file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.json:
         rows = [asdict(finding.mutant) | {"subject": subjects[finding.mutant.name]} | _found(finding) for finding in findings]
-        print(json.dumps({"mutants": rows, "summary": summary(findings)}, indent=2))
+        print(to_json({"mutants": rows, "summary": summary(findings)}))
     else:
         print("", *_summary(findings, subjects), sep="\n")
         if left := len(chosen) - len(findings):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from .load import picking, read
 from .overrides import mistakes
 from .rules.checks import check
 from .schema import Job
+from .sweep import sweep_cells
 
 if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
@@ -77,12 +80,36 @@ def compose_unchecked(*overrides: str, config_dir: Path | None = None) -> Job:
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     if lines := mistakes(overrides, [CONF, *([config_dir] if config_dir else [])]):
         raise ConfigError("\n".join(lines))
-    try:
+    with in_one_line():
         job, faults = read(own_composer(config_dir)(overrides))
+    if faults:
+        raise ConfigError("\n".join(map(str, faults)))
+    return job
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """Raise ConfigError with one line in place of what Hydra raises for a mistake of the user's."""
+    try:
+        yield
     except Exception as error:
         if (line := explain(error)) is None:
             raise
         raise ConfigError(line) from error
-    if faults:
-        raise ConfigError("\n".join(map(str, faults)))
-    return job
+
+
+def compose_cells(overrides: list[str], config_dir: Path | None = None) -> list[tuple[Job, list[str], str]]:
+    """Compose and freeze the cells of a command line. Returns each job, its overrides and its name in the sweep file.
+    Raises ConfigError.
+    """
+    if lines := mistakes([word for word in overrides if "sweeps=" not in word], [CONF, *([config_dir] if config_dir else [])]):
+        raise ConfigError("\n".join(lines))
+    with in_one_line():
+        composed = sweep_cells(own_composer(config_dir), overrides)
+    jobs = []
+    for config, typed in composed:
+        job, faults = read(config)
+        if job is None or faults:
+            raise ConfigError("\n".join(map(str, faults)))
+        jobs.append((freeze(job), typed, config.sweep.cell or ""))
+    return jobs

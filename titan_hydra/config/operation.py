@@ -202,6 +202,9 @@ class Launch:
         identity=False,
         choices=("refuse", "warn", "off"),
     )
+    require_card: bool = key(
+        False, "refuse a cell whose layout has no certificate of this code (titan certify) in the folder of runs", identity=False
+    )
     skip_invalid: bool = key(False, "leave out cells with faults instead of stopping", identity=False)
 
 

@@ -62,6 +62,23 @@ def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[C
     return composed
 
 
+def sweep_cells(compose: Callable[[list[str]], Any], overrides: list[str]) -> list[Composed]:
+    """Return the cells that overrides compose to, for programs other than launch.py. Several sweep files may be named, as
+    +sweeps=paper_table1,paper_table2.
+    """
+    file, typed = _split(overrides)
+    key, _, names = file[0].partition("=") if file else ("", "", "")
+    found: list[Composed] = []
+    for own_file in [[f"{key}={name}"] for name in names.split(",")] if file else [[]]:
+        config = compose([*own_file, *(override for override in overrides if override not in file)])
+        only = config.sweep.cell
+        cells = [
+            _compose_cell(compose, name, own_file, list(own), typed) for name, own in config.sweep.cells.items() if only in (None, name)
+        ]
+        found += cells or [(config, [*own_file, *typed])]
+    return found
+
+
 def named(composed: list[Composed]) -> list[Composed]:
     """Fill in the missing names of the cells of one command line: sweep.name from the swept keys, sweep.cell from the
     overrides that differ.

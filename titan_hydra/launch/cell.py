@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_hydra.base.errors import Exit
-from titan_hydra.config import Job
+from titan_hydra.config import Fault, Job
+from titan_hydra.config.fault import quoted
 from titan_hydra.job.ranks import all_ranks, runs_here
 from titan_hydra.plan import predict
+from titan_hydra.runs.cards import folder_of_card, read_card
 from titan_hydra.runs.rundir import State
 
 # Values of launch.retry; for each, the exit statuses of the failed runs that it starts again.
@@ -63,6 +66,19 @@ class Cell:
         """An upper bound of the cell's GPU-hours; None without a time limit."""
         minutes = self.job.cluster.time_minutes
         return None if minutes is None else self.ranks * minutes / 60
+
+
+def without_card(cells: list[Cell]) -> Iterator[Fault]:
+    """Yield a fault for each cell that must have a certificate of its layout by this code (launch.require_card) and has
+    none.
+    """
+    for cell in cells:
+        if cell.job.launch.require_card and not read_card(cell.job):
+            name = folder_of_card(cell.job).name
+            line = f"titan certify {quoted(cell.overrides)}".rstrip()
+            yield Fault(
+                "launch.require_card", True, f"{cell.directory.name}: its layout has no card {name} of this code and torch; make it: {line}"
+            )
 
 
 def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:

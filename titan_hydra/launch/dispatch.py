@@ -22,7 +22,7 @@ from titan_hydra.runs import manifest, rundir
 from titan_hydra.runs.rundir import State
 
 from . import show
-from .cell import Cell, to_start
+from .cell import Cell, to_start, without_card
 from .executor import Executor
 
 
@@ -124,6 +124,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
             faults.append(
                 Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel {cell.directory.name})")
             )
+    faults += without_card(to_start(cells, states))
     faults += _executor(cells).check(cells, states)
     if launch.max_gpu_hours is not None:
         start = to_start(cells, states)

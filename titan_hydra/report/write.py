@@ -3,6 +3,8 @@
 import csv
 import io
 import re
+from dataclasses import asdict
+from typing import Any
 
 from titan_hydra.base.text import table
 
@@ -53,8 +55,46 @@ def markdown(report: Report) -> str:
 
 
 def comma_separated(report: Report) -> str:
-    """Return all columns as CSV, unrounded, including empty and constant columns, and further facts about each run."""
-    out = io.StringIO()
+    """Return all columns as CSV, unrounded, with empty and constant ones, and further facts about each run."""
+    out, rows = io.StringIO(), values_of_rows(report)
+    writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def report_document(report: Report) -> dict[str, Any]:
+    """Return the report as JSON values: the columns of the CSV file and, for each row, the whole differences and what
+    judges its loss.
+    """
+    further = [
+        {
+            "difference": row.difference,
+            "noise": row.noise,
+            "in_band": None if row.band is None else row.band.inside,
+            "band": row.band and asdict(row.band),
+            "loss_difference_error": row.change and row.change[1],
+        }
+        for row in report.rows
+    ]
+    repeats = [{"directory": cell.directory.name, "tokens_per_second": cell.rate, "state": cell.word} for cell in report.repeats]
+    return {
+        "name": report.name,
+        "command": report.command,
+        "caption": report.caption,
+        "over": report.over,
+        "rows": [row | more for row, more in zip(values_of_rows(report), further, strict=True)],
+        "baseline_again": repeats,
+        "differences": [
+            {"key": one.key, "values": one.values, "work": one.work, "learning": one.learning, "purpose": one.purpose}
+            for one in report.found
+        ],
+        "notes": report.notes,
+    }
+
+
+def values_of_rows(report: Report) -> list[dict[str, Any]]:
+    """Return for each row all columns, unrounded, with empty and constant ones, and further facts about its run."""
     rows = []
     for row in report.rows:
         state, load = row.cell.state, row.cell.load
@@ -74,10 +114,7 @@ def comma_separated(report: Report) -> str:
                 "best_checkpoint": row.cell.result.get("best_checkpoint"),
             }
         )
-    writer = csv.DictWriter(out, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    return rows
 
 
 def latex(report: Report) -> str:

@@ -183,6 +183,10 @@ SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", 
         {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool}))}, {"created": Moment}))
 RATES = Entry("hardware.json", "`titan plan --tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that submitted jobs run")
+CARDS = Entry("cards/", "`titan certify`", "a folder for each certificate: the layout's hash and the code's digest")
+CARD = Entry("card.json", "`titan certify`", "in the folder of a certificate: what was proven, and what runs measured", Fields(
+    {"passed": bool, "layout": str, "code": str, "versions": dict[str, str], "measured": Each(Fields({"run": str}))}))
+CARD_PAGE = Entry("card.md", "`titan certify`", "the certificate as a page to read")
 # fmt: on
 
 

@@ -232,10 +232,14 @@ def verify(cases: Iterable[Case], steps: int = STEPS, bands_of_failed: bool = Tr
     cases = list(cases)
     firsts: dict[str, Case] = {}
     for case in cases:
-        firsts.setdefault(_key(case), case)
+        firsts.setdefault(reference_key(case), case)
     _tell(f"composing the jobs of {counted(len(cases), 'case')} and {counted(len(firsts), 'reference')}")
     jobs = [job_of(case, steps) for case in cases]
-    references = {key: (case, reference_of(case, steps)) for key, case in firsts.items()}
+    return prove(cases, jobs, {key: (case, reference_of(case, steps)) for key, case in firsts.items()}, bands_of_failed)
+
+
+def prove(cases: list[Case], jobs: list[Job], references: dict[str, tuple[Case, Job]], bands_of_failed: bool = True) -> list[Outcome]:
+    """Run the job of each case, and each reference once, by `reference_key`. Returns an outcome for each case."""
     by_ranks: dict[tuple[bool, int], list[tuple[int, Case, dict]]] = defaultdict(list)
     for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
         by_ranks[case.threads, case.ranks].append((number, case, to_dict(job)))
@@ -247,11 +251,11 @@ def verify(cases: Iterable[Case], steps: int = STEPS, bands_of_failed: bool = Tr
         # Indices of the cases beyond the tight tolerances; those with the same reference and `tp` share a band.
         judged = defaultdict(list)
         for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
-            case, alone = references[_key(outcome.case)]
+            case, alone = references[reference_key(outcome.case)]
             alike = case.reference == "process" and rounds_alike(job, alone)
             wanted = bands_of_failed or outcome.passed
             if wanted and not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
-                judged[_key(case), job.parallelism.tp].append(number)
+                judged[reference_key(case), job.parallelism.tp].append(number)
         if judged:
             draws = [(numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()]
             _share(_run_draws, folder, draws)
@@ -323,7 +327,7 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         # torch limits how often the same code is compiled, and the next case has other blocks.
         torch.compiler.reset()
         if dist.get_rank() == 0:
-            outcome = compare(case, run, Trace(**torch.load(f"{folder}/{_key(case)}.pt")))
+            outcome = compare(case, run, Trace(**torch.load(f"{folder}/{reference_key(case)}.pt")))
             _write(folder, number, outcome)
             _tell(f"{case.name}: {'passed' if outcome.passed else 'NOT PASSED'}")
         dist.barrier()
@@ -338,7 +342,7 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
     drawing ends once all cases are within it.
     """
     for numbers, tp, case, config in jobs:
-        reference = Trace(**torch.load(f"{folder}/{_key(case)}.pt"))
+        reference = Trace(**torch.load(f"{folder}/{reference_key(case)}.pt"))
         spread: Differences = {}
         once = flips(reference, config["optimizer"]["name"])
         for seed, parts in DRAWS:
@@ -411,6 +415,7 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
 
 
 def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
+    os.dup2(2, 1)  # what libraries of a rank print, such as gloo, is no part of the command's output
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
@@ -422,9 +427,9 @@ def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folde
         os._exit(1)
 
 
-def _key(case: Case) -> str:
-    said = (case.base, case.uneven_mask, case.documents, case.validated, case.reference)
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+def reference_key(case: Case) -> str:
+    """Return a text that is equal for cases which share a reference."""
+    return hashlib.sha256(repr((case.base, case.uneven_mask, case.documents, case.validated, case.reference)).encode()).hexdigest()[:16]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

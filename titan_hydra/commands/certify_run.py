@@ -1,0 +1,107 @@
+"""The parts of a certificate that need real runs: a run that is killed and carried on, and its weights exported and
+imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.base.errors import ConfigError, RunError
+from titan_hydra.config import Job
+from titan_hydra.config.operation import Checkpoint, Launch, Paths
+from titan_hydra.launch import dispatch
+from titan_hydra.launch.cell import Cell
+from titan_hydra.runs import checkpoints, layout, rundir
+
+STEPS, INTERVAL = 24, 4  # steps of a run, and between two checkpoints: so many that the kill comes before the end
+
+
+def killed_and_carried_on(job: Job, folder: Path) -> tuple[dict[str, Any], Path]:
+    """Train a reduced job twice, once undisturbed and once killed after its first checkpoint and carried on. Returns
+    whether every loss and gradient norm has the same bits, and the directory of the undisturbed run.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        whole, broken = _cell(job, folder / "undisturbed"), _cell(job, folder / "killed")
+        if status := dispatch.begin([whole]):
+            return {"passed": False, "reason": f"the undisturbed run ended with exit status {int(status)}"}, whole.directory
+        ended = threading.Event()
+        killer = threading.Thread(target=_kill_after_a_save, args=(broken.directory, ended), daemon=True)
+        killer.start()
+        dispatch.begin([broken])
+        ended.set()
+        killer.join()
+        at, saved = layout.METRICS.last(broken.directory).get("step"), _last_save(broken.directory)
+        if rundir.state(broken.directory).kind == "done" or not saved:
+            return {"passed": False, "reason": "the run was over before it could be killed"}, whole.directory
+        status = dispatch.begin([_cell(job, folder / "killed", retry="all")])
+    rows, others = (_numbers(cell.directory) for cell in (whole, broken))
+    differing = [step for step in rows if rows[step] != others.get(step)]
+    return {
+        "passed": not status and not differing and len(rows) == STEPS,
+        "steps": STEPS,
+        "killed_at_step": at,
+        "carried_on_from_step": saved,
+        "first_other_bits": min(differing, default=None),
+        "reason": f"the run that was carried on ended with exit status {int(status)}" if status else None,
+    }, whole.directory
+
+
+def _cell(job: Job, runs: Path, retry: str = "none") -> Cell:
+    new = copy.deepcopy(job)
+    new.paths, new.launch, new.steps = Paths(str(runs)), Launch(retry=retry, oom_check="off"), STEPS
+    new.checkpoint = Checkpoint(new.checkpoint.name, interval=INTERVAL, keep_latest_k=0)
+    return Cell(1, [], new, rundir.directory_of(new), 1)
+
+
+def _kill_after_a_save(directory: Path, ended: threading.Event) -> None:
+    """Send SIGKILL to all ranks once the run has a complete checkpoint."""
+    while not ended.wait(0.02):
+        if _last_save(directory):
+            for rank in rundir.running_ranks(layout.ATTEMPT.of(directory, 1)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank["pid"], signal.SIGKILL)
+            return
+
+
+def _last_save(directory: Path) -> int:
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
+    return max(map(checkpoints.step_of, checkpoints.complete(layout.CHECKPOINTS.of(directory))), default=0)
+
+
+def _numbers(directory: Path) -> dict[int, tuple[float, float]]:
+    """Return loss and gradient norm of each step."""
+    return {row["step"]: (row["loss"], row.get("grad_norm")) for row in layout.METRICS.rows(directory)[0]}
+
+
+def exported_and_imported(run: Path, job: Job, folder: Path) -> dict[str, Any]:
+    """Export the last weights of a run to Hugging Face's format, import them again, and compare every bit."""
+    import torch
+
+    from titan_hydra.checkpoint import convert
+    from titan_hydra.checkpoint.reader import PREFIX, Reader
+
+    if job.adapter.name != "none":
+        return {"passed": None, "reason": f"adapter={job.adapter.name}: an export merges the adapters into the weights"}
+    step = checkpoints.complete(layout.CHECKPOINTS.of(run))[-1]
+    try:
+        convert.export_hf(step, folder / "exported")
+        convert.import_hf(folder / "exported", folder / "imported", imports=job.train.imports)
+    except ConfigError as error:  # a family without a form in that format
+        return {"passed": None, "reason": str(error)}
+    except RunError as error:
+        return {"passed": False, "reason": str(error)}
+    before, after = Reader(step), Reader(folder / "imported")
+    names = [name for name in after.metadata.state_dict_metadata if name.startswith(PREFIX)]
+    differing = []
+    for name in names:
+        entry: Any = before.metadata.state_dict_metadata.get(name)
+        if entry is None or not torch.equal(*(one.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for one in (before, after))):
+            differing.append(name.removeprefix(PREFIX))
+    return {"passed": bool(names) and not differing, "tensors": len(names), "differing": differing, "reason": None}

@@ -1,0 +1,41 @@
+"""What a certificate proves in verify: reduced jobs against one process, and the order of their data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from titan_hydra import data
+from titan_hydra.config import Job
+from titan_hydra.job.ranks import data_parallel
+
+from .judge import Outcome
+from .reduce import Proof
+from .verify import prove, reference_key
+
+
+def prove_all(proofs: Iterable[Proof]) -> list[Outcome]:
+    """Run the proofs, each reference once. Returns an outcome for each, in their order."""
+    proofs = list(proofs)
+    references = {reference_key(proof.case): (proof.case, proof.alone) for proof in reversed(proofs)}
+    return prove([proof.case for proof in proofs], [proof.job for proof in proofs], references)
+
+
+def misplaced(job: Job, steps: int = 3) -> str:
+    """Return the first step and tensor in which the samples of all data-parallel ranks together are not those that one
+    process takes; "" if there is none.
+    """
+    ranks = data_parallel(job)
+    loaders, whole = [data.build(job, rank, ranks) for rank in range(ranks)], data.build(job, 0, 1)
+    try:
+        for step in range(1, steps + 1):
+            parts, batch = [loader.next() for loader in loaders], whole.next()
+            for name, tensor in batch.tensors.items():
+                together = torch.cat([part[name] for part in parts], batch.dims[name].samples)
+                if not torch.equal(together, tensor):
+                    return f"step {step}, {name}"
+    finally:
+        for loader in (*loaders, whole):
+            loader.close()
+    return ""
