@@ -45,7 +45,7 @@ STEPS_OF_DATA = 3  # steps whose samples are compared
 
 
 @dataclasses.dataclass
-class Subject:
+class Candidate:
     """A cell that is certified: its job, the jobs of reduced size, and their proofs, in the order of these jobs."""
 
     job: Job
@@ -98,12 +98,12 @@ def main(args: argparse.Namespace) -> int:
     return Exit.DONE if all(card["passed"] for card in (known | made).values()) else Exit.BUG
 
 
-def subject(job: Job, overrides: list[str], name: str, most: int) -> Subject:
+def subject(job: Job, overrides: list[str], name: str, most: int) -> Candidate:
     """Reduce a job, and list what is to be proven of it. Raises ConfigError if it has no reduced form."""
     from titan_hydra.verify.reduce import proofs, reduced
 
     small = reduced(job, most)
-    return Subject(job, overrides, name or job.name, small, [list(proofs(job, one, degrees_in_words(one))) for one in small])
+    return Candidate(job, overrides, name or job.name, small, [list(proofs(job, one, degrees_in_words(one))) for one in small])
 
 
 def degrees_in_words(job: Job) -> str:
@@ -115,7 +115,7 @@ def degrees_of(job: Job) -> dict[str, int]:
     return {name: degree for name in (*DEGREES, "ep") if (degree := getattr(job.parallelism, name)) > 1}
 
 
-def certified(subjects: list[Subject], began: float) -> list[dict[str, Any]]:
+def certified(subjects: list[Candidate], began: float) -> list[dict[str, Any]]:
     """Prove all subjects, with one set of ranks for each number of them, then train those that have passed. Jobs that
     several subjects share run once. Returns a card for each subject.
     """
@@ -154,7 +154,7 @@ def train_reduced(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         return resume, certify_run.exported_and_imported(run, job, Path(folder))
 
 
-def order_of_data(one: Subject) -> dict[str, Any]:
+def order_of_data(one: Candidate) -> dict[str, Any]:
     """Compare the samples of all data-parallel ranks with those of one process. Raises ConfigError for missing files."""
     from titan_hydra.verify.certificate import misplaced
     from titan_hydra.verify.reduce import with_own_data
@@ -166,7 +166,7 @@ def order_of_data(one: Subject) -> dict[str, Any]:
 
 
 def card_of(
-    one: Subject, found: list[list[Outcome]], data: dict[str, Any], resume: dict[str, Any], export: dict[str, Any]
+    one: Candidate, found: list[list[Outcome]], data: dict[str, Any], resume: dict[str, Any], export: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the certificate of a subject as JSON values."""
     from titan_hydra.verify.reduce import reduced_keys
@@ -215,7 +215,7 @@ def prediction_of(job: Job) -> dict[str, Any]:
         return {"memory_gib": None, "reason": str(error)}
 
 
-def not_shown(one: Subject) -> list[str]:
+def not_shown(one: Candidate) -> list[str]:
     """List what the reduced size cannot show."""
     job, lines = one.job, ["kernels and streams of a GPU; the ranks compute on CPUs"]
     if len(one.small) > 1:

@@ -12,7 +12,7 @@ from titan_hydra.config import Fault
 from titan_hydra.config.fault import counted, suggest
 from titan_hydra.verify.mutants.corpus import corpus
 from titan_hydra.verify.mutants.mutant import Mutant
-from titan_hydra.verify.mutants.trial import Finding, Trial, summary
+from titan_hydra.verify.mutants.trial import Finding, Trial, counts_by_way
 
 WAYS = {"quick": "quick cases", "matrix": "whole matrix", "tests": "tests alone", "missed": "missed"}
 
@@ -32,7 +32,7 @@ def run_mutants(args: argparse.Namespace) -> int:
         print(line_of(finding), file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.json:
         rows = [asdict(finding.mutant) | {"subject": subjects[finding.mutant.name]} | _found(finding) for finding in findings]
-        print(to_json({"mutants": rows, "summary": summary(findings)}))
+        print(to_json({"mutants": rows, "summary": counts_by_way(findings)}))
     else:
         print("", *_summary(findings, subjects), sep="\n")
         if left := len(chosen) - len(findings):
@@ -67,7 +67,7 @@ def _summary(findings: Iterable[Finding], subjects: dict[str, str]) -> list[str]
         groups.setdefault("all", [])
     groups["all"] = [finding for own in groups.values() for finding in own]
     rest = {name: own for name, own in groups.items() if name != "all"} | {"all": groups["all"]}
-    rows = [(name, str(len(own)), *map(str, summary(own).values())) for name, own in rest.items()]
+    rows = [(name, str(len(own)), *map(str, counts_by_way(own).values())) for name, own in rest.items()]
     return table(header, rows, header[1:], ("subject",), [{} for _ in rows])
 
 

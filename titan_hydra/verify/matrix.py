@@ -50,7 +50,7 @@ EXACT: dict[str, Any] = {"reference": "float64", "loss": 2e-6, "norm": 1e-5, "gr
 YARN = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", "model.yarn.temperature=0.7")
 # Products and gradients are rounded to bfloat16's 8 bits, sums are not; a layout rounds other partial sums. One process
 # differs by up to 1e-4 in the loss if its sums are cut elsewhere (`bf16, sft, fsdp 4, tp 2`, ten steps).
-BF16 = {"loss": 3e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
+BF16: dict[str, Any] = {"loss": 3e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
 # After ten steps, a tied model in bf16 differs from the same model in float64 by 1.3e-3 of the loss and 8e-3 of the
 # norm, in one process as on two ranks.
 TIED = {"loss": 5e-4, "norm": 6e-3}

@@ -383,7 +383,7 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
     Crashed if a signal ended a rank, else Raised with the traceback of the first that failed.
     """
     # a process without threads may have chosen a faster way, as the server of mutants does (mutants/server.py)
-    context = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "forkserver")
+    context: Any = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "forkserver")
     context.set_forkserver_preload(PRELOADED)
     stores = [tempfile.mktemp(dir=folder) for _ in worlds]
     processes = [

@@ -124,7 +124,7 @@ def rated(found: dict[str, Any], names: list[str]) -> list[tuple[str, str, float
     return rows
 
 
-def summary(findings: Iterable[Finding]) -> dict[str, int]:
+def counts_by_way(findings: Iterable[Finding]) -> dict[str, int]:
     """Return the number of mutants that each way has found, and of those that were missed."""
     counts = Counter(finding.by for finding in findings)
     return {by: counts[by] for by in ("quick", "matrix", "tests", "missed")}
