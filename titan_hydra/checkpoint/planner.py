@@ -81,6 +81,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def without_lower(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a content without its lower halves, and the lower halves by the flat names of the upper ones."""
+    """Return a content without lower halves, and its lower halves by the flat names of their upper halves."""
     lower = {f"{MODEL}.{name}": half for name, half in content.get(LOWER, {}).items()}
     return {part: value for part, value in content.items() if part != LOWER}, lower

@@ -54,7 +54,7 @@ class Parallelism:
     )
     reshard_after_forward: str = key(
         "default",
-        "free gathered parameters after the forward: default is always (ZeRO-3) without and never (ZeRO-2) with pipeline parallelism",
+        "free gathered parameters after the forward; default: always (ZeRO-3), but never (ZeRO-2) with pipeline parallelism",
         choices=("default", "always", "never"),
     )
     sequence_parallel: bool = key(True, "with tp, also split norms and residuals over the sequence")

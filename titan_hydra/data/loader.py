@@ -89,7 +89,7 @@ class Loader:
         BadShards(self.bad.limit, dict.fromkeys(sorted(self.known), "") | news).check()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state that `merge` has made of the states of any number of ranks; it has the states of this
+        """Continue from a state that `merge` has made of the states of any number of ranks. The state contains this
         rank's slots. Raises ConfigError if it belongs to other data or to another global batch.
         """
         for key, value in self.signature.items():

@@ -147,7 +147,7 @@ class Replicas(Groups):
         return meeting.step, False
 
     def _exchange(self, meeting: Meeting, loss: float | None) -> list[Tensor] | None:
-        """Return the averages, over the donors, of the due fragments and of the loss; None if a member was lost. Only a
+        """Return the due fragments and the loss, each averaged over the donors; None if a member was lost. Only a
         taker's state changes: it receives a donor's whole state.
         """
         donates = self.run.replica in meeting.donors

@@ -134,8 +134,8 @@ def owner_of(row: RunRow) -> Owner:
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
-    """Return the names under which tables show cells: without hashes. For cells without names, or with equal names,
-    these are the overrides in which the cells differ.
+    """Return the names of cells for tables, without hashes. For cells without names, or with equal names, these are the
+    overrides in which the cells differ.
     """
     overrides = [list(filter(tells, cell.overrides)) for cell in cells]
     if all(cell.name == " ".join(cell.overrides) for cell in cells):

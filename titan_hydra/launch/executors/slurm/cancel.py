@@ -65,7 +65,7 @@ def ranges(jobs: list[str]) -> list[str]:
 
 
 def sharing(owner: Owner, row: RunRow, rows: list[RunRow]) -> list[str]:
-    """Return the names of the other runs in the packed job of a row that have not ended and are not in `rows`."""
+    """Return the names of runs that have not ended, share the packed job of `row`, and are not in `rows`."""
     found = []
     for directory in {*row.directory.parent.iterdir()} - {row.directory for row in rows}:
         mine = [attempt for attempt in layout.ATTEMPT.all(directory).values() if layout.CLAIM.read(attempt).get("token") == owner["token"]]
