@@ -111,12 +111,15 @@ def test_only_a_card_that_passed_of_this_layout_and_code_counts(tmp_path, wrong)
         assert cards.read_card(job)
 
 
-def test_a_cell_without_a_card_is_refused_by_launch_and_by_retry(launcher):
+def test_a_cell_without_a_card_is_refused_in_a_line(launcher):
+    refused = launcher.run(*launcher.TINY, "launch.require_card=true", "launch.mode=dry")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and not (launcher.folder / "runs").exists()
+    assert refused.stderr.startswith("launch.require_card=true: ") and "titan certify " in refused.stderr
+
+
+def test_retry_asks_for_a_card_too(launcher):
     line = (*launcher.TINY, "cluster=inline", "checkpoint=off")
-    for mode in ("run", "dry"):
-        refused = launcher.run(*line, "launch.require_card=true", f"launch.mode={mode}")
-        assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and not (launcher.folder / "runs").exists()
-        assert refused.stderr.startswith("launch.require_card=true: ") and "titan certify " in refused.stderr
+    assert launcher.run(*line, "launch.require_card=true").returncode == 2
     job = dataclasses.replace(compose_job(*line))
     job.paths.runs = str(launcher.folder / "runs")
     write_card(job)

@@ -21,6 +21,7 @@ from titan_hydra.launch.cell import Cell
 from titan_hydra.runs import checkpoints, layout, rundir
 
 STEPS, INTERVAL = 24, 4  # steps of a run, and between two checkpoints: so many that the kill comes before the end
+TRIES = 3  # runs that are started until one is killed before its end
 
 
 def killed_and_carried_on(job: Job, folder: Path) -> tuple[dict[str, Any], Path]:
@@ -28,19 +29,17 @@ def killed_and_carried_on(job: Job, folder: Path) -> tuple[dict[str, Any], Path]
     whether every loss and gradient norm has the same bits, and the directory of the undisturbed run.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        whole, broken = _cell(job, folder / "undisturbed"), _cell(job, folder / "killed")
-        if status := dispatch.begin([whole]):
+        whole = _cell(job, folder / "undisturbed")
+        if status := _begin(whole):
             return {"passed": False, "reason": f"the undisturbed run ended with exit status {int(status)}"}, whole.directory
-        ended = threading.Event()
-        killer = threading.Thread(target=_kill_after_a_save, args=(broken.directory, ended), daemon=True)
-        killer.start()
-        dispatch.begin([broken])
-        ended.set()
-        killer.join()
-        at, saved = layout.METRICS.last(broken.directory).get("step"), _last_save(broken.directory)
-        if rundir.state(broken.directory).kind == "done" or not saved:
+        for turn in range(TRIES):
+            broken = _cell(job, folder / f"killed_{turn}")
+            at, saved = _run_until_killed(broken)
+            if saved:
+                break
+        else:
             return {"passed": False, "reason": "the run was over before it could be killed"}, whole.directory
-        status = dispatch.begin([_cell(job, folder / "killed", retry="all")])
+        status = _begin(_cell(job, folder / f"killed_{turn}", retry="all"))
     rows, others = (_numbers(cell.directory) for cell in (whole, broken))
     differing = [step for step in rows if rows[step] != others.get(step)]
     return {
@@ -58,6 +57,29 @@ def _cell(job: Job, runs: Path, retry: str = "none") -> Cell:
     new.paths, new.launch, new.steps = Paths(str(runs)), Launch(retry=retry, oom_check="off"), STEPS
     new.checkpoint = Checkpoint(new.checkpoint.name, interval=INTERVAL, keep_latest_k=0)
     return Cell(1, [], new, rundir.directory_of(new), 1)
+
+
+def _begin(cell: Cell) -> int:
+    """Run a cell to its end, and return its exit status. Raises KeyboardInterrupt if Ctrl-C or SIGTERM has stopped it."""
+    status = dispatch.begin([cell])
+    if status > 128:
+        raise KeyboardInterrupt
+    return status
+
+
+def _run_until_killed(cell: Cell) -> tuple[int, int]:
+    """Start a run and kill it. Returns the last step that it has logged and that of its newest checkpoint; zeros if it was
+    done before.
+    """
+    ended = threading.Event()
+    killer = threading.Thread(target=_kill_after_a_save, args=(cell.directory, ended), daemon=True)
+    killer.start()
+    _begin(cell)
+    ended.set()
+    killer.join()
+    if rundir.state(cell.directory).kind == "done":
+        return 0, 0
+    return layout.METRICS.last(cell.directory).get("step", 0), _last_save(cell.directory)
 
 
 def _kill_after_a_save(directory: Path, ended: threading.Event) -> None:

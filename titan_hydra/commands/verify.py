@@ -148,7 +148,8 @@ def _verify_module(place: str, as_json: bool) -> int:
     try:
         verdict = verify_module(place, STEPS_OF_MODULE)
     except (Raised, Crashed) as error:
-        print(error)
+        with notes_on_stderr(as_json):
+            print(error)
         return Exit.BUG
     if as_json:
         print(to_json({**asdict(verdict), "passed": verdict.passed}))

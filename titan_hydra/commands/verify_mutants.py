@@ -23,7 +23,8 @@ def run_mutants(args: argparse.Namespace) -> int:
     subjects = {mutant.name: subject for subject, mutants in corpus().items() for mutant in mutants}
     chosen = _chosen(args.only or "", [mutant for mutants in corpus().values() for mutant in mutants])
     if args.list:
-        print(*(f"{mutant.needs:<24}{mutant.name}" for mutant in chosen), sep="\n")
+        names = [{"name": mutant.name, "needs": mutant.needs} for mutant in chosen]
+        print(to_json(names) if args.json else "\n".join(f"{mutant.needs:<24}{mutant.name}" for mutant in chosen))
         return Exit.DONE
     trial = Trial(args.quick, lambda line: print(line, file=sys.stderr, flush=True))
     findings = []
