@@ -293,11 +293,12 @@ FAULTS |= {
 # Verifies a few random jobs at a time, and ends with status 1 at the first job that is wrong.
 VERIFY = """
 import sys
+from titan_hydra.verify.many import MANY
 from titan_hydra.verify.matrix import MATRIX
 from titan_hydra.verify.sampler import draw_jobs
 from titan_hydra.verify.verify import verify
 if __name__ == "__main__":
-    cases = [case for case in MATRIX if case.name == sys.argv[1]] or list(draw_jobs(60, seed=int(sys.argv[1])))
+    cases = [case for case in (*MATRIX, *MANY) if case.name == sys.argv[1]] or list(draw_jobs(60, seed=int(sys.argv[1])))
     for first in range(0, len(cases), 6):
         for outcome in verify(cases[first : first + 6], steps=4):
             if not outcome.passed:

@@ -76,7 +76,9 @@ class Training:
             _move_last_bits(model, seed)
         if mesh is not None:
             model = subject.parallelize(model, mesh)
-        self.model = model if dtype is None else model.to(dtype)
+        if dtype is not None:
+            _convert(model, dtype)
+        self.model = model
         make = subject.optimizer or (lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
         self.optimizer = make(self.model)
 
@@ -329,6 +331,15 @@ def _move_last_bits(model: nn.Module, seed: int) -> None:
         value = parameter.data
         toward = torch.where(torch.rand(value.shape, generator=dice) < 0.5, math.inf, -math.inf).to(value.dtype)
         parameter.data = value.nextafter(toward)
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert real parameters and buffers to `dtype`, and complex buffers too. `Module.to` would drop their imaginary
+    parts.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = tensor.data.to(dtype.to_complex() if tensor.is_complex() else dtype)
 
 
 def _looks_rounded(gradient: Tensor) -> bool:
