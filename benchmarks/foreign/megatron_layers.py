@@ -56,7 +56,10 @@ def parallelize(model, mesh):
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=mesh.size())
     options = ModelParallelConfig(
-        tensor_model_parallel_size=mesh.size(), use_cpu_initialization=True, gradient_accumulation_fusion=False, async_tensor_model_parallel_allreduce=False
+        tensor_model_parallel_size=mesh.size(),
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        async_tensor_model_parallel_allreduce=False,
     )
     common = {"config": options, "init_method": nn.init.zeros_}
     blocks = [
@@ -67,7 +70,9 @@ def parallelize(model, mesh):
         for _ in range(2)
     ]
     parts = Model(
-        VocabParallelEmbedding(VOCABULARY, DIM, **common), blocks, ColumnParallelLinear(DIM, VOCABULARY, bias=False, gather_output=False, **common)
+        VocabParallelEmbedding(VOCABULARY, DIM, **common),
+        blocks,
+        ColumnParallelLinear(DIM, VOCABULARY, bias=False, gather_output=False, **common),
     )
     whole = dict(model.named_parameters())
     with torch.no_grad():

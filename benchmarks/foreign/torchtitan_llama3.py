@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
-from torchtitan.distributed.utils import clip_grad_norm_, set_spmd_backend
-from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.distributed.full_dtensor import parallelize_inputs
+from torchtitan.distributed.spmd_types import annotate_input_spmd_types
+from torchtitan.distributed.utils import clip_grad_norm_, get_spmd_context, set_spmd_backend
 from torchtitan.models import llama3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -80,17 +81,20 @@ class Layout:
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+        context = get_spmd_context(parallel_dims=dims)()
+        context.__enter__()  # TorchTitan's trainer enters it around each forward and backward
+        model.dims, model.context = dims, context
         return model
 
     def loss(self, model, samples, mesh):
         """Return the sum of the losses by the number of tokens of the whole batch, as TorchTitan's trainer does."""
-        logits = model(samples["tokens"])
+        tokens, labels = samples["tokens"], samples["labels"]
         if mesh is None:
-            total = F.cross_entropy(logits.flatten(0, 1), samples["labels"].flatten(0, 1), reduction="sum")
-        else:
-            total = cross_entropy_loss(logits, samples["labels"])
-            total = total.to_local() if isinstance(total, DTensor) else total
-        return total / (SAMPLES * LENGTH)
+            return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(0, 1), reduction="sum") / (SAMPLES * LENGTH)
+        if self.backend != "partial_dtensor":
+            prepare = parallelize_inputs if self.backend == "full_dtensor" else annotate_input_spmd_types
+            tokens, labels, _ = prepare(model.dims, tokens, labels, {})
+        return cross_entropy_loss(model(tokens), labels, global_vocab_size=VOCABULARY) / (SAMPLES * LENGTH)
 
     def subject(self, accumulation=1):
         """Return the Subject."""

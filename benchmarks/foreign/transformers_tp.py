@@ -54,9 +54,7 @@ def loss(model, samples, mesh):
 
 def subject(kind, config, accumulation):
     """Return a Subject of two tensor-parallel ranks."""
-    return Subject(
-        mesh={"tp": 2}, model=lambda: build(kind, config), parallelize=load, batch=batch, loss=loss, accumulation=accumulation
-    )
+    return Subject(mesh={"tp": 2}, model=lambda: build(kind, config), parallelize=load, batch=batch, loss=loss, accumulation=accumulation)
 
 
 qwen3 = subject(Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16), 1)

@@ -153,11 +153,11 @@ def threaded_groups(meet: Callable[[Any, Any, int, Any], None]) -> Iterator[None
         mock.patch.object(threaded, "_store_based_barrier", lambda *_: None),  # would wait with the only turn to run
     ):
         threaded._install_threaded_pg()
-        c10d._set_thread_isolation_mode(True)
+        c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            c10d._set_thread_isolation_mode(False)
+            c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
             threaded._uninstall_threaded_pg()
 
 

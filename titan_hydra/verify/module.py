@@ -50,7 +50,7 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class ModuleVerdict:
     """What `verify_module` has found."""
 
     module: str
@@ -149,7 +149,7 @@ class Training:
         self.optimizer.load_state_dict(state[1])
 
 
-def verify_module(place: str, steps: int) -> Verdict:
+def verify_module(place: str, steps: int) -> ModuleVerdict:
     """Train the Subject at `place` for some steps on its ranks and in one process, and judge the differences. Raises
     ConfigError for a subject that cannot be run.
     """
@@ -165,7 +165,7 @@ def verify_module(place: str, steps: int) -> Verdict:
         spawn_ranks(subject.ranks, _train_layout, folder, jobs)
         found = json.loads(Path(folder, "found.json").read_text())
     checks = [Check(**check) for check in found["checks"]]
-    return Verdict(place, subject.mesh, found["reference"], checks, found["gradients"])
+    return ModuleVerdict(place, subject.mesh, found["reference"], checks, found["gradients"])
 
 
 def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, int, dict]]) -> None:
