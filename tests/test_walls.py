@@ -328,10 +328,10 @@ LINES = {
     "checkpoint": 1579,  # 1,400
     "train": 1504,  # 1,550
     "fault_tolerance": 1115,  # 600
-    "verify": 4106,  # 2,000
+    "verify": 4118,  # 2,000
     "launch": 3182,  # 1,950
     "report": 2500,  # 2,050
-    "commands": 3605,  # 2,300
+    "commands": 3630,  # 2,300
     "recipes": 3730,  # 3,100
     "plan": 2139,  # 1,800
 }

@@ -190,7 +190,8 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
         "relative to how far it has moved.",
         "`start` counts initial tensors that differ in any bit, `copies` parts of weights whose copies on several ranks differ in any bit",
         "after the last step, `rounded` parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their",
-        "overrides and upper bounds stand in [matrix.py](../titan_hydra/verify/matrix.py).",
+        "overrides and upper bounds stand in [matrix.py](../titan_hydra/verify/matrix.py). Ranks are processes; in the cases of 16 to 128",
+        "ranks of [many.py](../titan_hydra/verify/many.py), over two steps, they are threads of one process, which have no pipelines.",
         "",
         "How far rounding takes a run in these steps depends on the processor, so it is measured where it runs. A loss or norm within",
         f"{TIGHT['loss']:.0e}, a gradient within {TIGHT['gradients']:.0e} and a parameter within {TIGHT['weights']:.0e} pass at once. "

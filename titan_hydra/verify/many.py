@@ -13,6 +13,7 @@ LATENT_WIDE = (*LATENT, "model.n_heads=8", "model.n_kv_heads=8")
 SPREAD = ("model.n_experts=32", "model.experts_per_token=4")
 RING, ULYSSES = "parallelism.cp_rotate=alltoall", "parallelism.cp_rotate=ulysses"
 BY_TWO = "data.local_batch=2"
+COARSE: dict[str, Any] = {**BF16}
 
 
 def many(what: str, degrees: dict[str, int], *more: str, base: tuple[str, ...] = (), samples: int = 16, **options: Any) -> Case:
@@ -35,7 +36,7 @@ MANY = [
     many("", {"dp_shard": 4, "cp": 4, "tp": 8}, RING),
     many("", {"cp": 8, "tp": 2}),
     many("simple_fsdp", {"dp_replicate": 4, "dp_shard": 4, "tp": 2}, SIMPLE),
-    many("bf16", {"dp_replicate": 2, "dp_shard": 4, "tp": 4}, **BF16),
+    many("bf16", {"dp_replicate": 2, "dp_shard": 4, "tp": 4}, **COARSE),
     many("qwen3", {"dp_shard": 4, "tp": 8}, *LINEAR, base=QWEN),
     many("qwen3, ulysses", {"dp_shard": 4, "cp": 4, "tp": 2}, ULYSSES, base=QWEN),
     many("qwen3_moe", {"dp_shard": 32, "ep": 32}, base=(*MOE, *SPREAD), samples=32),

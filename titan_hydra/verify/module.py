@@ -50,7 +50,7 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True)
-class Judgement:
+class ModuleVerdict:
     """What `verify_module` has found."""
 
     module: str
@@ -76,7 +76,9 @@ class Training:
             _move_last_bits(model, seed)
         if mesh is not None:
             model = subject.parallelize(model, mesh)
-        self.model = model if dtype is None else model.to(dtype)
+        if dtype is not None:
+            _convert(model, dtype)
+        self.model = model
         make = subject.optimizer or (lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
         self.optimizer = make(self.model)
 
@@ -147,7 +149,7 @@ class Training:
         self.optimizer.load_state_dict(state[1])
 
 
-def verify_module(place: str, steps: int) -> Judgement:
+def verify_module(place: str, steps: int) -> ModuleVerdict:
     """Train the Subject at `place` for some steps on its ranks and in one process, and judge the differences. Raises
     ConfigError for a subject that cannot be run.
     """
@@ -163,7 +165,7 @@ def verify_module(place: str, steps: int) -> Judgement:
         spawn_ranks(subject.ranks, _train_layout, folder, jobs)
         found = json.loads(Path(folder, "found.json").read_text())
     checks = [Check(**check) for check in found["checks"]]
-    return Judgement(place, subject.mesh, found["reference"], checks, found["gradients"])
+    return ModuleVerdict(place, subject.mesh, found["reference"], checks, found["gradients"])
 
 
 def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, int, dict]]) -> None:
@@ -329,6 +331,15 @@ def _move_last_bits(model: nn.Module, seed: int) -> None:
         value = parameter.data
         toward = torch.where(torch.rand(value.shape, generator=dice) < 0.5, math.inf, -math.inf).to(value.dtype)
         parameter.data = value.nextafter(toward)
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert real parameters and buffers to `dtype`, and complex buffers too. `Module.to` would drop their imaginary
+    parts.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = tensor.data.to(dtype.to_complex() if tensor.is_complex() else dtype)
 
 
 def _looks_rounded(gradient: Tensor) -> bool:

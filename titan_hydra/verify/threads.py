@@ -25,7 +25,7 @@ REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
 
 
 @dataclass
-class Gathered:
+class OpenCollective:
     """A collective of one group until all its ranks have arrived."""
 
     collective: Any  # has `work`, which computes the results of all ranks from the data of all ranks
@@ -38,18 +38,18 @@ class Stuck(RuntimeError):
     """Ranks wait for each other in different collectives, or for a rank that has ended."""
 
 
-class ThreadEnded(BaseException):
+class OtherRankFailed(BaseException):
     """Ends a rank's thread because another rank has failed."""
 
 
-class TakingTurns:
+class RankTurns:
     """Gives one thread at a time its turn. Only the thread that has the turn calls a method."""
 
     def __init__(self, ranks: int):
         self.gates = [threading.Semaphore(0) for _ in range(ranks)]
         self.ready = deque(range(ranks))
         self.ended: set[int] = set()
-        self.meetings: dict[tuple[str, int], Gathered] = {}
+        self.meetings: dict[tuple[str, int], OpenCollective] = {}
         self.arrivals: dict[int, Counter[str]] = defaultdict(Counter)  # number of collectives by rank and group
         self.failure: BaseException | None = None
         self.own = threading.local()
@@ -61,7 +61,7 @@ class TakingTurns:
         try:
             if self.failure is None:
                 task()
-        except ThreadEnded:
+        except OtherRankFailed:
             pass
         except BaseException as error:
             error.add_note(f"on rank {rank} of {len(self.gates)}")
@@ -76,10 +76,10 @@ class TakingTurns:
         rank, name = self.own.rank, group.group_name
         self.arrivals[rank][name] += 1
         key = name, self.arrivals[rank][name]
-        meeting = self.meetings.setdefault(key, Gathered(collective, f"{sorted(dist.get_process_group_ranks(group))}"))
-        if described_call(collective) != described_call(meeting.collective):
+        meeting = self.meetings.setdefault(key, OpenCollective(collective, f"{sorted(dist.get_process_group_ranks(group))}"))
+        if described(collective) != described(meeting.collective):
             raise RuntimeError(
-                f"rank {rank} calls {described_call(collective)} where ranks {meeting.waiting} call {described_call(meeting.collective)}, "
+                f"rank {rank} calls {described(collective)} where ranks {meeting.waiting} call {described(meeting.collective)}, "
                 f"in the group of ranks {meeting.group}"
             )
         meeting.data[member] = data
@@ -98,7 +98,7 @@ class TakingTurns:
         self.next()
         self.gates[rank].acquire()
         if self.failure is not None:
-            raise ThreadEnded
+            raise OtherRankFailed
         private_handlers(op_dispatcher).clear()
         private_handlers(op_dispatcher).update(handlers)
         vars(dist).update(reductions)
@@ -106,7 +106,7 @@ class TakingTurns:
     def next(self) -> None:
         """Give the turn to the next thread that can continue. If there is none, all ranks have ended, or they fail."""
         if not self.ready and len(self.ended) < len(self.gates):
-            lines = [f"ranks {one.waiting} wait in {described_call(one.collective)} of ranks {one.group}" for one in self.meetings.values()]
+            lines = [f"ranks {one.waiting} wait in {described(one.collective)} of ranks {one.group}" for one in self.meetings.values()]
             self.fail(Stuck("\n".join([f"ranks that have ended: {sorted(self.ended)}", *lines])))
         if self.ready:
             self.gates[self.ready.popleft()].release()
@@ -119,14 +119,14 @@ class TakingTurns:
         self.ready.extend(waiting)
 
 
-def described_call(collective: Any) -> str:
+def described(collective: Any) -> str:
     """Return the name of a collective with its operation or source."""
     options = [str(getattr(value, "op", value)) for value in vars(collective).values()]  # a ReduceOp is printed by its address
     return f"{type(collective).__name__}({', '.join(options)})"
 
 
 @contextmanager
-def _one_rank_warns(turns: TakingTurns) -> Iterator[None]:
+def _one_rank_warns(turns: RankTurns) -> Iterator[None]:
     """Drop torch's log messages of all ranks but the first while the block runs, as each rank has the same."""
     loggers = [logging.getLogger(name) for name in tuple(logging.root.manager.loggerDict) if name.startswith("torch")]
     handlers = {handler for logger in loggers for handler in logger.handlers}
@@ -147,7 +147,7 @@ def as_threads(ranks: int, task: Callable[[], None]) -> None:
     """Run `task` on `ranks` ranks, each a thread of this process with its own default process group. Raises what the
     first rank raised.
     """
-    turns, store = TakingTurns(ranks), dist.HashStore()
+    turns, store = RankTurns(ranks), dist.HashStore()
 
     def rank_of_world(rank: int) -> Callable[[], None]:
         def start() -> None:
