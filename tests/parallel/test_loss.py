@@ -233,3 +233,11 @@ def test_recipes_learn_what_float32_learns(precision, one_rank):
     assert ours.losses != exact.losses
     kind = torch.bfloat16 if precision == "bf16_full" else torch.float32
     assert all(weight.dtype == kind for weight in ours.weights.values())
+
+
+def test_a_step_without_labels_has_a_loss_of_zero(one_rank):
+    trainer = build(compose_job(*later_wins(*BASE, "parallelism=single", "data.local_batch=16")), one_rank)
+    batch = data.build(trainer.job, 0, 1).next()
+    batch["labels"].fill_(IGNORED)
+    assert trainer.forward_backward(batch).item() == 0
+    assert all((parameter.grad == 0).all() for parameter in trainer.model.parameters())

@@ -31,7 +31,7 @@ MUTANTS = [
            like="pytorch/torchtitan#2206"),
     Mutant("a batch without labels is divided by zero", "any", TRAINER, "count = count.masked_fill(count == 0, 1)", "pass",
            "A step in which nothing counts has a loss that is not a number.", (),
-           ("tests/recipes/chat/test_sft.py::test_masked_labels_give_no_gradient",)),
+           ("tests/parallel/test_loss.py::test_a_step_without_labels_has_a_loss_of_zero",)),
     Mutant("the loss of the first local batch is lost", "accumulation", TRAINER, "total += self.step.forward_backward",
            "total = self.step.forward_backward", "The reported loss is that of the last local batch; gradients are right.", (ALONE,),
            like="pytorch/torchtitan#2366"),
