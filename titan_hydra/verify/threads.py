@@ -77,9 +77,9 @@ class RankTurns:
         self.arrivals[rank][name] += 1
         key = name, self.arrivals[rank][name]
         meeting = self.meetings.setdefault(key, OpenCollective(collective, f"{sorted(dist.get_process_group_ranks(group))}"))
-        if described(collective) != described(meeting.collective):
+        if described_call(collective) != described_call(meeting.collective):
             raise RuntimeError(
-                f"rank {rank} calls {described(collective)} where ranks {meeting.waiting} call {described(meeting.collective)}, "
+                f"rank {rank} calls {described_call(collective)} where ranks {meeting.waiting} call {described_call(meeting.collective)}, "
                 f"in the group of ranks {meeting.group}"
             )
         meeting.data[member] = data
@@ -106,7 +106,7 @@ class RankTurns:
     def next(self) -> None:
         """Give the turn to the next thread that can continue. If there is none, all ranks have ended, or they fail."""
         if not self.ready and len(self.ended) < len(self.gates):
-            lines = [f"ranks {one.waiting} wait in {described(one.collective)} of ranks {one.group}" for one in self.meetings.values()]
+            lines = [f"ranks {one.waiting} wait in {described_call(one.collective)} of ranks {one.group}" for one in self.meetings.values()]
             self.fail(Stuck("\n".join([f"ranks that have ended: {sorted(self.ended)}", *lines])))
         if self.ready:
             self.gates[self.ready.popleft()].release()
@@ -119,7 +119,7 @@ class RankTurns:
         self.ready.extend(waiting)
 
 
-def described(collective: Any) -> str:
+def described_call(collective: Any) -> str:
     """Return the name of a collective with its operation or source."""
     options = [str(getattr(value, "op", value)) for value in vars(collective).values()]  # a ReduceOp is printed by its address
     return f"{type(collective).__name__}({', '.join(options)})"
