@@ -73,7 +73,7 @@ def test_a_run_goes_on_in_four_layouts_and_learns_the_same(launcher, more):
         assert row["loss"] == pytest.approx(other["loss"], rel=close), row
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * close), row
     assert layout.RESULT.read(moved)["hash"] == moved.name.rpartition("-")[2] == whole.name.rpartition("-")[2]
-    told = launcher.python("-m", "titan_hydra.cli", "report", "runs", "--allow", "parallelism", "--allow", "gpus")
+    told = launcher.python("-m", "titan_hydra.cli", "report", "runs", "--allow", "parallelism", "--allow", "gpus", "--allow", "code")
     assert "moved: titan resume has changed its layout, last after step 9" in told.stdout, told
     assert "is done; titan extend" in launcher.python("-m", "titan_hydra.cli", "resume", "moved", "gpus=2").stderr
 
