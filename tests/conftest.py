@@ -63,6 +63,7 @@ LONG = (
     "commands/test_extend.py::test_fewer_ranks_go_on_as_the_page_says",
     "commands/test_json.py::test_plan_prints_one_document",
     "commands/test_json.py::test_verify_prints_one_document",
+    "commands/test_resume.py::test_a_run_goes_on_in_four_layouts_and_learns_the_same",
     "commands/test_owners.py::test_a_closed_folder_of_runs_is_one_line",
     "config/test_cells.py::test_a_cell_is_what_hydra_composes",
     "config/test_fuzz.py",

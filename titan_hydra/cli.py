@@ -23,6 +23,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     ),
     "cancel": ("titan_hydra.commands.cancel", "stop what runs or waits"),
     "retry": ("titan_hydra.commands.retry", "run failed cells again, all or by the class of their failure"),
+    "resume": ("titan_hydra.commands.resume", "let the same run go on, on other GPUs or in another layout: gpus=N, parallelism=OPTION"),
     "extend": ("titan_hydra.commands.extend", "train a run longer: a new run from its right checkpoint, with steps=N"),
     "report": ("titan_hydra.commands.report", "the table of a sweep, its plots and its page"),
     "compare": ("titan_hydra.commands.compare", "what two runs differ in, and the first step, and module, at which they part"),

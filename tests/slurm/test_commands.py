@@ -59,3 +59,27 @@ def test_runs_are_followed_cancelled_and_retried(submit):
     assert again.returncode == 0 and "1 queued" in again.stdout, again.stderr
     submit.wait(lambda: submit.step(runs["seed=2"], 2) > 0)
     assert cells(submit)["seed=2"]["state"] == "running"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_nodes_in_another_layout(submit):
+    submit.sabotage(
+        "import time\nupdate = trainer.Trainer.update\n"
+        "trainer.Trainer.update = lambda self, *given: time.sleep(0.2) or update(self, *given)"
+    )
+    line = ("gpus=4", "steps=40", "data.global_batch=8", "checkpoint.interval=10", "cluster.gpus_per_node=2", "parallelism=fsdp")
+    submit.submit(*line)
+    (run,) = submit.cells()
+    submit.wait(lambda: submit.step(run) > 12)
+    running = submit.titan("resume", run.name, "gpus=2")
+    assert running.returncode == 2 and "is running; stop it first" in running.stderr, running
+    assert submit.titan("cancel", run.name, "--yes").returncode == 0
+    submit.settle()
+    nodes = submit.job(run)["NumNodes"]
+    resumed = submit.titan("resume", run.name, "gpus=2", "parallelism=tp")
+    assert resumed.returncode == 0 and "1 queued" in resumed.stdout, resumed.stdout + resumed.stderr
+    submit.settle()
+    assert submit.done(run) and submit.attempts(run) == [1, 2], submit.story()
+    assert (nodes, submit.job(run, 2)["NumNodes"]) == ("2", "1")
+    assert sorted(submit.losses(run)) == list(range(1, 41))
+    assert json.loads((run / "config.json").read_text())["parallelism"]["tp"] == 2

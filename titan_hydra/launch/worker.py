@@ -24,12 +24,13 @@ from titan_hydra.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Sto
 from titan_hydra.base.threads import cores
 from titan_hydra.config import Job, from_dict, identity
 from titan_hydra.config.files import write_json, write_text
+from titan_hydra.config.relayout import with_layout_of
 from titan_hydra.config.user_code import digest_of_code, edited_sources
 from titan_hydra.job.ranks import processes
 from titan_hydra.runs import layout
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
-from titan_hydra.runs.run import Run, folders_of, group_at, newest_attempt
+from titan_hydra.runs.run import Run, folders_of, group_at, hash_of, newest_attempt
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -215,8 +216,8 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 
 def load_job(directory: Path) -> Job:
-    """Read config.json. Raises ConfigError if its hash is not the one in the directory's name, because the file was
-    edited or written by another version.
+    """Read config.json. Raises ConfigError if its hash, with the layout of the first attempt, is not the one in the
+    directory's name, because the file was edited or written by another version.
     """
     file = layout.CONFIG.of(directory)
     content = layout.CONFIG.read(directory)
@@ -226,10 +227,12 @@ def load_job(directory: Path) -> Job:
         job = from_dict(Job, content)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{file}: written by another version of titan_hydra ({error})") from error
-    expected = directory.name.rpartition("-")[2]
-    if identity(job) != expected:
+    expected = hash_of(directory)
+    first = layout.FIRST_CONFIG.read(directory)  # there if `titan resume` has changed the layout
+    found = identity(from_dict(Job, with_layout_of(content, first)) if first else job)
+    if found != expected:
         raise ConfigError(
-            f"{file}: its hash is {identity(job)}, and the directory's is {expected}: "
+            f"{file}: its hash is {found}, and the directory's is {expected}: "
             "it was changed after it was submitted, or another version of titan_hydra has written it"
         )
     return job

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_hydra.config import identity, to_dict
+from titan_hydra.config import to_dict
 from titan_hydra.config.registry import TRACKERS, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.runs import layout
-from titan_hydra.runs.run import Run
+from titan_hydra.runs.run import Run, hash_of
 
 
 class Tracker(Protocol):
@@ -47,7 +47,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Writes to a wandb run whose id is the identity hash, so that a resumed run continues it. Its group is the sweep.
+    """Writes to a wandb run whose id is the run's hash, so that a resumed run continues it. Its group is the sweep.
 
     In offline mode, wandb loses rows that it has not written when the process is killed. So each start writes a new copy
     of all recorded rows, after which the newest folder in wandb/ has every row once. Older, unsent folders are deleted.
@@ -69,7 +69,7 @@ class WandB:
             project=keys.project,
             entity=keys.entity,
             mode=keys.mode,
-            id=identity(job),
+            id=hash_of(run.home),
             name=run.directory.name,
             resume="allow",
             group=job.sweep.name,

@@ -133,9 +133,12 @@ class ReportCell:
         return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get("cores", 1)
 
     def column(self, name: str, first: int = 0) -> Mapping[int, float]:
-        """Return a column of metrics.jsonl by step; with `first`, without the first row."""
+        """Return a column of metrics.jsonl by step; with `first`, only of the newest layout and without its first row."""
         column = self.columns.get(name, Column())
-        return column.after(self.columns["step"].steps[0]) if first and column else column
+        if not (first and column):
+            return column
+        began = max((event["step"] for event in self.events if event["event"] == "layout"), default=0)
+        return column.after(next(iter(self.columns["step"].after(began)), began))
 
     @cached_property
     def losses(self) -> Mapping[int, float]:

@@ -135,6 +135,11 @@ class Report:
                 notes.append(f"{row.label}: {cell.word} after step {cell.step}: {cell.state.failure.line}")
             elif cell.state.damage:
                 notes.append(f"{row.label}: damaged: {cell.state.damage}")
+            if not isinstance(cell, Mean) and (moves := [event for event in cell.events if event["event"] == "layout"]):
+                notes.append(
+                    f"{row.label}: titan resume has changed its layout, last after step {moves[-1]['step']}; its rates are those of steps "
+                    "after that"
+                )
             if cell.unreadable:
                 notes.append(f"{row.label}: cannot be read, and left out: {', '.join(cell.unreadable)}")
         return notes

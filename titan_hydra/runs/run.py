@@ -49,6 +49,11 @@ class Run:
         return self.attempt.parents[1] if self.replica and not self.submission else self.attempt
 
 
+def hash_of(directory: Path) -> str:
+    """Return the hash of a run, from its directory's name. It is the identity of the run's first layout."""
+    return directory.name.rpartition("-")[2]
+
+
 def newest_attempt(directory: Path) -> int:
     """Return the number of a run's newest attempt; 0 if there is none."""
     return max(layout.ATTEMPT.all(directory), default=0)

@@ -19,20 +19,20 @@ from titan_hydra.base.errors import NotFinite, Stopped
 from titan_hydra.base.threads import cores
 from titan_hydra.base.versions import versions
 from titan_hydra.checkpoint.checkpointer import Checkpointer
-from titan_hydra.config import identity
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Loader
 from titan_hydra.job.batches import local_batches
 from titan_hydra.job.pipeline import Action
+from titan_hydra.job.ranks import DEGREES
 from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel.compile import breaks_refused
 from titan_hydra.runs import checkpoints, layout
-from titan_hydra.runs.run import Run
+from titan_hydra.runs.run import Run, hash_of
 
 from .groups import Groups
 from .optimizer import lr_factor, set_lr
@@ -58,7 +58,7 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
             best = checkpoints.best(checkpointer.folder) if job.checkpoint.keep_best else None
             result = loop.metrics.result(job.steps) | {"best_checkpoint": best and best.name}
             for directory in {run.directory, run.home if loop.groups.leads else run.directory}:
-                write_result(job, directory, result)
+                write_result(job, directory, hash_of(run.home), result)
 
 
 def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
@@ -89,6 +89,9 @@ def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], G
     opened.enter_context(contextlib.closing(metrics))
     checkpointer.report = metrics.event
     groups.report_to(metrics.event)
+    if layout.FIRST_CONFIG.of(run.home).exists():
+        degrees = {name: getattr(job.parallelism, name) for name in DEGREES}
+        metrics.event("layout", start, parallelism=job.parallelism.name, gpus=job.gpus, **degrees)
     if run.rank == 0:
         if not isinstance(trainer.step, Plain):
             from titan_hydra.parallel.pipeline import actions_of_ranks
@@ -262,11 +265,11 @@ def few_cores(device: torch.device) -> list[str]:
     ]
 
 
-def write_result(job: Job, directory: Path, measured: dict) -> None:
+def write_result(job: Job, directory: Path, hash: str, measured: dict) -> None:
     """Write result.json, once the run is done."""
     typed = layout.OVERRIDES.of(directory)
     overrides = typed.read_text(errors="replace").splitlines() if typed.exists() else []
     environment = layout.ENV.read(directory)
-    result = {"status": "done", "hash": identity(job), "name": job.name, "overrides": overrides} | measured
+    result = {"status": "done", "hash": hash, "name": job.name, "overrides": overrides} | measured
     result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
     write_text(layout.RESULT.of(directory), json.dumps(result, indent=2) + "\n")

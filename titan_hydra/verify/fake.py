@@ -20,7 +20,7 @@ from titan_hydra.data.batch import Batch
 from titan_hydra.job.batches import local_batches
 from titan_hydra.job.ranks import world_size
 from titan_hydra.parallel.pipeline import Pipeline
-from titan_hydra.runs.run import Run
+from titan_hydra.runs.run import Run, hash_of
 from titan_hydra.train.loop import write_result
 from titan_hydra.train.trainer import Trainer, assemble
 from titan_hydra.train.world import set_determinism
@@ -45,6 +45,7 @@ def train_fake(job: Job, run: Run) -> None:
         write_result(
             job,
             run.directory,
+            hash_of(run.home),
             {
                 "steps": 1,
                 "final_loss": None,

@@ -1,0 +1,156 @@
+"""`titan resume` lets the same run go on in another layout, with the losses of the undisturbed run, and refuses whatever
+would change what it learns.
+"""
+
+import json
+
+import pytest
+
+from titan_hydra import cli
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.commands.resume import relaid
+from titan_hydra.config import identity, to_dict
+from titan_hydra.config.compose import compose_job
+from titan_hydra.config.load import changes_of, known_keys
+from titan_hydra.config.relayout import KEYS, SECTIONS
+from titan_hydra.launch.worker import load_job
+from titan_hydra.runs import layout
+
+# Each attempt stops after three steps while the file `stop` exists.
+THREE_STEPS = """
+forward_backward, calls = trainer.Trainer.forward_backward, []
+def stopping(self, batch):
+    calls.append(1)
+    if len(calls) == 3 and os.path.exists("stop"):
+        self.stop_requested.append(15)
+    return forward_backward(self, batch)
+trainer.Trainer.forward_backward = stopping
+"""
+LINE = ("debug=tiny", "precision=fp32", "steps=12", "gpus=4", "data.global_batch=12", "data.local_batch=1", "checkpoint.interval=2")
+WAY = (  # the words of `titan resume`, and the layout that they mean
+    ("gpus=2 parallelism=tp data.local_batch=4", "tp"),
+    ("gpus=3 parallelism=fsdp data.local_batch=2", "fsdp"),
+    ("gpus=4 parallelism=fsdp_pp pp_schedule=1f1b ac=full", "fsdp_pp"),
+)
+
+
+def rows(directory, name="metrics"):
+    return [json.loads(row) for row in (directory / f"{name}.jsonl").read_text().splitlines()]
+
+
+RUNS = {  # what is trained beside the plain decoder with AdamW
+    "adamw": (),
+    "muon": ("optimizer=muon",),
+    "experts": ("model=qwen3_moe_debug", "parallelism=fsdp_ep"),
+    "lora": ("adapter=lora",),
+    "chat": ("data=embedded_chat", "data.seq_len=64"),
+    "split masters": ("precision.compute_dtype=bfloat16", "optimizer.masters=split"),
+}
+
+
+@pytest.mark.parametrize("more", [pytest.param(more, id=name, marks=[pytest.mark.slow] * bool(more)) for name, more in RUNS.items()])
+def test_a_run_goes_on_in_four_layouts_and_learns_the_same(launcher, more):
+    assert launcher.run(*LINE, *more, "name=whole").returncode == 0
+    (whole,) = launcher.folder.glob("runs/whole-*")
+    (launcher.folder / "stop").touch()
+    launcher.sabotage(THREE_STEPS)
+    assert launcher.run(*LINE, *more, "name=moved").returncode == 75
+    (moved,) = launcher.folder.glob("runs/moved-*")
+    for number, (words, name) in enumerate(WAY, start=2):
+        if number == 4:
+            (launcher.folder / "stop").unlink()
+        done = launcher.python("-m", "titan_hydra.cli", "resume", "moved", *words.split())
+        assert done.returncode == (0 if number == 4 else 75), done.stdout + done.stderr
+        assert f"with parallelism={name} on" in done.stdout, done.stdout
+    assert [row["step"] for row in rows(moved)] == list(range(1, 13))
+    assert {row["parallelism"]: row["step"] for row in rows(moved, "events") if row["event"] == "layout"} == {
+        "tp": 3,
+        "fsdp": 6,
+        "fsdp_pp": 9,
+    }
+    close = 1e-5 if layout.CONFIG.read(moved)["precision"]["compute_dtype"] == "float32" else 2e-3
+    for row, other in zip(rows(moved), rows(whole), strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=close), row
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * close), row
+    assert layout.RESULT.read(moved)["hash"] == moved.name.rpartition("-")[2] == whole.name.rpartition("-")[2]
+    told = launcher.python("-m", "titan_hydra.cli", "report", "runs", "--allow", "parallelism", "--allow", "gpus", "--allow", "code")
+    assert "moved: titan resume has changed its layout, last after step 9" in told.stdout, told
+    assert "is done; titan extend" in launcher.python("-m", "titan_hydra.cli", "resume", "moved", "gpus=2").stderr
+
+
+@pytest.fixture
+def a_run(tmp_path, monkeypatch):
+    """Return a function that writes the directory of a run that was interrupted."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*overrides):
+        job = compose_job(*LINE, *overrides)
+        directory = tmp_path / f"runs/{job.name}-{identity(job)}"
+        layout.ATTEMPT.of(directory, 1).mkdir(parents=True)
+        layout.CLAIM.write(
+            layout.ATTEMPT.of(directory, 1),
+            {"executor": "local", "pid": 1, "host": "elsewhere", "born": None, "started": 0.0, "ended": 1.0},
+        )
+        layout.CONFIG.write(directory, to_dict(job))
+        layout.OVERRIDES.of(directory).write_text("".join(f"{word}\n" for word in (*LINE, *overrides)))
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words", "message"),
+    [
+        ((), ["optimizer.lr=1"], "is part of the experiment"),
+        ((), ["precision=bf16"], "precision"),
+        ((), ["precision.compute_dtype=bfloat16"], "is part of the experiment"),
+        ((), ["data.global_batch=24"], "is part of the experiment"),
+        ((), ["seed=2"], "is part of the experiment"),
+        ((), ["gpus=5"], "data.global_batch=12: not a multiple of 5"),
+        ((), ["gpus=2", "parallelism=fspd"], "fsdp"),
+        ((), ["gpuss=2"], "did you mean gpus"),
+        ((), ["gpus=2", "data.local_batch=9"], "data.global_batch=12: not a multiple of 18"),
+        (("fault_tolerance=diloco", "fault_tolerance.replicas=2", "gpus=2"), ["gpus=1"], "keeps its layout"),
+    ],
+)
+def test_what_cannot_be_is_one_line(a_run, capsys, overrides, words, message):
+    directory = a_run(*overrides)
+    before = {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+    assert int(cli.main(["resume", str(directory), *words])) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1, err
+    assert {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()} == before
+
+
+def test_degrees_that_are_not_given_follow_from_the_ranks():
+    job = compose_job(*LINE)
+    for words, ranks, shard in (
+        ("gpus=2", 2, 2),
+        ("gpus=6", 6, 6),
+        ("parallelism=tp", 2, 1),
+        ("gpus=6 parallelism=fsdp_tp", 6, 3),
+        ("parallelism.tp=2", 4, 2),
+    ):
+        new = relaid(job, words.split())
+        assert (new.gpus, new.parallelism.dp_shard, new.data.global_batch) == (ranks, shard, 12), words
+    copies = compose_job(*LINE, "parallelism=ddp")
+    assert relaid(copies, ["gpus=2"]).parallelism.dp_replicate == 2
+
+
+def test_only_the_layout_may_differ_from_what_the_hash_says(a_run):
+    directory = a_run()
+    job = load_job(directory)
+    layout.FIRST_CONFIG.write(directory, layout.CONFIG.read(directory))
+    new = relaid(job, ["gpus=2", "ac=full"])
+    layout.CONFIG.write(directory, to_dict(new))
+    assert load_job(directory) == new
+    new.optimizer.lr = 1.0
+    layout.CONFIG.write(directory, to_dict(new))
+    with pytest.raises(ConfigError, match="it was changed after it was submitted"):
+        load_job(directory)
+
+
+def test_no_key_that_may_change_changes_what_is_learned():
+    for key in known_keys():
+        if key in KEYS or key.split(".")[0] in SECTIONS:
+            assert "learning" not in changes_of(key)[1], key
