@@ -14,6 +14,7 @@ from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.versions import versions
 from titan_hydra.config.compose import compose_cells, compose_job
+from titan_hydra.config.rules.checks import check
 from titan_hydra.job.ranks import DEGREES, world_size
 from titan_hydra.runs import cards
 from titan_hydra.verify.reduce import proofs, reduced
@@ -48,6 +49,7 @@ def test_every_cell_of_the_papers_tables_has_a_reduced_form():
         assert set().union(*map(degrees, small)) == set(degrees(job)), name
         kinds = [proof.case.name.rpartition(", ")[2] for one in small[:1] for proof in proofs(job, one, name)]
         assert kinds == ["float32", "bfloat16", *(["float8"] if job.precision.converter else [])]
+        assert not [fault for one in small for proof in proofs(job, one, name) for run in (proof.job, proof.alone) for fault in check(run)]
         assert len(small) == (4 if len(degrees(job)) == 4 else 1), name
 
 

@@ -115,11 +115,18 @@ def _reduced_to(job: Job, degrees: dict[str, int]) -> Job:
     small.optimizer.lr = RATES.get(job.optimizer.name, job.optimizer.lr)
     if job.compile.name != "off":
         small.compile.backend = "aot_eager"
-        small.precision = picked_anew(small.precision, None)  # an emulated format rounds in other places if it is compiled
+        small.precision = _without_format(small.precision)  # an emulated format rounds in other places if it is compiled
     elif job.precision.converter:
         small.precision.emulate = True
     small.steps, small.notes = STEPS_OF_PROOF, ""
     return freeze(_beside_training(small))
+
+
+def _without_format(precision: Precision) -> Precision:
+    """Return the dtypes of a precision without the number format of its linears."""
+    plain: Precision = picked_anew(precision, None)
+    plain.emulate = False
+    return plain
 
 
 def _experts(job: Job, layout: Parallelism) -> int:
@@ -188,7 +195,7 @@ def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
     variants: list[tuple[str, Job, dict[str, Any]]] = [("float32", plain, exact)]
     if small.precision.compute_dtype != "float32":
         half = copy.deepcopy(small)
-        half.precision = picked_anew(small.precision, None)
+        half.precision = _without_format(small.precision)
         coarse = BF16 | {"norm": 2e-3, "gradients": 0.2 if sparse else 2e-2, "weights": 0.5 if muon else 0.3, "routing": not sparse}
         variants.append(("bfloat16", half, coarse))
     if job.precision.converter:
