@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from math import exp, log
 
@@ -76,18 +76,28 @@ def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
             f"attention_tflops: all runs have sequences of {lengths[0]} tokens, so attention changes as matmuls do; a run of another "
             "length parts them",
         )
-    best, least = start, _error(runs, start, start)
+    rates = {rate: getattr(start, rate) for rate in told}
+    best = replace(start, **descend(rates, lambda values: _error(runs, replace(start, **values), start), together))
+    return Fit(best, told, runs, notes)
+
+
+def descend(start: dict[str, float], error: Callable[[dict[str, float]], float], together: Iterable[list[str]] = ()) -> dict[str, float]:
+    """Return the values of constants near `start` for which `error` is least: a search along each constant, in ever smaller
+    steps. The constants of a list of `together` are changed by the same factor; by default each is changed alone.
+    """
+    groups = [*together] or [[name] for name in start]
+    best, least = start, error(start)
     for step in STEPS:
         moved = True
         while moved:
             moved = False
-            for rates in together:
+            for names in groups:
                 for way in (exp(step), exp(-step)):
-                    other = replace(best, **{rate: getattr(best, rate) * way for rate in rates})
-                    if (error := _error(runs, other, start)) < least:
-                        best, least, moved = other, error, True
+                    other = best | {name: best[name] * way for name in names}
+                    if (off := error(other)) < least:
+                        best, least, moved = other, off, True
                         break
-    return Fit(best, told, runs, notes)
+    return best
 
 
 def _matters(runs: tuple[Measured, ...], start: Hardware, rate: str) -> bool:
