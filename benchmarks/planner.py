@@ -35,8 +35,8 @@ START = {
     "contention": 0.1,
     "straggler": 5e-6,
     "message": 10e6,
-    "launch": 1e-3,
-    "launch_tp": 1.0,
+    "launch": 4e-3,  # about the time of 40 kernels at 0.1 ms; below 1e-3 no row depends on it
+    "launch_tp": 1.5,
     "imbalance": 1.2,
     "dispatch": 0.9,
 }
