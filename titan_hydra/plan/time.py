@@ -25,6 +25,7 @@ from .shape import NotPredictable, Shape, shape_of
 BAND, UNMEASURED = 0.15, 0.20
 # bytes of the update's memory traffic per parameter: 28 for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
 TOKEN_BYTES = 36
+CAST_BYTES = 5  # memory traffic of a cast to Float8 with one scale: a bf16 element is read for the largest value, and to cast it
 LATENCY = 0.01  # seconds of a step that no other term counts
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
 
@@ -315,7 +316,7 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     columns = sum(one.outputs for one in shape.linears if one.column) / shape.job.parallelism.tp
     transposed = 2 * (rows + columns + 4 * dim)
     scale = factors.cast * (1 if shape.one_scale else factors.rowwise)
-    return scale * 5 * inputs, scale * (5 * (columns + 2 * dim / shape.sequence) + transposed)
+    return scale * CAST_BYTES * inputs, scale * (CAST_BYTES * (columns + 2 * dim / shape.sequence) + transposed)
 
 
 def _weight_casts(shape: Shape, factors: Factors) -> float:
@@ -325,7 +326,7 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
     if not shape.format:
         return 0.0
     weights = sum(one.size(shape.job.parallelism.tp) for one in shape.linears)
-    return 5 * weights * (1 if shape.one_scale else factors.rowwise) / (shape.shards if shape.gathered < shape.used else 1)
+    return CAST_BYTES * weights * (1 if shape.one_scale else factors.rowwise) / (shape.shards if shape.gathered < shape.used else 1)
 
 
 def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:

@@ -50,6 +50,7 @@ register(
         gives=GIVEN,
         faults=f"{__name__}.images:faults_of_files",
         warnings=f"{__name__}.images:unknown_words",
+        beside="the frozen text encoders and the autoencoder, in float32",
     )
 )
 register(DataSourceKind("synthetic_images", f"{__name__}.images:draw_images", CaptionSource, documents=False, gives=GIVEN))
