@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from math import exp, log
+from typing import Any
 
 from titan_hydra.config.fault import counted
 from titan_hydra.config.operation import Hardware
@@ -77,7 +78,7 @@ def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
             "length parts them",
         )
     rates = {rate: getattr(start, rate) for rate in told}
-    best = replace(start, **descend(rates, lambda values: _error(runs, replace(start, **values), start), together))
+    best = _with(start, descend(rates, lambda values: _error(runs, _with(start, values), start), together))
     return Fit(best, told, runs, notes)
 
 
@@ -98,6 +99,10 @@ def descend(start: dict[str, float], error: Callable[[dict[str, float]], float],
                         best, least, moved = other, off, True
                         break
     return best
+
+
+def _with(hardware: Hardware, rates: dict[str, Any]) -> Hardware:
+    return replace(hardware, **rates)
 
 
 def _matters(runs: tuple[Measured, ...], start: Hardware, rate: str) -> bool:

@@ -325,7 +325,7 @@ def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
     """
     family, degrees, samples = family_of(job.model), job.parallelism, microbatch_size(job)
     shards = degrees.dp_shard * degrees.cp
-    around = family.parameters(job.model) - sum(one.depth * one.parameters for one in stacks)  # type: ignore[misc]  # shape_of has checked
+    around = family.parameters(job.model) - sum(one.depth * one.parameters for one in stacks)
     last = min(2 * job.model.dim**2, around)  # modulation of the output
     shape = Shape(
         job,
