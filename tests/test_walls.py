@@ -317,23 +317,23 @@ def test_public_names_are_unique():
 # removed.
 LINES = {
     "base": 716,  # 520
-    "config": 4927,  # 3,200
+    "config": 4962,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
-    "runs": 2225,  # 2,100
+    "runs": 2232,  # 2,100
     "kernels": 1224,  # 900
     "parallel": 2593,  # 2,450
     "data": 1492,  # 1,450
     "observe": 1417,  # 1,400
     "checkpoint": 1579,  # 1,400
-    "train": 1504,  # 1,550
+    "train": 1507,  # 1,550
     "fault_tolerance": 1115,  # 600
-    "verify": 4118,  # 2,000
-    "launch": 3182,  # 1,950
-    "report": 2500,  # 2,050
-    "commands": 3630,  # 2,300
-    "recipes": 3730,  # 3,100
-    "plan": 2139,  # 1,800
+    "verify": 4127,  # 2,000
+    "launch": 3185,  # 1,950
+    "report": 2508,  # 2,050
+    "commands": 3743,  # 2,300
+    "recipes": 3805,  # 3,100
+    "plan": 2298,  # 1,800
 }
 
 

@@ -2,14 +2,16 @@
 
 A LIST is the name of a file in lists/ (8b_block), or the path of such a file. Each of its rows runs in a process of its
 own with a deadline of its own, so if a row fails, or the machine is taken away, only one row is lost. After each row,
-its line is written to FOLDER/rows.jsonl, and the table so far to table.txt. With --device cpu the rows run on the CPU;
---dry-run makes them tiny, to check that everything works.
+its line is written to FOLDER/rows.jsonl, the table so far to table.txt, and the row as a published measurement, which
+`titan plan --score` reads, to rows.yaml. With --device cpu the rows run on the CPU; --dry-run makes them tiny, to check
+that everything works.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -298,6 +300,26 @@ def results(rows: list[Row], until: float, limit: float, environment: dict[str, 
         yield found | {"settings": dataclasses.asdict(row)}
 
 
+def as_published(row: Row, found: dict, header: dict[str, Any]) -> dict[str, Any]:
+    """Return a measured row in the form of titan_hydra/assets/published.yaml, predicted with the preset of its card."""
+    from titan_hydra.config.compose import compose_unchecked
+    from titan_hydra.config.describe import option_files
+    from titan_hydra.job.freeze import freeze
+    from titan_hydra.plan.own_row import OWN, row_of
+
+    device = header["device"].lower()
+    preset = next((file.stem for file in option_files("hardware") if file.stem in device), "unknown")
+    job = freeze(compose_unchecked(*overrides(row), f"hardware={'cpu' if row.cpu else preset}"))
+    tool = OWN if row.tool == OWN else "pytorch/torchtitan"
+    published = {
+        "source": f"{tool}, benchmarks/gpu, {header['commit']}",
+        "known": str(datetime.date.today()),
+        "device": f"1 x {header['device']}",
+    }
+    published |= row_of(job, row.name) | {"tokens_per_second_per_gpu": found["tokens_per_second"]}
+    return published if found["reserved_gib"] is None else published | {"memory_gib": found["reserved_gib"]}
+
+
 HEADER = (
     f"{'tool':<12}{'row':<36}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'from start':>11}{'ratio':>7}  against"
 )
@@ -356,6 +378,9 @@ def main() -> int:
             print(line(found), flush=True)
             text.append(line(found))
             failed += found["status"] != "done"
+            if found["status"] == "done":
+                with (args.out / "rows.yaml").open("a") as published:
+                    yaml.safe_dump([as_published(Row(**found["settings"]), found, header)], published, sort_keys=False)
             if "error" in found:
                 print(*(f"    | {words}" for words in found["error"].splitlines()), sep="\n", flush=True)
             (args.out / "table.txt").write_text("\n".join(text) + "\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -30,8 +31,11 @@ from hydra.plugins.sweeper import Sweeper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import models
-from titan_hydra.config.compose import compose_job
+from titan_hydra.config.compose import compose_job, compose_unchecked
+from titan_hydra.job.freeze import freeze
 from titan_hydra.observe import memory
+from titan_hydra.plan.published import rows_of, score
+from titan_hydra.plan.time import speed
 from titan_hydra.runs.run import Run
 from titan_hydra.verify import verify
 
@@ -251,6 +255,22 @@ def test_a_row_that_crashes_or_hangs_costs_itself(bench, tmp_path):
     assert missing["status"] == "not run"
     assert all(name in log.read_text() for name in ("aborts", "sleeps", "fine"))
     assert bench.line(found[1]).endswith("hung") and f"{done['tokens_per_second']:,.0f}" in bench.line(done)
+
+
+@pytest.mark.parametrize(("device", "cpu", "tool"), [("AMD EPYC", True, "titan_hydra"), ("NVIDIA H100 80GB HBM3", False, "torchtitan")])
+def test_a_measured_row_is_one_that_the_score_reads(bench, tmp_path, device, cpu, tool):
+    row = bench.tiny(bench.Row("one", tool, "debug", 64, 2, ac="op", cpu=cpu))
+    found = {"tokens_per_second": 1000.0, "reserved_gib": None if cpu else 1.5}
+    written = bench.as_published(row, found, {"device": device, "commit": "abc"})
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump([written]))
+    (read,) = rows_of(tmp_path / "rows.yaml")
+    scored = score(read)
+    job = freeze(compose_unchecked(*bench.overrides(row), f"hardware={'cpu' if cpu else 'h100'}"))
+    assert (
+        scored.speed == (1000.0, pytest.approx(speed(job).tokens_per_second))
+        and read["source"] == f"{'pytorch/' * (not cpu)}{tool}, benchmarks/gpu, abc"
+    )
+    assert scored.memory is None if cpu else scored.memory[0] == 1.5
 
 
 def test_the_command_is_short_enough_for_every_part():

@@ -3,6 +3,7 @@
 import pytest
 
 from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.family import family_of
 from titan_hydra.config.rules.checks import check
 from titan_hydra.job.adapter import adapter_parameters
 from titan_hydra.job.freeze import freeze
@@ -132,6 +133,39 @@ def test_a_family_without_formulas_is_refused(monkeypatch):
             shape_of(job)
         assert predict.of_launch(job) is None
         monkeypatch.undo()
+
+
+def flux(*overrides: str):
+    base = ("model=flux_dev", "objective=diffusion", "hardware=h100", "cluster=slurm", "gpus=8", "compile=block", "data.local_batch=4")
+    return freeze(compose_unchecked(*base, *overrides))
+
+
+def test_both_kinds_of_blocks_of_flux_count():
+    job = flux("data=synthetic_images")
+    states = sum(terms(job)[name] for name in ("weights", "gradients", "optimizer"))
+    assert states == pytest.approx(16 * 11_901_408_320 / 8 / 2**30, rel=1e-3)  # parameters: tests/recipes/flux
+    config, seq_len, family = job.model, job.data.seq_len, family_of(job.model)
+    kinds = (*shape_of(job).before, shape_of(job))
+    weights = sum(one.layers[0] * sum(linear.size(1) for linear in one.linears) for one in kinds)  # that a token meets
+    attention = 12 * config.n_layers * config.dim * seq_len
+    assert 6 * weights == pytest.approx(family.flops(config, seq_len, family.parameters(config)) - attention, rel=0.01)
+    assert terms(job)["saved activations"] > terms(flux("data=synthetic_images", "ac=full"))["saved activations"] * 10
+
+
+def test_a_tower_takes_time_on_the_first_stage_and_is_not_split_over_tensor_ranks():
+    base = ("model=llama3_8b_vision", "objective=image_text", "data=synthetic_image_text")
+    whole, split = job_of(*base), job_of(*base, "parallelism.dp_shard=4", "parallelism.tp=2")
+    (tower,), (same,) = shape_of(whole).before, shape_of(split).before
+    assert tower.block == same.block and tower.tokens == same.tokens == 2 * whole.objective.patches
+    more = job_of(*base, "objective.patches=4096")
+    assert time.speed(more).parts["attention"] > 1.1 * time.speed(whole).parts["attention"]
+    assert memory.peak(more).gib > memory.peak(whole).gib + 8  # masks of all pairs of patches
+
+
+def test_what_is_not_counted_is_said():
+    (line,) = predict.not_counted(flux("data=image_files"))
+    assert line.startswith("not counted: the frozen text encoders") and "data=image_files" in line
+    assert predict.not_counted(flux("data=synthetic_images")) == []
 
 
 def test_the_rows_of_a_search_are_legal_and_hold_what_they_say():

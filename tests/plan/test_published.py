@@ -62,7 +62,7 @@ def test_all_rows_are_predicted_as_the_page_says():
     counted = [one for one in found if not one.apart]
     dense = [abs(one.error) for one in counted if one.technique.startswith("dense")]
     experts = [abs(one.error) for one in counted if one.technique.startswith("experts")]
-    assert len(counted) == 154 and median(dense) < 0.06 and max(dense) < 0.40 and median(experts) < 0.20
+    assert len(counted) == 152 and median(dense) < 0.06 and max(dense) < 0.25 and median(experts) < 0.20
     assert max(abs(one.memory[1] / one.memory[0] - 1) for one in counted if one.memory) < 0.12
 
 

@@ -13,6 +13,7 @@ from titan_hydra.plan.shape import shape_of
 from titan_hydra.verify.count import count_rank
 
 BASE = ("model=llama3_debug", "data=synthetic", "precision=bf16", "data.seq_len=512", "data.local_batch=4", "gpus=4", "comm=fake")
+FLUX = ("precision=bf16", "model.n_layers=4", "model.double_layers=2", "model.text_len=64", "data.seq_len=320")
 SMALL = "model.vocab_size=512"  # so that the peak is not during the loss
 LAYOUTS = {
     "FSDP": (),
@@ -77,6 +78,33 @@ LAYOUTS = {
             "FSDP and TP, ep 2": ("parallelism=fsdp_tp_ep", "parallelism.tp=2", "parallelism.ep=2"),
             "PP, 1F1B, ep 2": ("parallelism=fsdp_pp_ep", "parallelism.pp=2", "parallelism.ep=2"),
         }.items()
+    },
+    **{
+        f"FLUX, {name}": ("model=flux_debug", "objective=diffusion", "data=synthetic_images", *FLUX, *overrides)
+        for name, overrides in {
+            "FSDP": (),
+            "FSDP, op": ("ac=op",),
+            "FSDP, lean, accumulated": ("ac=lean", "data.global_batch=32"),
+            "FSDP, full": ("ac=full",),
+            "HSDP, float32": ("parallelism=hsdp", "precision=fp32"),
+            "CP, Ulysses": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses"),
+        }.items()
+    },
+    **{
+        f"{model}, {name}": (
+            f"model={model}_debug",
+            "objective=image_text",
+            "data=synthetic_image_text",
+            "objective.patches=512",
+            *overrides,
+        )
+        for model, name, overrides in (
+            ("llama3_vision", "FSDP", ()),
+            ("llama3_vision", "FSDP, full", ("ac=full",)),
+            ("qwen3_vision", "FSDP and TP, op", ("parallelism=fsdp_tp", "parallelism.tp=2", "ac=op")),
+            ("qwen3_vision", "CP, Ulysses", ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses")),
+            ("llama3_vision", "PP, 1F1B", ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=1f1b")),
+        )
     },
     "CP, Ulysses": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses", SMALL, "ac=op"),
 }

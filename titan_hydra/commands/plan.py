@@ -218,7 +218,7 @@ def show(rows: list[Row], points: int) -> None:
         f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s +-{first.band:.0%}"
     )
     print(*table(titles, cells, ("dp", *degrees, *numbers, "GiB to spare")), sep="\n")
-    print(f"* no faster layout takes less memory. {LIMITED}\n")
+    print(f"* no faster layout takes less memory. {LIMITED}", *predict.not_counted(first.job), "", sep="\n")
     for number, row in enumerate(rows, start=1):
         print(f"{number:>2}  {row.overrides}")
     if first.fits == "no":
@@ -268,7 +268,10 @@ def explained(found: Prediction) -> list[str]:
     """Return the predicted totals in a line, then the terms of memory and of time as bars."""
     gib, fits, rate, hours = predict.line(found)
     stage = f", pipeline rank {found.peak.pipeline_rank}" if found.job.parallelism.pp > 1 else ""
-    lines = [f"{gib} GiB on rank {found.peak.rank}{stage}: {fits}; {rate} tokens/s/device, {hours} GPU-hours for {found.job.steps} steps"]
+    lines = [
+        *predict.not_counted(found.job),
+        f"{gib} GiB on rank {found.peak.rank}{stage}: {fits}; {rate} tokens/s/device, {hours} GPU-hours for {found.job.steps} steps",
+    ]
     terms = [(f"{term.name} ({term.tag})", term.bytes / GIB) for term in found.peak.terms]
     lines += bars("GiB", terms)
     return [*lines, *bars("seconds of a step", [(name, value) for name, value in found.speed.parts.items() if value > 0])]

@@ -58,10 +58,11 @@ class Linear:
     outputs: int
     column: bool = True
     whole: bool = False
+    tokens: float = 1.0  # fraction of a sample's tokens that it multiplies
 
     def size(self, tp: int) -> float:
-        """Return the product of the widths of the part of the linear that one of `tp` ranks computes."""
-        return self.inputs * self.outputs / (1 if self.whole else tp)
+        """Return the product of the widths of the part that one of `tp` ranks computes, for each of a sample's tokens."""
+        return self.tokens * self.inputs * self.outputs / (1 if self.whole else tp)
 
     def share(self, what: str, tp: int) -> float:
         """Return how many of the `inputs` or `outputs` one of `tp` ranks has."""
@@ -84,6 +85,24 @@ def decoder_linears(config: Model, width: int | None = None) -> tuple[Linear, ..
         Linear("w3", config.dim, width),
         Linear("w2", width, config.dim, column=False),
     )
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal blocks of a model, as predictions see them, if they are not a decoder's: those of a tower before it, or one of
+    several kinds of blocks. Attention is not causal.
+    """
+
+    depth: int
+    linears: tuple[Linear, ...]  # of a block, in running order
+    parameters: int  # of a block
+    kept: float  # elements of a token that the forward of a block keeps in eager code, without attention's logsumexp and mask
+    again: float  # those of `kept` that compiled code computes again
+    backward: float  # elements of a token that are alive in a block's backward beside `kept`
+    # a tower's own keys of the model section and tokens of a sample; it is neither compiled nor checkpointed, and every rank
+    # of a pipeline's first stage computes whole samples, with a mask of all pairs of their tokens
+    tower: Mapping[str, Any] | None = None
+    tokens: int = 0
 
 
 def place_in_order(name: str, modules: list[str]) -> int | None:
@@ -120,6 +139,8 @@ class Family:
     # (config, seq_len, parameters) -> the FLOPs of a token, forward and backward
     flops: Callable[[Any, int, int], int] | None = decoder_flops
     linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears  # (config) -> a block's linears, for plan and adapters
+    # (Job) -> the stacks of blocks that are not a decoder's, in running order, for plan; None: the model is a decoder alone
+    stacks: Callable[[Any], tuple[Stack, ...]] | None = None
     takes: str = "tokens"  # the input of the model: tokens or latents
     pipeline: bool = True  # a stage passes one tensor to the next; False: pipeline parallelism is refused
 

@@ -36,6 +36,7 @@ class DataSourceKind:
     warnings: Reference | None = None  # like `faults`, for what is legal but probably a mistake
     # (checkpoint, config.json or None) -> files by name that an export writes beside those of the tokenizer
     exports: Reference | None = None
+    beside: str | None = None  # what the source keeps on each rank's device, and predictions of memory do not count
 
 
 @dataclass(frozen=True)

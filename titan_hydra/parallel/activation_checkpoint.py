@@ -32,7 +32,7 @@ from .compile import compiled_parts
 from .experts import sparse_layers
 from .mesh import Mesh
 
-MATMULS = ("aten.mm", "aten._scaled_mm", "titan_hydra.grouped_matmul")
+MATMULS = ("aten.mm", "aten.addmm", "aten._scaled_mm", "titan_hydra.grouped_matmul")  # addmm: with a bias
 SAVED = (  # results that are expensive to recompute, or need communication
     *MATMULS,
     "aten._scaled_dot_product_cudnn_attention",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from math import exp, log
+from typing import Any
 
 from titan_hydra.config.fault import counted
 from titan_hydra.config.operation import Hardware
@@ -76,18 +77,32 @@ def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
             f"attention_tflops: all runs have sequences of {lengths[0]} tokens, so attention changes as matmuls do; a run of another "
             "length parts them",
         )
-    best, least = start, _error(runs, start, start)
+    rates = {rate: getattr(start, rate) for rate in told}
+    best = _with(start, descend(rates, lambda values: _error(runs, _with(start, values), start), together))
+    return Fit(best, told, runs, notes)
+
+
+def descend(start: dict[str, float], error: Callable[[dict[str, float]], float], together: Iterable[list[str]] = ()) -> dict[str, float]:
+    """Return the values of constants near `start` for which `error` is least: a search along each constant, in ever smaller
+    steps. The constants of a list of `together` are changed by the same factor; by default each is changed alone.
+    """
+    groups = [*together] or [[name] for name in start]
+    best, least = start, error(start)
     for step in STEPS:
         moved = True
         while moved:
             moved = False
-            for rates in together:
+            for names in groups:
                 for way in (exp(step), exp(-step)):
-                    other = replace(best, **{rate: getattr(best, rate) * way for rate in rates})
-                    if (error := _error(runs, other, start)) < least:
-                        best, least, moved = other, error, True
+                    other = best | {name: best[name] * way for name in names}
+                    if (off := error(other)) < least:
+                        best, least, moved = other, off, True
                         break
-    return Fit(best, told, runs, notes)
+    return best
+
+
+def _with(hardware: Hardware, rates: dict[str, Any]) -> Hardware:
+    return replace(hardware, **rates)
 
 
 def _matters(runs: tuple[Measured, ...], start: Hardware, rate: str) -> bool:

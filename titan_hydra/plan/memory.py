@@ -9,7 +9,7 @@ compares them with counts of the fake world.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_hydra.config.attention import call_of
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
@@ -123,28 +123,51 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
     flying = in_flight(shape.job, rank, shape.layers)
     kept, others = saved(shape), _between_stages(shape, rank, constants)
+    started = in_flight(shape.job, rank, (1, *[0] * end)).most if 0 in stages else 0  # microbatches in flight on the first stage
+    earlier = started * sum(one.layers[0] * saved(one) for one in shape.before)
     late = PIPELINE_SCHEDULES[shape.job.pp_schedule.name].late
     if end in stages:
         for head in _head(shape, rank, constants):
-            yield before, [Term(SAVED, flying.at_end * kept), *others, *_unsharded(shape, whole, None, not late), *head]
+            yield before, [Term(SAVED, flying.at_end * kept + earlier), *others, *_unsharded(shape, whole, None, not late), *head]
     # bytes of gradients of a block's linears: of their outputs and of their weights
     of_block = shape.used * (shape.tokens * sum(shape.outputs(shape.sequence)) + shape.whole)
     postponed = Term("postponed gradients", flying.postponed * of_block)
     for block in _block(shape):
         block.append(postponed)
-        first = [Term(SAVED, (flying.most - 1) * kept), *others, *_unsharded(shape, whole, shape.head, not late), *block]
-        last = [Term(SAVED, 0), *others, *_unsharded(shape, whole, shape.whole, True), *block]
+        first = [Term(SAVED, (flying.most - 1) * kept + earlier), *others, *_unsharded(shape, whole, shape.head, not late), *block]
+        last = [Term(SAVED, earlier), *others, *_unsharded(shape, whole, shape.whole, True), *block]
         yield before or (0 if pp else shape.head), first
         yield before or (0 if pp else parameters - shape.block - shape.embedding), last
+    if 0 in stages:
+        yield from _of_earlier_stacks(shape, before, parameters, others)
     joined = Term("update", 12 * min(CHUNK, parameters / shape.shards))
     yield parameters, [joined] if shape.job.optimizer.masters == "split" else []
 
 
-def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: bool) -> list[Term]:
+def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: list[Term]) -> Iterator[Moment]:
+    """Yield the moments at which the blocks that run before those of `shape` are at their peak: the backward of the last
+    block and that of the first block of each stack. A tower is gathered, and its gradients are reduced, as a whole.
+    """
+    done, left = parameters - shape.embedding, sum(one.layers[0] * one.block for one in shape.before)
+    for place, one in reversed([*enumerate(shape.before)]):
+        depth, kept = one.layers[0], saved(one)
+        earlier = sum(other.layers[0] * saved(other) for other in shape.before[:place])
+        tower = one.stack is not None and one.stack.tower is not None
+        unit = replace(one, block=one.block * depth) if tower else one
+        (block,) = _block(one)
+        for alive, having in ((depth - 1, done - left), (0, done - left + (depth - 1) * one.block)):
+            reduced = unit.block if tower and alive == 0 else 0 if tower else one.block
+            blocks = 1 if tower or (alive == 0 and place == 0) else 2  # the model's first block has none to gather before it
+            weights = _unsharded(unit, unit.block, reduced, True, blocks)
+            yield before or having, [Term(SAVED, earlier + alive * kept), *others, *weights, *block]
+        left -= depth * one.block
+
+
+def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: bool, blocks: int = 2) -> list[Term]:
     """Return gathered parameters and gradients that are not reduced yet: in the backward of a block, or, if `reduced`
     is None, at the loss.
 
-    ZeRO-3 holds the weights of two blocks, and gradients of `reduced` parameters while they are reduced. A pipeline
+    ZeRO-3 holds the weights of `blocks` blocks, and gradients of `reduced` parameters while they are reduced. A pipeline
     (ZeRO-2) holds all weights and, if `summed`, gradients of earlier microbatches.
     """
     job, own = shape.job, shape.used * shape.whole * shape.learned
@@ -161,7 +184,7 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
         heads = 2 if shape.fused_loss else 1
         weights = shape.used * shape.head * heads + tied
         return [Term("gathered weights", shape.gathered * parameters if kept else weights)]
-    weights = shape.gathered * parameters if kept else 2 * shape.gathered * shape.whole + tied
+    weights = shape.gathered * parameters if kept else blocks * shape.gathered * shape.whole + tied
     return [Term("gathered weights", weights), Term("unsharded gradients", shape.reduced * reduced * shape.learned + own)]
 
 
@@ -172,9 +195,11 @@ def saved(shape: Shape) -> float:
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
     dim, width, mode = shape.residual, shape.ffn_width, mode_of(job)
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
-    if shape.compiled and shape.format and tp == 1:  # the compiler keeps the cast outputs of both norms and the cast input of w2
+    if shape.stack:
+        everything = used * (shape.stack.kept - shape.stack.again * shape.compiled + _mask(shape) / shape.tokens) + _attention(shape)
+    elif shape.compiled and shape.format and tp == 1:  # the compiler keeps the cast outputs of both norms and the cast input of w2
         everything -= (2 * dim + width) * (used - shape.format.bytes)
-    if not shape.compiled:  # eager keeps the activation and the float mask, which compiled code computes again
+    if not shape.compiled and not shape.stack:  # eager keeps the activation and the float mask, which compiled code computes again
         everything += used * (width + _mask(shape) / shape.tokens)
     everything += shape.experts.everything if shape.experts else 0
     if not mode.contexts:
@@ -216,8 +241,11 @@ def _attention(shape: Shape) -> float:
 
 
 def _mask(shape: Shape) -> float:
-    """Return the size of a microbatch's document mask. Every attention kernel needs it except flash in half precision."""
-    return shape.samples * shape.job.data.seq_len**2 if call_of(shape.job).masked else 0
+    """Return the size of a microbatch's mask of documents, or of a tower's images. Every attention kernel needs it except
+    flash in half precision.
+    """
+    tower = shape.stack is not None and shape.stack.tower is not None
+    return shape.samples * shape.job.data.seq_len**2 if tower or call_of(shape.job).masked else 0
 
 
 def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]:
@@ -229,6 +257,7 @@ def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]
     number = in_flight(job, rank, (1,) * len(shape.layers)).most
     shared = shape.compiled or shape.recomputes  # eager blocks without recomputation have masks of their own (`saved`)
     terms = [Term("masks", _mask(shape) * number)] if shared else []  # a byte per element
+    terms += [Term("masks", number * sum(map(_mask, shape.before)))] if 0 in shape.stages[rank] else []
     if last:
         message = shape.tokens * shape.used * shape.residual
         early = EARLY if job.pp_schedule.stages_per_rank > 1 else 1
@@ -276,6 +305,10 @@ def _block(shape: Shape) -> Iterator[list[Term]]:
     and values are passed on.
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
+    if shape.stack:
+        elements = shape.stack.kept - shape.stack.again * shape.compiled + shape.stack.backward
+        yield [Term("block's backward", shape.tokens * (used * elements + _attention(shape)) + used * _mask(shape))]
+        return
     width = (5 if shape.compiled else 6) * shape.ffn_width
     feed_forward = used * (4 * shape.residual + _norms(shape) + _heads(shape) + width) + _attention(shape)
     if shape.experts:

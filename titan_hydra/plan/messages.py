@@ -14,11 +14,13 @@ def of_step(shape: Shape, rank: int) -> dict[str, float]:
     blocks, parameters = sum(shape.layers[stage] for stage in stages), sum(map(shape.parameters, stages))
     sparse = blocks - sum(shape.dense[stage] for stage in stages)
     ends = (0 in stages) + (last in stages)
+    split = [one for one in shape.before if one.job.parallelism.cp > 1]  # a tower's samples are whole
+    earlier = sum(one.layers[0] * _context(one) for one in split) if 0 in stages else 0
     neighbours = sum(other in range(last + 1) and other not in stages for stage in stages for other in (stage - 1, stage + 1))
     sent = {
         "tp": times
         * (blocks * sum(tensor(shape)) / (1 if layout.sequence_parallel else 2) + ends * _ends(shape) + _logits(shape) * (last in stages)),
-        "cp": times * blocks * _context(shape),
+        "cp": times * (blocks * _context(shape) + earlier),
         "pp": times * 2 * neighbours * shape.tokens * shape.used * shape.residual,
         "ep": times * sparse * _experts(shape),
         "fsdp": shape.rounds * _shards(shape, shape.gathered_parameters(stages) - sparse * shape.alone) * shape.wrapped,

@@ -13,13 +13,14 @@ from typing import Any
 from titan_hydra.config import from_dict
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.load import picked_anew
-from titan_hydra.config.registry import EXECUTORS
+from titan_hydra.config.registry import DATA_SOURCES, EXECUTORS
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.schema import ActivationCheckpoint, Job
 from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.ranks import all_ranks, runs_here
 from titan_hydra.job.recomputation import modes_that_keep_less
+from titan_hydra.job.sources import data_sources
 
 from . import memory, time
 from .memory import Peak
@@ -186,6 +187,12 @@ def on_nodes(job: Job, gpus: int | None) -> Job:
     return changed(job, gpus=gpus, cluster={"gpus_per_node": node})
 
 
+def not_counted(job: Job) -> list[str]:
+    """Return lines that say which memory of a rank's device its prediction lacks: what data sources keep there."""
+    sources = ((key, source.name, DATA_SOURCES[source.name].beside) for key, source in data_sources(job.data).items())
+    return [f"not counted: {what}, which {key}={name} keeps on each device" for key, name, what in sources if what]
+
+
 def line(prediction: Prediction) -> list[str]:
     """Return memory, whether it fits, tokens per second and GPU-hours as texts, with their error bands."""
     peak, speed, room = prediction.peak, prediction.speed, prediction.capacity_gib
@@ -221,6 +228,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "hardware": prediction.job.hardware.name,
         "gpus": all_ranks(prediction.job),
         "reason": prediction.reason,
+        "not_counted": not_counted(prediction.job),
         "terms": [{"name": term.name, "gib": term.bytes / GIB, "tag": term.tag} for term in peak.terms],
         "parts": speed and [{"name": name, "seconds": seconds} for name, seconds in speed.parts.items()],
     }

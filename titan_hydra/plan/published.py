@@ -23,7 +23,7 @@ from titan_hydra.job.freeze import freeze
 
 from . import memory, time
 from .predict import TIGHT
-from .shape import NotPredictable, shape_of
+from .shape import NotPredictable, Shape, shape_of
 
 SHIPPED = ASSETS / "published.yaml"
 # what TorchTitan holds beyond this trainer: an eager loss, pools of several streams (docs/plan.md), and what torch's own
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Scored:
     """A row beside its prediction: tokens/s per device and GiB, each (measured, predicted); `apart` says why the row
-    does not count.
+    does not count. `shape` is what its time was predicted from.
     """
 
     row: Row
@@ -43,6 +43,7 @@ class Scored:
     speed: tuple[float, float]
     memory: tuple[float, float] | None
     apart: str | None
+    shape: Shape
 
     @property
     def error(self) -> float:
@@ -106,6 +107,7 @@ def score(row: Row) -> Scored:
         (measured_speed(row, job), time.speed(job, shape=shape).tokens_per_second),
         (row["memory_gib"], peak) if "memory_gib" in row and said else None,
         apart,
+        shape,
     )
 
 

@@ -4,11 +4,12 @@ rank computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from titan_hydra.config.family import Linear, family_of
+from titan_hydra.config.family import Linear, Stack, family_of
 from titan_hydra.config.registry import ADAPTERS, FORMATS, OPTIMIZERS, Format
 from titan_hydra.config.schema import Job
 from titan_hydra.job.adapter import adapted
@@ -47,6 +48,13 @@ class Shape:
     shards: int  # ranks over which each parameter is sharded
     wrapped: bool  # whether FSDP wraps the model
     experts: ExpertShape | None
+    stack: Stack | None = None  # what the family says of blocks that are not a decoder's
+    before: tuple[Shape, ...] = ()  # the shapes of the stacks of blocks that run before these, on the first stage
+
+    @property
+    def causal(self) -> bool:
+        """Whether attention sees only what comes before."""
+        return self.stack is None and self.job.model.causal
 
     @cached_property
     def sequence(self) -> int:
@@ -167,7 +175,8 @@ class Shape:
         """Return the parameters of a stage on a tensor-parallel rank."""
         last = len(self.layers) - 1
         blocks = self.layers[stage] * self.block - self.dense[stage] * self.lighter
-        return blocks + self.embedding * (stage == 0) + self.head * (stage == last)
+        earlier = sum(one.layers[0] * one.block for one in self.before) if stage == 0 else 0
+        return blocks + earlier + self.embedding * (stage == 0) + self.head * (stage == last)
 
     @cached_property
     def more(self) -> float:
@@ -223,31 +232,43 @@ class Shape:
         """Return the elements of a token in the outputs of a block's matmuls on this rank, in running order. Outputs of
         row-parallel linears are split over `rows` ranks.
         """
-        widths = [one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows) for one in self.linears]
+        widths = [one.tokens * one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows) for one in self.linears]
         return [*widths[: self.after], *(self.experts.outputs if self.experts else ()), *widths[self.after :]]
 
 
 def shape_of(job: Job) -> Shape:
-    """Return the shape of a frozen job. Raises NotPredictable if its family lacks formulas for parameters and FLOPs."""
-    family, degrees, model = family_of(job.model), job.parallelism, job.model
-    if family.parameters is None or family.flops is None:
+    """Return the shape of a frozen job: of its decoder or, without one, of its last stack of blocks. Raises NotPredictable
+    if its family lacks formulas.
+    """
+    family = family_of(job.model)
+    stacks = family.stacks(job) if family.stacks else ()
+    if family.parameters is None or (family.flops is None and not stacks):
         lacks = "parameters" if family.parameters is None else "flops"
         raise NotPredictable(
-            f"model.family={model.family}: has no formula for its {lacks} (Family({lacks}=...)), so nothing can be predicted"
+            f"model.family={job.model.family}: has no formula for its {lacks} (Family({lacks}=...)), so nothing can be predicted"
         )
-    if family.takes != "tokens":
-        raise NotPredictable(f"model.family={model.family}: takes {family.takes}, and predictions know models of tokens alone")
+    if stacks and not family.linears(job.model):
+        return _of_stacks(job, stacks)
+    if family.takes != "tokens" and not stacks:
+        raise NotPredictable(f"model.family={job.model.family}: takes {family.takes}, and predictions know models of tokens alone")
+    return _of_decoder(job, stacks)
+
+
+def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
+    """Return the shape of a decoder, and of the towers before it."""
+    family, degrees, model = family_of(job.model), job.parallelism, job.model
     linears, experts = family.linears(model), experts_of(job)
+    towers = sum(one.depth * one.parameters for one in stacks)
     ends = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
     table = model.vocab_size * model.dim / degrees.tp
     pp = degrees.pp > 1
     layers = _layers(job) if pp else (model.n_layers,)
     less, dense = (lighter(job), experts.dense) if experts else (0, 0)
-    block = (family.parameters(model) - ends + dense * less) / model.n_layers
+    block = (family.parameters(model) - towers - ends + dense * less) / model.n_layers
     whole = sum(one.inputs * one.outputs for one in linears if one.whole) + (experts.number * model.dim if experts else 0)
     block = (block - whole) / degrees.tp + whole
     samples, shards = microbatch_size(job), degrees.dp_shard * degrees.cp
-    return Shape(
+    shape = Shape(
         job,
         linears,
         block,
@@ -265,6 +286,67 @@ def shape_of(job: Job) -> Shape:
         shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1,
         experts,
     )
+    return replace(shape, before=tuple(_of_tower(shape, one) for one in stacks))
+
+
+def _of_tower(shape: Shape, stack: Stack) -> Shape:
+    """Return the shape of a tower's blocks: as those of an eager job without checkpointing or splits of their samples."""
+    job = copy.copy(shape.job)
+    for section, values in (
+        ("model", stack.tower),
+        ("data", {"seq_len": stack.tokens}),
+        ("ac", {"name": "none"}),
+        ("compile", {"name": "off"}),
+        ("parallelism", {"tp": 1, "cp": 1}),
+    ):
+        setattr(job, section, copy.copy(getattr(job, section)))
+        vars(getattr(job, section)).update(values)
+    return replace(_of_stack(shape, stack), job=job, tokens=shape.samples * stack.tokens)
+
+
+def _of_stack(shape: Shape, stack: Stack) -> Shape:
+    """Return the shape of the blocks of a stack, with the batches and the shards of another shape."""
+    return replace(
+        shape,
+        linears=stack.linears,
+        block=stack.parameters,
+        layers=(stack.depth,),
+        dense=(0,),
+        embedding=0,
+        head=0,
+        experts=None,
+        stack=stack,
+    )
+
+
+def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
+    """Return the shape of the last stack of a model without a decoder. What stands around the blocks counts as an
+    embedding, but for the output, which is as wide as the input.
+    """
+    family, degrees, samples = family_of(job.model), job.parallelism, microbatch_size(job)
+    shards = degrees.dp_shard * degrees.cp
+    around = family.parameters(job.model) - sum(one.depth * one.parameters for one in stacks)
+    last = min(2 * job.model.dim**2, around)  # modulation of the output
+    shape = Shape(
+        job,
+        (),
+        0,
+        (0,),
+        0,
+        around - last,
+        last,
+        (0,),
+        [[0]],
+        1,
+        samples,
+        samples * job.data.seq_len / degrees.cp,
+        local_batches(job),
+        shards,
+        shards * degrees.dp_replicate > 1,
+        None,
+    )
+    *first, end = (_of_stack(shape, one) for one in stacks if one.depth)
+    return replace(end, embedding=shape.embedding, head=last, before=tuple(first))
 
 
 def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:

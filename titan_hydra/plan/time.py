@@ -25,6 +25,7 @@ from .shape import NotPredictable, Shape, shape_of
 BAND, UNMEASURED = 0.15, 0.20
 # bytes of the update's memory traffic per parameter: 28 for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
 TOKEN_BYTES = 36
+CAST_BYTES = 5  # memory traffic of a cast to Float8 with one scale: a bf16 element is read for the largest value, and to cast it
 LATENCY = 0.01  # seconds of a step that no other term counts
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
 
@@ -88,15 +89,17 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
         raise NotPredictable(f"hardware={hardware.name}: has no {missing[0]}, so no time can be predicted")
     if shape.format and hardware.float8_tflops is None:
         raise NotPredictable(f"precision={job.precision.name}: hardware={hardware.name} has no matmuls in this format")
-    block, head = block_passes(shape, factors), head_passes(shape, factors)
-    parts = {name: sum(block[name]) * job.model.n_layers * shape.microbatches * shape.rounds / len(shape.stages) for name in block}
+    kinds, head = [(one, block_passes(one, factors)) for one in (*shape.before, shape)], head_passes(shape, factors)
+    times, block = shape.microbatches * shape.rounds / len(shape.stages), kinds[-1][1]
+    parts = {name: sum(sum(passes[name]) * sum(one.layers) for one, passes in kinds) * times for name in block}
     parts["head and loss"] = sum(head) * shape.microbatches * shape.rounds / len(shape.stages)
     parts["optimizer"] = update = _optimizer(shape, factors)
-    passes = Pair(*map(sum, zip(*block.values(), strict=True)))
     if len(shape.stages) > 1:
         parts["pipeline calls"] = _pipeline_calls(shape)
-        parts["pipeline idle"] = _span(shape, passes, head, exact) * shape.rounds - (sum(parts.values()) - update)
-    parts["FSDP"] = _fsdp(shape, factors, passes)
+        earlier = [_sum(passes) for one, passes in kinds[:-1] for _ in range(one.layers[0])]
+        first = Pair(*map(sum, zip(*earlier, strict=True))) if earlier else Pair(0, 0)
+        parts["pipeline idle"] = _span(shape, _sum(block), first, head, exact) * shape.rounds - (sum(parts.values()) - update)
+    parts["FSDP"] = sum(_fsdp(one, factors, _sum(passes)) for one, passes in kinds)
     step = sum(parts.values())
     return Speed(step, job.data.global_batch * job.data.seq_len / all_ranks(job) / step, parts)
 
@@ -117,6 +120,10 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
     }
 
 
+def _sum(passes: Passes) -> Pair:
+    return Pair(*map(sum, zip(*passes.values(), strict=True)))
+
+
 def _matmuls(shape: Shape, factors: Factors) -> Pair:
     """Return the seconds of a block's linears and experts; the backward has two matmuls for each."""
     tp = shape.job.parallelism.tp
@@ -128,7 +135,8 @@ def _matmuls(shape: Shape, factors: Factors) -> Pair:
 def _attention(shape: Shape, factors: Factors) -> Pair:
     """Return the seconds of attention's own matmuls; the backward has five for two."""
     job = shape.job
-    once = shape.tokens * job.data.seq_len * (shape.queries + shape.values) / _attention_rate(job, factors)
+    pairs = shape.tokens * job.data.seq_len * (1 if shape.causal else 2)
+    once = pairs * (shape.queries + shape.values) / _attention_rate(shape, factors)
     return Pair(once, (2.5 + recomputed(shape).attention) * once)
 
 
@@ -178,7 +186,7 @@ def _fsdp(shape: Shape, factors: Factors, block: Pair) -> float:
     again = Sent() if job.parallelism.reshard_after_forward == "never" else gather
     shown = gather.behind(block.forward) * shape.rounds + (again + reduce).behind(block.backward) * (shape.rounds - 1)
     shown += (again + reduce + replicas).behind(block.backward)
-    return shown * job.model.n_layers + (gather + again + reduce).seconds * shape.rounds
+    return shown * sum(shape.layers) + (gather + again + reduce).seconds * shape.rounds
 
 
 def _launch(shape: Shape, factors: Factors) -> float:
@@ -277,13 +285,18 @@ def _rate(shape: Shape, linear: Linear) -> float:
     return top * 1e12 * smallest / (smallest + half) * (1 if precision.compute_dtype == "bfloat16" else 0.5)
 
 
-def _attention_rate(job: Job, factors: Factors) -> float:
+def _attention_rate(shape: Shape, factors: Factors) -> float:
     """Return the FLOP/s of attention: torch's flash kernel has its own rate, and ring attention a fraction (`ring`) of
-    the rate.
+    the rate. A tower's mask needs torch's memory-efficient kernel, which is assumed to be as fast as flash.
     """
+    job = shape.job
     call, asked, hardware = call_of(job), job.model.attention, job.hardware
     first = next((kernel for kernel in KERNELS if refusal(kernel, call) is None), None) if asked == "auto" else asked
-    flash = first == "flash" or (job.data.document_mask and takes_offsets(asked, call))
+    flash = (
+        first == "flash"
+        or (shape.stack is not None and shape.stack.tower is not None)
+        or (job.data.document_mask and takes_offsets(asked, call))
+    )
     rate = (flash and hardware.flash_tflops) or hardware.attention_tflops
     return 1e12 * rate * (factors.ring if call.ring else 1)
 
@@ -303,7 +316,7 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     columns = sum(one.outputs for one in shape.linears if one.column) / shape.job.parallelism.tp
     transposed = 2 * (rows + columns + 4 * dim)
     scale = factors.cast * (1 if shape.one_scale else factors.rowwise)
-    return scale * 5 * inputs, scale * (5 * (columns + 2 * dim / shape.sequence) + transposed)
+    return scale * CAST_BYTES * inputs, scale * (CAST_BYTES * (columns + 2 * dim / shape.sequence) + transposed)
 
 
 def _weight_casts(shape: Shape, factors: Factors) -> float:
@@ -313,7 +326,7 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
     if not shape.format:
         return 0.0
     weights = sum(one.size(shape.job.parallelism.tp) for one in shape.linears)
-    return 5 * weights * (1 if shape.one_scale else factors.rowwise) / (shape.shards if shape.gathered < shape.used else 1)
+    return CAST_BYTES * weights * (1 if shape.one_scale else factors.rowwise) / (shape.shards if shape.gathered < shape.used else 1)
 
 
 def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:
@@ -379,10 +392,14 @@ def _call(job: Job) -> float:
     return 1 / job.hardware.passes_per_second if job.hardware.passes_per_second else 0.0
 
 
-def _span(shape: Shape, block: Pair, head: Pair, exact: bool) -> float:
-    """Return the seconds in which the pipeline works through one local batch."""
+def _span(shape: Shape, block: Pair, first: Pair, head: Pair, exact: bool) -> float:
+    """Return the seconds in which the pipeline works through one local batch. The first stage has the work of towers
+    (`first`) too.
+    """
     job, last, pp, call = shape.job, len(shape.layers) - 1, len(shape.stages), _call(shape.job)
     forward, backward = ([layers * one + call for layers in shape.layers] for one in block)
+    forward[0] += first.forward
+    backward[0] += first.backward
     forward[last] += head.forward
     backward[last] += head.backward
     half = [(seconds + call) / 2 for seconds in backward]  # if a schedule splits the backward in two passes: seconds of each

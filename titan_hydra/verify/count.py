@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
 from titan_hydra.job.batches import local_batches, samples_at_once
@@ -38,15 +39,15 @@ def eager(job: Job) -> Job:
 
 def count_rank(job: Job, rank: int) -> Counted:
     """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks per stage and extrapolated,
-    as every further block adds the same.
+    as every further block adds the same; a model with several kinds of blocks is counted whole.
     """
     if (rounds := local_batches(job)) > 2:  # every further local batch sends as many bytes as the second
         job = copy.deepcopy(job)
         job.data.global_batch = 2 * samples_at_once(job)
         found = count_rank(job, rank)
         return Counted(found.live, {name: sent * (rounds / 2 if name != "dp_replicate" else 1) for name, sent in found.messages.items()})
-    stages = stage_count(job) if job.parallelism.pp > 1 else 1
-    if job.model.n_layers <= DEPTHS[-1] * stages:
+    stages, family = stage_count(job) if job.parallelism.pp > 1 else 1, family_of(job.model)
+    if not family.linears(job.model) or job.model.n_layers <= DEPTHS[-1] * stages:
         return _count(job, rank)
     few, more = (_count(_cut(job, depth, stages), rank) for depth in DEPTHS)
     further = (_blocks(job, rank) - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])

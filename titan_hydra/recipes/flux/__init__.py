@@ -3,7 +3,7 @@
 from titan_hydra.config.family import Family
 from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 
-from .config import FluxConfig, flops, no_linears, parameters, running_order
+from .config import FluxConfig, flops, no_linears, parameters, running_order, stacks
 from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
 
 COMMANDS = {
@@ -22,6 +22,7 @@ register(
         parameters=parameters,
         flops=flops,
         linears=no_linears,
+        stacks=stacks,
         takes="latents",
         pipeline=False,
     )
@@ -59,6 +60,7 @@ register(
         gives=GIVEN,
         faults=f"{__name__}.images:faults_of_files",
         warnings=f"{__name__}.images:unknown_words",
+        beside="the frozen text encoders and the autoencoder, in float32",
     )
 )
 register(DataSourceKind("synthetic_images", f"{__name__}.images:draw_images", CaptionSource, documents=False, gives=GIVEN))

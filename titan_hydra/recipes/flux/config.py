@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from titan_hydra.config.family import Linear
+from titan_hydra.config.family import Linear, Stack
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.field import key
 from titan_hydra.config.model import Model
@@ -89,41 +89,79 @@ def running_order(config: FluxConfig) -> list[str]:
 
 
 def no_linears(config: FluxConfig) -> tuple[Linear, ...]:
-    """Return an empty list. FLUX has two kinds of blocks, so features that need one list of linears (adapters,
-    predictions) are refused.
+    """Return an empty list. FLUX has two kinds of blocks, so features that need one list of linears (adapters) are
+    refused.
     """
     return ()
 
 
+def stacks(job: Any) -> tuple[Stack, ...]:
+    """Return the double-stream and the single-stream blocks, for predictions."""
+    config: FluxConfig = job.model
+    dim, width, seq_len = config.dim, config.ffn_width, job.data.seq_len
+    text = config.text_len / seq_len
+    sides = ("", 1 - text), ("txt_", text)
+    copied = job.data.local_batch > 1  # a side's part of attention's output, which is not contiguous in several samples
+    double = (
+        *(Linear(f"{side}modulation", dim, 6 * dim, tokens=1 / seq_len) for side, _ in sides),
+        *(Linear(f"{side}{name}", dim, dim, tokens=share) for side, share in sides for name in ("wq", "wk", "wv")),
+        *(Linear(f"{side}wo", dim, dim, column=False, tokens=share) for side, share in sides),
+        *(
+            Linear(f"{side}{name}", *widths, column=name == "w1", tokens=share)
+            for side, share in sides
+            for name, widths in (("w1", (dim, width)), ("w2", (width, dim)))
+        ),
+    )
+    single = (
+        Linear("modulation", dim, 3 * dim, tokens=1 / seq_len),
+        Linear("w1", dim, width),
+        *(Linear(name, dim, dim) for name in ("wq", "wk", "wv")),
+        Linear("w2", dim + width, dim, column=False),
+    )
+    # Blocks keep: two times input, normalized and modulated input, and the gated output; q and k before they are normalized;
+    # q, k, v and the output of attention; the feed-forward before and after its activation. A single-stream block modulates
+    # once, and joins attention's output with the feed-forward.
+    return (
+        Stack(config.double_layers, double, parameters_of(config)[0], 14 * dim + 2 * width + copied * dim, 2 * dim, dim),
+        Stack(config.n_layers - config.double_layers, single, parameters_of(config)[1], 11 * dim + 2 * width, dim, 3 * dim + width),
+    )
+
+
+def parameters_of(config: FluxConfig) -> tuple[int, int]:
+    """Return the numbers of parameters of a double-stream and of a single-stream block."""
+    dim, width = config.dim, config.ffn_width
+    double = 12 * dim * dim + 2 * (4 * dim * dim + 2 * dim * width) + 2 * (6 * dim + 4 * dim + width + dim) + 4 * config.head_width
+    single = 3 * dim * dim + 4 * dim * dim + 2 * dim * width + 3 * dim + 3 * dim + width + dim + 2 * config.head_width
+    return double, single
+
+
 def parameters(config: FluxConfig) -> int:
     """Return the number of parameters."""
-    per_image, per_text, per_both, per_sample = matrices(config)
-    single, double = config.n_layers - config.double_layers, config.double_layers
-    dim, width = config.dim, config.ffn_width
-    embeddings = 2 if config.guidance is None else 3
-    biases = double * (2 * (6 * dim + 4 * dim + width + dim)) + single * (3 * dim + 3 * dim + width + dim)
-    biases += 2 * dim + embeddings * 2 * dim + 2 * dim + config.patch_width
-    norms = config.head_width * (4 * double + 2 * single)
-    return per_image + per_text + per_both + per_sample + biases + norms
+    double, single = parameters_of(config)
+    *_, embeddings = matrices(config)
+    dim, inputs = config.dim, 2 if config.guidance is None else 3
+    around = (2 * config.patch_width + config.text_dim + 2 * dim) * dim + embeddings
+    biases = 2 * dim + inputs * 2 * dim + 2 * dim + config.patch_width
+    return config.double_layers * double + (config.n_layers - config.double_layers) * single + around + biases
 
 
-def matrices(config: FluxConfig) -> tuple[int, int, int, int]:
+def matrices(config: FluxConfig) -> tuple[int, int, int, int, int]:
     """Return the numbers of weights that multiply each image token, each text token, each token of either kind, and
-    each sample once.
+    each sample once: modulations, and the embeddings of a sample.
     """
     dim, width = config.dim, config.ffn_width
     single, double = config.n_layers - config.double_layers, config.double_layers
     block = 4 * dim * dim + 2 * dim * width  # attention, feed-forward
     embeddings = (TIME * dim + dim * dim) * (1 if config.guidance is None else 2) + config.pooled_dim * dim + dim * dim
     modulations = double * 12 * dim * dim + single * 3 * dim * dim + 2 * dim * dim
-    return double * block + 2 * config.patch_width * dim, double * block + config.text_dim * dim, single * block, embeddings + modulations
+    return double * block + 2 * config.patch_width * dim, double * block + config.text_dim * dim, single * block, modulations, embeddings
 
 
 def flops(config: FluxConfig, seq_len: int, parameters: int) -> int:
     """Return the FLOPs of forward and backward of a sample, divided by the number of its tokens: 6 per weight that
     multiplies a token, and attention over all tokens.
     """
-    per_image, per_text, per_both, per_sample = matrices(config)
+    per_image, per_text, per_both, *per_sample = matrices(config)
     image = seq_len - config.text_len
-    met = per_image * image + per_text * config.text_len + per_both * seq_len + per_sample
+    met = per_image * image + per_text * config.text_len + per_both * seq_len + sum(per_sample)
     return 6 * met // seq_len + 12 * config.n_layers * config.dim * seq_len

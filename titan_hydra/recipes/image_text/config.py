@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from titan_hydra.config.family import decoder_modules
+from titan_hydra.config.family import Linear, Stack, decoder_modules
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.field import key
 from titan_hydra.config.model import Model
@@ -61,3 +62,35 @@ def modules_with_tower(config: Model) -> list[str]:
     """Return the decoder's modules in running order, with the tower after the embedding, whose output it changes."""
     embedding, *others = decoder_modules(config)
     return [embedding, "vision", *others]
+
+
+def with_tower(decoder: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Return the formula for the parameters of a decoder with a tower, from the decoder's."""
+
+    def parameters(config: Any) -> int:
+        tower: Vision = config.vision
+        patches = (3 * tower.patch**2 + 1) * tower.dim + tower.grid**2 * tower.dim + 2 * tower.dim
+        outputs = (tower.dim + 1) * tower.ffn_dim + (tower.ffn_dim + 1) * config.dim
+        return decoder(config) + tower.n_layers * parameters_of_block(tower) + patches + outputs
+
+    return parameters
+
+
+def parameters_of_block(tower: Vision) -> int:
+    """Return the number of parameters of a block of the tower; keys have no bias."""
+    return 4 * tower.dim**2 + 3 * tower.dim + 2 * tower.dim * tower.ffn_dim + tower.ffn_dim + tower.dim + 4 * tower.dim
+
+
+def stacks(job: Any) -> tuple[Stack, ...]:
+    """Return the blocks of the tower, for predictions. They keep the inputs of both norms, their outputs, queries, keys,
+    values, attention's output, and the feed-forward before and after its activation.
+    """
+    tower: Vision = job.model.vision
+    dim, width = tower.dim, tower.ffn_dim
+    linears = (*(Linear(name, dim, dim, column=name != "wo") for name in ("wq", "wk", "wv", "wo")), Linear("w1", dim, width))
+    linears += (Linear("w2", width, dim, column=False),)
+    own = {"dim": dim, "n_layers": tower.n_layers, "n_heads": tower.n_heads, "n_kv_heads": tower.n_heads, "head_dim": dim // tower.n_heads}
+    own |= {"ffn_dim": width}
+    return (
+        Stack(tower.n_layers, linears, parameters_of_block(tower), 8 * dim + 2 * width, 0, 3 * dim + width, own, job.objective.patches),
+    )
