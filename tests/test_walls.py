@@ -39,6 +39,7 @@ NO_TORCH = (
     "job",
     "runs",
     "plan",
+    "stacks",
     "launch",
     "report",
     "commands",
@@ -295,6 +296,7 @@ CONVENTIONS = {
     "parameters",
     "plain",
     "plan",
+    "stacks",
     "to_config",
 }
 SECTIONS = {"Metrics", "Objective", "Tokenizer"}

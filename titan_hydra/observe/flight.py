@@ -91,7 +91,7 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
             "messages": [
                 {**message, "work": None, "done": message["work"] is None or message["work"].is_completed()} for message in list(MESSAGES)
             ],
-            "stacks": stacks(error),
+            "stacks": stacks_of_threads(error),
         }
         write_text(layout.FLIGHT.of(run.attempt, run.rank), json.dumps(content), durable=False)
 
@@ -143,7 +143,7 @@ def callers(frames: list[dict]) -> list[str]:
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 
 
-def stacks(error: BaseException | None) -> dict[str, list[str]]:
+def stacks_of_threads(error: BaseException | None) -> dict[str, list[str]]:
     """Return the stack of every Python thread of this process, the innermost call last. With an error, the main thread's
     stack is the one that raised it.
     """

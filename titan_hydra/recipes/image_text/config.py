@@ -64,7 +64,7 @@ def modules_with_tower(config: Model) -> list[str]:
     return [embedding, "vision", *others]
 
 
-def with_tower(decoder: Callable[[Any], int]) -> Callable[[Any], int]:
+def parameters_with_tower(decoder: Callable[[Any], int]) -> Callable[[Any], int]:
     """Return the formula for the parameters of a decoder with a tower, from the decoder's."""
 
     def parameters(config: Any) -> int:
