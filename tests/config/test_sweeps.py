@@ -9,7 +9,7 @@ from omegaconf import open_dict
 
 from titan_hydra.config import describe, identity, read
 from titan_hydra.config.compose import CONF, register_schema
-from titan_hydra.config.rules import checks
+from titan_hydra.config.rules import cluster
 from titan_hydra.config.rules import compile as rules_of_compile
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.sweep import expand_sweep, named
@@ -145,7 +145,7 @@ def test_names_that_are_given_stay():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_sweep_file_says_when_to_choose_it_and_all_its_cells_pass_the_checks(file, monkeypatch):
-    monkeypatch.setattr(checks, "devices_here", lambda: 0)
+    monkeypatch.setattr(cluster, "devices_here", lambda: 0)
     assert file.read_text().startswith("# @package _global_\n# ") and describe.when(file).endswith(".")
     assert all(line.startswith("#") for line in file.read_text().partition("defaults:")[0].splitlines())
     cells, faults = expanded(f"+sweeps={file.stem}", *([] if file.stem.startswith("laptop") else ["cluster=slurm"]))

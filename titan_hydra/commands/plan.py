@@ -47,6 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="for the N best layouts, step one rank in the fake world, and print its memory and messages beside the formulas'",
     )
+    add_fits(parser)
+    add_runs(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="plot memory by term, and speed over the number of GPUs")
+    add_goodput(parser)
+
+
+def add_fits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that compare predictions with measurements."""
     parser.add_argument(
         "--calibrate",
         nargs="+",
@@ -69,10 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)")
     parser.add_argument("--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml")
-    add_runs(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="plot memory by term, and speed over the number of GPUs")
-    add_goodput(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -80,19 +85,7 @@ def main(args: argparse.Namespace) -> int:
     --tune the status of the first run that failed.
     """
     counts = args.gpus or []
-    if counts and counts[0] < 1:
-        raise ConfigError(str(Fault("--gpus", counts[0], "a job needs at least one", legal=(1,))))
-    for name, least, reason in (
-        ("prove", 1, "is the number of layouts to count, at least 1"),
-        ("tune", 2, "is the number of layouts to compare, at least 2"),
-        ("steps", 3, "the first ones are not measured"),
-    ):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ConfigError(str(Fault(f"--{name}", value, reason, legal=(least,))))
-    if args.into and not (args.calibrate or args.tune):
-        raise ConfigError(f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written")
-    if args.tune and args.json:
-        raise ConfigError("--json: --tune prints the progress of its runs; titan plan --calibrate RUN... --json prints its fit")
+    _refuse(args, counts)
     if args.score is not None:
         if args.overrides:
             raise ConfigError(f"{args.overrides[0]}: --score takes no overrides, as each row says its own job")
@@ -122,6 +115,23 @@ def main(args: argparse.Namespace) -> int:
         return layouts(job, gpus, args)
     except NotPredictable as error:
         raise ConfigError(str(error)) from error
+
+
+def _refuse(args: argparse.Namespace, counts: list[int]) -> None:
+    """Raise ConfigError for values of options that are out of range or do not go together."""
+    if counts and counts[0] < 1:
+        raise ConfigError(str(Fault("--gpus", counts[0], "a job needs at least one", legal=(1,))))
+    for name, least, reason in (
+        ("prove", 1, "is the number of layouts to count, at least 1"),
+        ("tune", 2, "is the number of layouts to compare, at least 2"),
+        ("steps", 3, "the first ones are not measured"),
+    ):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(str(Fault(f"--{name}", value, reason, legal=(least,))))
+    if args.into and not (args.calibrate or args.tune):
+        raise ConfigError(f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written")
+    if args.tune and args.json:
+        raise ConfigError("--json: --tune prints the progress of its runs; titan plan --calibrate RUN... --json prints its fit")
 
 
 def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:

@@ -15,13 +15,13 @@ from titan_hydra.config.attention import call_of, kernel_fault
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted, divisors, multiples_around
 from titan_hydra.config.load import to_dict, values_are_what_the_schema_takes
-from titan_hydra.config.registry import EXECUTORS, OPTIMIZERS
+from titan_hydra.config.registry import OPTIMIZERS
 from titan_hydra.config.schema import Job
 from titan_hydra.job.adapter import adapts
 from titan_hydra.job.batches import samples_at_once
 from titan_hydra.job.dtypes import gathers_in_format
 from titan_hydra.job.pipeline import splits_backward
-from titan_hydra.job.ranks import DEGREES, data_parallel, devices_here, has_ring, rotation, runs_here, world_size
+from titan_hydra.job.ranks import DEGREES, data_parallel, has_ring, rotation, world_size
 from titan_hydra.job.recomputation import mode_of
 
 from . import adapter, checkpoint, cluster, compile, data, experts, memory, objective, pipeline, precision, replicas
@@ -356,27 +356,7 @@ def masters_can_be_split(job: Job) -> Iterator[Fault]:
 # --- the machine and its files ----------------------------------------------------------------------------------------
 
 
-@rule(PLACE)
-def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
-    """Whole nodes are allocated: the ranks fit on one node, or are a multiple of a node's devices."""
-    if job.comm.name == "fake":  # one process, whatever the number of ranks
-        if not 0 <= job.comm.rank < job.gpus:
-            yield Fault("comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1))
-        return
-    executor = job.cluster.executor
-    if EXECUTORS[executor].single and job.gpus != 1:
-        yield Fault("gpus", job.gpus, f"cluster.executor={executor} runs one rank in this process; use local for more", legal=(1,))
-    node = job.cluster.gpus_per_node or (devices_here() if runs_here(job) else None)
-    if not node:
-        return
-    if not runs_here(job):
-        if job.gpus > node and job.gpus % node:
-            yield Fault("gpus", job.gpus, f"not whole nodes of {node}", legal=multiples_around(job.gpus, node))
-    elif job.gpus * job.fault_tolerance.replicas > node:
-        yield replicas.too_many(job, node)
-
-
-PLACE += [memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_are_there]
+PLACE += [cluster.ranks_fit_the_cluster, memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_are_there]
 
 
 # --- what is legal, but probably a mistake ----------------------------------------------------------------------------
