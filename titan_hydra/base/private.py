@@ -147,6 +147,8 @@ def threaded_groups(meet: Callable[[Any, Any, int, Any], None]) -> Iterator[None
             meet(self.collective, self.group, rank, data)
             return threaded.ret_work(data)
 
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11, whose world cannot be destroyed without this list
+        threaded.ThreadLocalWorld.comms = []
     with (
         mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", Handle),
         mock.patch.object(threaded.ProcessLocalGroup, "_end_coll", lambda *_: None),

@@ -121,7 +121,8 @@ class RankTurns:
 
 def described_call(collective: Any) -> str:
     """Return the name of a collective with its operation or source."""
-    options = [str(getattr(value, "op", value)) for value in vars(collective).values()]  # a ReduceOp is printed by its address
+    options = [value for value in vars(collective).values() if value is not None]
+    options = [str(getattr(value, "op", value)) for value in options]  # a ReduceOp is printed by its address
     return f"{type(collective).__name__}({', '.join(options)})"
 
 
