@@ -158,7 +158,13 @@ def test_two_ranks_get_a_card_and_the_runs_figures_join_it(launcher):
     joined = certify(launcher.folder, result.parent.name)
     assert joined.returncode == 0, joined.stderr
     page = (Path(card["folder"]) / "card.md").read_text()
-    assert f"| {result.parent.name} | cpu | 2 | 5 |" in page and "Resume: passed" in page and "| dp_shard 2, float32 | 2 |" in page
+    (measured,) = json.loads((Path(card["folder"]) / "card.json").read_text())["measured"]
+    assert (measured["run"], measured["world_size"], measured["steps"]) == (result.parent.name, 2, 5) and measured["final_loss"] > 0
+    assert (
+        f"| {result.parent.name} | {measured['device']} | 2 | 5 |" in page
+        and "Resume: passed" in page
+        and "| dp_shard 2, float32 | 2 |" in page
+    )
     again = certify(launcher.folder, *TWO, "hardware=cpu", "seed=7")
     assert again.returncode == 0 and "1 of 1 layout certified" in again.stdout
 

@@ -93,7 +93,8 @@ def _measured(card: dict[str, Any]) -> Iterator[str]:
     yield "| run | device | ranks | steps | tokens/s per device | MFU | GiB | loss |"
     yield "|" + "---|" * 8
     for run in card["measured"]:
-        numbers = [_number(run[name]) for name in ("tokens_per_second", "mfu", "memory_gib", "final_loss")]
+        forms = {"tokens_per_second": ",.0f", "mfu": ".1%", "memory_gib": ".1f", "final_loss": ".4f"}
+        numbers = [_number(run[name], form) for name, form in forms.items()]
         yield f"| {run['run']} | {run['device']} | {run['world_size']} | {run['steps']} | {' | '.join(numbers)} |"
 
 
@@ -110,5 +111,5 @@ def _word(part: dict[str, Any]) -> str:
     return f"{word} ({part['reason']})" if part.get("reason") else word
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+def _number(value: float | None, form: str = ".3g") -> str:
+    return "-" if value is None else format(value, form)
