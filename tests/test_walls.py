@@ -313,7 +313,7 @@ def test_public_names_are_unique():
 # removed.
 LINES = {
     "base": 651,  # 520
-    "config": 4875,  # 3,200
+    "config": 4897,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
     "runs": 2131,  # 2,100
@@ -324,12 +324,12 @@ LINES = {
     "checkpoint": 1579,  # 1,400
     "train": 1504,  # 1,550
     "fault_tolerance": 1115,  # 600
-    "verify": 2002,  # 2,000
+    "verify": 2003,  # 2,000
     "launch": 3165,  # 1,950
     "report": 2349,  # 2,050
-    "commands": 2956,  # 2,300
-    "recipes": 3475,  # 3,100
-    "plan": 2139,  # 1,800
+    "commands": 2959,  # 2,300
+    "recipes": 3548,  # 3,100
+    "plan": 2298,  # 1,800
 }
 
 

@@ -64,7 +64,7 @@ def modules_with_tower(config: Model) -> list[str]:
     return [embedding, "vision", *others]
 
 
-def with_tower(decoder: Callable[[Any], int]) -> Callable[[Any], int]:
+def parameters_with_tower(decoder: Callable[[Any], int]) -> Callable[[Any], int]:
     """Return the formula for the parameters of a decoder with a tower, from the decoder's."""
 
     def parameters(config: Any) -> int:
@@ -81,7 +81,7 @@ def parameters_of_block(tower: Vision) -> int:
     return 4 * tower.dim**2 + 3 * tower.dim + 2 * tower.dim * tower.ffn_dim + tower.ffn_dim + tower.dim + 4 * tower.dim
 
 
-def stacks(job: Any) -> tuple[Stack, ...]:
+def stacks_with_tower(job: Any) -> tuple[Stack, ...]:
     """Return the blocks of the tower, for predictions. They keep the inputs of both norms, their outputs, queries, keys,
     values, attention's output, and the feed-forward before and after its activation.
     """
