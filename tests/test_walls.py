@@ -39,7 +39,6 @@ NO_TORCH = (
     "job",
     "runs",
     "plan",
-    "stacks",
     "launch",
     "report",
     "commands",
@@ -296,7 +295,6 @@ CONVENTIONS = {
     "parameters",
     "plain",
     "plan",
-    "stacks",
     "to_config",
 }
 SECTIONS = {"Metrics", "Objective", "Tokenizer"}
@@ -319,7 +317,7 @@ def test_public_names_are_unique():
 # removed.
 LINES = {
     "base": 718,  # 520
-    "config": 4962,  # 3,200
+    "config": 4964,  # 3,200
     "job": 612,  # 720
     "models": 1696,  # 1,800
     "runs": 2232,  # 2,100
@@ -332,8 +330,8 @@ LINES = {
     "fault_tolerance": 1115,  # 600
     "verify": 4128,  # 2,000
     "launch": 3185,  # 1,950
-    "report": 2508,  # 2,050
-    "commands": 3743,  # 2,300
+    "report": 2509,  # 2,050
+    "commands": 3753,  # 2,300
     "recipes": 3805,  # 3,100
     "plan": 2298,  # 1,800
 }

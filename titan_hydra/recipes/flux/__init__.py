@@ -3,7 +3,7 @@
 from titan_hydra.config.family import Family
 from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 
-from .config import FluxConfig, flops, no_linears, parameters, running_order, stacks
+from .config import FluxConfig, flops, no_linears, parameters, running_order, stacks_of_flux
 from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
 
 COMMANDS = {
@@ -22,7 +22,7 @@ register(
         parameters=parameters,
         flops=flops,
         linears=no_linears,
-        stacks=stacks,
+        stacks=stacks_of_flux,
         takes="latents",
         pipeline=False,
     )

@@ -95,7 +95,7 @@ def no_linears(config: FluxConfig) -> tuple[Linear, ...]:
     return ()
 
 
-def stacks(job: Any) -> tuple[Stack, ...]:
+def stacks_of_flux(job: Any) -> tuple[Stack, ...]:
     """Return the double-stream and the single-stream blocks, for predictions."""
     config: FluxConfig = job.model
     dim, width, seq_len = config.dim, config.ffn_width, job.data.seq_len

@@ -5,7 +5,7 @@ from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 from titan_hydra.config.source import FileSource
 from titan_hydra.recipes.chat import TURNS
 
-from .config import IllustratedText, Llama3VisionConfig, Qwen3VisionConfig, modules_with_tower, parameters_with_tower, stacks
+from .config import IllustratedText, Llama3VisionConfig, Qwen3VisionConfig, modules_with_tower, parameters_with_tower, stacks_with_tower
 
 GIVEN = (*TURNS, "patches", "cells", "images", "places")
 TAKEN = "text with images"
@@ -19,7 +19,7 @@ for name, config in (("llama3_vision", Llama3VisionConfig), ("qwen3_vision", Qwe
             sharding=f"{__name__}.sharding:{name}",
             modules=modules_with_tower,
             parameters=parameters_with_tower(family_named(name.removesuffix("_vision")).parameters),
-            stacks=stacks,
+            stacks=stacks_with_tower,
             flops=None,  # no formula: the tower's FLOPs depend on the images
             takes=TAKEN,
         )

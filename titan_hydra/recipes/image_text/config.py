@@ -81,7 +81,7 @@ def parameters_of_block(tower: Vision) -> int:
     return 4 * tower.dim**2 + 3 * tower.dim + 2 * tower.dim * tower.ffn_dim + tower.ffn_dim + tower.dim + 4 * tower.dim
 
 
-def stacks(job: Any) -> tuple[Stack, ...]:
+def stacks_with_tower(job: Any) -> tuple[Stack, ...]:
     """Return the blocks of the tower, for predictions. They keep the inputs of both norms, their outputs, queries, keys,
     values, attention's output, and the feed-forward before and after its activation.
     """
