@@ -328,7 +328,7 @@ LINES = {
     "checkpoint": 1579,  # 1,400
     "train": 1507,  # 1,550
     "fault_tolerance": 1115,  # 600
-    "verify": 4128,  # 2,000
+    "verify": 4142,  # 2,000
     "launch": 3185,  # 1,950
     "report": 2509,  # 2,050
     "commands": 3753,  # 2,300

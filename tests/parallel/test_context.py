@@ -23,7 +23,8 @@ from titan_hydra.kernels.documents import document_mask, document_offsets
 from titan_hydra.parallel import build_mesh, context, ring_cpu
 from titan_hydra.train.objectives.language import Language
 from titan_hydra.verify.case import case
-from titan_hydra.verify.verify import PRELOADED, job_of, verify
+from titan_hydra.verify.processes import PRELOADED
+from titan_hydra.verify.verify import job_of, verify
 
 SMALL = (
     "precision=fp32",

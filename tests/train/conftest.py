@@ -13,7 +13,7 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.job.ranks import all_ranks, world_size
 from titan_hydra.launch.executors.ranks import lighthouse
 from titan_hydra.runs.run import Run, folders_of
-from titan_hydra.verify.verify import PRELOADED
+from titan_hydra.verify.processes import PRELOADED
 
 TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 

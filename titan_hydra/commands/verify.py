@@ -143,7 +143,7 @@ def show_outcomes(outcomes: list[Outcome], header: tuple[str, ...], rows: list[t
 def _verify_module(place: str, as_json: bool) -> int:
     """Print the verdict on a Subject. Returns 0 if no check has failed, else 1."""
     from titan_hydra.verify.module import verify_module
-    from titan_hydra.verify.verify import Crashed, Raised
+    from titan_hydra.verify.processes import Crashed, Raised
 
     try:
         verdict = verify_module(place, STEPS_OF_MODULE)

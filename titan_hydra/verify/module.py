@@ -28,9 +28,10 @@ from titan_hydra.models.init import clean_name
 from titan_hydra.parallel.mesh import local_part
 
 from .judge import MULTIPLE, Differences, differ, widen
+from .processes import spawn_ranks
 from .reference import Trace
 from .subject import Subject, load_subject
-from .verify import reductions, spawn_ranks
+from .verify import reductions
 
 # Differences that pass on any machine. A larger one is judged by the measured effect of rounding.
 FLOOR = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "weights": 1e-4}

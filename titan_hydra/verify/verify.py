@@ -9,11 +9,8 @@ import dataclasses
 import hashlib
 import json
 import math
-import multiprocessing
-import os
 import sys
 import tempfile
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_hydra import data, models
-from titan_hydra.base.threads import cores
 from titan_hydra.config import Job, from_dict, to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.fault import counted
@@ -35,29 +31,19 @@ from titan_hydra.job.ranks import DEGREES
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.parallel.mesh import Mesh, build_mesh, local_part
 from titan_hydra.parallel.split_masters import master_of
-from titan_hydra.runs.run import Run
 from titan_hydra.train.objectives.language import IGNORED, packed
 from titan_hydra.train.optimizer import lr_factor, set_lr
 from titan_hydra.train.trainer import Trainer, build
-from titan_hydra.train.world import world
 
 from .case import BASE, Case, later_wins
 from .draws import CutLinears, disturb
 from .judge import DRAWS, REFUSED, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
+from .processes import Crashed, Raised, share_over_cores, spawn_ranks
 from .reference import Trace, train_in_float64
 from .restart import restarted
 from .threads import as_threads
 
 STEPS = 10  # optimizer steps of a case
-# Imported once in the fork server instead of once for each rank.
-PRELOADED = [
-    "titan_hydra.verify.verify",
-    "titan_hydra.train.loop",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-]
 NOTE = "in the case"  # beginning of the note by which an exception names its case
 
 
@@ -244,7 +230,7 @@ def prove(cases: list[Case], jobs: list[Job], references: dict[str, tuple[Case, 
     for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
         by_ranks[case.threads, case.ranks].append((number, case, to_dict(job)))
     with tempfile.TemporaryDirectory() as folder:
-        _share(_run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
+        share_over_cores(_run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
         for (threads, ranks), own in sorted(by_ranks.items()):
             _run_all(1 if threads else ranks, _run_in_threads if threads else _run_cases, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
@@ -258,7 +244,7 @@ def prove(cases: list[Case], jobs: list[Job], references: dict[str, tuple[Case, 
                 judged[reference_key(case), job.parallelism.tp].append(number)
         if judged:
             draws = [(numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()]
-            _share(_run_draws, folder, draws)
+            share_over_cores(_run_draws, folder, draws)
         return [_read(folder, number, case) for number, case in enumerate(cases)]
 
 
@@ -362,69 +348,6 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
 def _tell(line: str) -> None:
     """Print progress to the standard error, as the table comes only at the end (an hour later for the whole matrix)."""
     print(line, file=sys.stderr, flush=True)
-
-
-class Raised(RuntimeError):
-    """A rank has raised an exception, whose traceback is the message."""
-
-
-class Crashed(RuntimeError):
-    """A rank was ended by a signal: sent to it, for lack of memory, or after a fault in native code."""
-
-
-def _share(function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
-    """Run jobs that need one process each: one process per core, each with an equal share of the jobs."""
-    processes = min(cores(), len(jobs))
-    spawn_ranks(1, function, folder, *(jobs[first::processes] for first in range(processes)))
-
-
-def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[Any]) -> None:
-    """Run `function(device, folder, jobs)` on `ranks` gloo ranks for the jobs of each world, all at the same time. Raises
-    Crashed if a signal ended a rank, else Raised with the traceback of the first that failed.
-    """
-    # a process without threads may have chosen a faster way, as the server of mutants does (mutants/server.py)
-    context: Any = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    stores = [tempfile.mktemp(dir=folder) for _ in worlds]
-    processes = [
-        context.Process(target=_rank, args=(rank, ranks, store, function, folder, jobs))
-        for store, jobs in zip(stores, worlds, strict=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    failed = False
-    for process in processes:  # all are waited for, until one has failed
-        while process.is_alive() and not failed:
-            process.join(0.2)
-            failed = any(peer.exitcode not in (None, 0) for peer in processes)
-    if failed:
-        crashed = []
-        for number, process in enumerate(processes):
-            process.join(2)
-            if (process.exitcode or 0) < 0:
-                crashed.append(f"rank {number % ranks} was killed by signal {-process.exitcode}")
-            process.kill()
-        if crashed:
-            raise Crashed(crashed[0])
-        errors = sorted(Path(folder).glob("error_*"), key=lambda path: path.stat().st_mtime)
-        text = errors[0].read_text()
-        for path in errors:
-            path.unlink()
-        raise Raised(text)
-
-
-def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
-    os.dup2(2, 1)  # what libraries of a rank print, such as gloo, is no part of the command's output
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
-    try:
-        with world(from_dict(Job, jobs[0][-1]), run) as device:
-            function(device, folder, jobs)
-    except BaseException:
-        Path(f"{folder}/error_{os.getpid()}").write_text(traceback.format_exc())
-        os._exit(1)
 
 
 def reference_key(case: Case) -> str:
