@@ -1,0 +1,90 @@
+"""Processes that verify jobs: worlds of gloo ranks that run a function, and jobs spread over the cores."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_hydra.base.threads import cores
+from titan_hydra.config import Job, from_dict
+from titan_hydra.runs.run import Run
+from titan_hydra.train.world import world
+
+# Imported once in the fork server instead of once for each rank.
+PRELOADED = [
+    "titan_hydra.verify.verify",
+    "titan_hydra.train.loop",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
+
+
+class Raised(RuntimeError):
+    """A rank has raised an exception, whose traceback is the message."""
+
+
+class Crashed(RuntimeError):
+    """A rank was ended by a signal: sent to it, for lack of memory, or after a fault in native code."""
+
+
+def share_over_cores(function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
+    """Run jobs that need one process each: one process per core, each with an equal share of the jobs."""
+    processes = min(cores(), len(jobs))
+    spawn_ranks(1, function, folder, *(jobs[first::processes] for first in range(processes)))
+
+
+def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[Any]) -> None:
+    """Run `function(device, folder, jobs)` on `ranks` gloo ranks for the jobs of each world, all at the same time. Raises
+    Crashed if a signal ended a rank, else Raised with the traceback of the first that failed.
+    """
+    # a process without threads may have chosen a faster way, as the server of mutants does (mutants/server.py)
+    context: Any = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    stores = [tempfile.mktemp(dir=folder) for _ in worlds]
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, store, function, folder, jobs))
+        for store, jobs in zip(stores, worlds, strict=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    failed = False
+    for process in processes:  # all are waited for, until one has failed
+        while process.is_alive() and not failed:
+            process.join(0.2)
+            failed = any(peer.exitcode not in (None, 0) for peer in processes)
+    if failed:
+        crashed = []
+        for number, process in enumerate(processes):
+            process.join(2)
+            if (process.exitcode or 0) < 0:
+                crashed.append(f"rank {number % ranks} was killed by signal {-process.exitcode}")
+            process.kill()
+        if crashed:
+            raise Crashed(crashed[0])
+        errors = sorted(Path(folder).glob("error_*"), key=lambda path: path.stat().st_mtime)
+        text = errors[0].read_text()
+        for path in errors:
+            path.unlink()
+        raise Raised(text)
+
+
+def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
+    os.dup2(2, 1)  # what libraries of a rank print, such as gloo, is no part of the command's output
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
+    try:
+        with world(from_dict(Job, jobs[0][-1]), run) as device:
+            function(device, folder, jobs)
+    except BaseException:
+        Path(f"{folder}/error_{os.getpid()}").write_text(traceback.format_exc())
+        os._exit(1)
