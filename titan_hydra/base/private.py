@@ -148,7 +148,7 @@ def threaded_groups(meet: Callable[[Any, Any, int, Any], None]) -> Iterator[None
             return threaded.ret_work(data)
 
     if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11, whose world cannot be destroyed without this list
-        threaded.ThreadLocalWorld.comms = []
+        threaded.ThreadLocalWorld.comms = []  # type: ignore[assignment]
     with (
         mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", Handle),
         mock.patch.object(threaded.ProcessLocalGroup, "_end_coll", lambda *_: None),
