@@ -175,6 +175,14 @@ def test_images_of_any_aspect_are_read_as_by_a_plain_tower_alone(tmp_path):
         torch.testing.assert_close(seen[size], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["llama3_vision_debug", "qwen3_vision_debug", "llama3_8b_vision"])
+def test_the_number_of_parameters_is_known_without_torch(name):
+    job = compose_job(f"model={name}", "objective=image_text", "data=synthetic_image_text", "cluster=slurm")
+    with torch.device("meta"):
+        model = models.family_of(job.model).part("model")(job.model, 128)
+    assert models.family_of(job.model).parameters(job.model) == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_a_table_is_resized_as_torch_does():
     for number in (1, 3, 5, 8, 16, 37):
         ours = resized(torch.arange(number), torch.tensor(number), 8) @ torch.eye(8)
