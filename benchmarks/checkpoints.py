@@ -3,8 +3,8 @@
 
 One run of a model with FSDP over the ranks and AdamW saves in three ways in turn: with checkpoint=sync; with
 checkpoint=async, while training steps run until the checkpoint is written; and with checkpoint=async while no step runs
-beside the copy (async, bare). `held` is the time for which the training thread waits: to begin the save, and for the
-copy before the update. The first save of each kind creates buffers; it is shown but not counted.
+beside the copy (async, bare). `held` is how long training waits: for the start of the save and, before the update,
+for the end of the copy. The first save of each kind creates buffers; it is shown but not counted.
 """
 
 import argparse

@@ -302,7 +302,7 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
 
 @pytest.mark.parametrize(("values", "key", "code", "choices"), BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else None)
 def test_a_bad_value_is_named_with_what_would_be_legal(base, monkeypatch, values, key, code, choices):
-    # torch 2.11 can compile what the rule of `ac.name` refuses
+    # a rule of `ac.name` does not apply to torch 2.11
     monkeypatch.setattr(rules_of_compile, "versions", lambda: {"torch": "2.13.0"})
     faults = check(changed(base, **values))
     assert any((fault.key, fault.code) == (key, code) and choices in ("", fault.choices) for fault in faults), faults

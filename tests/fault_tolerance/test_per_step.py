@@ -35,7 +35,7 @@ def test_groups_are_one_data_parallel_world(tiny, run_job):
 
 
 def test_a_start_afresh_on_data_that_go_on(tiny, run_job):
-    """Step 1 uses the data of step 4; the four steps do not all use one batch."""
+    """Step 1 uses the data of the old step 4, and later steps use other data."""
     whole = run_job(tiny(*STEPS, "parallelism=ddp", "gpus=2", "checkpoint.interval=3"))
     start = f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"
     afresh = (start, "checkpoint.exclude_from_loading=[optimizer,lr_scheduler]", "steps=4")

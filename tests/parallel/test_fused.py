@@ -134,8 +134,8 @@ def test_a_block_is_as_near_to_float32_as_torchaos(dtype, more):
 
 
 def test_what_a_block_saves_has_no_float8_copies():
-    """This is counted at the proportions of Llama 3.1 8B, without compile. bf16 and torchao also save the results of
-    norms, SiLU and the product.
+    """The block has Llama 3.1 8B's proportions and is not compiled. Unlike fused kernels, bf16 and torchao save the
+    results of norms, SiLU and gating.
     """
     saved = {}
     for name, precision in (("bf16", ("precision=bf16",)), ("torchao", EMULATED), ("fused", FUSED)):

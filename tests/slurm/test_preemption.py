@@ -111,8 +111,8 @@ def lost(submit, run, attempt: int) -> int:
 
 def test_interrupted_jobs_lose_nothing(submit, expected):
     runs = drill(submit, expected, ("requeue", "TERM and USR2", "child", "USR2", "nodes"), repeats=1)
-    # How one task of an array is disturbed, without any effect on other tasks. The last task is special: SLURM knows it
-    # by the array's own number.
+    # Each disturbance hits one task of an array, and no other. The last task is special: SLURM knows it by the array's
+    # own number.
     assert [submit.attempts(run) for run in runs] == [[1, 2]] * len(runs), submit.story()
 
 

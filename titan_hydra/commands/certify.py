@@ -116,7 +116,7 @@ def degrees_of(job: Job) -> dict[str, int]:
 
 
 def certified(subjects: list[Candidate], began: float) -> list[dict[str, Any]]:
-    """Prove all subjects, with one set of ranks for each number of them, then train those that have passed. Jobs that
+    """Prove all subjects, with one set of ranks per number of ranks, then train those that have passed. Jobs that
     several subjects share run once. Returns a card for each subject.
     """
     if not subjects:

@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """Train byte-pair merges, write them in tiktoken's format, and verify that both libraries encode alike."""
+    """Train byte-pair merges with tokenizers, write them for tiktoken, and verify that both encode alike."""
     merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
     if merges < 0:
         raise ConfigError(f"--vocab={args.vocab}: 256 bytes and {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens need 512")

@@ -66,8 +66,8 @@ class Probes:
         self.seen[Observation(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
 
     def after_backward(self, step: int) -> None:
-        """Examine the gradients. Then write the step's rows to activations_<rank>.jsonl, and keep the observations of
-        tensors that are not finite for `culprit`.
+        """Examine the gradients. Then write the step's rows to activations_<rank>.jsonl, and keep for `culprit` the
+        observations of tensors that are not finite.
         """
         if not (self.config.nan_hunt or self.config.trace_activations):
             return

@@ -27,7 +27,7 @@ WAIT = 5  # seconds until groups go on without one that is gone: conf/fault_tole
 
 @dataclass(frozen=True)
 class Interruptions:
-    """What a job loses time to: a failure every `between` on average, a `restart` until the next step, and saves."""
+    """What costs a job time: a failure every `between` seconds on average, `restart` seconds after it, and saves."""
 
     between: float
     restart: float

@@ -157,7 +157,7 @@ def _float8_casts(shape: Shape, factors: Factors) -> Pair:
 
 
 def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
-    """Return the seconds by which the host takes longer to start a forward's kernels than the `kernels` run."""
+    """Return by how many seconds the host's time to start a forward's kernels exceeds their own (`kernels`)."""
     late = max(_launch(shape, factors) - kernels, 0)
     return Pair(late, (1 + (shape.whole_again or shape.recomputes / 2)) * late)
 

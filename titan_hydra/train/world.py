@@ -68,7 +68,7 @@ def allow_connections(ranks: int) -> None:
     and again in the checkpoints' group.
 
     A rank that dies before a group's first use may leave others connecting without a time-out (gloo#520). The launcher
-    or the watchdog ends them, but small worlds should not depend on that.
+    or the watchdog ends them; small worlds connect at once instead.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)

@@ -26,7 +26,7 @@ TIGHT = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-2, "weights": 1e-3}  # diff
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
 # The beginning of the error of a case that ranks refuse, as ring attention refuses a user's attention kernel.
 REFUSED = "titan_hydra.base.errors.ConfigError: "
-# The runs that measure a band: (seed of the changed last bits, or None; number of local batches per global batch). Most
+# The runs that measure a band: (seed of the weights' new last bits, None: the old; local batches per global batch). Most
 # cases need one; cases in which tokens change experts need more.
 DRAWS = ((2, 4), (1, 1), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))
 

@@ -30,8 +30,8 @@ class FluxConfig(Model):
     pooled_dim: int = key(768, "width of the pooled embedding of a caption", WIDTH)
     rope_first: int = key(
         16,
-        "part of a head's width that RoPE rotates by the first of three coordinates, which is 0; the image's rows and "
-        "columns share the rest of the width",
+        "width within a head that RoPE rotates by the first coordinate, which is 0; the other two, the image's row and "
+        "column, share the rest",
         Interval(0, 1_000_000),
     )
     guidance: float | None = key(
