@@ -60,6 +60,7 @@ FLOAT8 = {"precision__converter": "float8", "precision__recipe": "rowwise"}
 TENSORWISE = {"precision__converter": "float8", "precision__recipe": "tensorwise", "precision__float8_all_gather": True}
 CUDNN = {"model__attention": "cudnn", "precision__compute_dtype": "bfloat16"}
 ON_SLURM = {"cluster__executor": "slurm", "cluster__gpus_per_node": 8}
+# fmt: off
 BAD = [  # changed values, the key and the rule that are named, the nearest legal choices ("": none, or this machine's)
     ({"gpus": -4, "parallelism__dp_shard": -1}, "gpus", "values_are_what_the_schema_takes", "1"),
     ({"name": "../../evil"}, "name", "values_are_what_the_schema_takes", ""),
@@ -298,6 +299,7 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
         "null",
     ),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("values", "key", "code", "choices"), BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else None)
