@@ -38,7 +38,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; default: the temporary folder")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        processes = [multiprocessing.Process(target=measure, args=(rank, args, Path(folder))) for rank in range(args.ranks)]
+        processes = [
+            multiprocessing.Process(target=measure, args=(rank, args, Path(folder))) for rank in range(args.ranks)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -57,7 +59,10 @@ def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     run = Run(folder, folder, rank, rank, args.ranks)
-    savers = {name: Checkpointer(Checkpoint(name=name, keep_latest_k=1), run, model, [optimizer]) for name in ("sync", "async")}
+    savers = {
+        name: Checkpointer(Checkpoint(name=name, keep_latest_k=1), run, model, [optimizer])
+        for name in ("sync", "async")
+    }
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     train(model)
     optimizer.step()

@@ -26,7 +26,13 @@ def main() -> None:
         text, tokens = write_corpus(Path(folder))
         measure(make_job(args, name="synthetic"), 0)  # imports torch
         print(f"\n{'source':<13} {'first batch, s':>14} {'tokens/s':>12}")
-        sources = {"embedded": {}, "text_files": {"path": text}, "tokens": {"path": tokens}, "synthetic": {}, "embedded_chat": {}}
+        sources = {
+            "embedded": {},
+            "text_files": {"path": text},
+            "tokens": {"path": tokens},
+            "synthetic": {},
+            "embedded_chat": {},
+        }
         for name, keys in sources.items():
             if name in DATA_SOURCES:  # embedded_chat belongs to a recipe
                 first, speed = measure(make_job(args, name=name, **keys), args.seconds)
@@ -39,7 +45,19 @@ def write_corpus(folder: Path) -> tuple[str, str]:
     for unit in range(corpus.units):
         for _, text in corpus.rows(unit):
             (folder / f"{unit:05}.txt").write_text(text)
-    cli.main(["tokenizer", "encode", "--tokenizer", "embedded", "--workers", "1", "--out", f"{folder}/corpus.bin", f"{folder}/*.txt"])
+    cli.main(
+        [
+            "tokenizer",
+            "encode",
+            "--tokenizer",
+            "embedded",
+            "--workers",
+            "1",
+            "--out",
+            f"{folder}/corpus.bin",
+            f"{folder}/*.txt",
+        ]
+    )
     return f"{folder}/*.txt", f"{folder}/corpus.bin"
 
 
@@ -47,7 +65,9 @@ def make_job(args: argparse.Namespace, **keys) -> schema.Job:
     job = schema.Job()
     job.model.vocab_size = 4096
     job.objective.name = "sft" if keys["name"] == "embedded_chat" else "language"
-    job.data = from_dict(schema.Data, {"seq_len": args.seq_len, "global_batch": args.global_batch, "prefetch": 0, **keys})
+    job.data = from_dict(
+        schema.Data, {"seq_len": args.seq_len, "global_batch": args.global_batch, "prefetch": 0, **keys}
+    )
     return job
 
 

@@ -40,7 +40,9 @@ def main() -> None:
     print("| tokens | documents | ms with the mask | without | ratio |\n|---|---|---|---|---|")
     for seq_len, number in ((256, 1), (256, 4), (1024, 16), (4096, 1), (4096, 16), (4096, 256)):
         masked, linear = seconds(seq_len, number)
-        print(f"| {seq_len:,} | {number} | {1e3 * masked:.1f} | {1e3 * linear:.1f} | {masked / linear:.1f} |", flush=True)
+        print(
+            f"| {seq_len:,} | {number} | {1e3 * masked:.1f} | {1e3 * linear:.1f} | {masked / linear:.1f} |", flush=True
+        )
     print("\n| tokens | MiB live with the mask | without |\n|---|---|---|")
     for seq_len in (1024, 4096, 8192):
         job = freeze(compose_unchecked(*JOB, f"data.seq_len={seq_len}"))
@@ -55,7 +57,9 @@ def seconds(seq_len: int, number: int) -> tuple[float, float]:
     heads, width 64, bf16.
     """
     ends = torch.from_numpy(ends_of(np.repeat(np.arange(number), seq_len // number)[None]))
-    q, k, v = (torch.randn(1, seq_len, heads, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for heads in (8, 2, 2))
+    q, k, v = (
+        torch.randn(1, seq_len, heads, 64, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for heads in (8, 2, 2)
+    )
     sdpa, fastest = layers.SDPA("auto"), [float("inf")] * 2
     for turn in range(2 * TURNS):
         began = time.process_time()

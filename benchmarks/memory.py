@@ -20,7 +20,10 @@ JOB = (
     "comm=fake",
     "compile=block",
 )
-SHAPES = {"12 layers, batch 2": ("model.n_layers=12", "data.local_batch=2"), "32 layers, batch 1": ("data.local_batch=1",)}
+SHAPES = {
+    "12 layers, batch 2": ("model.n_layers=12", "data.local_batch=2"),
+    "32 layers, batch 1": ("data.local_batch=1",),
+}
 FUSED, SPLIT = "loss=linear_cross_entropy", "optimizer.masters=split"
 LEVERS = (
     (),
@@ -40,4 +43,6 @@ if __name__ == "__main__":
         for levers in LEVERS:
             job = freeze(compose_unchecked(*JOB, *overrides, *levers))
             chosen = " ".join(f"`{lever}`" for lever in levers) or "none"
-            print(f"| {shape} | {chosen} | {count_rank(job, 0).live / GIB:.1f} | {memory.peak(job).gib:.1f} |", flush=True)
+            print(
+                f"| {shape} | {chosen} | {count_rank(job, 0).live / GIB:.1f} | {memory.peak(job).gib:.1f} |", flush=True
+            )

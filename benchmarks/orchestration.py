@@ -28,7 +28,13 @@ from titan_hydra.runs.failure import describe
 ROOT = Path(__file__).parents[1]
 LAUNCH, TITAN = [str(ROOT / "launch.py")], ["-m", "titan_hydra.cli"]
 CELLS = ["-m", "seed=range(24)", "parallelism=ddp,fsdp,tp,pp", "gpus=2", "debug=tiny", "data.local_batch=4"]
-GROUPS = ["-m", "parallelism=ddp,fsdp,hsdp,tp,pp,cp", "precision=bf16,bf16_full,fp32,float8_emulate", "ac=none,full,op,lean", *CELLS[3:]]
+GROUPS = [
+    "-m",
+    "parallelism=ddp,fsdp,hsdp,tp,pp,cp",
+    "precision=bf16,bf16_full,fp32,float8_emulate",
+    "ac=none,full,op,lean",
+    *CELLS[3:],
+]
 LIMITS = {
     "--help": 1.0,
     "dry run of 96 cells": 5.0,
@@ -40,7 +46,12 @@ LIMITS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slurm-cluster", type=Path, default=ROOT / "tests" / "slurm" / "slurm-cluster", help="script that starts a SLURM")
+    parser.add_argument(
+        "--slurm-cluster",
+        type=Path,
+        default=ROOT / "tests" / "slurm" / "slurm-cluster",
+        help="script that starts a SLURM",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="orch-") as name:
         folder = Path(name)
@@ -49,14 +60,22 @@ def main() -> int:
         found = {
             help: measure(folder, [*LAUNCH, "--help"], says="launch.py -m"),
             groups: measure(folder, [*LAUNCH, *GROUPS, "launch.mode=dry"], says=r"96 cells: 96 to start"),
-            dry: measure(folder, [*LAUNCH, *CELLS, "launch.mode=dry"], says=r"seed=23.*parallelism=pp|parallelism=pp.*seed=23"),
-            submission: measure_submission(folder, args.slurm_cluster) if shutil.which("slurmctld", path=path()) else None,
+            dry: measure(
+                folder, [*LAUNCH, *CELLS, "launch.mode=dry"], says=r"seed=23.*parallelism=pp|parallelism=pp.*seed=23"
+            ),
+            submission: measure_submission(folder, args.slurm_cluster)
+            if shutil.which("slurmctld", path=path())
+            else None,
             status: measure(folder, [*TITAN, "status", str(folder / "runs500")], says=r"300 done"),
         }
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{'':<34}{'limit, s':>9}{'took, s':>9}{'CPU, s':>9}")
+    print(
+        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{'':<34}{'limit, s':>9}{'took, s':>9}{'CPU, s':>9}"
+    )
     for what, result in found.items():
         numbers = f"{result[0]:>9.1f}{result[1]:>9.1f}" if result else "   no SLURM here"
-        print(f"{what:<34}{LIMITS[what]:>9.1f}{numbers}{'   OVER ITS LIMIT' if result and result[0] > LIMITS[what] else ''}")
+        print(
+            f"{what:<34}{LIMITS[what]:>9.1f}{numbers}{'   OVER ITS LIMIT' if result and result[0] > LIMITS[what] else ''}"
+        )
     return int(any(result and result[0] > LIMITS[what] for what, result in found.items()))
 
 
@@ -84,7 +103,12 @@ def measure(folder: Path, command: list[str], says: str, **environment: str) -> 
 def measure_submission(folder: Path, script: Path) -> tuple[float, float]:
     """Return the same for submitting 96 cells to SLURM; their jobs may not begin before tomorrow."""
     with tempfile.TemporaryDirectory(prefix="o-", dir="/tmp") as home:  # a short path, as it contains unix sockets
-        environment = {"SLURM_HOME": home, "SLURM_CONF": f"{home}/etc/slurm.conf", "SLURM_OWNER": str(os.getpid()), "PATH": path(home)}
+        environment = {
+            "SLURM_HOME": home,
+            "SLURM_CONF": f"{home}/etc/slurm.conf",
+            "SLURM_OWNER": str(os.getpid()),
+            "PATH": path(home),
+        }
         slurm = {**os.environ, **environment}
         subprocess.run([str(script), "up", "4", "4"], env=slurm, check=True, capture_output=True)
         try:
@@ -118,17 +142,25 @@ def make_runs(runs: Path, number: int) -> None:
         rundir.end_attempt(attempt)
         write_text(
             directory / "metrics.jsonl",
-            "".join(f'{{"step": {step}, "loss": {9 - step / 10}, "tokens_per_second": 4000.0}}\n' for step in range(1, 6)),
+            "".join(
+                f'{{"step": {step}, "loss": {9 - step / 10}, "tokens_per_second": 4000.0}}\n' for step in range(1, 6)
+            ),
             durable=False,
         )
         status, error = Exit.DONE, None
         if seed % 5 < 3:
-            write_json(directory / "result.json", {"status": "done", "steps": 5, "final_loss": 8.5, "tokens_per_second": 4000.0})
+            write_json(
+                directory / "result.json",
+                {"status": "done", "steps": 5, "final_loss": 8.5, "tokens_per_second": 4000.0},
+            )
         elif seed % 5 == 3:
             status, error = describe(ValueError("a bug"))
         else:
             status, error = describe(Stopped("stopped after step 5 of 5"))
-        write_json(attempt / "rank_0.json", {"host": "node0", "started": 0.0, "ended": 60.0, "exit_status": int(status), "error": error})
+        write_json(
+            attempt / "rank_0.json",
+            {"host": "node0", "started": 0.0, "ended": 60.0, "exit_status": int(status), "error": error},
+        )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ def depending(one: Scored) -> Callable[[Constants], float]:
     has changed on which the row depends.
     """
     known = predicted(one, START)
-    names = [name for name in START if any(predicted(one, START | {name: START[name] * way}) != known for way in (0.5, 8))]
+    names = [
+        name for name in START if any(predicted(one, START | {name: START[name] * way}) != known for way in (0.5, 8))
+    ]
 
     @cache
     def error(*values: float) -> float:
@@ -110,7 +112,9 @@ def summary(errors: list[float]) -> str:
 def main() -> None:
     rows = counted_rows()
     everything = fit(rows)
-    print("| source left out | rows | shipped constants | fitted to all rows | fitted without it | the other rows in that fit |")
+    print(
+        "| source left out | rows | shipped constants | fitted to all rows | fitted without it | the other rows in that fit |"
+    )
     print("|---" * 6 + "|")
     for name, own in left_out(rows).items():
         others = [one for one in rows if one not in own]

@@ -30,7 +30,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--lines", default=",".join(LINES), help="flags of titan report, separated by commas (default: %(default)s)")
+    parser.add_argument(
+        "--lines", default=",".join(LINES), help="flags of titan report, separated by commas (default: %(default)s)"
+    )
     args = parser.parse_args()
     over = False
     with tempfile.TemporaryDirectory(prefix="report-") as name:
@@ -80,7 +82,14 @@ def make_sweep(runs: Path, number: int, rows: int) -> None:
             directory, overrides = rundir.directory_of(cell), [f"parallelism={layout_name}", f"seed={seed}"]
             (directory / "attempts" / "1").mkdir(parents=True)
             write_run(directory, to_dict(cell), rows, 100.0 * (1 + LAYOUTS.index(layout_name)) + seed)
-            cells.append({"name": " ".join(overrides), "overrides": overrides, "hash": directory.name[-8:], "directory": directory.name})
+            cells.append(
+                {
+                    "name": " ".join(overrides),
+                    "overrides": overrides,
+                    "hash": directory.name[-8:],
+                    "directory": directory.name,
+                }
+            )
     folder = layout.SWEEPS.of(runs) / "large-1"
     folder.mkdir(parents=True)
     sweep = {"name": "large", "created": 0, "command": ["-m", "seed=range(200)"], "baseline": None, "cells": cells}
@@ -117,7 +126,10 @@ def write_run(directory: Path, config: dict, rows: int, rate: float) -> None:
             + "\n"
         )
     layout.METRICS.of(directory).write_text("".join(lines))
-    events = [{"event": "validation", "step": step, "validation_loss": 3 + 1 / step, "seconds": 1.0} for step in range(100, rows + 1, 100)]
+    events = [
+        {"event": "validation", "step": step, "validation_loss": 3 + 1 / step, "seconds": 1.0}
+        for step in range(100, rows + 1, 100)
+    ]
     layout.EVENTS.of(directory).write_text("".join(json.dumps(event) + "\n" for event in events))
     layout.RESULT.of(directory).write_text(
         json.dumps(

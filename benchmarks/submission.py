@@ -41,10 +41,14 @@ def main() -> int:
         "+cluster.sbatch={hold: true}",
     ]
     titan = [
-        ["-m", "titan_hydra.cli", *words] for words in (["status"], ["status", "--json"], ["status", "--all"], ["retry"], ["cancel", "-y"])
+        ["-m", "titan_hydra.cli", *words]
+        for words in (["status"], ["status", "--json"], ["status", "--all"], ["retry"], ["cancel", "-y"])
     ]
     script = ROOT / "tests" / "slurm" / "slurm-cluster"
-    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as home, tempfile.TemporaryDirectory(prefix="sub-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as home,
+        tempfile.TemporaryDirectory(prefix="sub-") as name,
+    ):
         folder = Path(name)
         slurm = {
             **os.environ,
@@ -55,7 +59,10 @@ def main() -> int:
         }
         subprocess.run([str(script), "up", str(args.nodes), "8"], env=slurm, check=True, capture_output=True)
         try:
-            environment = slurm | {"PATH": f"{counting(folder / 'bin', slurm['PATH'])}:{slurm['PATH']}", "PYTHONPATH": str(ROOT)}
+            environment = slurm | {
+                "PATH": f"{counting(folder / 'bin', slurm['PATH'])}:{slurm['PATH']}",
+                "PYTHONPATH": str(ROOT),
+            }
             print(
                 f"{5 * args.seeds} cells, {args.nodes} nodes x 8 GPUs; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
                 f"{'':<28}{'CPU, s':>8}{'MB':>6}  calls of SLURM"
@@ -88,7 +95,9 @@ def measure(folder: Path, command: list[str], environment: dict[str, str]) -> tu
     calls = folder / "bin" / "calls"
     calls.write_text("")
     with (folder / "output").open("w") as output:
-        process = subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
         _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)}: status {status}\n{(folder / 'output').read_text()[-2000:]}")

@@ -120,7 +120,11 @@ def pytest_collection_modifyitems(items):
         layout = item.path.name == "test_layouts.py" and item.callspec.id in QUICK_LAYOUTS
         if (layout or place.startswith(QUICK)) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
-        of_four = item.path.name == "test_layouts.py" and place.startswith("equivalence/") and item.callspec.params["case"].ranks > 2
+        of_four = (
+            item.path.name == "test_layouts.py"
+            and place.startswith("equivalence/")
+            and item.callspec.params["case"].ranks > 2
+        )
         of_four = of_four and not item.callspec.params["case"].threads  # those are long if they are slow
         if of_four or f"{place}::{getattr(item, 'originalname', item.name)}".startswith(LONG):
             item.add_marker(pytest.mark.long)
@@ -179,7 +183,11 @@ def on_ranks(tmp_path):
         for process in processes:
             process.start()
         deadline = time.monotonic() + 120
-        while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes) and time.monotonic() < deadline:
+        while (
+            any(p.is_alive() for p in processes)
+            and not any(p.exitcode for p in processes)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         for process in processes:
             process.kill()  # ranks that communicate with a failed rank would wait for it; for ranks that have ended, this does nothing

@@ -39,7 +39,9 @@ def test_relative_links_resolve(page):
 
 def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# A b\n[x](page.md) [x](#a-b) [x](https://no.where) `[x](code.md)` [y](gone.md) [y](page.md#gone)\n")
+    page.write_text(
+        "# A b\n[x](page.md) [x](#a-b) [x](https://no.where) `[x](code.md)` [y](gone.md) [y](page.md#gone)\n"
+    )
     assert broken_links(page) == ["gone.md", "page.md#gone"]
 
 
@@ -50,7 +52,9 @@ def unknown_names(page: Path) -> set[str]:
     The column "there" of a table has another program's.
     """
     text = re.sub(r"^```(python|toml).*?^```", "", page.read_text(), flags=re.S | re.M)
-    text = re.sub(r"^\| there \|.*\n(\|.*\n)*", lambda table: re.sub(r"^\|[^|]*", "", table[0], flags=re.M), text, flags=re.M)
+    text = re.sub(
+        r"^\| there \|.*\n(\|.*\n)*", lambda table: re.sub(r"^\|[^|]*", "", table[0], flags=re.M), text, flags=re.M
+    )
     code = re.findall(r"`([^`\n]+)`", text) + [line for line in text.splitlines() if "launch.py" in line]
     group = rf"(?<![\w./-])({'|'.join(describe.groups())})"
     unknown = set()
@@ -65,7 +69,9 @@ def unknown_names(page: Path) -> set[str]:
     return unknown - THE_READERS_OWN
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_commands_exist(page):
     words = set(re.findall(r"(?:^ *|`|\$ |\()titan ([a-z][a-z-]*)", page.read_text(), re.M))
     assert words <= set(cli.COMMANDS)

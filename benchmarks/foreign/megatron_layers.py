@@ -7,7 +7,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
 from torch import nn
 
 from titan_hydra.verify.subject import Subject
@@ -129,4 +134,6 @@ def loss(model, samples, mesh):
     return vocab_parallel_cross_entropy(logits, samples["labels"]).mean()
 
 
-tp = Subject(mesh={"tp": 2}, model=build, parallelize=parallelize, batch=batch, loss=loss, norm=norm, whole=join, accumulation=2)
+tp = Subject(
+    mesh={"tp": 2}, model=build, parallelize=parallelize, batch=batch, loss=loss, norm=norm, whole=join, accumulation=2
+)

@@ -38,7 +38,9 @@ def config(sequence_parallel):
     found = Llama3Model.Config(
         dim=DIM,
         vocab_size=VOCABULARY,
-        tok_embeddings=Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=DIM, param_init=llama3._EMBEDDING_INIT),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=VOCABULARY, embedding_dim=DIM, param_init=llama3._EMBEDDING_INIT
+        ),
         norm=RMSNorm.Config(normalized_shape=DIM, param_init=llama3._NORM_INIT),
         lm_head=Linear.Config(in_features=DIM, out_features=VOCABULARY, param_init=llama3._output_linear_init(DIM)),
         layers=layers,
@@ -90,7 +92,9 @@ class Layout:
         """Return the sum of the losses by the number of tokens of the whole batch, as TorchTitan's trainer does."""
         tokens, labels = samples["tokens"], samples["labels"]
         if mesh is None:
-            return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(0, 1), reduction="sum") / (SAMPLES * LENGTH)
+            return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(0, 1), reduction="sum") / (
+                SAMPLES * LENGTH
+            )
         if self.backend != "partial_dtensor":
             prepare = parallelize_inputs if self.backend == "full_dtensor" else annotate_input_spmd_types
             tokens, labels, _ = prepare(model.dims, tokens, labels, {})

@@ -39,7 +39,11 @@ def load(model, mesh):
     model.save_pretrained(folder[0])  # only rank 0 writes
     dist.barrier()
     config = DistributedConfig(tp_plan="auto", tp_size=mesh.size())
-    return type(model).from_pretrained(folder[0], distributed_config=config, dtype=torch.float32, attn_implementation="eager").train()
+    return (
+        type(model)
+        .from_pretrained(folder[0], distributed_config=config, dtype=torch.float32, attn_implementation="eager")
+        .train()
+    )
 
 
 def batch(step):
@@ -54,7 +58,14 @@ def loss(model, samples, mesh):
 
 def subject(kind, config, accumulation):
     """Return a Subject of two tensor-parallel ranks."""
-    return Subject(mesh={"tp": 2}, model=lambda: build(kind, config), parallelize=load, batch=batch, loss=loss, accumulation=accumulation)
+    return Subject(
+        mesh={"tp": 2},
+        model=lambda: build(kind, config),
+        parallelize=load,
+        batch=batch,
+        loss=loss,
+        accumulation=accumulation,
+    )
 
 
 qwen3 = subject(Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16), 1)

@@ -50,7 +50,12 @@ def commit() -> str | None:
     if (noted := ROOT / "COMMIT").exists():
         return noted.read_text().strip()
     try:
-        return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
+        return (
+            subprocess.run(
+                ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+            ).stdout.strip()
+            or None
+        )
     except OSError:
         return None
 

@@ -33,7 +33,8 @@ def main() -> int:
         "command: " + " ".join(sys.argv),
         *(f"{name}: {value}" for name, value in header.items()),
         "",
-        f"{'tool':<12}{'row':<36}" + "".join(f"{name if name != 'idle' else 'gaps':>14}" for name in (*COLUMNS, "ms a step")),
+        f"{'tool':<12}{'row':<36}"
+        + "".join(f"{name if name != 'idle' else 'gaps':>14}" for name in (*COLUMNS, "ms a step")),
         sep="\n",
     )
     failed = 0
@@ -49,7 +50,9 @@ def main() -> int:
                     found |= split(place)
             failed += found["status"] != "done"
             file.write(json.dumps(found) + "\n")
-            values = [f"{found[name]:.2f}" for name in (*COLUMNS, "ms")] if found["status"] == "done" else [found["status"]]
+            values = (
+                [f"{found[name]:.2f}" for name in (*COLUMNS, "ms")] if found["status"] == "done" else [found["status"]]
+            )
             print(f"{row.tool:<12}{row.name:<36}" + "".join(f"{value:>14}" for value in values), flush=True)
     return int(failed > 0)
 
@@ -59,7 +62,9 @@ def split(file: Path) -> dict[str, Any]:
     with gzip.open(file, "rt") as content:
         summary = trace.summarize(json.load(content)["traceEvents"])
     step = 1000 * summary.seconds / summary.steps
-    longest = [[name[:120], round(1000 * seconds / summary.steps, 3), calls] for name, seconds, calls in summary.top[:40]]
+    longest = [
+        [name[:120], round(1000 * seconds / summary.steps, 3), calls] for name, seconds, calls in summary.top[:40]
+    ]
     return {"ms": step, **{name: share * step for name, share in summary.shares.items()}, "longest": longest}
 
 

@@ -101,7 +101,10 @@ def read(name: str, changes: dict[str, Any]) -> list[Row]:
             row.dimensions  # noqa: B018 - raises where the shape is unknown
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         lists = ", ".join(sorted(path.stem for path in (HERE / "lists").glob("*.yaml")))
-        print(f"{file}: cannot be read as a list of rows ({type(error).__name__}: {error}); there are: {lists}", file=sys.stderr)
+        print(
+            f"{file}: cannot be read as a list of rows ({type(error).__name__}: {error}); there are: {lists}",
+            file=sys.stderr,
+        )
         raise SystemExit(2) from None
     return found
 
@@ -164,10 +167,15 @@ def overrides(row: Row) -> list[str]:
 def sparse(row: Row) -> list[str]:
     """Return the row's experts as overrides."""
     keys = ("model.head_dim", "model.n_experts", "model.experts_per_token", "model.expert_dim")
-    return [*(f"{key}={value}" for key, value in zip(keys, row.experts, strict=False)), *["debug.balance_experts=true"] * row.balanced]
+    return [
+        *(f"{key}={value}" for key, value in zip(keys, row.experts, strict=False)),
+        *["debug.balance_experts=true"] * row.balanced,
+    ]
 
 
-def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, trace: Path | None = None) -> dict[str, Any]:
+def measure(
+    row: Row, seconds: float, environment: dict[str, str], log: Path, trace: Path | None = None
+) -> dict[str, Any]:
     """Run a row and return its measurements, or how it failed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -188,13 +196,21 @@ def measure(row: Row, seconds: float, environment: dict[str, str], log: Path, tr
             finally:
                 kill(process)
         text = (scratch / "output").read_text(errors="replace")
-        found = measured(row, scratch, text) if status == 0 else {"status": ended(status, text), "error": tail(text, 15)}
+        found = (
+            measured(row, scratch, text) if status == 0 else {"status": ended(status, text), "error": tail(text, 15)}
+        )
         if trace is not None and row.tool == "titan_hydra":
             for file in scratch.glob("runs/*/attempts/1/profile/trace_0.json.gz"):
                 shutil.move(file, trace)
     with log.open("a") as file:
         file.write(f"=== {row.tool}: {row.name}\n{tail(text, 60)}\n")
-    return {"name": row.name, "tool": row.tool, **found, "started_seconds": started, "seconds": round(time.monotonic() - began, 1)}
+    return {
+        "name": row.name,
+        "tool": row.tool,
+        **found,
+        "started_seconds": started,
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def watch(process: subprocess.Popen, seconds: float, output: Path) -> tuple[int | None, float | None]:
@@ -252,7 +268,8 @@ def measured(row: Row, scratch: Path, text: str) -> dict[str, Any]:
         ]
     rates = [window["tokens_per_second"] for window in steady if window["step"] > row.window]
     peaks = {
-        key: max((window[key] for window in steady if window[key] is not None), default=None) for key in ("active_gib", "reserved_gib")
+        key: max((window[key] for window in steady if window[key] is not None), default=None)
+        for key in ("active_gib", "reserved_gib")
     }
     return {
         "status": "done",
@@ -276,14 +293,18 @@ def card(device: str) -> tuple[dict[str, Any], dict[str, str]]:
     threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     for settings in ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}) if device == "cuda" else ({},):
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **hidden, **threads, **settings}
-        found = subprocess.run([sys.executable, str(HERE / "card.py"), device], capture_output=True, text=True, env=environment)
+        found = subprocess.run(
+            [sys.executable, str(HERE / "card.py"), device], capture_output=True, text=True, env=environment
+        )
         if found.returncode == 0:
             return json.loads(found.stdout) | settings, environment
     print(f"no {device} here: {found.stderr.strip().splitlines()[-1]}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def results(rows: list[Row], until: float, limit: float, environment: dict[str, str], peak: float | None, out: Path) -> Iterator[dict]:
+def results(
+    rows: list[Row], until: float, limit: float, environment: dict[str, str], peak: float | None, out: Path
+) -> Iterator[dict]:
     """Measure rows, and add to each its MFU and its ratio."""
     rates: dict[str, float] = {}
     for row in rows:
@@ -321,7 +342,8 @@ def as_published(row: Row, found: dict, header: dict[str, Any]) -> dict[str, Any
 
 
 HEADER = (
-    f"{'tool':<12}{'row':<36}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'from start':>11}{'ratio':>7}  against"
+    f"{'tool':<12}{'row':<36}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'from start':>11}"
+    f"{'ratio':>7}  against"
 )
 
 
@@ -342,12 +364,16 @@ def line(found: dict) -> str:
 
 def parse() -> argparse.Namespace:
     """Parse the command line; run.py and profile.py share this function."""
-    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("lists", nargs="+", metavar="LIST")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes and few steps")
     parser.add_argument("--only", default="", help="only rows with this in their name")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of all rows: --set layers=6")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of all rows: --set layers=6"
+    )
     parser.add_argument("--seconds", type=float, default=560, help="for all rows; one begins only if 25 are left")
     parser.add_argument("--row-seconds", type=float, default=170, help="deadline of a row")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the results")
@@ -359,7 +385,12 @@ def parse() -> argparse.Namespace:
 def chosen(args: argparse.Namespace) -> list[Row]:
     """Return the rows that the command line selects."""
     changes = {key: yaml.safe_load(value) for key, _, value in (change.partition("=") for change in args.set)}
-    rows = [row for name in args.lists for row in read(name, {**changes, "cpu": args.device == "cpu"}) if args.only in row.name]
+    rows = [
+        row
+        for name in args.lists
+        for row in read(name, {**changes, "cpu": args.device == "cpu"})
+        if args.only in row.name
+    ]
     return [tiny(row) for row in rows] if args.dry_run else rows
 
 

@@ -55,7 +55,9 @@ def configuration(row: SimpleNamespace, windows: list[dict]):
     settings = config.quantize.linear.float8
     settings.filter_fqns, settings.emulate = ["output"], row.cpu
     if row.precision == "tensorwise":  # documented without the name of a recipe
-        settings.enable_fsdp_float8_all_gather = settings.precompute_float8_dynamic_scale_for_fsdp = row.float8_all_gather
+        settings.enable_fsdp_float8_all_gather = settings.precompute_float8_dynamic_scale_for_fsdp = (
+            row.float8_all_gather
+        )
     elif float8_recipe:
         settings.recipe_name = row.precision
     config.training.local_batch_size, config.training.seq_len, config.training.steps = row.batch, row.seq_len, row.steps
@@ -136,10 +138,22 @@ def model_of(row: SimpleNamespace) -> tuple:
             load_balance_coeff=None,
         )
         arguments = Qwen3ModelArgs(
-            **shape, head_dim=head, hidden_dim=width, qk_norm=True, moe_enabled=True, moe_inter_dim=expert_width, moe_args=routing
+            **shape,
+            head_dim=head,
+            hidden_dim=width,
+            qk_norm=True,
+            moe_enabled=True,
+            moe_inter_dim=expert_width,
+            moe_args=routing,
         )
         return Qwen3Model, arguments, parallelize_qwen3
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
 
-    multiplier = (width - 0.5) / int(2 * 4 * dim / 3)  # TorchTitan derives the width from this; the result is the width we want
-    return Transformer, TransformerModelArgs(**shape, multiple_of=256, rope_theta=500000, ffn_dim_multiplier=multiplier), parallelize_llama
+    multiplier = (width - 0.5) / int(
+        2 * 4 * dim / 3
+    )  # TorchTitan derives the width from this; the result is the width we want
+    return (
+        Transformer,
+        TransformerModelArgs(**shape, multiple_of=256, rope_theta=500000, ffn_dim_multiplier=multiplier),
+        parallelize_llama,
+    )

@@ -44,7 +44,12 @@ def configuration(row: SimpleNamespace, windows: list[dict]):
     from torchtitan.models.common.config_utils import decoder_vocab_size
     from torchtitan.trainer import Trainer
 
-    modes = {"none": None, "full": FullAC.Config(), "op": SelectiveAC.Config(), "memory_budget": MemoryBudgetAC.Config()}
+    modes = {
+        "none": None,
+        "full": FullAC.Config(),
+        "op": SelectiveAC.Config(),
+        "memory_budget": MemoryBudgetAC.Config(),
+    }
     if row.ac not in modes:
         raise SystemExit(f"TorchTitan 0.3 has no activation checkpointing of the kind {row.ac}")
     float8 = row.precision not in ("bf16", "fp32")
@@ -116,7 +121,11 @@ def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
         def _build_metric_logger(self, **_: Any) -> BaseLogger:
             return Sink()
 
-    return NoTokenizer.Config(), RandomTokens.Config(), Recorded.Config(log_freq=row.window, disable_color_printing=True)
+    return (
+        NoTokenizer.Config(),
+        RandomTokens.Config(),
+        Recorded.Config(log_freq=row.window, disable_color_printing=True),
+    )
 
 
 def model_of(row: SimpleNamespace, float8: bool, compiled: bool):
@@ -133,7 +142,13 @@ def model_of(row: SimpleNamespace, float8: bool, compiled: bool):
         family, sizes = qwen3, qwen3.qwen3_configs
         rope = qwen3.CosSinRoPE.Config(dim=head, max_seq_len=40960, theta=1e6)
         blocks = qwen3._build_qwen3_moe_layers(
-            **shape, head_dim=head, moe_hidden_dim=expert_width, num_experts=experts, top_k=chosen, moe_comm_backend="standard", rope=rope
+            **shape,
+            head_dim=head,
+            moe_hidden_dim=expert_width,
+            num_experts=experts,
+            top_k=chosen,
+            moe_comm_backend="standard",
+            rope=rope,
         )
         model = sizes["30B-A3B"](attn_backend="flex")
     else:

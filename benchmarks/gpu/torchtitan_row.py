@@ -24,7 +24,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 # TorchTitan's data and logging modules import these, but nothing that runs here uses them. They are large, so they are
 # not carried to the card.
-UNUSED = {"datasets": ("datasets", "datasets.distributed"), "tokenizers": ("tokenizers",), "tensorboard": ("torch.utils.tensorboard",)}
+UNUSED = {
+    "datasets": ("datasets", "datasets.distributed"),
+    "tokenizers": ("tokenizers",),
+    "tensorboard": ("torch.utils.tensorboard",),
+}
 
 
 def main(row: SimpleNamespace) -> None:

@@ -23,7 +23,10 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 NAMES = (  # the first that matches a name counts; operators are called aten::..., all others are kernels or ranges
     ("communication", r"nccl|gloo:|c10d|symm_mem|record_param_comms"),
     ("loss", r"soft_?max|nll_loss|cross_entropy|logsumexp"),
-    ("casts", r"titan_hydra::float8|^_(rows|columns|gated_maxima|gated_backward)$"),  # kernels of precision.kernels=fused
+    (
+        "casts",
+        r"titan_hydra::float8|^_(rows|columns|gated_maxima|gated_backward)$",
+    ),  # kernels of precision.kernels=fused
     ("casts", r"triton.*(amax|clamp)|aten::(copy_|cat|clone)$|copy_kernel|memcpy|memset|CatArray|chunk_cat"),
     ("other", r"^triton_"),  # names of the compiler's kernels contain the names of all operators that they fuse
     ("optimizer", r"Optimizer\.step|adam|multi_tensor_apply|_foreach_|_fused_"),
@@ -68,7 +71,9 @@ def kind_of(name: str) -> str:
 def summarize(events: list[dict]) -> Summary:
     """Summarize the time of the recorded steps. Raises ValueError for a trace without steps."""
     events = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    steps = [event for event in events if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation"]
+    steps = [
+        event for event in events if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation"
+    ]
     if not steps:
         raise ValueError("no ProfilerStep in this trace")
     begin, end = min(event["ts"] for event in steps), max(event["ts"] + event["dur"] for event in steps)
@@ -103,13 +108,18 @@ def text(summary: Summary) -> str:
     """Format the summary."""
     what = "kernels" if summary.device == "GPU" else "operators, without those they call"
     hidden = summary.communication - summary.shares["communication"]
-    lines = [f"{summary.steps} steps, {1000 * summary.seconds / summary.steps:.1f} ms each, by the time of the {summary.device}", ""]
+    lines = [
+        f"{summary.steps} steps, {1000 * summary.seconds / summary.steps:.1f} ms each, by the time of the {summary.device}",
+        "",
+    ]
     for kind in CLASSES:
         note = f"   and {hidden:.1%} more behind computation" if kind == "communication" and hidden > 0.0005 else ""
         lines.append(f"{kind:<14}{summary.shares[kind]:>7.1%}{note}")
     lines += ["", f"{'ms a step':>10}{'share':>8}{'calls':>7}  {what}"]
     for name, seconds, calls in summary.top[:TOP]:
-        lines.append(f"{1000 * seconds / summary.steps:>10.2f}{seconds / summary.seconds:>8.1%}{calls / summary.steps:>7.0f}  {name[:100]}")
+        lines.append(
+            f"{1000 * seconds / summary.steps:>10.2f}{seconds / summary.seconds:>8.1%}{calls / summary.steps:>7.0f}  {name[:100]}"
+        )
     return "\n".join(lines) + "\n"
 
 

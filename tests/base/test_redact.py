@@ -8,7 +8,12 @@ from titan_hydra.config.rules.checks import check
 
 OTHER = "fedcba9876543210fedcba9876543210fedcba98"
 WANDB, HF = "0123456789abcdef0123456789abcdef01234567", "hf_" + "aB3" * 11
-ENVIRONMENT = {"WANDB_API_KEY": WANDB, "MY_SECRET": "correct horse battery", "SHORT_TOKEN": "abc", "PATH": "/usr/bin:/usr/local/bin"}
+ENVIRONMENT = {
+    "WANDB_API_KEY": WANDB,
+    "MY_SECRET": "correct horse battery",
+    "SHORT_TOKEN": "abc",
+    "PATH": "/usr/bin:/usr/local/bin",
+}
 
 
 @pytest.mark.parametrize(
@@ -21,9 +26,30 @@ ENVIRONMENT = {"WANDB_API_KEY": WANDB, "MY_SECRET": "correct horse battery", "SH
         ("OPENAI_APIKEY", True),
         *(
             (name, True)
-            for name in ("DB_PASS", "PGPASSWORD", "MYSQL_PWD", "SSHPASS", "SLURM_JWT", "DOCKER_AUTH_CONFIG", "apiKey", "userToken")
+            for name in (
+                "DB_PASS",
+                "PGPASSWORD",
+                "MYSQL_PWD",
+                "SSHPASS",
+                "SLURM_JWT",
+                "DOCKER_AUTH_CONFIG",
+                "apiKey",
+                "userToken",
+            )
         ),
-        *((name, False) for name in ("PWD", "OLDPWD", "BYPASS", "PASS_THROUGH", "SSH_AUTH_SOCK", "COMPASS", "KeyError", "max_tokens")),
+        *(
+            (name, False)
+            for name in (
+                "PWD",
+                "OLDPWD",
+                "BYPASS",
+                "PASS_THROUGH",
+                "SSH_AUTH_SOCK",
+                "COMPASS",
+                "KeyError",
+                "max_tokens",
+            )
+        ),
         ("MYTOKEN", True),
         ("TOKENIZERS_PARALLELISM", False),
         ("KEYBOARD", False),
@@ -175,4 +201,16 @@ def test_a_configuration_with_secrets_is_refused_without_showing_them(monkeypatc
     assert {fault.key for fault in faults} == {"cluster.environment.HF_TOKEN", "cluster.setup", "notes"}
     text = " ".join(map(str, faults))
     assert not any(secret in text for secret in ("whatever", WANDB, HF))
-    assert list(found({"cluster": {"environment": {"TOKENIZERS_PARALLELISM": "false"}, "setup": ["export HF_TOKEN=$(cat ~/.hf)"]}})) == []
+    assert (
+        list(
+            found(
+                {
+                    "cluster": {
+                        "environment": {"TOKENIZERS_PARALLELISM": "false"},
+                        "setup": ["export HF_TOKEN=$(cat ~/.hf)"],
+                    }
+                }
+            )
+        )
+        == []
+    )

@@ -47,7 +47,9 @@ def test_threads_of_a_rank(device, tiny):
 def test_threads_of_a_save(device, on_ranks, tiny, tmp_path, monkeypatch, name):
     seen, write = {}, Writer.write_data
     where = threading.current_thread
-    monkeypatch.setattr(Writer, "write_data", lambda *given: (seen.update(write=(device(), where().name)), write(*given))[1])
+    monkeypatch.setattr(
+        Writer, "write_data", lambda *given: (seen.update(write=(device(), where().name)), write(*given))[1]
+    )
 
     def task(rank):
         torch.cuda.set_device(OWN)  # sets the device of this process's main thread
@@ -55,7 +57,10 @@ def test_threads_of_a_save(device, on_ranks, tiny, tmp_path, monkeypatch, name):
         built, loader = trainer.build(job, torch.device("cpu")), data.build(job, 0, 1)
         checkpointer = Checkpointer(job.checkpoint, Run(tmp_path, tmp_path, 0, 0, 1), built.model, built.optimizers)
         if checkpointer.stager:
-            stage, checkpointer.stager._stage = checkpointer.stager._stage, lambda *given: (seen.update(stage=device()), stage(*given))[1]
+            stage, checkpointer.stager._stage = (
+                checkpointer.stager._stage,
+                lambda *given: (seen.update(stage=device()), stage(*given))[1],
+            )
         checkpointer.save(1, loader.state())
         checkpointer.finish_pending()
         checkpointer.close()

@@ -56,7 +56,9 @@ def some_tokens():
 def assert_transformers_agrees(model, folder, kind):
     """transformers loads all tensors of a folder into a model of this class, and computes the same logits."""
     transformers = pytest.importorskip("transformers")
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert type(theirs).__name__ == kind
     assert not any(info.values()), info
     with torch.no_grad():

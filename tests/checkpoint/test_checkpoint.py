@@ -78,7 +78,9 @@ def test_damage_is_named(cut, name, kind):
     harm(step / name)
     (problem,) = checkpoints.damage(step)
     assert name in problem and words in problem
-    assert sorted(checkpoints.damage(step, 0, 2) + checkpoints.damage(step, 1, 2)) == [problem], "the ranks together must see all, once"
+    assert sorted(checkpoints.damage(step, 0, 2) + checkpoints.damage(step, 1, 2)) == [problem], (
+        "the ranks together must see all, once"
+    )
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -110,7 +112,9 @@ def test_a_step_under_another_name_is_damaged_and_garbage_in_the_rows_is_left_ou
     shutil.copy(step / "rank_00001.json", step / "rank_00001.bak.json")
     file = copy / "metrics.jsonl"
     first, *rest = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join([first, b"\xff\x00\xfe" * 40 + b"\n", b"[2]\n", b'{"step": null}\n', *rest, b'{"step": 7, "lo']))
+    file.write_bytes(
+        b"".join([first, b"\xff\x00\xfe" * 40 + b"\n", b"[2]\n", b'{"step": null}\n', *rest, b'{"step": 7, "lo'])
+    )
     run_job(job, copy)
     assert run_job.losses(copy) == run_job.losses(whole) and len(run_job.rows(copy)) == 6
     log = (copy / "attempts/2/rank_0.log").read_text()
@@ -134,7 +138,14 @@ def test_a_run_with_only_damaged_steps_does_not_begin_again(cut, run_job):
 def test_saving_in_the_background_saves_the_same(cut, run_job, tiny, tmp_path):
     whole = cut[1]
     other = run_job(
-        tiny("parallelism=fsdp", "gpus=2", "steps=6", "checkpoint=async", "checkpoint.interval=2", "checkpoint.keep_latest_k=0")
+        tiny(
+            "parallelism=fsdp",
+            "gpus=2",
+            "steps=6",
+            "checkpoint=async",
+            "checkpoint.interval=2",
+            "checkpoint.keep_latest_k=0",
+        )
     )
     assert run_job.losses(other) == run_job.losses(whole)
     for step in checkpoints.complete(whole / "checkpoints"):
@@ -269,7 +280,8 @@ def test_every_save_is_copied_into_the_same_memory(alone, monkeypatch):
             checkpointer.after_step(step, [0.0, 0.0], data_state, last=False, stop=True)
         assert [event[:2] for event in events] == [("checkpoint", 1), ("checkpoint", 2)]
         first, second = (
-            {name: tensor.data_ptr() for part in ("model", "lower_halves") for name, tensor in copy[part].items()} for copy in copies
+            {name: tensor.data_ptr() for part in ("model", "lower_halves") for name, tensor in copy[part].items()}
+            for copy in copies
         )
         assert first == second
 
@@ -323,8 +335,13 @@ def test_the_first_save_of_a_process_is_read_back(alone, monkeypatch, name):
         steps(checkpointer, state, range(1, 13))
         assert read == ["step-00000005.writing"] and checkpointer.saved == 10
         checkpointer.read_back = False
-        monkeypatch.setattr(safe, "CLASSES", {key: kind for key, kind in safe.CLASSES.items() if kind is not safe.StorageInfo})
-        with pytest.raises(CheckpointError, match=r"step 15 could not be written.*could run code.*newest complete one is step-00000010$"):
+        monkeypatch.setattr(
+            safe, "CLASSES", {key: kind for key, kind in safe.CLASSES.items() if kind is not safe.StorageInfo}
+        )
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 15 could not be written.*could run code.*newest complete one is step-00000010$",
+        ):
             steps(checkpointer, state, range(13, 17))
         assert not list(checkpointer.folder.glob("*15*"))
 
@@ -365,7 +382,13 @@ def test_when_a_save_is_due(alone):
         assert [event[1] for event in events] == [1, 5]
         assert checkpointer.votes() == [0.0, 0.0]
 
-    alone(task, "checkpoint.interval=0", "checkpoint.interval_minutes=2", "checkpoint.first_step=true", "checkpoint.last_step=false")
+    alone(
+        task,
+        "checkpoint.interval=0",
+        "checkpoint.interval_minutes=2",
+        "checkpoint.first_step=true",
+        "checkpoint.last_step=false",
+    )
 
 
 def test_a_stop_is_always_saved(alone):
@@ -373,7 +396,13 @@ def test_a_stop_is_always_saved(alone):
         steps(checkpointer, state, [7], stop_at=7)
         assert checkpoints.newest(checkpointer.folder).name == "step-00000007" and not checkpointer.pending
 
-    alone(task, "checkpoint=async", "checkpoint.interval=0", "checkpoint.interval_minutes=100", "checkpoint.last_step=false")
+    alone(
+        task,
+        "checkpoint=async",
+        "checkpoint.interval=0",
+        "checkpoint.interval_minutes=100",
+        "checkpoint.last_step=false",
+    )
 
 
 def test_what_is_kept(tmp_path):
@@ -382,7 +411,11 @@ def test_what_is_kept(tmp_path):
     (tmp_path / "step-00001100.damaged").mkdir()
 
     def kept(*rule):
-        return [checkpoints.step_of(path) for path in checkpoints.complete(tmp_path) if path not in checkpoints.surplus(tmp_path, *rule)]
+        return [
+            checkpoints.step_of(path)
+            for path in checkpoints.complete(tmp_path)
+            if path not in checkpoints.surplus(tmp_path, *rule)
+        ]
 
     assert kept(2, 0) == [900, 1000]
     assert kept(1, 500) == [500, 1000]
@@ -395,7 +428,11 @@ def test_what_is_kept(tmp_path):
     waste.throw(checkpoints.surplus(tmp_path, 2, 0))
     assert kept(0, 0) == [900, 1000], "out of sight at once"
     waste.wait()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000900", "step-00001000", "step-00001100.damaged"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000900",
+        "step-00001000",
+        "step-00001100.damaged",
+    ]
 
 
 def test_the_manifest_sums_every_file(cut):

@@ -52,7 +52,9 @@ def test_what_dcp_writes_is_read(saved):
 def test_an_index_that_would_run_code_is_refused(saved, tmp_path):
     content = pickle.dumps(Evil(tmp_path / "owned"))
     (saved / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read \(it names posix\.system, .*could run code\)$"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata: cannot be read \(it names posix\.system, .*could run code\)$"
+    ):
         loaded(saved)
     assert not (tmp_path / "owned").exists()
     pickle.loads(content)
@@ -111,7 +113,13 @@ def test_getattr_gives_nothing_but_a_memory_format(saved, given):
 def test_only_the_classes_of_an_index_have_names(saved, name):
     module, _, attribute = name.rpartition(".")
     (saved / ".metadata").write_bytes(
-        b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(attribute)]) + attribute.encode() + b"\x93."
+        b"\x80\x04\x8c"
+        + bytes([len(module)])
+        + module.encode()
+        + b"\x8c"
+        + bytes([len(attribute)])
+        + attribute.encode()
+        + b"\x93."
     )
     with pytest.raises(CheckpointError, match="refused"):
         loaded(saved)
@@ -120,7 +128,11 @@ def test_only_the_classes_of_an_index_have_names(saved, name):
 def test_a_value_that_would_run_code_is_refused(saved, tmp_path):
     """Values that are not tensors are pickled in the shards, and DCP would load them without limits."""
     shutil.rmtree(saved)
-    dcp.save({"model": {"w": torch.arange(4.0)}, "lr": Evil(tmp_path / "owned")}, storage_writer=dcp.FileSystemWriter(saved), no_dist=True)
+    dcp.save(
+        {"model": {"w": torch.arange(4.0)}, "lr": Evil(tmp_path / "owned")},
+        storage_writer=dcp.FileSystemWriter(saved),
+        no_dist=True,
+    )
     with pytest.raises(BaseException, match=r"(?s)Weights only load failed"):
         loaded(saved)
     assert not (tmp_path / "owned").exists()

@@ -110,9 +110,9 @@ def test_export_import_export_gives_the_same_bytes(shape, dtype, a_run, tmp_path
     shard = 0.0001  # 100 kB, so that there are several files
     titan_convert(run, "--to", "hf", tmp_path / "a", "--dtype", dtype, "--max-shard-gb", shard)
     titan_convert(tmp_path / "a", "--from", "hf", tmp_path / "b")
-    assert {entry.properties.dtype for entry in convert.Reader(tmp_path / "b").metadata.state_dict_metadata.values()} == {
-        convert.DTYPES[dtype]
-    }
+    assert {
+        entry.properties.dtype for entry in convert.Reader(tmp_path / "b").metadata.state_dict_metadata.values()
+    } == {convert.DTYPES[dtype]}
     titan_convert(tmp_path / "b", "--to", "hf", tmp_path / "c", "--dtype", dtype, "--max-shard-gb", shard)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "c").iterdir())

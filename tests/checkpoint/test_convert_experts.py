@@ -19,7 +19,16 @@ from titan_hydra.models.qwen3_moe.config import Qwen3MoeConfig
 
 from .conversion import assert_transformers_agrees, exported, load, loud_model, some_tokens, titan_convert
 
-COMMON = {"name": "small", "vocab_size": 99, "dim": 64, "n_layers": 3, "n_heads": 4, "ffn_dim": 100, "norm_eps": 1e-6, "max_seq_len": 256}
+COMMON = {
+    "name": "small",
+    "vocab_size": 99,
+    "dim": 64,
+    "n_layers": 3,
+    "n_heads": 4,
+    "ffn_dim": 100,
+    "norm_eps": 1e-6,
+    "max_seq_len": 256,
+}
 YARN = Yarn(factor=4.0, original_max_seq_len=32, temperature=0.7)
 
 
@@ -89,7 +98,9 @@ def rewrite(folder, change):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_computes_the_same_logits(name, tmp_path):
     model, folder = exported(CONFIGS[name], tmp_path)
-    assert_transformers_agrees(model, folder, "Qwen3MoeForCausalLM" if name.startswith("qwen") else "DeepseekV3ForCausalLM")
+    assert_transformers_agrees(
+        model, folder, "Qwen3MoeForCausalLM" if name.startswith("qwen") else "DeepseekV3ForCausalLM"
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen", "deepseek, yarn"])
@@ -117,7 +128,10 @@ def test_a_round_trip_is_bitwise(name, tmp_path):
 def test_biases_of_routers_stay_float32(tmp_path):
     """A bias changes by 1e-3 in a step; in bfloat16, adding this to 0.5 changes nothing."""
     model, folder = exported(deepseek(), tmp_path, "bfloat16")
-    assert load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert (
+        load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"].dtype
+        == torch.float32
+    )
     assert load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
     titan_convert(folder, "--from", "hf", tmp_path / "checkpoint", "--dtype", "bfloat16")
     reader = convert.Reader(tmp_path / "checkpoint")
@@ -175,7 +189,13 @@ def in_float8(block, exact):
             scale = tiles.abs().amax((1, 3), keepdim=True) / 448
             small = (tiles / scale).to(torch.float8_e4m3fn)
             exact[name] = (small.float() * scale).flatten(2, 3).flatten(0, 1)[:rows, :columns]
-            result[name] = small.view(torch.uint8).flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous().view(torch.float8_e4m3fn)
+            result[name] = (
+                small.view(torch.uint8)
+                .flatten(2, 3)
+                .flatten(0, 1)[:rows, :columns]
+                .contiguous()
+                .view(torch.float8_e4m3fn)
+            )
             result[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
         return result
 
@@ -220,7 +240,13 @@ def test_any_part_of_a_tensor_can_be_read(float8, tmp_path):
     wholes = {folder: torch.stack([exact[name] for name in names])}
     wholes[plain] = loud_model(deepseek()).layers["1"].feed_forward.experts.w3.detach()
     for source, whole in wholes.items():
-        for box in ((0, 0, 0, 12, 48, 64), (3, 0, 0, 2, 48, 64), (10, 17, 0, 2, 14, 64), (0, 5, 30, 12, 20, 33), (4, 0, 0, 0, 48, 64)):
+        for box in (
+            (0, 0, 0, 12, 48, 64),
+            (3, 0, 0, 2, 48, 64),
+            (10, 17, 0, 2, 14, 64),
+            (0, 5, 30, 12, 20, 33),
+            (4, 0, 0, 0, 48, 64),
+        ):
             begin, size = box[:3], box[3:]
             target = torch.full(size, torch.nan)
             Folder(source).read("layers.1.feed_forward.experts.w3", whole.shape, begin, target)
@@ -233,7 +259,9 @@ def test_the_blocks_that_predict_further_tokens_are_left_out(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.eh_proj\.weight has no place in the model"):
         titan_convert(folder, "--from", "hf", tmp_path / "checkpoint")
     change(folder, num_nextn_predict_layers=1)
-    assert torch.equal(imported(folder, tmp_path / "checkpoint").layers["2"].attention.wo.weight, model.layers["2"].attention.wo.weight)
+    assert torch.equal(
+        imported(folder, tmp_path / "checkpoint").layers["2"].attention.wo.weight, model.layers["2"].attention.wo.weight
+    )
 
 
 def without(*words):
@@ -247,7 +275,12 @@ def without(*words):
         (deepseek(), {"topk_method": "greedy"}, dict, "topk_method=greedy: only noaux_tc"),
         (deepseek(), {"rope_interleave": False}, dict, "rope_interleave=False: only True"),
         (deepseek(), {"moe_layer_freq": 2}, dict, "moe_layer_freq=2: only 1"),
-        (deepseek(yarn=YARN), {"rope_scaling": {"type": "linear", "factor": 2}}, dict, "rope_type=linear: only yarn or default"),
+        (
+            deepseek(yarn=YARN),
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            dict,
+            "rope_type=linear: only yarn or default",
+        ),
         (
             deepseek(),
             {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7}},
@@ -255,7 +288,12 @@ def without(*words):
             r"mscale=1\.0: only the value of mscale_all_dim can be converted, which is 0\.7",
         ),
         (deepseek(), {"n_routed_experts": None}, dict, "lacks 'n_routed_experts'"),
-        (deepseek(), {"quantization_config": {"quant_method": "gptq"}}, dict, "quant_method=gptq, .*only fp8 in blocks"),
+        (
+            deepseek(),
+            {"quantization_config": {"quant_method": "gptq"}},
+            dict,
+            "quant_method=gptq, .*only fp8 in blocks",
+        ),
         (deepseek(), {}, without("e_score_correction_bias"), "has no model.layers.1.mlp.gate.e_score_correction_bias"),
         (deepseek(), {}, without("experts.11.up"), "has no model.layers..*experts.11.up_proj.weight"),
         (deepseek(n_experts=9), {"n_routed_experts": 6}, dict, r"gate.weight is \(9, 64\); the model needs \(6, 64\)"),
@@ -269,14 +307,21 @@ def without(*words):
         (qwen(), {"mlp_only_layers": [1]}, dict, r"mlp_only_layers=\[1\]: only the first blocks may be dense"),
         (qwen(), {"decoder_sparse_step": 2}, dict, "decoder_sparse_step=2: only 1"),
         (qwen(), {"rope_scaling": {"rope_type": "yarn"}}, dict, "rope_type=yarn: only default"),
-        (qwen(), {}, lambda tensors: tensors | {"model.layers.1.mlp.gate.e_score_correction_bias": torch.zeros(12)}, "has no place"),
+        (
+            qwen(),
+            {},
+            lambda tensors: tensors | {"model.layers.1.mlp.gate.e_score_correction_bias": torch.zeros(12)},
+            "has no place",
+        ),
     ],
 )
 def test_imports_that_cannot_be_are_refused(config, changed, tensors, message, tmp_path):
     _, folder = exported(config, tmp_path)
     change(folder, **changed)
     file = folder / "config.json"
-    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if value is not None}))
+    file.write_text(
+        json.dumps({name: value for name, value in json.loads(file.read_text()).items() if value is not None})
+    )
     rewrite(folder, tensors)
     with pytest.raises(ConfigError, match=message) as error:
         titan_convert(folder, "--from", "hf", tmp_path / "checkpoint")
@@ -287,7 +332,9 @@ def test_imports_that_cannot_be_are_refused(config, changed, tensors, message, t
 def test_biases_there_need_a_model_that_has_them(tmp_path):
     _, folder = exported(deepseek(), tmp_path)
     unbiased = deepseek(router_bias_update_rate=0.0)
-    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path=.*e_score_correction_bias has no place in the model"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.initial_load_path=.*e_score_correction_bias has no place in the model"
+    ):
         initial.load_hf(build(unbiased, 128), unbiased, folder)
 
 

@@ -44,7 +44,11 @@ def run(tmp_path_factory):
     generator = torch.Generator().manual_seed(0)
     for parameter in model.layers.parameters():
         parameter.data.mul_(5 if parameter.dim() > 1 else 1 + torch.rand(parameter.shape, generator=generator))
-    dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(folder / "checkpoints/step-00000010"), no_dist=True)
+    dcp.save(
+        {"model": model.state_dict()},
+        storage_writer=dcp.FileSystemWriter(folder / "checkpoints/step-00000010"),
+        no_dist=True,
+    )
     (folder / "config.json").write_text(json.dumps({"model": to_dict(MODEL), "tokenizer": to_dict(EMBEDDED)}))
     return folder
 
@@ -68,7 +72,9 @@ def corpus():
     # names of special tokens, which transformers encodes as these tokens
     yield from (text for text in texts if "<|" not in text)
     points = [chr(point) for point in range(0, 0x110000, 37) if not 0xD800 <= point < 0xE000]
-    yield from ("".join(f" a{c}b{c}{c} {c}1" for c in points[start : start + 500]) for start in range(0, len(points), 500))
+    yield from (
+        "".join(f" a{c}b{c}{c} {c}1" for c in points[start : start + 500]) for start in range(0, len(points), 500)
+    )
     yield from ("x" + " " * 1000 + "\r\n\n\t y'S 'LL 1234567", "", "日本語 العربية 🏳️‍🌈 e\u0301 \x00\x07 DON'T")
 
 
@@ -80,7 +86,9 @@ def test_ids_are_ours_and_begin_as_a_document_does(exported):
         assert encoded == [ours.bos_id, *ours.encode(text)]
         assert theirs.decode(encoded, skip_special_tokens=True, clean_up_tokenization_spaces=False) == text
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
-    assert theirs("<|end_of_text|>")["input_ids"] == [ours.bos_id, ours.eos_id], "transformers takes names in a text for the tokens"
+    assert theirs("<|end_of_text|>")["input_ids"] == [ours.bos_id, ours.eos_id], (
+        "transformers takes names in a text for the tokens"
+    )
 
 
 def test_pipeline_generates_until_the_end_of_text(exported, capfd):
@@ -94,7 +102,9 @@ def test_pipeline_generates_until_the_end_of_text(exported, capfd):
     with torch.no_grad():
         hidden = pipe.model.model(torch.tensor([[3840, 5]])).last_hidden_state[0, -1]
     pipe.model.lm_head.weight.data[3841] = 1000 * hidden
-    assert pipe.model.generate(torch.tensor([[3840, 5]]), max_new_tokens=50, do_sample=False).tolist() == [[3840, 5, 3841]]
+    assert pipe.model.generate(torch.tensor([[3840, 5]]), max_new_tokens=50, do_sample=False).tolist() == [
+        [3840, 5, 3841]
+    ]
 
 
 PROMPT = "The function returns naïve"
@@ -106,12 +116,17 @@ def generated(run, capsys, *words, status=0):
 
 
 def test_greedy_text_is_that_of_transformers(run, exported, capsys):
-    theirs, words = transformers.AutoModelForCausalLM.from_pretrained(exported), transformers.AutoTokenizer.from_pretrained(exported)
+    theirs, words = (
+        transformers.AutoModelForCausalLM.from_pretrained(exported),
+        transformers.AutoTokenizer.from_pretrained(exported),
+    )
     made = theirs.generate(**words(PROMPT, return_tensors="pt"), max_new_tokens=60, do_sample=False)[0]
     assert len(made) > 60, "no end of text on the way"
     text = words.decode(made[1:], clean_up_tokenization_spaces=False)
     assert generated(run, capsys, "--prompt", PROMPT, "--max-tokens", "60", "--temperature", "0") == text + "\n"
-    assert generated(run, capsys, "--prompt", PROMPT, "--max-tokens", "60", "--top-k", "1", "--seed", "3") == text + "\n"
+    assert (
+        generated(run, capsys, "--prompt", PROMPT, "--max-tokens", "60", "--top-k", "1", "--seed", "3") == text + "\n"
+    )
     step = run / "checkpoints/step-00000010"
     assert generated(step, capsys, "--prompt", PROMPT, "--max-tokens", "60", "--temperature", "0") == text + "\n"
 
@@ -124,7 +139,9 @@ def test_draws_are_those_of_the_seed(run, capsys):
 def test_tokens_are_drawn_by_their_probability():
     generator, logits = torch.Generator().manual_seed(0), torch.tensor([1.0, 3.0, 2.0, -1.0])
     for temperature, top_k in ((2.0, 0), (1.0, 2)):
-        counts = torch.bincount(torch.tensor([generate.pick(logits, temperature, top_k, generator) for _ in range(4_000)]), minlength=4)
+        counts = torch.bincount(
+            torch.tensor([generate.pick(logits, temperature, top_k, generator) for _ in range(4_000)]), minlength=4
+        )
         expected = (logits / temperature).where(logits >= 2, -torch.inf if top_k else logits / temperature).softmax(-1)
         torch.testing.assert_close(counts / 4_000, expected, atol=0.025, rtol=0)
 
@@ -153,12 +170,20 @@ def test_what_cannot_be_generated_is_one_line(run, words, message, capsys):
 def test_files_may_be_read_by_whom_the_umask_lets(exported):
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in exported.iterdir()}
     assert set(modes.values()) == {0o640}, modes
-    assert set(modes) == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert set(modes) == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
 
 
 def test_the_tokenizer_survives_the_way_there_and_back(exported, tmp_path):
     assert cli.main(["convert", str(exported), "--from", "hf", str(tmp_path / "imported")]) == 0
-    assert cli.main(["convert", str(tmp_path / "imported"), "--to", "hf", str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    assert (
+        cli.main(["convert", str(tmp_path / "imported"), "--to", "hf", str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    )
     for file in exported.iterdir():
         assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
 

@@ -13,7 +13,14 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.config.rules.checks import check
 from titan_hydra.runs import checkpoints
 
-BASE = ("debug=tiny", "precision=fp32", "metrics.log_every=1", "data.global_batch=8", "data.local_batch=2", "lr_scheduler.warmup_steps=2")
+BASE = (
+    "debug=tiny",
+    "precision=fp32",
+    "metrics.log_every=1",
+    "data.global_batch=8",
+    "data.local_batch=2",
+    "lr_scheduler.warmup_steps=2",
+)
 TWO = (*BASE, "parallelism=fsdp", "gpus=2")
 
 
@@ -48,7 +55,10 @@ def test_a_fork_that_takes_everything_goes_on_the_same(whole, run_job):
     """Step, data and optimizer state are loaded from another run; the new run has one rank instead of two."""
     fork = run_job(
         compose_job(
-            *BASE, "steps=6", "checkpoint.exclude_from_loading=[]", f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"
+            *BASE,
+            "steps=6",
+            "checkpoint.exclude_from_loading=[]",
+            f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003",
         )
     )
     losses = run_job.losses(fork)
@@ -56,7 +66,9 @@ def test_a_fork_that_takes_everything_goes_on_the_same(whole, run_job):
     assert losses == pytest.approx({step: loss for step, loss in run_job.losses(whole).items() if step > 3}, rel=1e-5)
 
 
-@pytest.mark.parametrize(("left_out", "steps"), [("[optimizer]", [4, 5, 6]), ("[data]", [4, 5, 6]), ("[lr_scheduler]", [1, 2, 3, 4, 5, 6])])
+@pytest.mark.parametrize(
+    ("left_out", "steps"), [("[optimizer]", [4, 5, 6]), ("[data]", [4, 5, 6]), ("[lr_scheduler]", [1, 2, 3, 4, 5, 6])]
+)
 def test_what_is_left_out_is_not_taken(whole, run_job, left_out, steps):
     fork = run_job(
         compose_job(
@@ -68,7 +80,9 @@ def test_what_is_left_out_is_not_taken(whole, run_job, left_out, steps):
     )
     losses, others = run_job.losses(fork), run_job.losses(whole)
     assert list(losses) == steps
-    assert (losses[steps[0]] == others[4]) == (left_out != "[data]"), "the first loss is that of the weights on the data"
+    assert (losses[steps[0]] == others[4]) == (left_out != "[data]"), (
+        "the first loss is that of the weights on the data"
+    )
     assert losses[6] != others[6]
 
 
@@ -107,11 +121,16 @@ def test_an_export_is_the_last_weights_and_a_start(whole, run_job, tmp_path):
 )
 def test_a_hugging_face_folder_is_a_start_on_any_layout(whole, run_job, tmp_path, layout):
     source = tmp_path / "hf"
-    assert cli.main(["convert", str(whole), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"]) == 0
+    assert (
+        cli.main(["convert", str(whole), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"])
+        == 0
+    )
     assert len(list(source.glob("*.safetensors"))) > 1
     job = compose_job(*BASE, *layout, "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={source}")
     assert check(job) == []
-    assert same(weights(checkpoints.newest(run_job(job) / "checkpoints")), weights(checkpoints.newest(whole / "checkpoints")))
+    assert same(
+        weights(checkpoints.newest(run_job(job) / "checkpoints")), weights(checkpoints.newest(whole / "checkpoints"))
+    )
 
 
 SPARSE = {  # six experts over two ep ranks, each of which holds three. Two other ranks share these and shard them by width
@@ -148,7 +167,10 @@ def test_experts_of_a_hugging_face_folder_are_a_start_on_any_layout(sparse, run_
     run, source = sparse / family, sparse / f"{family} hf"
     if not run.exists():
         run_job(compose_job(*BASE, *SPARSE[family], "steps=2"), run)
-        assert cli.main(["convert", str(run), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"]) == 0
+        assert (
+            cli.main(["convert", str(run), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"])
+            == 0
+        )
     job = compose_job(
         *BASE,
         *SPARSE[family],
@@ -159,7 +181,10 @@ def test_experts_of_a_hugging_face_folder_are_a_start_on_any_layout(sparse, run_
         f"checkpoint.initial_load_path={source}",
     )
     assert check(job) == []
-    there, here = weights(checkpoints.newest(run / "checkpoints")), weights(checkpoints.newest(run_job(job) / "checkpoints"))
+    there, here = (
+        weights(checkpoints.newest(run / "checkpoints")),
+        weights(checkpoints.newest(run_job(job) / "checkpoints")),
+    )
     biases = {name: here.pop(name) for name in list(here) if name.endswith("router.bias")}
     assert len(biases) == (2 if family == "qwen" else 1)
     for name, bias in biases.items():

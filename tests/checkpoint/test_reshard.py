@@ -42,7 +42,10 @@ LAYOUTS = {  # the default suite loads each on the next, in this order
 NAMES = list(LAYOUTS)
 FEW = {("fsdp 4", "tp 2, fsdp 2"), ("pp 2, fsdp 2", "cp 2"), ("cp 2", "fsdp 2"), ("fsdp 2", "pp 2, tp 2, zbv")}
 PAIRS = [
-    pytest.param(first, then, marks=[] if (first, then) in FEW else pytest.mark.slow) for first in NAMES for then in NAMES if first != then
+    pytest.param(first, then, marks=[] if (first, then) in FEW else pytest.mark.slow)
+    for first in NAMES
+    for then in NAMES
+    if first != then
 ]
 
 

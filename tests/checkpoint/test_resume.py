@@ -88,7 +88,10 @@ def test_the_checkpoint_of_the_lowest_held_out_loss_is_kept(tiny, run_job, tmp_p
     assert [step_of(path) for path in complete(whole / "checkpoints")] == [2, 4, 5, 6, 9]
     for left in (5, 6):
         run = run_job(tiny(*words, "checkpoint.keep_latest_k=1"), cut_back(whole, left, tmp_path / f"left_at_{left}"))
-        assert {step_of(path): held_out_loss(path) for path in complete(run / "checkpoints")} == {6: held_out[6], 9: held_out[9]}
+        assert {step_of(path): held_out_loss(path) for path in complete(run / "checkpoints")} == {
+            6: held_out[6],
+            9: held_out[9],
+        }
         result = json.loads((run / "result.json").read_text())
         assert (result["best_checkpoint"], result["lowest_validation_step"]) == ("step-00000006", 6)
         assert [row["step"] for row in rows(run, "events") if row["event"] == "checkpoint"] == [2, 4, 5, 6, 9]
@@ -104,7 +107,9 @@ def test_another_number_of_ranks_sees_the_same_samples(tiny, source):
         if state is not None:
             for loader in loaders:
                 loader.load(json.loads(json.dumps(state)))
-        samples = Counter(tuple(row.tolist()) for _ in range(steps) for loader in loaders for row in loader.next()["tokens"])
+        samples = Counter(
+            tuple(row.tolist()) for _ in range(steps) for loader in loaders for row in loader.next()["tokens"]
+        )
         state = data.loader.merge([loader.state() for loader in loaders])
         for loader in loaders:
             loader.close()
@@ -130,7 +135,9 @@ def test_old_steps_are_deleted(tiny, run_job):
 def test_weights_of_another_run_are_a_start(tiny, run_job):
     first = run_job(tiny("steps=5"))
     source = newest(first / "checkpoints")
-    second = run_job(tiny("steps=5", f"checkpoint.initial_load_path={source}", "optimizer.lr=0", "data=synthetic", "seed=3"))
+    second = run_job(
+        tiny("steps=5", f"checkpoint.initial_load_path={source}", "optimizer.lr=0", "data=synthetic", "seed=3")
+    )
     start, end = tensors(source), tensors(newest(second / "checkpoints"))
     assert all(torch.equal(start[name], end[name]) for name in start if name.startswith("model."))
 
@@ -139,11 +146,15 @@ def test_weights_of_another_run_are_a_start(tiny, run_job):
 def test_a_full_disk_is_one_clear_line_and_earlier_checkpoints_stay(tiny, run_job, tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("mounting a tmpfs is not allowed here")
     try:
-        job = tiny("steps=5", "checkpoint.interval=1", "checkpoint.keep_latest_k=0", "model.vocab_size=4096", "model.dim=16")
+        job = tiny(
+            "steps=5", "checkpoint.interval=1", "checkpoint.keep_latest_k=0", "model.vocab_size=4096", "model.dim=16"
+        )
         directory = run_job(job, folder / "run", expect=1)
         message = (directory / "attempts/1/error_0").read_text()
         assert os.strerror(errno.ENOSPC) in message
@@ -178,7 +189,9 @@ def test_kill_9_at_any_moment_loses_at_most_one_interval(tmp_path):
     assert undisturbed.returncode == 0, undisturbed.stderr
     expected = losses(next((tmp_path / "whole").glob("*-*")))
     for delay in (4.0, 4.6, 5.1, 5.7, 6.2):
-        process = subprocess.Popen([*line, f"paths.runs={tmp_path}/killed"], start_new_session=True, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [*line, f"paths.runs={tmp_path}/killed"], start_new_session=True, stdout=subprocess.PIPE
+        )
         try:
             process.wait(delay)
         except subprocess.TimeoutExpired:

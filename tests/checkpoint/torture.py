@@ -44,7 +44,12 @@ from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 from titan_hydra.train import loop, trainer
 
-RANKS, STEPS, INTERVAL, FATAL = 4, 12, 3, 9  # saves are at steps 3, 6, 9, 12; faults occur in the save of step 9 or later
+RANKS, STEPS, INTERVAL, FATAL = (
+    4,
+    12,
+    3,
+    9,
+)  # saves are at steps 3, 6, 9, 12; faults occur in the save of step 9 or later
 OVERRIDES = (
     "debug=tiny",
     "precision=fp32",
@@ -97,7 +102,11 @@ def cases() -> list[Case]:
             for who, rank in (("one", 0), ("one", 2), ("all", 1), ("group", 3))
         ]
         found += [Case(mode, "own file", "one", 1)]
-        found += [Case(mode, moment, who) for moment in ("index", "manifest", "before rename", "after rename") for who in ("one", "group")]
+        found += [
+            Case(mode, moment, who)
+            for moment in ("index", "manifest", "before rename", "after rename")
+            for who in ("one", "group")
+        ]
         found += [Case(mode, "purge", "one"), Case(mode, "half purged", "one"), Case(mode, "half purged", "group")]
         found += [Case(mode, "next step", "one", 2), Case(mode, "next step", "group")]
     found += [
@@ -105,7 +114,11 @@ def cases() -> list[Case]:
         for damage in ("truncated", "bit flipped", "removed")
         for file in ("shard", ".metadata", layout.MANIFEST.name, "rank_00001.json")
     ]
-    found += [Case("sync", "all damaged", "shard"), Case("sync", "while resuming", "group"), Case("async", "while resuming", "one", 1)]
+    found += [
+        Case("sync", "all damaged", "shard"),
+        Case("sync", "while resuming", "group"),
+        Case("async", "while resuming", "one", 1),
+    ]
     found += [Case(mode, what, "disk") for what in ("disk full", "disk full, freed") for mode in ("sync", "async")]
     return found
 
@@ -193,7 +206,9 @@ def be_rank(job: Job, directory: Path, attempt: Path, rank: int, before: Callabl
 # --- outside ----------------------------------------------------------------------------------------------------------
 
 
-def attempt(job: Job, directory: Path, case: Case | None = None, before: Callable[[int], None] | None = None) -> list[int]:
+def attempt(
+    job: Job, directory: Path, case: Case | None = None, before: Callable[[int], None] | None = None
+) -> list[int]:
     """Run all ranks under a parent process in a process group of their own. Return the exit statuses of the parent and
     of the ranks, as far as known.
     """
@@ -285,7 +300,11 @@ def damage(step: Path, kind: str, name: str) -> None:
         os.truncate(file, file.stat().st_size // 2)
     else:
         content = bytearray(file.read_bytes())
-        place = content.index(b'"crc32": "') + 12 if name == layout.MANIFEST.name else random.Random(1).randrange(len(content))
+        place = (
+            content.index(b'"crc32": "') + 12
+            if name == layout.MANIFEST.name
+            else random.Random(1).randrange(len(content))
+        )
         content[place] ^= 1
         file.write_bytes(content)
 
@@ -319,7 +338,9 @@ def run(case: Case, expected: dict[int, float], scratch: Path) -> dict:
     return finish(job, directory, expected, intact, reached, began)
 
 
-def finish(job: Job, directory: Path, expected: dict[int, float], intact: list[int], reached: int, began: float) -> dict:
+def finish(
+    job: Job, directory: Path, expected: dict[int, float], intact: list[int], reached: int, began: float
+) -> dict:
     """Resume the run, let it end, and check the result."""
     statuses = attempt(job, directory)
     assert statuses == [0] * (RANKS + 1), (statuses, (directory / "attempts/2/rank_0.log").read_text()[-2000:])
@@ -332,7 +353,9 @@ def finish(job: Job, directory: Path, expected: dict[int, float], intact: list[i
     left = [path.name for path in steps.iterdir() if path.suffix in (".writing", ".deleting")]
     assert not left, left
     kept = checkpoints.complete(steps)
-    assert [checkpoints.step_of(path) for path in kept] == [STEPS - INTERVAL, STEPS] and not any(map(checkpoints.damage, kept))
+    assert [checkpoints.step_of(path) for path in kept] == [STEPS - INTERVAL, STEPS] and not any(
+        map(checkpoints.damage, kept)
+    )
     return {"lost": reached - start, "seconds": time.monotonic() - began}
 
 
@@ -358,7 +381,9 @@ def disk_full(case: Case, job: Job, directory: Path, expected: dict[int, float])
         events = [row["event"] for row in map(json.loads, (directory / "events.jsonl").read_text().splitlines())]
         if freed:
             assert statuses == [0] * (RANKS + 1), statuses
-            assert events == ["checkpoint", "checkpoint_failed", "checkpoint_failed", "checkpoint", "checkpoint"], events
+            assert events == ["checkpoint", "checkpoint_failed", "checkpoint_failed", "checkpoint", "checkpoint"], (
+                events
+            )
             assert losses(directory) == expected
             return {"lost": 0, "seconds": time.monotonic() - began}
         assert statuses[1:] == [1] * RANKS, statuses

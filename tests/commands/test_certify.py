@@ -24,7 +24,9 @@ TABLES = [f"paper_table{number}" for number in range(1, 7)]
 TWO = ("debug=tiny", "precision=fp32", "gpus=2", "parallelism=fsdp")
 CELLS = {  # overrides of a job: the degrees of its reduced forms
     ("parallelism=fsdp", "gpus=8"): [{"dp_shard": 4}],
-    ("parallelism=hsdp", "gpus=6", "parallelism.dp_replicate=2", "parallelism.dp_shard=3"): [{"dp_replicate": 2, "dp_shard": 2}],
+    ("parallelism=hsdp", "gpus=6", "parallelism.dp_replicate=2", "parallelism.dp_shard=3"): [
+        {"dp_replicate": 2, "dp_shard": 2}
+    ],
     ("parallelism=fsdp_tp_pp", "gpus=16", "parallelism.tp=4"): [{"dp_shard": 2, "tp": 2, "pp": 2}],
     ("parallelism=single",): [{}],
 }
@@ -49,13 +51,22 @@ def test_every_cell_of_the_papers_tables_has_a_reduced_form():
         assert set().union(*map(degrees, small)) == set(degrees(job)), name
         kinds = [proof.case.name.rpartition(", ")[2] for one in small[:1] for proof in proofs(job, one, name)]
         assert kinds == ["float32", "bfloat16", *(["float8"] if job.precision.converter else [])]
-        assert not [fault for one in small for proof in proofs(job, one, name) for run in (proof.job, proof.alone) for fault in check(run)]
+        assert not [
+            fault
+            for one in small
+            for proof in proofs(job, one, name)
+            for run in (proof.job, proof.alone)
+            for fault in check(run)
+        ]
         assert len(small) == (4 if len(degrees(job)) == 4 else 1), name
 
 
 def test_what_has_no_reduced_form_is_refused_in_a_line():
     with pytest.raises(ConfigError, match=r"^fault_tolerance=diloco: .*nearest legal: off"):
-        reduced(compose_job("fault_tolerance=diloco", "fault_tolerance.replicas=2", "parallelism=single", "data=synthetic"), 4)
+        reduced(
+            compose_job("fault_tolerance=diloco", "fault_tolerance.replicas=2", "parallelism=single", "data=synthetic"),
+            4,
+        )
 
 
 def test_a_card_is_for_a_layout_and_not_for_what_is_learned():
@@ -80,7 +91,10 @@ def test_a_card_is_for_a_layout_and_not_for_what_is_learned():
         "data.seq_len=32",
     ):
         assert (
-            cards.layout_hash(compose_job(*[word for word in TWO if word.partition("=")[0] != other.partition("=")[0]], other)) != first
+            cards.layout_hash(
+                compose_job(*[word for word in TWO if word.partition("=")[0] != other.partition("=")[0]], other)
+            )
+            != first
         ), other
 
 
@@ -100,7 +114,8 @@ def write_card(job, **changed):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{}, {"passed": False}, {"code": "other"}, {"layout": "other"}, {"versions": versions() | {"torch": "2.10.0"}}]
+    "wrong",
+    [{}, {"passed": False}, {"code": "other"}, {"layout": "other"}, {"versions": versions() | {"torch": "2.10.0"}}],
 )
 def test_only_a_card_that_passed_of_this_layout_and_code_counts(tmp_path, wrong):
     job = compose_job(*TWO, f"paths.runs={tmp_path}")
@@ -159,7 +174,9 @@ def test_two_ranks_get_a_card_and_the_runs_figures_join_it(launcher):
     assert joined.returncode == 0, joined.stderr
     page = (Path(card["folder"]) / "card.md").read_text()
     (measured,) = json.loads((Path(card["folder"]) / "card.json").read_text())["measured"]
-    assert (measured["run"], measured["world_size"], measured["steps"]) == (result.parent.name, 2, 5) and measured["final_loss"] > 0
+    assert (measured["run"], measured["world_size"], measured["steps"]) == (result.parent.name, 2, 5) and measured[
+        "final_loss"
+    ] > 0
     assert (
         f"| {result.parent.name} | {measured['device']} | 2 | 5 |" in page
         and "Resume: passed" in page
@@ -173,7 +190,11 @@ FSDP, TP, PP = ("parallelism=fsdp",), ("parallelism=tp",), ("parallelism=pp",)
 EP = ("model=qwen3_moe_debug", "parallelism=fsdp", "parallelism.ep=2")
 FAULTS = {  # name: (file, the original text, the text that replaces it), overrides of the job, a word of the reason
     "a local batch is divided by its own tokens": (
-        ("train/trainer.py", "(part, count, last=", "(part, self.objective.count(part.tensors) * len(parts) * self.mesh.data_ranks, last="),
+        (
+            "train/trainer.py",
+            "(part, count, last=",
+            "(part, self.objective.count(part.tensors) * len(parts) * self.mesh.data_ranks, last=",
+        ),
         FSDP,
         "float32",
     ),

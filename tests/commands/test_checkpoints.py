@@ -33,8 +33,13 @@ def validated(run):
     """Return the same run with validations at steps 10 to 40, and a config.json by which the best checkpoint is kept."""
     for number, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, None)):
         step = run / f"checkpoints/step-{number:08d}"
-        checkpoints.write_manifest(step, number, 4, {".metadata": (1000, int(checkpoints.checksum(step / ".metadata"), 16))}, loss)
-    rows = [{"event": "validation", "step": step, "validation_loss": loss} for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5))]
+        checkpoints.write_manifest(
+            step, number, 4, {".metadata": (1000, int(checkpoints.checksum(step / ".metadata"), 16))}, loss
+        )
+    rows = [
+        {"event": "validation", "step": step, "validation_loss": loss}
+        for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5))
+    ]
     (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "config.json").write_text(json.dumps({"model": {}, "checkpoint": {"keep_best": True}}))
     return run
@@ -42,7 +47,9 @@ def validated(run):
 
 def test_the_best_is_named_and_stays(validated, capsys):
     lines = titan(capsys, "ls", validated).splitlines()
-    assert "held out 2.0000 (lowest)" in lines[1] and lines[2].endswith("held out 2.5000") and "held out" not in lines[3]
+    assert (
+        "held out 2.0000 (lowest)" in lines[1] and lines[2].endswith("held out 2.5000") and "held out" not in lines[3]
+    )
     titan(capsys, "prune", validated, "--keep", 1)
     assert names(validated) == ["step-00000020", "step-00000040"]
 
@@ -53,7 +60,11 @@ def test_the_best_is_named_and_stays(validated, capsys):
         (2.0, None, ""),
         (2.0, "30", "checkpoints/step-00000030"),
         (2.0, "best", "checkpoints/step-00000020"),
-        (1.5, "best", "--step=best: the lowest held-out loss, 1.5000 of step 35, is not kept; checkpoint.keep_best=true keeps it"),
+        (
+            1.5,
+            "best",
+            "--step=best: the lowest held-out loss, 1.5000 of step 35, is not kept; checkpoint.keep_best=true keeps it",
+        ),
         (2.0, "35", "--step=35: name-12345678 has no such checkpoint; nearest legal: 10 or 20 or 30 or 40 or best"),
     ],
 )

@@ -52,14 +52,20 @@ def hash_of(swept, seed):
 
 def run_of(swept, seed):
     """Return name and hash of the run of a seed."""
-    (name,) = [file.parent.name for file in swept.folder.glob("runs/*/config.json") if json.loads(file.read_text())["seed"] == seed]
+    (name,) = [
+        file.parent.name
+        for file in swept.folder.glob("runs/*/config.json")
+        if json.loads(file.read_text())["seed"] == seed
+    ]
     return name, name.rpartition("-")[2]
 
 
 def test_status_tells_how_cells_stand_and_what_to_type(swept, titan):
     status, out, err = titan("status")
     assert (status, err) == (0, "")
-    done, failed = (next(line.split() for line in out.splitlines() if run_of(swept, seed)[1] in line) for seed in (1, 2))
+    done, failed = (
+        next(line.split() for line in out.splitlines() if run_of(swept, seed)[1] in line) for seed in (1, 2)
+    )
     assert done[:4] == ["seed=1", run_of(swept, 1)[1], "done", "5/5"]
     assert failed[:4] == ["seed=2", run_of(swept, 2)[1], "failed", "3/5"] and failed[-1] == "bug"
     assert "bug: rank 1: ValueError: unlucky rank" in out
@@ -72,7 +78,9 @@ def test_status_for_scripts(swept, titan):
     result = json.loads((swept.folder / "runs" / run_of(swept, 1)[0] / "result.json").read_text())
     assert (done["state"], done["step"], done["steps"], done["loss"]) == ("done", 5, 5, result["final_loss"])
     assert failed["state"] == "failed" and failed["failure"]["kind"] == "bug" and failed["failure"]["rank"] == 1
-    assert [cell["hash"] for cell in json.loads(titan("status", run_of(swept, 2)[1][:6], "--json")[1])["cells"]] == [run_of(swept, 2)[1]]
+    assert [cell["hash"] for cell in json.loads(titan("status", run_of(swept, 2)[1][:6], "--json")[1])["cells"]] == [
+        run_of(swept, 2)[1]
+    ]
 
 
 def test_logs_are_those_of_the_rank_that_was_asked_for(swept, titan):
@@ -137,7 +145,9 @@ def test_retry_runs_what_can_help_and_only_that(swept, titan):
     assert "ValueError" in titan("logs", run_of(swept, 2)[1], "--attempt", 1, "--rank", 1)[1]
     status, out, _ = titan("retry", "--only", "oom")
     assert status == 0 and "it would fail again" in out and f"gpus=2 seed=2 {cells[1]['failure']['hint']}" in out
-    assert "nothing to run again" in out and len(titan("status", "--all")[1].splitlines()) == 2  # the retry made no sweep of its own
+    assert (
+        "nothing to run again" in out and len(titan("status", "--all")[1].splitlines()) == 2
+    )  # the retry made no sweep of its own
 
 
 @pytest.mark.parametrize(
@@ -200,7 +210,11 @@ def test_tables_fit_into_the_terminal(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "45")
     monkeypatch.setenv("NO_COLOR", "1")
-    cut = ["cell          state     step", "a cell with…  running   1/10  silent for 4 m…", "b             done     10/10"]
+    cut = [
+        "cell          state     step",
+        "a cell with…  running   1/10  silent for 4 m…",
+        "b             done     10/10",
+    ]
     assert table(*arguments) == cut
     monkeypatch.delenv("NO_COLOR")
     assert "\x1b[36mrunning\x1b[0m" in table(*arguments)[1]
@@ -218,9 +232,13 @@ def test_copies_beside_attempts_and_ranks_are_no_attempts_and_no_ranks(swept, ti
         shutil.copy(attempt / "rank_1.json", copy)
     try:
         assert (titan("status", "--json")[1], titan("logs", run_of(swept, 2)[1], "--guilty")[1]) == before
-        assert titan("logs", run_of(swept, 2)[1], "--rank", 9)[0] == 2 and titan("logs", run_of(swept, 2)[1], "--hang")[0] in (0, 2)
+        assert titan("logs", run_of(swept, 2)[1], "--rank", 9)[0] == 2 and titan("logs", run_of(swept, 2)[1], "--hang")[
+            0
+        ] in (0, 2)
         again = swept.run("-m", *swept.TINY, "gpus=2", "seed=1,2")
-        assert again.returncode in (1, 76) and again.stderr.endswith("launch.retry=failed runs it again\n"), again.stderr
+        assert again.returncode in (1, 76) and again.stderr.endswith("launch.retry=failed runs it again\n"), (
+            again.stderr
+        )
     finally:
         shutil.rmtree(copies[0])
         for copy in copies[1:]:
@@ -232,7 +250,9 @@ def test_commands_that_are_suggested_can_be_pasted(swept, titan, tmp_path):
     shutil.copytree(swept.folder / "runs", runs)
     lines = [line.strip() for line in titan("status", "--runs", runs)[1].splitlines()]
     suggested = [shlex.split(line.partition("   ")[0]) for line in lines if line.startswith("titan ")]
-    assert {words[1] for words in suggested} >= {"logs", "retry"} and all(str(runs) in words for words in suggested), lines
+    assert {words[1] for words in suggested} >= {"logs", "retry"} and all(str(runs) in words for words in suggested), (
+        lines
+    )
 
 
 def test_send_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch, capsys):
@@ -245,7 +265,12 @@ def test_send_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch,
     manifest.parent.mkdir(parents=True)
     manifest.write_text(
         json.dumps(
-            {"name": "swept", "command": [], "baseline": None, "cells": [{"name": "cell", "directory": "swept-11111111", "overrides": []}]}
+            {
+                "name": "swept",
+                "command": [],
+                "baseline": None,
+                "cells": [{"name": "cell", "directory": "swept-11111111", "overrides": []}],
+            }
         )
     )
     waiting = [runs / name / "wandb/offline-run-1" for name in ("alone-22222222", "other-33333333")]
@@ -271,8 +296,16 @@ def test_a_small_difference_is_not_zero(change, shown):
 
 
 @pytest.mark.parametrize(
-    "words", [["+sweeps=x", "sweep.cell='DDP 2, TP 2'"], ["a=$(touch pwned)", "b='$HOME'"], ["c=[1,2]", "d=a b", ""], ["e=\"'`!\\"]]
+    "words",
+    [
+        ["+sweeps=x", "sweep.cell='DDP 2, TP 2'"],
+        ["a=$(touch pwned)", "b='$HOME'"],
+        ["c=[1,2]", "d=a b", ""],
+        ["e=\"'`!\\"],
+    ],
 )
 def test_a_line_that_is_shown_can_be_pasted(words):
-    shell = subprocess.run(["bash", "-c", f"printf '%s\\n' {quoted(words)}"], capture_output=True, text=True, check=True)
+    shell = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {quoted(words)}"], capture_output=True, text=True, check=True
+    )
     assert shell.stdout.split("\n")[:-1] == words

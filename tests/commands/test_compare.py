@@ -49,7 +49,13 @@ def compare(launcher, capsys):
     ("planted", "module", "step", "losses"),
     [
         (OTHER_EPS, "layers.1.attention_norm: its inputs are the same, its outputs differ", 1, "other bits from step "),
-        pytest.param(WRONG_BACKWARD, "layers.0.feed_forward.w1, in its backward", 1, "other bits from step 2: ", marks=pytest.mark.slow),
+        pytest.param(
+            WRONG_BACKWARD,
+            "layers.0.feed_forward.w1, in its backward",
+            1,
+            "other bits from step 2: ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_planted_bug_is_found_at_its_module(launcher, compare, planted, module, step, losses):
@@ -62,7 +68,11 @@ def test_a_planted_bug_is_found_at_its_module(launcher, compare, planted, module
 
 
 def test_equal_runs_and_untraced_ones(launcher, compare, capsys):
-    for name, more in [("a", ("debug.trace_activations=true",)), ("b", ("debug.trace_activations=true",)), ("c", ("optimizer.lr=1e-3",))]:
+    for name, more in [
+        ("a", ("debug.trace_activations=true",)),
+        ("b", ("debug.trace_activations=true",)),
+        ("c", ("optimizer.lr=1e-3",)),
+    ]:
         assert launcher.run(*launcher.TINY, "steps=2", "cluster=inline", f"paths.runs={name}", *more).returncode == 0
     said = compare()
     assert "loss: the same bits in all of them" in said and "modules: the same bits in all 2 traced steps" in said
@@ -79,7 +89,9 @@ def test_the_pages_lines_of_pandas_read_what_a_run_writes(launcher, monkeypatch,
     """
     assert launcher.run(*launcher.TINY, *TRACED, "metrics.log_every=1").returncode == 0
     (run,) = launcher.folder.glob("runs/*/")
-    spikes, norms = re.findall(r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/debugging.md").read_text(), re.S)
+    spikes, norms = re.findall(
+        r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/debugging.md").read_text(), re.S
+    )
     file = run / "metrics.jsonl"
     last = json.loads(file.read_text().splitlines()[-1])
     rows = [last | {"step": step, "grad_norm": 9.0 if step == 7 else 1.0} for step in range(4, 12)]
@@ -90,4 +102,6 @@ def test_the_pages_lines_of_pandas_read_what_a_run_writes(launcher, monkeypatch,
     found = {}
     exec(norms, found)
     table = found["norms"]
-    assert list(table.columns) == [1, 2, 3] and "layers.1.attention.wq.weight" in table.index and (table > 0).all().all()
+    assert (
+        list(table.columns) == [1, 2, 3] and "layers.1.attention.wq.weight" in table.index and (table > 0).all().all()
+    )

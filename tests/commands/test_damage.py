@@ -97,11 +97,17 @@ DAMAGE = {
             "versions": json.dumps(RESULT | {"versions": ["torch"]}).encode(),
         }.items()
     },
-    "result NaN": ("result.json", json.dumps(RESULT | {"tokens_per_second": float("nan"), "final_loss": float("inf")}).encode(), None),
+    "result NaN": (
+        "result.json",
+        json.dumps(RESULT | {"tokens_per_second": float("nan"), "final_loss": float("inf")}).encode(),
+        None,
+    ),
     "result without numbers": ("result.json", b'{"status": "done"}', None),
     "result zeros": (
         "result.json",
-        json.dumps(RESULT | dict.fromkeys(("tokens_per_second", "tokens_per_second_iqr", "validation_loss"), 0)).encode(),
+        json.dumps(
+            RESULT | dict.fromkeys(("tokens_per_second", "tokens_per_second_iqr", "validation_loss"), 0)
+        ).encode(),
         None,
     ),
     **{
@@ -202,10 +208,20 @@ DAMAGE = {
             "cell": b'{"name": "s", "command": [], "baseline": null, "cells": [{"name": "fine"}, 3]}',
             "places": b'{"name": "s", "command": "x", "baseline": 3, "cells": [{"name": [], "directory": 3, "overrides": null}]}',
             "long": json.dumps(
-                {"name": "s", "command": [], "baseline": None, "cells": [{"name": "x", "directory": "x" * 5000, "overrides": []}]}
+                {
+                    "name": "s",
+                    "command": [],
+                    "baseline": None,
+                    "cells": [{"name": "x", "directory": "x" * 5000, "overrides": []}],
+                }
             ).encode(),
             "null": json.dumps(
-                {"name": "s", "command": [], "baseline": None, "cells": [{"name": "x", "directory": "a\0b", "overrides": []}]}
+                {
+                    "name": "s",
+                    "command": [],
+                    "baseline": None,
+                    "cells": [{"name": "x", "directory": "a\0b", "overrides": []}],
+                }
             ).encode(),
         }.items()
     },
@@ -228,25 +244,48 @@ def healthy(tmp_path_factory):
         job.seed = seed
         directory = places[name] = runs / f"{job.name}-{identity(job)}"
         write(directory / "config.json", to_dict(job))
-        write(directory / "env.json", {"git_sha": "e248c86c", "git_diff": "", "git_untracked": [], "versions": {"torch": "2.13"}})
+        write(
+            directory / "env.json",
+            {"git_sha": "e248c86c", "git_diff": "", "git_untracked": [], "versions": {"torch": "2.13"}},
+        )
         (directory / "overrides.txt").write_text(f"debug=tiny\ngpus=1\nseed={seed}\n")
         (directory / "metrics.jsonl").write_bytes(rows())
         write(directory / "events.jsonl", {"event": "validation", "step": 12, "validation_loss": 3.1, "seconds": 0.1})
         attempt = directory / "attempts" / "1"
         write(attempt / "attempt.json", PROCESS | {"started": 10.0, "ended": 90.0, "overrides": []})
-        write(attempt / "ranks.json", PROCESS | {"ranks": [PROCESS | {"exit_status": 76 if name == "failed" else 0, "ended": 80.0}]})
+        write(
+            attempt / "ranks.json",
+            PROCESS | {"ranks": [PROCESS | {"exit_status": 76 if name == "failed" else 0, "ended": 80.0}]},
+        )
         write(attempt / "beat_0.json", {"step": 12, "phase": "end", "since": 70.0, "count": 72, "time": 71.0})
         write(attempt / "status.json", {"step": 12, "phase": "end", "time": 71.0})
         (attempt / "rank_0.log").write_text("step 12/12  loss 3.0\n")
         status, error = (76, OOM) if name == "failed" else (0, None)
-        write(attempt / "rank_0.json", PROCESS | {"started": 20.0, "ended": 80.0, "exit_status": status, "error": error})
+        write(
+            attempt / "rank_0.json", PROCESS | {"started": 20.0, "ended": 80.0, "exit_status": status, "error": error}
+        )
         if name != "failed":
             write(directory / "result.json", RESULT)
         if name != "alone":
-            cells.append({"name": name, "directory": directory.name, "overrides": ["debug=tiny", "gpus=1", f"seed={seed}"], "hash": "-"})
+            cells.append(
+                {
+                    "name": name,
+                    "directory": directory.name,
+                    "overrides": ["debug=tiny", "gpus=1", f"seed={seed}"],
+                    "hash": "-",
+                }
+            )
     write(
         runs / "_sweeps/table-1/manifest.json",
-        {"name": "table", "created": 0, "command": ["-m"], "baseline": None, "packed": False, "user": "ada", "cells": cells},
+        {
+            "name": "table",
+            "created": 0,
+            "command": ["-m"],
+            "baseline": None,
+            "packed": False,
+            "user": "ada",
+            "cells": cells,
+        },
     )
     return runs, {name: directory.name for name, directory in places.items()}
 
@@ -351,7 +390,9 @@ SOONER = {
 }
 
 
-@pytest.mark.parametrize("name", [name if name in SOONER else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE])
+@pytest.mark.parametrize(
+    "name", [name if name in SOONER else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE]
+)
 def test_no_damage_ends_a_command_or_hides_other_runs(healthy, tmp_path, capsysbinary, monkeypatch, name):
     (runs, places), (file, what, told) = healthy, DAMAGE[name]
     shutil.copytree(runs, tmp_path / "runs")

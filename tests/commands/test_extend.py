@@ -105,7 +105,11 @@ def a_run(tmp_path, monkeypatch, capsys):
     return make, extend
 
 
-SCHEDULES = {"wsd": ["lr_scheduler.decay_ratio=0.25"], "constant": ["lr_scheduler=constant"], "cosine": ["lr_scheduler=cosine"]}
+SCHEDULES = {
+    "wsd": ["lr_scheduler.decay_ratio=0.25"],
+    "constant": ["lr_scheduler=constant"],
+    "cosine": ["lr_scheduler=cosine"],
+}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,11 @@ def test_the_checkpoint_is_the_newest_with_the_same_rates_before_it(a_run, sched
     directory = make(*SCHEDULES[schedule])
     status, out, err = extend(directory, f"steps={steps}")
     if isinstance(origin, int):
-        assert (status, err) == (0, "") and f"continues from step {origin} of {directory.name}" in out and "1 to start" in out
+        assert (
+            (status, err) == (0, "")
+            and f"continues from step {origin} of {directory.name}" in out
+            and "1 to start" in out
+        )
     else:
         assert status == 2 and origin in err and err.count("\n") == 1
     assert len(list(directory.parent.iterdir())) == 1, "nothing was written"
@@ -182,14 +190,22 @@ def test_fewer_ranks_go_on_as_the_page_says(launcher):
     assert list(after) == list(range(7, 13))
     for step, row in after.items():
         assert row == pytest.approx(before[step], rel=1e-5), step
-    refused = launcher.run(*launcher.TINY, *(word.replace("four-HASH", wide.name).replace("batch=16", "batch=8") for word in two))
-    assert refused.returncode == 2 and "data.global_batch" in refused.stdout + refused.stderr, refused.stdout + refused.stderr
+    refused = launcher.run(
+        *launcher.TINY, *(word.replace("four-HASH", wide.name).replace("batch=16", "batch=8") for word in two)
+    )
+    assert refused.returncode == 2 and "data.global_batch" in refused.stdout + refused.stderr, (
+        refused.stdout + refused.stderr
+    )
 
 
 @pytest.mark.parametrize(
     "overrides, words, message",
     [
-        ((), ["optimizer.lr=1"], "own line and optimizer.lr=1 checkpoint.initial_load_path=RUN checkpoint.exclude_from_loading=[]"),
+        (
+            (),
+            ["optimizer.lr=1"],
+            "own line and optimizer.lr=1 checkpoint.initial_load_path=RUN checkpoint.exclude_from_loading=[]",
+        ),
         ((), ["steps=20", "checkpoint.intervall=3"], "did you mean checkpoint.interval or"),
         ((), ["steps=many"], "steps=many: must be a whole number"),
         ((), ["steps=20", "checkpoint.interval=often"], "checkpoint.interval=often: must be a whole number"),
@@ -207,14 +223,26 @@ def test_what_cannot_be_is_one_line(a_run, overrides, words, message):
 def test_only_named_values_change():
     job = compose_job("debug=tiny", "cluster=slurm", "cluster.setup=['echo \\${HOME}']")
     other = change(job, ["metrics.trackers=[wandb]", "metrics.wandb.mode=online", "+cluster.environment={A: b}"])
-    assert (other.metrics.wandb.mode, other.cluster.environment, other.metrics.trackers) == ("online", {"A": "b"}, ["wandb"])
+    assert (other.metrics.wandb.mode, other.cluster.environment, other.metrics.trackers) == (
+        "online",
+        {"A": "b"},
+        ["wandb"],
+    )
     assert (
         job.metrics.trackers == []
         and from_dict(Job, to_dict(other)) == other
         and other.cluster.setup == job.cluster.setup
         and identity(job) == identity(other)
     )
-    for word in ("steps=3", "cluster=slurm", "~name", "seed", "metrics.wandb.mode=sideways", "optimizer.muon_lr=1", "model.yarn.factor=2"):
+    for word in (
+        "steps=3",
+        "cluster=slurm",
+        "~name",
+        "seed",
+        "metrics.wandb.mode=sideways",
+        "optimizer.muon_lr=1",
+        "model.yarn.factor=2",
+    ):
         with pytest.raises(ConfigError, match=r"^[^\n]+$"):
             change(job, [word])
 
@@ -223,8 +251,12 @@ def test_another_executor_has_its_own_keys():
     """`titan retry` may move a run to a cluster, and back."""
     here = compose_job("debug=tiny", "cluster.time_minutes=30")
     there = change(here, ["cluster.executor=slurm", "cluster.gpus_per_node=4", "cluster.partition=main"])
-    assert (there.cluster.time_minutes, there.cluster.partition, there.cluster.sbatch) == (30, "main", {}) and check(there) == []
+    assert (there.cluster.time_minutes, there.cluster.partition, there.cluster.sbatch) == (30, "main", {}) and check(
+        there
+    ) == []
     back = change(there, ["cluster.executor=local"])
-    assert back.cluster == replace(here.cluster, gpus_per_node=4) and identity(here) == identity(there) == identity(back)
+    assert back.cluster == replace(here.cluster, gpus_per_node=4) and identity(here) == identity(there) == identity(
+        back
+    )
     with pytest.raises(ConfigError, match=r"cluster\.executor=local does not read it; slurm would"):
         change(there, ["cluster.executor=local", "cluster.partition=main"])

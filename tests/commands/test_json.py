@@ -48,7 +48,11 @@ def test_status_report_and_compare_print_one_document(two_runs):
         ("seed", 1, 2, "learning"),
         ("sweep.cell", "seed=1", "seed=2", "nothing"),
     ]
-    assert found["loss"]["first_beyond_tolerance"] == 1 and not found["loss"]["same_bits"] and found["steps"]["number"] == 5
+    assert (
+        found["loss"]["first_beyond_tolerance"] == 1
+        and not found["loss"]["same_bits"]
+        and found["steps"]["number"] == 5
+    )
     assert document(two_runs, "compare", first["hash"], first["hash"], "--json")["loss"]["same_bits"]
 
 

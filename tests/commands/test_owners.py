@@ -16,14 +16,18 @@ COLLEAGUE = 12345  # a user that does not exist
 DROP = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # root, but without the right to read all files
 ALICE = f"belongs to {COLLEAGUE}:{COLLEAGUE}"
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can give files away")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can give files away"
+)
 
 
 def run(folder, *words):
     """Run a command without root's rights; return (status, stdout, stderr)."""
     program = [str(ROOT / "launch.py")] if words[0] == "launch.py" else ["-m", "titan_hydra.cli", words[0]]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*DROP, sys.executable, *program, *words[1:]], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*DROP, sys.executable, *program, *words[1:]], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -110,7 +114,9 @@ def test_runs_that_may_only_be_read_are_not_written(lab):
         give(path, 0o755)
     try:
         assert run(lab, "status", "theirs")[0] == 0
-        status, out, err = run(lab, "launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=theirs", "launch.force=true")
+        status, out, err = run(
+            lab, "launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=theirs", "launch.force=true"
+        )
         assert (status, err.count("\n")) == (2, 1) and f"{ALICE}, drwxr-xr-x" in err, out + err
     finally:
         for path in (theirs, theirs / "attempts"):

@@ -28,13 +28,19 @@ def site(tmp_path_factory):
         else:
             shutil.copy(ROOT / name, place / "source")
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(place), str(place / "source")], check=True)
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(place / "site"), *map(str, place.glob("*.whl"))], check=True)
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(place), str(place / "source")], check=True
+    )
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(place / "site"), *map(str, place.glob("*.whl"))], check=True
+    )
     shutil.rmtree(place / "source")
 
     def run(folder, *command: str) -> subprocess.CompletedProcess:
         environment = {**os.environ, "PYTHONPATH": str(place / "site"), "OMP_NUM_THREADS": "1"}
-        return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
 
     return run
 
@@ -64,7 +70,9 @@ def test_a_project_of_ones_own_runs_with_the_installed_package_alone(site, tmp_p
     dry = site(project, "launch.py", "+sweeps=blocks", "launch.mode=dry")
     assert "2 cells: 2 to start" in dry.stdout, dry.stdout + dry.stderr
     wrong = site(project, "launch.py", "model=parallel_lama")
-    assert wrong.returncode == 2 and "did you mean parallel_llama?" in wrong.stderr and wrong.stderr.count("\n") == 1, wrong.stderr
+    assert wrong.returncode == 2 and "did you mean parallel_llama?" in wrong.stderr and wrong.stderr.count("\n") == 1, (
+        wrong.stderr
+    )
 
 
 @pytest.mark.slow

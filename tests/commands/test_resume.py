@@ -26,7 +26,15 @@ def stopping(self, batch):
     return forward_backward(self, batch)
 trainer.Trainer.forward_backward = stopping
 """
-LINE = ("debug=tiny", "precision=fp32", "steps=12", "gpus=4", "data.global_batch=12", "data.local_batch=1", "checkpoint.interval=2")
+LINE = (
+    "debug=tiny",
+    "precision=fp32",
+    "steps=12",
+    "gpus=4",
+    "data.global_batch=12",
+    "data.local_batch=1",
+    "checkpoint.interval=2",
+)
 WAY = (  # the words of `titan resume`, and the layout that they mean
     ("gpus=2 parallelism=tp data.local_batch=4", "tp"),
     ("gpus=3 parallelism=fsdp data.local_batch=2", "fsdp"),
@@ -48,7 +56,9 @@ RUNS = {  # what is trained beside the plain decoder with AdamW
 }
 
 
-@pytest.mark.parametrize("more", [pytest.param(more, id=name, marks=[pytest.mark.slow] * bool(more)) for name, more in RUNS.items()])
+@pytest.mark.parametrize(
+    "more", [pytest.param(more, id=name, marks=[pytest.mark.slow] * bool(more)) for name, more in RUNS.items()]
+)
 def test_a_run_goes_on_in_four_layouts_and_learns_the_same(launcher, more):
     assert launcher.run(*LINE, *more, "name=whole").returncode == 0
     (whole,) = launcher.folder.glob("runs/whole-*")
@@ -73,7 +83,9 @@ def test_a_run_goes_on_in_four_layouts_and_learns_the_same(launcher, more):
         assert row["loss"] == pytest.approx(other["loss"], rel=close), row
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * close), row
     assert layout.RESULT.read(moved)["hash"] == moved.name.rpartition("-")[2] == whole.name.rpartition("-")[2]
-    told = launcher.python("-m", "titan_hydra.cli", "report", "runs", "--allow", "parallelism", "--allow", "gpus", "--allow", "code")
+    told = launcher.python(
+        "-m", "titan_hydra.cli", "report", "runs", "--allow", "parallelism", "--allow", "gpus", "--allow", "code"
+    )
     assert "moved: titan resume has changed its layout, last after step 9" in told.stdout, told
     assert "is done; titan extend" in launcher.python("-m", "titan_hydra.cli", "resume", "moved", "gpus=2").stderr
 

@@ -37,7 +37,10 @@ def scalars(directory):
 
     accumulator = EventAccumulator(str(directory / "tensorboard"))
     accumulator.Reload()
-    return {name: [(point.step, point.value) for point in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
+    return {
+        name: [(point.step, point.value) for point in accumulator.Scalars(name)]
+        for name in accumulator.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_has_all_that_was_recorded_once(run, capsys):
@@ -53,13 +56,18 @@ def test_tensorboard_has_all_that_was_recorded_once(run, capsys):
 
 
 def test_wandb_has_all_that_was_recorded_and_what_its_keys_say(run, capsys):
-    assert cli.main(["track", str(run), "--to", "wandb", "metrics.wandb.tags=[wsd,small]", "metrics.wandb.entity=team"]) == 0
+    assert (
+        cli.main(["track", str(run), "--to", "wandb", "metrics.wandb.tags=[wsd,small]", "metrics.wandb.entity=team"])
+        == 0
+    )
     assert "titan track " in capsys.readouterr().out
     wandb.teardown()  # wandb's service writes the file at its end, if not before
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
     logged: dict[int, dict] = {}
     for row in rows(file):  # wandb may write the values of one step in two parts
-        logged.setdefault(row["_step"], {}).update({name: value for name, value in row.items() if not name.startswith("_")})
+        logged.setdefault(row["_step"], {}).update(
+            {name: value for name, value in row.items() if not name.startswith("_")}
+        )
     assert logged == {
         1: {"loss": 8.0},
         2: {"loss": 7.0, "validation/validation_loss": 7.5, "validation/seconds": 1.0},
@@ -79,7 +87,9 @@ def test_what_cannot_be_is_one_line(run, capsys, monkeypatch):
         return int(status), err
 
     status, line = refused("--to", "wandb", "seed=3")
-    assert status == 2 and line.startswith(f"{run.name}: seed=3: is part of the experiment, which stays the same; another one goes on ")
+    assert status == 2 and line.startswith(
+        f"{run.name}: seed=3: is part of the experiment, which stays the same; another one goes on "
+    )
     monkeypatch.setattr("wandb.init", lambda **_: 1 / 0)
     assert refused("--to", "wandb") == (1, f"{run.name}: wandb failed, nothing was copied: division by zero\n")
     (run / "metrics.jsonl").unlink()

@@ -18,7 +18,11 @@ from titan_hydra.config.ranges import Interval, range_of
 from titan_hydra.config.schema import default_of
 
 REPORT = Path(__file__).with_name("report_lines.txt")  # one line each; `!` marks those that must be refused
-LEAVES = {key: spec for key, spec in known_keys().items() if not isinstance(kind_of(key), type) or kind_of(key).__module__ == "builtins"}
+LEAVES = {
+    key: spec
+    for key, spec in known_keys().items()
+    if not isinstance(kind_of(key), type) or kind_of(key).__module__ == "builtins"
+}
 GROUPS = default_options()
 DEFAULT = compose_job()
 WRONG_TYPES = {
@@ -42,7 +46,9 @@ def lines(seed: int = 0, wrong_types: int = 4, mixtures: int = 200):
     for group in GROUPS:
         yield from of_group(group)
     for words in SYNONYMS.values():
-        yield from (([f"{word}={value}"], True) for word in words.split() if word not in GROUPS for value in ("8", "1e-3"))
+        yield from (
+            ([f"{word}={value}"], True) for word in words.split() if word not in GROUPS for value in ("8", "1e-3")
+        )
     yield from (mixed(draw) for _ in range(mixtures))
 
 
@@ -70,7 +76,11 @@ def from_report():
 def plain_type(key: str) -> type:
     """Return int, float, bool, str, list or dict, whether or not null is legal too."""
     kind = kind_of(key)
-    plain = next(part for part in typing.get_args(kind) if part is not type(None)) if type(None) in typing.get_args(kind) else kind
+    plain = (
+        next(part for part in typing.get_args(kind) if part is not type(None))
+        if type(None) in typing.get_args(kind)
+        else kind
+    )
     return typing.get_origin(plain) or plain
 
 
@@ -94,7 +104,11 @@ def of_key(key: str, draw: random.Random, wrong_types: int):
     yield [f"{misspelt(key, draw)}=1"], True
     yield [f"{key}.x=1"], plain is not dict or None
     yield from (([f"{key}={value}"], None) for value in inside(spec, plain, draw))
-    if spec.metadata["only"] and plain in (int, float) and getattr(DEFAULT, key.partition(".")[0]).name not in spec.metadata["only"]:
+    if (
+        spec.metadata["only"]
+        and plain in (int, float)
+        and getattr(DEFAULT, key.partition(".")[0]).name not in spec.metadata["only"]
+    ):
         yield [f"{key}={default_of(spec) / 2 + 0.3 if plain is float else default_of(spec) + 1}"], True
 
 
@@ -110,10 +124,16 @@ def inside(spec, plain: type, draw: random.Random) -> list[str]:
     """Return values that are legal for the key by itself."""
     bounds = range_of(spec)
     if spec.metadata["choices"]:
-        return [draw.choice(spec.metadata["choices"])] if plain is str else ["[]", f"[{draw.choice(spec.metadata['choices'])}]"]
+        return (
+            [draw.choice(spec.metadata["choices"])]
+            if plain is str
+            else ["[]", f"[{draw.choice(spec.metadata['choices'])}]"]
+        )
     if isinstance(bounds, Interval):
         high = min(bounds.high, 10 ** draw.choice([1, 2, 4, 8]))
-        return [str(plain(number)) for number in (draw.uniform(bounds.low, high), bounds.high) if plain(number) in bounds]
+        return [
+            str(plain(number)) for number in (draw.uniform(bounds.low, high), bounds.high) if plain(number) in bounds
+        ]
     return {bool: ["true", "off"], str: [draw.choice(["a", "a.b", "x-1"])], list: ["[]", "[a,b.c]"]}.get(plain, [])
 
 
@@ -121,7 +141,9 @@ def misspelt(key: str, draw: random.Random) -> str:
     """Return a key with two letters exchanged, or with one letter missing."""
     while True:
         place = draw.randrange(1, len(key))
-        word = draw.choice([key[: place - 1] + key[place] + key[place - 1] + key[place + 1 :], key[:place] + key[place + 1 :]])
+        word = draw.choice(
+            [key[: place - 1] + key[place] + key[place - 1] + key[place + 1 :], key[:place] + key[place + 1 :]]
+        )
         if kind_of(word) is None and word not in GROUPS and not word.endswith(".") and ".." not in word:
             return word
 

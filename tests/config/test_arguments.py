@@ -73,5 +73,7 @@ def test_a_new_project_has_the_modes_of_its_place(tmp_path):
         assert cli.main(["init", str(tmp_path / "mylab")]) == 0
     finally:
         os.umask(before)
-    assert {path.stat().st_mode & 0o7777 for path in [tmp_path / "mylab", *(tmp_path / "mylab").rglob("*")] if path.is_dir()} == {0o2700}
+    assert {
+        path.stat().st_mode & 0o7777 for path in [tmp_path / "mylab", *(tmp_path / "mylab").rglob("*")] if path.is_dir()
+    } == {0o2700}
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "mylab").rglob("*") if path.is_file()} == {0o600}

@@ -52,7 +52,9 @@ def test_kernels_that_may_compute_a_call(call, expected):
         if kernel in expected:
             assert kernels(kernel, call) == [kernel] and kernel_fault(kernel, call) is None
         else:
-            with pytest.raises(ConfigError, match=rf"model\.attention={kernel}: .*; nearest legal: auto or {' or '.join(expected)}$"):
+            with pytest.raises(
+                ConfigError, match=rf"model\.attention={kernel}: .*; nearest legal: auto or {' or '.join(expected)}$"
+            ):
                 kernels(kernel, call)
 
 
@@ -78,7 +80,12 @@ def test_a_job_says_what_its_attention_is():
     packed = "data.document_mask=true"
     job = compose_job("model=deepseek_v3_debug", "data=embedded", packed, "debug.deterministic=true")
     call = call_of(job)
-    assert (call.width, call.value_width, call.masked, call.deterministic) == (job.model.head_width, job.model.v_head_dim, False, True)
+    assert (call.width, call.value_width, call.masked, call.deterministic) == (
+        job.model.head_width,
+        job.model.v_head_dim,
+        False,
+        True,
+    )
     assert call_of(compose_job("data=embedded", packed, "precision=fp32")).masked
     assert not call_of(compose_job("data=embedded", packed, "precision=fp32"), "cpu").masked
     assert call_of(compose_job("parallelism=cp", "gpus=2")).ring

@@ -150,7 +150,12 @@ def outcome(composition, overrides):
             causes.append(causes[-1].__cause__)
         return [(type(cause).__name__, str(cause)) for cause in causes]
     types = {key: OmegaConf.get_type(config, key) for key in config if not OmegaConf.is_interpolation(config, key)}
-    return OmegaConf.to_yaml(config), types, OmegaConf.is_struct(config), {key: config._get_node(key)._get_flag("struct") for key in config}
+    return (
+        OmegaConf.to_yaml(config),
+        types,
+        OmegaConf.is_struct(config),
+        {key: config._get_node(key)._get_flag("struct") for key in config},
+    )
 
 
 @pytest.mark.parametrize(("seed", "number"), [(0, 40), pytest.param(1, 800, marks=pytest.mark.slow)])

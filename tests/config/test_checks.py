@@ -302,7 +302,9 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
 # fmt: on
 
 
-@pytest.mark.parametrize(("values", "key", "code", "choices"), BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else None)
+@pytest.mark.parametrize(
+    ("values", "key", "code", "choices"), BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else None
+)
 def test_a_bad_value_is_named_with_what_would_be_legal(base, monkeypatch, values, key, code, choices):
     # a rule of `ac.name` does not apply to torch 2.11
     monkeypatch.setattr(rules_of_compile, "versions", lambda: {"torch": "2.13.0"})
@@ -332,9 +334,13 @@ def test_settings_of_slurm_are_its_own(base):
         "environment": {"NCCL_DEBUG": "INFO"},
         "max_requeues": 0,
     }
-    assert check(changed(base, **ON_SLURM, gpus=1, **{f"cluster__{key}": value for key, value in settings.items()})) == []
+    assert (
+        check(changed(base, **ON_SLURM, gpus=1, **{f"cluster__{key}": value for key, value in settings.items()})) == []
+    )
     for line in ("cluster=local", "cluster=inline"):
-        with pytest.raises(ConfigError, match=r"^cluster.partition=gpu: cluster.executor=\w+ does not read it; slurm would$"):
+        with pytest.raises(
+            ConfigError, match=r"^cluster.partition=gpu: cluster.executor=\w+ does not read it; slurm would$"
+        ):
             compose_job(line, "cluster.partition=gpu")
 
 

@@ -49,7 +49,9 @@ def test_every_key_has_a_range_or_needs_none():
             assert isinstance(range_of(spec), needed[plain]), key
         if isinstance(range_of(spec), Interval) and default_of(spec) not in (None, "???"):
             assert default_of(spec) in range_of(spec), f"{key}: the default is out of range"
-        assert set(spec.metadata["only"]) <= {file.stem for file in describe.option_files(group)}, f"{key}: only names options of {group}"
+        assert set(spec.metadata["only"]) <= {file.stem for file in describe.option_files(group)}, (
+            f"{key}: only names options of {group}"
+        )
 
 
 def test_help_of_the_launcher_names_every_option_and_key_and_fits_a_terminal(tmp_path):

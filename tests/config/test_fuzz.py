@@ -80,7 +80,13 @@ def judge(lines, capsys):
             continue
         count["refused" if faults else "accepted"] += 1
         for line in faults:
-            bare = "\n" in line or not line.isprintable() or len(line) > 2500 or line.startswith("Error") or ": " not in line
+            bare = (
+                "\n" in line
+                or not line.isprintable()
+                or len(line) > 2500
+                or line.startswith("Error")
+                or ": " not in line
+            )
             if bare or line.endswith(": "):
                 wrong.append((overrides, f"not a line with a reason: {line[:300]!r}"))
         if refused and not faults:

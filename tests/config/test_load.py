@@ -121,11 +121,23 @@ def test_hydras_complaints_become_one_line(overrides, text):
         ("~steps", "steps=null: is needed"),
         ("~model", "MissingMandatoryValue"),
         ("~model.dim", "model.dim=null: is needed"),
-        ("model.rope_scaling={factor: x}", "model.rope_scaling.factor=x: Value 'x' of type 'str' could not be converted to Float"),
-        ("model.rope_scaling={fator: 3}", "model.rope_scaling.fator=3: no such key; nearest legal: model.rope_scaling.factor"),
-        ("data.path=notes.txt", "data.path=notes.txt: data.name=embedded does not read it; text_files or tokens or c4 or hf"),
+        (
+            "model.rope_scaling={factor: x}",
+            "model.rope_scaling.factor=x: Value 'x' of type 'str' could not be converted to Float",
+        ),
+        (
+            "model.rope_scaling={fator: 3}",
+            "model.rope_scaling.fator=3: no such key; nearest legal: model.rope_scaling.factor",
+        ),
+        (
+            "data.path=notes.txt",
+            "data.path=notes.txt: data.name=embedded does not read it; text_files or tokens or c4 or hf",
+        ),
         ("optimizer.muon_lr=0.1", "optimizer.muon_lr=0.1: optimizer.name=adamw does not read it; muon would"),
-        ("precision.recipe=rowwise", "precision.recipe=rowwise: precision.converter=null does not read it; float8 would"),
+        (
+            "precision.recipe=rowwise",
+            "precision.recipe=rowwise: precision.converter=null does not read it; float8 would",
+        ),
         ("adapter.rank=8", "adapter.rank=8: adapter.name=none does not read it; lora would"),
         ("pp_schedule.csv=a.csv", "pp_schedule.csv=a.csv: pp_schedule.name=1f1b does not read it; csv would"),
         ("parallelism.cpp=2", "parallelism.cpp=2: no such key; nearest legal: parallelism.pp or parallelism.cp"),
@@ -170,7 +182,14 @@ def test_identity_is_the_experiments_not_the_places():
         "validation.steps=3",
     )
     assert identity(same) == identity(job) == identity(compose_job("validation=off"))
-    for override in ("seed=1", "optimizer.lr=1e-3", "data.local_batch=16", "model.n_layers=5", "precision=bf16", "checkpoint=off"):
+    for override in (
+        "seed=1",
+        "optimizer.lr=1e-3",
+        "data.local_batch=16",
+        "model.n_layers=5",
+        "precision=bf16",
+        "checkpoint=off",
+    ):
         assert identity(compose_job(override)) != identity(job), override
 
 
@@ -234,7 +253,9 @@ def test_the_readmes_first_command_names_the_run_that_it_starts():
 
 
 def test_identity_does_not_depend_on_how_a_value_was_given():
-    assert identity(compose_job("parallelism=single")) == identity(compose_job("parallelism=fsdp", "parallelism.name=single"))
+    assert identity(compose_job("parallelism=single")) == identity(
+        compose_job("parallelism=fsdp", "parallelism.name=single")
+    )
     assert identity(compose_job("gpus=1")) == identity(compose_job())
 
 
@@ -242,7 +263,9 @@ def test_a_key_of_a_familys_section_that_its_option_leaves_out_is_enough():
     """The option does not mention YaRN, so the section has YaRN's defaults."""
     yarn = compose_job("model=deepseek_v3_debug", "model.yarn.factor=8").model.yarn
     assert (yarn.factor, yarn.beta_fast, yarn.original_max_seq_len) == (8.0, 32.0, 4096)
-    with pytest.raises(ConfigError, match=r"model\.yarn\.beta_fats: no such key or group; did you mean model\.yarn\.beta_fast"):
+    with pytest.raises(
+        ConfigError, match=r"model\.yarn\.beta_fats: no such key or group; did you mean model\.yarn\.beta_fast"
+    ):
         compose_job("model=deepseek_v3_debug", "model.yarn.beta_fats=1")
 
 

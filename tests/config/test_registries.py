@@ -43,7 +43,9 @@ def test_one_run_with_a_source_a_tracker_an_optimizer_and_a_rate_of_ones_own(pro
         "steps=8",
     )
     run = launch(project, *line)
-    assert run.returncode == 2 and "data.path=*.txt: no such file" in run.stderr and run.stderr.count("\n") == 1, run.stdout + run.stderr
+    assert run.returncode == 2 and "data.path=*.txt: no such file" in run.stderr and run.stderr.count("\n") == 1, (
+        run.stdout + run.stderr
+    )
     (project / "poem.txt").write_text("\n".join(f"The {number}th line of a long poem." for number in range(200)))
     run = launch(project, *line)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -61,7 +63,9 @@ def test_a_pipeline_schedule_of_ones_own_runs_and_its_record_is_asked_by_the_rul
     assert refused.returncode == 2 and "pp_schedule.microbatches=2: patient needs 4" in refused.stderr, refused.stderr
     run = launch(project, *line, "steps=3")
     assert run.returncode == 0, run.stdout + run.stderr
-    plain = launch(project, "parallelism=pp", "pp_schedule=gpipe", "pp_schedule.microbatches=4", "data.local_batch=8", "steps=3")
+    plain = launch(
+        project, "parallelism=pp", "pp_schedule=gpipe", "pp_schedule.microbatches=4", "data.local_batch=8", "steps=3"
+    )
     losses = [re.findall(r"loss (\d+\.\d+)", result.stdout) for result in (run, plain)]
     assert losses[0] and losses[0] == losses[1]
 
@@ -84,7 +88,10 @@ def test_a_number_format_of_ones_own_learns_the_same_on_two_layouts_and_is_not_p
 
 def test_without_the_import_the_names_are_refused_in_one_line(project):
     for arguments, text in (
-        (("data.name=lines",), "data.name=lines: not one of the choices; one of your own needs train.imports=[ITS_MODULE]; "),
+        (
+            ("data.name=lines",),
+            "data.name=lines: not one of the choices; one of your own needs train.imports=[ITS_MODULE]; ",
+        ),
         (("metrics.trackers=[csv]",), "metrics.trackers=[csv]: csv is not one of the choices"),
         (
             ("train.imports=[parts]", "optimizer=adagrad", "optimizer.beta1=0.5"),

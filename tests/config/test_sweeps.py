@@ -81,7 +81,9 @@ def test_a_file_becomes_its_cells_which_know_their_names(example):
 def test_a_cell_wins_over_the_file_and_the_command_line_over_both(example):
     cells, _ = example("steps=7", "parallelism=ddp", "gpus=4", "data=embedded")
     jobs = [frozen(config) for config, _ in cells]
-    assert [(job.parallelism.name, job.steps, job.gpus, job.data.name) for job in jobs] == [("ddp", 7, 4, "embedded")] * 2
+    assert [(job.parallelism.name, job.steps, job.gpus, job.data.name) for job in jobs] == [
+        ("ddp", 7, 4, "embedded")
+    ] * 2
 
 
 def test_the_overrides_of_a_cell_make_that_cell_again(example):
@@ -115,7 +117,12 @@ def test_what_is_wrong_with_cells_is_a_line_each(example, cells, overrides, said
 
 def test_m_multiplies_a_file_and_no_two_cells_have_the_same_name(example):
     cells = named(example("seed=0")[0] + example("seed=1")[0])
-    assert [config.sweep.cell for config, _ in cells] == ["fsdp seed=0", "tp, alone seed=0", "fsdp seed=1", "tp, alone seed=1"]
+    assert [config.sweep.cell for config, _ in cells] == [
+        "fsdp seed=0",
+        "tp, alone seed=0",
+        "fsdp seed=1",
+        "tp, alone seed=1",
+    ]
     assert {(config.sweep.name, config.sweep.baseline) for config, _ in cells} == {("example", "fsdp seed=0")}
 
 
@@ -139,7 +146,10 @@ def test_cells_of_m_are_named_by_what_differs():
 
 
 def test_names_that_are_given_stay():
-    cells = named(expanded("seed=0", "sweep.name=mine", "sweep.cell=a")[0] + expanded("seed=1", "sweep.name=mine", "sweep.cell=b")[0])
+    cells = named(
+        expanded("seed=0", "sweep.name=mine", "sweep.cell=a")[0]
+        + expanded("seed=1", "sweep.name=mine", "sweep.cell=b")[0]
+    )
     assert [(config.sweep.name, config.sweep.cell) for config, _ in cells] == [("mine", "a"), ("mine", "b")]
 
 
@@ -153,7 +163,9 @@ def test_a_sweep_file_says_when_to_choose_it_and_all_its_cells_pass_the_checks(f
     jobs = [frozen(config) for config, _ in cells]
     assert {job.sweep.name for job in jobs} == {file.stem}
     assert jobs[0].sweep.baseline in {job.sweep.cell for job in jobs}
-    assert {job.sweep.cell: [str(fault) for fault in check(job)] for job in jobs} == {job.sweep.cell: [] for job in jobs}
+    assert {job.sweep.cell: [str(fault) for fault in check(job)] for job in jobs} == {
+        job.sweep.cell: [] for job in jobs
+    }
     assert len({identity(job) for job in jobs}) == len(jobs)
 
 
@@ -171,10 +183,17 @@ PAPER = {
     "paper_table3 ac=full data.local_batch=16": [
         (32, 8, 1, 1, 16, 512, 8192, "full", "block", overlap, "float8_tensorwise") for overlap in (False, True)
     ],
-    "paper_table4 compile=block parallelism.async_tp=true": [(4, 8, 16, 1, 32, 128, 8192, "full", "block", True, "float8_tensorwise")] * 2,
-    "paper_table5": [(shard, 1, 1, cp, 1, shard, length, "full", "block", False, "float8_tensorwise") for shard, cp, length in GROWING],
+    "paper_table4 compile=block parallelism.async_tp=true": [
+        (4, 8, 16, 1, 32, 128, 8192, "full", "block", True, "float8_tensorwise")
+    ]
+    * 2,
+    "paper_table5": [
+        (shard, 1, 1, cp, 1, shard, length, "full", "block", False, "float8_tensorwise")
+        for shard, cp, length in GROWING
+    ],
     "paper_table6 compile=block parallelism.async_tp=true": [
-        (shard, 8, 8, cp, 8, 8 * shard, length, "full", "block", True, "float8_tensorwise") for shard, cp, length in GROWING
+        (shard, 8, 8, cp, 8, 8 * shard, length, "full", "block", True, "float8_tensorwise")
+        for shard, cp, length in GROWING
     ],
     "loss_convergence": [
         (8, 1, 1, 1, 4, 32, 8192, "op", "off", False, "bf16"),

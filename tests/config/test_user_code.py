@@ -80,7 +80,9 @@ def test_an_edited_module_is_another_experiment(folder):
     (folder / "late_helper.py").write_text("x = 1")
     assert identity(compose_job(*line)) != identity(before)
     (fault,) = check(before)
-    assert str(fault).startswith(f"train.sources={before.train.sources}: the modules of train.imports are") and "a new run" in str(fault)
+    assert str(fault).startswith(
+        f"train.sources={before.train.sources}: the modules of train.imports are"
+    ) and "a new run" in str(fault)
     before.train.imports = []
     assert "where train.imports names modules" in str(check(before)[0])
 
@@ -96,14 +98,22 @@ def test_an_edited_module_is_another_experiment(folder):
         ("broken", "\n1 / 0", "broken cannot be imported: ZeroDivisionError: division by zero ({}/broken.py:2)"),
         ("broken", "import sys\nsys.exit(3)", "broken cannot be imported: SystemExit: 3 ({}/broken.py:2)"),
         ("broken", "\nimport safetensors.numpy\nsafetensors.numpy.save_file(3, '/nowhere')", "({}/broken.py:3)"),
-        ("broken", "import nowhere_else", "broken cannot be imported: ModuleNotFoundError: No module named 'nowhere_else'"),
+        (
+            "broken",
+            "import nowhere_else",
+            "broken cannot be imported: ModuleNotFoundError: No module named 'nowhere_else'",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_one_line(folder, module, text, words):
     if text is not None:
         (folder / "broken.py").write_text(text)
     (fault,) = load_user_modules([module])
-    assert str(fault).startswith(f"train.imports=[{module}]: ") and words.format(folder) in str(fault) and "\n" not in str(fault)
+    assert (
+        str(fault).startswith(f"train.imports=[{module}]: ")
+        and words.format(folder) in str(fault)
+        and "\n" not in str(fault)
+    )
 
 
 def test_what_is_read_needs_no_import(folder):
@@ -139,7 +149,8 @@ def test_an_option_that_hydra_would_not_use_is_refused(tmp_path):
         for name in ("model/llama3_1b", "sweeps/scaling")
     ]
     boolean = (
-        f'{tmp_path}/experiment/mine.yaml: override /validation: YAML reads on and off as true and false; write "on" or "off" in quotes'
+        f"{tmp_path}/experiment/mine.yaml: override /validation: YAML reads on and off as true and false; "
+        'write "on" or "off" in quotes'
     )
     assert mistakes(["seed=1"], [CONF, tmp_path]) == [*hidden, boolean]
     assert mistakes(["seed=1"]) == []

@@ -20,7 +20,9 @@ def job():
     def make(seed=0, **data):
         job = schema.Job(seed=seed)
         job.model.vocab_size = 4096
-        job.data = from_dict(schema.Data, {"name": "embedded", "seq_len": 32, "local_batch": 2, "global_batch": 4, "prefetch": 0} | data)
+        job.data = from_dict(
+            schema.Data, {"name": "embedded", "seq_len": 32, "local_batch": 2, "global_batch": 4, "prefetch": 0} | data
+        )
         return job
 
     return make
@@ -34,7 +36,9 @@ def corpus(tmp_path):
     for part in range(3):
         with gzip.open(tmp_path / "parts" / f"{part}.json.gz", "wt") as stream:
             stream.write(jsonl(TEXTS[part::3]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, "id": range(len(TEXTS))}), tmp_path / "one.parquet", row_group_size=50)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": TEXTS, "id": range(len(TEXTS))}), tmp_path / "one.parquet", row_group_size=50
+    )
     (tmp_path / "books").mkdir()
     for i, text in enumerate(TEXTS):
         (tmp_path / "books" / f"{i:03}.txt").write_text(text)
@@ -63,4 +67,9 @@ def jsonl(texts):
 
 def encode(out, *files):
     """Run `titan tokenizer encode` in this process."""
-    assert cli.main(["tokenizer", "encode", "--tokenizer", "embedded", "--workers", "1", "--out", str(out), *map(str, files)]) == 0
+    assert (
+        cli.main(
+            ["tokenizer", "encode", "--tokenizer", "embedded", "--workers", "1", "--out", str(out), *map(str, files)]
+        )
+        == 0
+    )

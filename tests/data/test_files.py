@@ -55,7 +55,9 @@ def test_files_of_no_use(folder):
 
 
 def jsonl(path, records):
-    path.write_bytes(b"".join(record if isinstance(record, bytes) else json.dumps(record).encode() + b"\n" for record in records))
+    path.write_bytes(
+        b"".join(record if isinstance(record, bytes) else json.dumps(record).encode() + b"\n" for record in records)
+    )
     return path
 
 
@@ -67,7 +69,9 @@ def test_rows_are_numbered_alike_in_every_kind_of_file(tmp_path, start, every):
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=5)
     # two frames, as pzstd writes them
     (tmp_path / "x.jsonl.zst").write_bytes(zst(lines.read_bytes()[:99]) + zst(lines.read_bytes()[99:]))
-    (tmp_path / "x.csv.zst").write_bytes(zst("\ufeffid,text\r\n".encode() + b"".join(b'7,"text %d"\r\n' % i for i in range(23))))
+    (tmp_path / "x.csv.zst").write_bytes(
+        zst("\ufeffid,text\r\n".encode() + b"".join(b'7,"text %d"\r\n' % i for i in range(23)))
+    )
     for name in ("x.jsonl", "x.jsonl.gz", "x.jsonl.zst", "x.csv.zst", "x.parquet"):
         assert list(files.rows(tmp_path / name, "text", start, every)) == list(enumerate(texts))[start::every]
 
@@ -85,7 +89,9 @@ def test_a_csv_field_may_hold_lines_and_be_long(tmp_path):
     assert [text for _, text in files.rows(tmp_path / "x.csv")] == ['two\nlines, "quoted"', long]
 
 
-@pytest.mark.parametrize(("name", "kind", "made"), [("x.fasta", "text_files", "x.fasta.jsonl"), ("x.npy", "tokens", "x.npy.bin")])
+@pytest.mark.parametrize(
+    ("name", "kind", "made"), [("x.fasta", "text_files", "x.fasta.jsonl"), ("x.npy", "tokens", "x.npy.bin")]
+)
 def test_the_line_of_a_refusal_converts_the_file(tmp_path, monkeypatch, name, kind, made):
     monkeypatch.chdir(tmp_path)
     if kind == "tokens":
@@ -143,7 +149,11 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"not parquet")
     (tmp_path / "x.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 10_000)[:-20])
-    for name, message in [("x.parquet", "not a Parquet file"), ("x.txt", "cannot be read"), ("x.jsonl.gz", "cannot be read")]:
+    for name, message in [
+        ("x.parquet", "not a Parquet file"),
+        ("x.txt", "cannot be read"),
+        ("x.jsonl.gz", "cannot be read"),
+    ]:
         with pytest.raises(ConfigError, match=rf"{name}: {message}"):
             list(files.rows(tmp_path / name))
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "y.parquet")

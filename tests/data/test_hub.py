@@ -25,7 +25,9 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "en").mkdir()
     (tmp_path / "README.md").write_text(README)
-    for name, texts in [(f"train-{shard}", [f"{shard}/{row}" for row in range(10)]) for shard in range(3)] + [("validation", ["held out"])]:
+    for name, texts in [(f"train-{shard}", [f"{shard}/{row}" for row in range(10)]) for shard in range(3)] + [
+        ("validation", ["held out"])
+    ]:
         (tmp_path / "en" / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return tmp_path
 

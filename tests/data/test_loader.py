@@ -66,7 +66,10 @@ def test_goes_on_exactly_from_a_saved_state_on_other_ranks(job, corpus, source, 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_seed_and_shuffle_change_the_order(job, corpus, source):
-    orders = [take(job(seed, **corpus[source], shuffle=shuffle), 1, 6)[0] for seed, shuffle in [(0, True), (1, True), (0, False)]]
+    orders = [
+        take(job(seed, **corpus[source], shuffle=shuffle), 1, 6)[0]
+        for seed, shuffle in [(0, True), (1, True), (0, False)]
+    ]
     if source == "single":  # a single document has only one order
         return
     assert not np.array_equal(orders[0], orders[1])
@@ -112,7 +115,9 @@ def test_validation_is_held_out_and_the_same_for_every_seed(job):
 
 
 def test_synthetic_validation_is_not_training(job):
-    assert not np.array_equal(take(job(name="synthetic"), 1, 1)[0], take(job(name="synthetic"), 1, 1, split="validation")[0])
+    assert not np.array_equal(
+        take(job(name="synthetic"), 1, 1)[0], take(job(name="synthetic"), 1, 1, split="validation")[0]
+    )
 
 
 def test_validation_path_is_asked_for(job, corpus):
@@ -125,7 +130,9 @@ def test_validation_path_is_asked_for(job, corpus):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_error_while_preparing_is_raised_by_next(job, tmp_path, prefetch):
     (tmp_path / "bad.jsonl").write_text('{"text": "' + "word " * 200 + '"}\n{"tex')
-    loader = data.build(job(name="text_files", path=str(tmp_path / "bad.jsonl"), global_batch=1, prefetch=prefetch), 0, 1)
+    loader = data.build(
+        job(name="text_files", path=str(tmp_path / "bad.jsonl"), global_batch=1, prefetch=prefetch), 0, 1
+    )
     with pytest.raises(ConfigError, match=r"bad\.jsonl:2: not a JSON line"):
         for _ in range(20):
             loader.next()
@@ -134,7 +141,9 @@ def test_an_error_while_preparing_is_raised_by_next(job, tmp_path, prefetch):
 
 def test_state_of_other_data_is_refused(job, corpus):
     _, state = take(job(**corpus["jsonl"]), 2, 2)
-    with pytest.raises(ConfigError, match=r"data\.global_batch=8: the saved order of the data has data\.global_batch=4"):
+    with pytest.raises(
+        ConfigError, match=r"data\.global_batch=8: the saved order of the data has data\.global_batch=4"
+    ):
         data.build(job(**corpus["jsonl"], global_batch=8), 0, 1).load(state)
     with pytest.raises(ConfigError, match="units"):
         data.build(job(**corpus["shards"]), 0, 1).load(state)
@@ -156,7 +165,13 @@ def test_cut_without_mask_shifts_by_one():
 @pytest.mark.parametrize(
     ("bos", "tokens", "labels", "documents", "positions"),
     [
-        (BOS, [7, EOS, BOS, 1, 2, EOS, BOS, 3], [EOS, -100, 1, 2, EOS, -100, 3], [0, 0, 1, 1, 1, 1, 2], [0, 1, 0, 1, 2, 3, 0]),
+        (
+            BOS,
+            [7, EOS, BOS, 1, 2, EOS, BOS, 3],
+            [EOS, -100, 1, 2, EOS, -100, 3],
+            [0, 0, 1, 1, 1, 1, 2],
+            [0, 1, 0, 1, 2, 3, 0],
+        ),
         (BOS, [BOS, 1, EOS, BOS, EOS, BOS], [1, EOS, -100, EOS, -100], [0, 0, 0, 1, 1], [0, 1, 2, 0, 1]),
         (None, [7, EOS, 1, 2, EOS, 3], [EOS, -100, 2, EOS, -100], [0, 0, 1, 1, 1], [0, 1, 0, 1, 2]),
     ],
@@ -175,7 +190,9 @@ def test_document_mask_of_real_batches(job, corpus, source):
     assert (batch["tokens"] == bos).any()
     assert (batch["positions"][batch["tokens"] == bos] == 0).all()
     assert bos not in batch["labels"]
-    assert all(tensor.dtype == (torch.int32 if name == "ends" else torch.int64) for name, tensor in batch.tensors.items())
+    assert all(
+        tensor.dtype == (torch.int32 if name == "ends" else torch.int64) for name, tensor in batch.tensors.items()
+    )
     plain = data.build(job(**corpus[source]), 0, 1).next()
     assert torch.equal(plain["tokens"], batch["tokens"])
     assert set(plain.tensors) == {"tokens", "labels"}

@@ -30,7 +30,16 @@ def three(tmp_path, job):
     np.full(3000, marks["b"], dtype=np.uint16).tofile(tmp_path / "b.bin")
     sha256 = tokenizer.load(schema.Tokenizer(name="embedded")).sha256
     (tmp_path / "b.bin.json").write_text(
-        json.dumps({"dtype": "uint16", "tokens": 3000, "vocab_size": 4096, "bos_id": BOS, "eos_id": EOS, "tokenizer_sha256": sha256})
+        json.dumps(
+            {
+                "dtype": "uint16",
+                "tokens": 3000,
+                "vocab_size": 4096,
+                "bos_id": BOS,
+                "eos_id": EOS,
+                "tokenizer_sha256": sha256,
+            }
+        )
     )
     (tmp_path / "c").mkdir()
     for shard in range(60):
@@ -61,7 +70,9 @@ def read(job, ranks, steps, state=None):
         batches = [loader.next() for _ in range(steps)]
         parts.append([np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1) for batch in batches])
         states.append(loader.state())
-    return np.concatenate(parts, axis=1).reshape(-1, job.data.seq_len + 1), json.loads(json.dumps(loaders.merge(states)))
+    return np.concatenate(parts, axis=1).reshape(-1, job.data.seq_len + 1), json.loads(
+        json.dumps(loaders.merge(states))
+    )
 
 
 def test_three_sources_keep_their_proportions_on_any_ranks_and_across_resume(three):
@@ -93,7 +104,9 @@ def test_a_source_is_read_as_it_would_be_alone(three, tmp_path):
     for number in range(20 * 40):
         name, own = samples.choose(number)
         taken[name].append(own)
-    assert {name: sorted(own) for name, own in taken.items()} == {name: list(range(int(800 * w))) for name, w in WEIGHTS.items()}
+    assert {name: sorted(own) for name, own in taken.items()} == {
+        name: list(range(int(800 * w))) for name, w in WEIGHTS.items()
+    }
 
 
 @pytest.mark.parametrize("counts", [[5000, 3000, 2000], [9999, 1], [3334, 3333, 3333], [10_000]])
@@ -132,7 +145,9 @@ def test_another_mixture_does_not_go_on_from_the_state(three):
 def test_ids_of_different_tokenizers_do_not_meet(three, tmp_path):
     header = json.loads((tmp_path / "b.bin.json").read_text())
     (tmp_path / "b.bin.json").write_text(json.dumps(header | {"tokenizer_sha256": "0123456789"}))
-    with pytest.raises(ConfigError, match=r"data\.mixture: sources with different tokenizers \(a \w{8}, b 01234567, c \w{8}\)"):
+    with pytest.raises(
+        ConfigError, match=r"data\.mixture: sources with different tokenizers \(a \w{8}, b 01234567, c \w{8}\)"
+    ):
         data.build(three(), 0, 1)
 
 

@@ -30,7 +30,10 @@ def jsonl(path, rows):
 def shards(tmp_path):
     """Return twelve shards of a numbered set: one is truncated, one has a flipped bit in the middle, one is missing."""
     for number in range(12):
-        jsonl(tmp_path / f"c4-{number:05}-of-00012.json.gz", [f"shard {number} row {row} " + "x" * row for row in range(40)])
+        jsonl(
+            tmp_path / f"c4-{number:05}-of-00012.json.gz",
+            [f"shard {number} row {row} " + "x" * row for row in range(40)],
+        )
     cut, flipped = tmp_path / "c4-00002-of-00012.json.gz", tmp_path / "c4-00005-of-00012.json.gz"
     cut.write_bytes(cut.read_bytes()[:-30])
     content = bytearray(flipped.read_bytes())
@@ -59,7 +62,9 @@ def test_bad_shards_are_left_out_alike_on_every_layout_and_after_a_resume(job, s
 
 @pytest.mark.parametrize(("limit", "so_far"), [(0, ""), (2, r"the last of 3 bad shards; ")])
 def test_one_too_many_stops_with_its_name(job, shards, limit, so_far):
-    with pytest.raises(ConfigError, match=rf"c4-\d+-of-00012\.json\.gz: cannot be read: .*; {so_far}data\.max_bad_shards={limit}$"):
+    with pytest.raises(
+        ConfigError, match=rf"c4-\d+-of-00012\.json\.gz: cannot be read: .*; {so_far}data\.max_bad_shards={limit}$"
+    ):
         take(job(**shards, max_bad_shards=limit), 1, 60)
 
 
@@ -100,7 +105,9 @@ def test_a_bad_token_file_keeps_its_numbers(job, tmp_path):
     keys = {"name": "tokens", "path": str(tmp_path / "*.bin"), "seq_len": 8, "global_batch": 2}
     whole, state = take(job(**keys), 1, 60)
     (tmp_path / "b.bin").unlink()
-    with pytest.raises(ConfigError, match=r"b\.bin: no such file, but b\.bin\.json lists 401 tokens in uint16; data\.max_bad_shards=0"):
+    with pytest.raises(
+        ConfigError, match=r"b\.bin: no such file, but b\.bin\.json lists 401 tokens in uint16; data\.max_bad_shards=0"
+    ):
         take(job(**keys), 1, 1)
     left, bad = take(job(**keys, max_bad_shards=1), 2, 60)
     lost = (whole[..., 0] >= 1000) & (whole[..., 0] < 2000)

@@ -25,7 +25,9 @@ TOKENIZER = tokenizer.load(schema.Tokenizer(name="embedded"))
 
 @settings(deadline=None, max_examples=60)
 @given(
-    units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(lambda units: any(map(any, units))),
+    units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(
+        lambda units: any(map(any, units))
+    ),
     seq_len=st.integers(1, 40),
 )
 def test_packing_loses_and_doubles_no_token(units, seq_len):
@@ -39,7 +41,9 @@ def test_packing_loses_and_doubles_no_token(units, seq_len):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(lambda units: any(map(any, units))),
+    units=st.lists(st.lists(st.text(max_size=30), max_size=4), min_size=1, max_size=6).filter(
+        lambda units: any(map(any, units))
+    ),
     slots=st.integers(1, 5),
     taken=st.integers(0, 9),
     seed=st.none() | st.integers(0, 9),
@@ -68,7 +72,10 @@ def test_every_slot_meets_every_unit(seed):
     for units in range(1, 9):
         for slots in range(1, 9):
             streams = [Stream(Listed([["x"]] * units), TOKENIZER, slot, slots, 8, seed) for slot in range(slots)]
-            assert all({stream._unit(turn) for turn in range(300)} == set(range(units)) for stream in streams), (units, slots)
+            assert all({stream._unit(turn) for turn in range(300)} == set(range(units)) for stream in streams), (
+                units,
+                slots,
+            )
 
 
 def test_slots_that_share_a_document_begin_at_different_places():
@@ -88,7 +95,9 @@ def test_a_source_without_text_is_refused():
 def test_fewer_rows_than_slots_still_feed_every_slot(job, tmp_path):
     (tmp_path / "tiny.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     for shuffle in (True, False):
-        loader = data.build(job(name="text_files", path=str(tmp_path / "tiny.jsonl"), global_batch=16, shuffle=shuffle), 0, 1)
+        loader = data.build(
+            job(name="text_files", path=str(tmp_path / "tiny.jsonl"), global_batch=16, shuffle=shuffle), 0, 1
+        )
         assert [loader.next()["tokens"].shape for _ in range(3)] == [(16, 32)] * 3
 
 
@@ -115,4 +124,6 @@ def test_a_shuffle_buffer_shuffles_documents_of_a_shard_and_loses_none():
     first, second = taken[:100], taken[100:]
     assert sorted(first[:90]) == sorted(texts[:90]) and first[:90] != texts[:90]
     assert set(first[:30]) == set(texts[:30])
-    assert sorted(first[90:] + second[:20]) == sorted(texts[90:] + texts[:20])  # a block may continue into the next epoch
+    assert sorted(first[90:] + second[:20]) == sorted(
+        texts[90:] + texts[:20]
+    )  # a block may continue into the next epoch

@@ -70,7 +70,9 @@ def test_imports_bring_in_no_library():
 
 def hf(path, bos="<s>", eos="</s>"):
     """Return a byte-level tokenizer.json with two special tokens; `null` leaves one of them out."""
-    model = tokenizers.models.BPE(vocab={character: i for i, character in enumerate(sorted(letters_of_bytes()))}, merges=[])
+    model = tokenizers.models.BPE(
+        vocab={character: i for i, character in enumerate(sorted(letters_of_bytes()))}, merges=[]
+    )
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -95,13 +97,17 @@ def test_hf_with_unusual_names_asks_the_config_beside_it(tmp_path):
     config = hf(tmp_path / "tokenizer.json", "<start>", "<stop>")
     with pytest.raises(ConfigError, match="no end-of-text token"):
         tokenizer.load(config)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<start>", "eos_token": {"content": "<stop>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<start>", "eos_token": {"content": "<stop>"}})
+    )
     assert (tokenizer.load(config).bos_id, tokenizer.load(config).eos_id) == (256, 257)
 
 
 def test_hf_with_one_token_for_both_separates_documents_once(tmp_path):
     config = hf(tmp_path / "tokenizer.json", None, "<|endoftext|>")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"})
+    )
     loaded = tokenizer.load(config)
     assert loaded.bos_id is None
     assert loaded.document("a") == [*loaded.encode("a"), 256]
@@ -164,7 +170,10 @@ def test_tiktoken_encodes_as_the_trained_tokenizer_does():
     bytes_of = tokenizer_cli._bytes_of_ids(learnt)
     ranks = [bytes([byte]) for byte in range(256)] + [token for _, token in sorted(bytes_of.items()) if len(token) > 1]
     ours = tiktoken.Encoding(
-        "test", pat_str=tokenizer.LLAMA3_SPLIT, mergeable_ranks={token: i for i, token in enumerate(ranks)}, special_tokens={}
+        "test",
+        pat_str=tokenizer.LLAMA3_SPLIT,
+        mergeable_ranks={token: i for i, token in enumerate(ranks)},
+        special_tokens={},
     )
     unusual = [
         "".join(chr(code) for code in range(start, start + 500) if unicodedata.category(chr(code)) != "Cs")
@@ -199,7 +208,10 @@ def test_encode_keeps_order_whatever_the_number_of_workers(tmp_path, documents, 
     paths, texts = documents
     monkeypatch.setattr(tokenizer_cli, "BATCH_CHARACTERS", 100)  # so small that both workers get many batches
     for workers in (1, 2):
-        assert run("encode", "--tokenizer", "embedded", "--workers", workers, "--out", tmp_path / f"{workers}.bin", *paths) == 0
+        assert (
+            run("encode", "--tokenizer", "embedded", "--workers", workers, "--out", tmp_path / f"{workers}.bin", *paths)
+            == 0
+        )
     one, two = ((tmp_path / f"{workers}.bin").read_bytes() for workers in (1, 2))
     assert one == two
     assert np.frombuffer(one, np.uint16).tolist() == [token for text in texts for token in LOADED.document(text)]
@@ -222,20 +234,39 @@ def test_encode_without_a_tokenizer_takes_the_embedded_one(tmp_path, documents):
     assert run("encode", "--workers", 1, "--out", unnamed, paths[1]) == 0
     assert unnamed.read_bytes() == named.read_bytes()
     header = json.loads((tmp_path / "unnamed.bin.json").read_text())
-    assert header == json.loads((tmp_path / "named.bin.json").read_text()) and header["tokenizer_sha256"] == LOADED.sha256
+    assert (
+        header == json.loads((tmp_path / "named.bin.json").read_text()) and header["tokenizer_sha256"] == LOADED.sha256
+    )
 
 
 def test_encode_takes_a_tokenizer_by_its_path(tmp_path, documents, trained):
     config = hf(tmp_path / "tokenizer.json")
     assert run("encode", "--tokenizer", config.path, "--workers", 1, "--out", tmp_path / "hf.bin", documents[0][1]) == 0
     assert run("encode", "--tokenizer", trained, "--workers", 1, "--out", tmp_path / "own.bin", documents[0][1]) == 0
-    assert [json.loads((tmp_path / name).read_text())["vocab_size"] for name in ("hf.bin.json", "own.bin.json")] == [258, 1500]
+    assert [json.loads((tmp_path / name).read_text())["vocab_size"] for name in ("hf.bin.json", "own.bin.json")] == [
+        258,
+        1500,
+    ]
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path, documents):
     ranks = [bytes([byte]) for byte in range(256)] + [i.to_bytes(3, "big") for i in range(70_000)]
-    (tmp_path / "large.model").write_text("".join(f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(ranks)))
-    assert run("encode", "--tokenizer", tmp_path / "large.model", "--workers", 1, "--out", tmp_path / "x.bin", documents[0][1]) == 0
+    (tmp_path / "large.model").write_text(
+        "".join(f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(ranks))
+    )
+    assert (
+        run(
+            "encode",
+            "--tokenizer",
+            tmp_path / "large.model",
+            "--workers",
+            1,
+            "--out",
+            tmp_path / "x.bin",
+            documents[0][1],
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "x.bin.json").read_text())["dtype"] == "uint32"
     assert np.fromfile(tmp_path / "x.bin", np.uint32)[0] == 70_256
 
@@ -269,7 +300,18 @@ def test_a_full_disk_is_one_line_and_keeps_the_old_file(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 200_000)
     (tmp_path / "x.bin").write_bytes(b"old")
     done = subprocess.run(
-        [sys.executable, "-m", "titan_hydra.cli", "tokenizer", "encode", "--workers", "1", "--out", tmp_path / "x.bin", tmp_path / "a.txt"],
+        [
+            sys.executable,
+            "-m",
+            "titan_hydra.cli",
+            "tokenizer",
+            "encode",
+            "--workers",
+            "1",
+            "--out",
+            tmp_path / "x.bin",
+            tmp_path / "a.txt",
+        ],
         capture_output=True,
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),

@@ -23,7 +23,9 @@ ROWS = ["ACGT" * 20] * 90 + ["ACgt\n" * 16] * 10  # 6 % of the characters are g,
 @pytest.fixture
 def letters(tmp_path):
     """Return a tokenizer.json with one token for each letter A, C, G and T."""
-    words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, **{letter: 1 + place for place, letter in enumerate("ACGT")}}, "<unk>"))
+    words = tokenizers.Tokenizer(
+        models.WordLevel({"<unk>": 0, **{letter: 1 + place for place, letter in enumerate("ACGT")}}, "<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     words.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
     words.add_tokens(["user", "assistant"])
@@ -56,7 +58,9 @@ def test_text_of_every_kind_of_file(tmp_path, letters, name):
     own = ("data=text_files", "tokenizer=hf", f"tokenizer.path={letters}")
     file = write(tmp_path, name, ROWS[::-1])
     (line,) = warned(*own, f"data.path={file}")
-    assert line.startswith(f"data.path={file}: ") and f"unknown to the tokenizer {letters}, most often 'g', 't', '" in line
+    assert (
+        line.startswith(f"data.path={file}: ") and f"unknown to the tokenizer {letters}, most often 'g', 't', '" in line
+    )
     assert not warned(*own, f"data.path={write(tmp_path, f'known.{name}', ROWS[:9])}")
     assert not warned("data=text_files", f"data.path={file}"), "a tokenizer of bytes knows everything"
 
@@ -64,7 +68,9 @@ def test_text_of_every_kind_of_file(tmp_path, letters, name):
 def test_bytes_and_byte_fallback_know_everything(tmp_path):
     """This holds also if they name an unknown token, as Llama 2's tokenizer does."""
     alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "</s>"]
-    bytewise = tokenizers.Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, [], unk_token="</s>"))
+    bytewise = tokenizers.Tokenizer(
+        models.BPE({letter: place for place, letter in enumerate(alphabet)}, [], unk_token="</s>")
+    )
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     named = {"<unk>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}, "A": 258}
     fallback = tokenizers.Tokenizer(models.BPE(named, [], unk_token="<unk>", byte_fallback=True))
@@ -130,7 +136,9 @@ def test_what_cannot_be_read_gives_no_warning(tmp_path, letters):
     (tmp_path / "a.parquet").write_text("no")
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": "g"}))
     for name in ("a.jsonl", "a.parquet", "b.jsonl"):
-        assert not warned("data=text_files", "tokenizer=hf", f"tokenizer.path={letters}", f"data.path={tmp_path / name}")
+        assert not warned(
+            "data=text_files", "tokenizer=hf", f"tokenizer.path={letters}", f"data.path={tmp_path / name}"
+        )
 
 
 def test_the_embedded_corpus(letters):
@@ -140,5 +148,20 @@ def test_the_embedded_corpus(letters):
 
 def test_encoding_counts_what_is_unknown(tmp_path, letters, capsys):
     file = write(tmp_path, "a.txt", ROWS)
-    assert cli.main(["tokenizer", "encode", "--tokenizer", str(letters), "--out", f"{tmp_path}/a.bin", "--workers", "1", str(file)]) == 0
+    assert (
+        cli.main(
+            [
+                "tokenizer",
+                "encode",
+                "--tokenizer",
+                str(letters),
+                "--out",
+                f"{tmp_path}/a.bin",
+                "--workers",
+                "1",
+                str(file),
+            ]
+        )
+        == 0
+    )
     assert ", 6.0% unknown to the tokenizer" in capsys.readouterr().out

@@ -43,4 +43,7 @@ FAULTS = {
 if __name__ == "__main__":
     for name, (*fault, many, few) in FAULTS.items():
         if all(word in name for word in sys.argv[1:]):
-            print(f"{name}:\n  {found((*fault, many)) or f'GREEN at {many}'}\n  {found((*fault, few)) or f'green at {few}'}", flush=True)
+            print(
+                f"{name}:\n  {found((*fault, many)) or f'GREEN at {many}'}\n  {found((*fault, few)) or f'green at {few}'}",
+                flush=True,
+            )

@@ -31,14 +31,22 @@ def test_a_band_has_room_for_one_element_that_adamw_moved_the_other_way():
     trace = Trace([0.0] * 3, [0.0] * 3, {}, {"norm": start}, {"norm": moved}, [], {})
     once = flips(trace, "adamw")
     assert once["norm"] == pytest.approx(((other - moved).norm() / moved.norm()).item())
-    assert beyond(found(norm=once["norm"]), found(norm=1e-2), once) < 1 < beyond(found(norm=2 * once["norm"]), found(norm=1e-2), once)
+    assert (
+        beyond(found(norm=once["norm"]), found(norm=1e-2), once)
+        < 1
+        < beyond(found(norm=2 * once["norm"]), found(norm=1e-2), once)
+    )
     assert flips(trace, "sgd") == {}, "a step of SGD is as small as the gradient"
 
 
 def test_a_gradient_has_a_band_without_that_room():
     first = found() | {"gradients": {"a": 3e-2}}
     assert beyond(first, {}, {"a": 1.0}) == pytest.approx(3)
-    assert beyond(first, found() | {"gradients": {"a": 1.1e-2}}, {}) < 1 < beyond(first, found() | {"gradients": {"a": 5e-3}}, {"a": 1.0})
+    assert (
+        beyond(first, found() | {"gradients": {"a": 1.1e-2}}, {})
+        < 1
+        < beyond(first, found() | {"gradients": {"a": 5e-3}}, {"a": 1.0})
+    )
 
 
 def test_eight_bits_are_within_the_band_and_what_is_learned_otherwise_is_not():

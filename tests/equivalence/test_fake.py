@@ -27,7 +27,15 @@ TABLES = {
     "table 1, FSDP": (*B8, "parallelism=fsdp", "gpus=8", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
     "table 1, Float8": (*B8, *FLOAT8, "parallelism=fsdp", "gpus=8", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
     "table 2, FSDP": (*B8, "parallelism=fsdp", "gpus=128", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
-    "table 2, Float8": (*B8, *FLOAT8, "parallelism=fsdp", "gpus=128", "data.seq_len=8192", "data.local_batch=2", "ac=op"),
+    "table 2, Float8": (
+        *B8,
+        *FLOAT8,
+        "parallelism=fsdp",
+        "gpus=128",
+        "data.seq_len=8192",
+        "data.local_batch=2",
+        "ac=op",
+    ),
     "table 3, 2-D": (
         *B70,
         *FLOAT8,
@@ -100,11 +108,15 @@ def step(overrides, rank, runs):
 def stepped(tmp_path_factory):
     """Step the last rank of every row, and also the first rank if pipeline stages differ, two ranks at a time."""
     runs = tmp_path_factory.mktemp("fake")
-    cells = [(name, rank) for name, row in TABLES.items() for rank in ([0, "last"] if "pp" in " ".join(row) else ["last"])]
+    cells = [
+        (name, rank) for name, row in TABLES.items() for rank in ([0, "last"] if "pp" in " ".join(row) else ["last"])
+    ]
     with ThreadPoolExecutor(2) as pool:
         futures = {}
         for name, rank in cells:
-            number = int(next(part for part in TABLES[name] if part.startswith("gpus="))[5:]) - 1 if rank == "last" else rank
+            number = (
+                int(next(part for part in TABLES[name] if part.startswith("gpus="))[5:]) - 1 if rank == "last" else rank
+            )
             futures[name, rank] = pool.submit(step, TABLES[name], number, runs / str(len(futures)))
         return {cell: future.result() for cell, future in futures.items()}
 

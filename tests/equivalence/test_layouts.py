@@ -18,7 +18,9 @@ def outcomes(request):
     return {outcome.case.name: outcome for outcome in verify(chosen, QUICK_STEPS)}
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in whole_matrix()])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in whole_matrix()]
+)
 def test_layout_learns_what_one_process_learns(case, outcomes):
     outcome = outcomes[case.name]
     assert outcome.start == 0, "initial weights depend on the layout"

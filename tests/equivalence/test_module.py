@@ -105,7 +105,9 @@ def test_each_fault_is_found_by_its_checks(file, name, wrong):
     verdict = verify_module(f"{file}:{name}", 3)
     checks = {check.name: check for check in verdict.checks}
     assert verdict.reference == "float64"
-    assert {check.name for check in verdict.checks if check.passed is False} >= wrong and verdict.passed == (not wrong), verdict
+    assert {check.name for check in verdict.checks if check.passed is False} >= wrong and verdict.passed == (
+        not wrong
+    ), verdict
     # gradients of the reference are right: rounding alone does not reach the bounds
     assert all(allowed < 1e-4 for _, allowed in verdict.gradients.values())
     assert (checks["norm"].passed is None) == (name == "tp")  # torch has no norm of DTensors and tensors together

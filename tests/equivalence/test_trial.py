@@ -78,10 +78,16 @@ def test_mutants_are_found_and_a_harmless_change_is_missed(monkeypatch, capsys):
 
 def test_what_fails_without_a_mutant_finds_nothing(monkeypatch, capsys):
     """A case that does not pass in the unchanged tree would find every mutant."""
-    other = Mutant(**vars(HARMLESS) | {"name": "other", "old": "return loss.detach()", "new": "return loss.detach() * 2"})
+    other = Mutant(
+        **vars(HARMLESS) | {"name": "other", "old": "return loss.detach()", "new": "return loss.detach() * 2"}
+    )
     wrong = Mutant(**vars(HARMLESS) | {"name": "wrong", "needs": "fsdp"})
     monkeypatch.setattr(
-        trial.Copy, "run", lambda *_: {"outcomes": [{"case": "fsdp 2", "passed": False, "times": {"loss": 2.0}, "counts": {}, "error": ""}]}
+        trial.Copy,
+        "run",
+        lambda *_: {
+            "outcomes": [{"case": "fsdp 2", "passed": False, "times": {"loss": 2.0}, "counts": {}, "error": ""}]
+        },
     )
     monkeypatch.setattr(trial.Copy, "__init__", lambda _: None)
     monkeypatch.setattr(trial.Copy, "close", lambda _: None)

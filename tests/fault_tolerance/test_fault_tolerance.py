@@ -48,7 +48,22 @@ def test_outer_step_is_sgd_with_nesterov_momentum():
 
 def test_fragments_take_turns_and_all_meet_at_the_end():
     config = FaultTolerance(sync_every=6, fragments=3)
-    assert [due(step, 14, config) for step in range(1, 15)] == [[], [0], [], [1], [], [2], [], [0], [], [1], [], [2], [], [0, 1, 2]]
+    assert [due(step, 14, config) for step in range(1, 15)] == [
+        [],
+        [0],
+        [],
+        [1],
+        [],
+        [2],
+        [],
+        [0],
+        [],
+        [1],
+        [],
+        [2],
+        [],
+        [0, 1, 2],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +90,9 @@ def test_local_sgd_that_meets_at_every_step_is_data_parallel(tiny, run_job):
     """Each of two groups is FSDP over two ranks. Clipping is off, because a group knows only the norm of its own
     gradient.
     """
-    apart = run_job(tiny(*SGD, "parallelism=fsdp", "gpus=2", "fault_tolerance=local_sgd", "fault_tolerance.sync_every=1"))
+    apart = run_job(
+        tiny(*SGD, "parallelism=fsdp", "gpus=2", "fault_tolerance=local_sgd", "fault_tolerance.sync_every=1")
+    )
     together = run_job(tiny(*SGD, "parallelism=ddp", "gpus=4"))
     one, other = of_groups(apart, 2, 4)
     assert distance(one, other) == 0

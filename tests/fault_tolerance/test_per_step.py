@@ -15,7 +15,11 @@ TORCHFT = (*STEPS, "fault_tolerance=torchft", "checkpoint.interval=3")
 
 
 def quorums(run_job, directory):
-    return [(row["step"], row["groups"], row["caught_up"]) for row in run_job.rows(directory, "events") if row["event"] == "quorum"]
+    return [
+        (row["step"], row["groups"], row["caught_up"])
+        for row in run_job.rows(directory, "events")
+        if row["event"] == "quorum"
+    ]
 
 
 def test_groups_are_one_data_parallel_world(tiny, run_job):
@@ -41,7 +45,9 @@ def test_a_start_afresh_on_data_that_go_on(tiny, run_job):
     afresh = (start, "checkpoint.exclude_from_loading=[optimizer,lr_scheduler]", "steps=4")
     expected = run_job.losses(run_job(tiny(*STEPS, "parallelism=ddp", "gpus=2", *afresh)))
     assert list(expected) == [1, 2, 3, 4]
-    assert list(run_job.losses(run_job(tiny(*TORCHFT, *afresh))).values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    assert list(run_job.losses(run_job(tiny(*TORCHFT, *afresh))).values()) == pytest.approx(
+        list(expected.values()), rel=1e-5
+    )
 
 
 def test_a_group_that_lost_its_checkpoint_catches_up_and_sees_no_sample_twice(tiny, run_job):

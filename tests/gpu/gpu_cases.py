@@ -32,7 +32,9 @@ class Case:
     apart: bool = False
 
 
-def run(name: str, *overrides: str, check: str = "learns", ranks: int = 1, gpu: str = "", seconds: int = 90, **options) -> Case:
+def run(
+    name: str, *overrides: str, check: str = "learns", ranks: int = 1, gpu: str = "", seconds: int = 90, **options
+) -> Case:
     """Return a case that trains the small model of gpu_checks.py with these overrides: on one rank in one process
     through the worker, as cluster=inline does; on several ranks in a process group of the run's own.
     """
@@ -84,7 +86,13 @@ ALONE = [
     run("flux", *FLUX, falls=False),
     run("image_text", "model=llama3_vision_debug", "data=synthetic_image_text", falls=False),
     run("resumes bitwise, checkpoint sync", "checkpoint=sync", check="resumes"),
-    run("out of memory is 76, allocations named", "data.local_batch=64", "data.seq_len=1024", check="out_of_memory", gpu=CUDA),
+    run(
+        "out of memory is 76, allocations named",
+        "data.local_batch=64",
+        "data.seq_len=1024",
+        check="out_of_memory",
+        gpu=CUDA,
+    ),
     Case("float8 casts are those of torch", "float8_casts"),
     run("float8 rowwise", *ROWWISE, like=(), within=0.02),
     run("float8 tensorwise", *TENSORWISE, like=(), within=0.02),
@@ -107,12 +115,37 @@ ALONE_TOO = [
     run("validation", *VALIDATED, like=(), within=1e-3),
     run("float8 rowwise_with_gw_hp", *ROWWISE, "precision.recipe=rowwise_with_gw_hp", like=(), within=0.02),
     run("float8 fused, ac lean", *FUSED, "ac=lean", like=FUSED, within=2e-3),
-    run("mxfp8 is refused in one line", "precision=mxfp8", check="refuses", words="MXFP8 matmuls need a GPU of capability 10.0"),
-    *(run(f"ac {mode}", f"ac={mode}", like=(), within=2e-3, saves=mode == "full") for mode in ("full", "layer", "op", "lean")),
+    run(
+        "mxfp8 is refused in one line",
+        "precision=mxfp8",
+        check="refuses",
+        words="MXFP8 matmuls need a GPU of capability 10.0",
+    ),
+    *(
+        run(f"ac {mode}", f"ac={mode}", like=(), within=2e-3, saves=mode == "full")
+        for mode in ("full", "layer", "op", "lean")
+    ),
     run("qwen3_moe, ac full", *EXPERTS, "ac=full", like=EXPERTS, within=2e-3),
-    *(run(f"resumes bitwise, checkpoint {kind}", f"checkpoint={kind}", check="resumes") for kind in ("async", "async_pinned")),
-    run("profile and memory snapshot", "seed=1", "profiling=on", "profiling.first_step=3", "profiling.steps=2", check="profiles"),
-    run("loss not finite is 78, module named", "debug=nan_hunt", "optimizer.lr=1e30", check="fails", status=78, words="nan_hunt"),
+    *(
+        run(f"resumes bitwise, checkpoint {kind}", f"checkpoint={kind}", check="resumes")
+        for kind in ("async", "async_pinned")
+    ),
+    run(
+        "profile and memory snapshot",
+        "seed=1",
+        "profiling=on",
+        "profiling.first_step=3",
+        "profiling.steps=2",
+        check="profiles",
+    ),
+    run(
+        "loss not finite is 78, module named",
+        "debug=nan_hunt",
+        "optimizer.lr=1e30",
+        check="fails",
+        status=78,
+        words="nan_hunt",
+    ),
     run("a second run's memory is its own", check="own_memory", gpu=CUDA),
 ]
 # Whole runs on two ranks: the training loop with checkpoints, validation and profiler over NCCL, with deterministic
@@ -131,7 +164,16 @@ RUNS = [
         )
     ),
     run("pp 2, validation", "parallelism=pp", *VALIDATED, ranks=2, like=VALIDATED, within=2e-3),
-    run("profile, fsdp 2", *FSDP, "seed=1", "profiling=on", "profiling.first_step=3", "profiling.steps=2", check="profiles", ranks=2),
+    run(
+        "profile, fsdp 2",
+        *FSDP,
+        "seed=1",
+        "profiling=on",
+        "profiling.first_step=3",
+        "profiling.steps=2",
+        check="profiles",
+        ranks=2,
+    ),
 ]
 WORKERS = [
     Case("launch.py, cluster=local", "launches", seconds=180),
@@ -164,7 +206,12 @@ def layout(
 ) -> Case:
     """Return a case that compares a layout with one process in the same number format; `base` has overrides of both."""
     base = (*WIDE, f"precision={precision}", *base)
-    return agrees(Layout(f"{precision}, {name}", ranks, (f"gpus={ranks}", *overrides), base, **BF16 | tolerance), gpu, seconds, apart)
+    return agrees(
+        Layout(f"{precision}, {name}", ranks, (f"gpus={ranks}", *overrides), base, **BF16 | tolerance),
+        gpu,
+        seconds,
+        apart,
+    )
 
 
 def agrees(case: Layout, gpu: str = "", seconds: int = 90, apart: bool = False) -> Case:
@@ -187,7 +234,10 @@ SHORT = [  # cases of the acceptance matrix, in fp32 without TF32
     "tp 2, sequence parallel on, loss parallel on",
     "cp 2, ulysses, sequence 32",
     "deepseek_v3, tp 2, ep 2",
-    *(f"pp 2, {schedule}, accumulation 1" for schedule in ("1f1b", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v")),
+    *(
+        f"pp 2, {schedule}, accumulation 1"
+        for schedule in ("1f1b", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipe_v")
+    ),
     "linear_cross_entropy, fsdp 2, vocabulary 2047",
     "hsdp 4",
     "qwen3_moe, fsdp 4, tp 2, ep 2",
@@ -270,7 +320,15 @@ TOGETHER = [
 # These cases run last, as they take longest.
 COMPILED = [
     run("compile", *BLOCK, like=(), within=5e-3, seconds=180),
-    run("compile, chunked loss, documents", *BLOCK, *CHUNKED, *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3, seconds=180),
+    run(
+        "compile, chunked loss, documents",
+        *BLOCK,
+        *CHUNKED,
+        *DOCUMENTS,
+        like=(*DOCUMENTS, *MATH),
+        within=5e-3,
+        seconds=180,
+    ),
     run("compile, qwen3_moe", *EXPERTS, *BLOCK, like=EXPERTS, within=0.02, seconds=180),
     *(
         run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
@@ -286,7 +344,14 @@ COMPILED = [
     layout("tp 2, compile", 2, *TP, *BLOCK, precision="float8_tensorwise", gpu=FLOAT8, seconds=240, **COARSE),
     ring(", compile", 2, "allgather", *BLOCK),
     layout(
-        "fsdp 4, async tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", *BLOCK, "parallelism.async_tp=true", gpu=TORCH, seconds=180
+        "fsdp 4, async tp 2",
+        4,
+        "parallelism=fsdp_tp",
+        "data.local_batch=4",
+        *BLOCK,
+        "parallelism.async_tp=true",
+        gpu=TORCH,
+        seconds=180,
     ),
 ]
 

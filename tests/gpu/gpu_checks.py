@@ -43,7 +43,12 @@ SMALL = (
     "metrics.log_every=1",
     "checkpoint=off",
 )
-TINY = ("model.dim=64", "model.n_layers=2", "data.seq_len=64", "steps=6")  # in a dry run, these replace the values of SMALL
+TINY = (
+    "model.dim=64",
+    "model.n_layers=2",
+    "data.seq_len=64",
+    "steps=6",
+)  # in a dry run, these replace the values of SMALL
 # These are more ranks than the machine has devices, so the checks of a cell would refuse them.
 PLACE = ("cluster=local", "cluster.gpus_per_node=16")
 
@@ -135,18 +140,30 @@ def learns(
         return {}
     result = read_json(directory / "result.json")
     losses = [row["loss"] for row in found]
-    assert all(map(math.isfinite, losses)) and (here.dry or not falls or losses[-1] < losses[0] - 0.5), f"it does not learn: {losses}"
+    assert all(map(math.isfinite, losses)) and (here.dry or not falls or losses[-1] < losses[0] - 0.5), (
+        f"it does not learn: {losses}"
+    )
     facts = {"loss": losses[-1]}
     if here.gpu:
         peak, reserved = (max(row[key] for row in found) for key in ("memory_gib", "memory_reserved_gib"))
         assert 0 < peak <= reserved <= torch.cuda.get_device_properties().total_memory / 2**30
-        assert result["memory_gib"] == reserved and result["device"] == torch.cuda.get_device_name() and result["gpu_hours"] > 0
-        known = "float8" not in str(overrides) and metrics.peak_flops(torch.device("cuda")) and family_of(here.job(*overrides).model).flops
+        assert (
+            result["memory_gib"] == reserved
+            and result["device"] == torch.cuda.get_device_name()
+            and result["gpu_hours"] > 0
+        )
+        known = (
+            "float8" not in str(overrides)
+            and metrics.peak_flops(torch.device("cuda"))
+            and family_of(here.job(*overrides).model).flops
+        )
         assert (result["mfu"] is not None) == bool(known), result
         facts |= {"memory_gib": peak}
     if like is not None:
         model, others = trained(dataclasses.replace(here, ranks=1), *like)
-        facts["off"] = max(abs(row["loss"] - other["loss"]) / other["loss"] for row, other in zip(found, others, strict=True))
+        facts["off"] = max(
+            abs(row["loss"] - other["loss"]) / other["loss"] for row, other in zip(found, others, strict=True)
+        )
         assert facts["off"] <= within, f"losses are {facts['off']:.1e} from those of {like or 'bf16'}: {losses}"
         if "validation=on" in like:
             held, of_other = result["validation_loss"], read_json(model / "result.json")["validation_loss"]
@@ -185,7 +202,11 @@ def resumes(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
         attempt(here, job, 2)
         return {}
     before, last = rows(directory), directory / "checkpoints/step-00000006"
-    sums = {name: file for name, file in json.loads((last / "manifest.json").read_text())["files"].items() if name.endswith(".distcp")}
+    sums = {
+        name: file
+        for name, file in json.loads((last / "manifest.json").read_text())["files"].items()
+        if name.endswith(".distcp")
+    }
     shutil.rmtree(last)
     (directory / "result.json").unlink()
     _, status = attempt(here, job, 2)

@@ -51,7 +51,9 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 def same(first: Path, second: Path) -> None:
     """Raise unless two runs ended with the same weights."""
     one, other = weights(first), weights(second)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), "the weights are others"
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), (
+        "the weights are others"
+    )
 
 
 def exported(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -61,7 +63,9 @@ def exported(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
     directory, _ = trained(here, *overrides, "checkpoint=sync")
     folder = here.shared / f"hf_{directory.name}"
     titan("convert", directory, "--to", "hf", folder, "--dtype", "float32")
-    again, _ = trained(here, *overrides, "checkpoint=sync", "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={folder}")
+    again, _ = trained(
+        here, *overrides, "checkpoint=sync", "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={folder}"
+    )
     same(directory, again)
     words = [
         titan("generate", directory, "--prompt", "The", "--max-tokens", 8, "--temperature", 0, "--dtype", dtype)
@@ -77,7 +81,20 @@ def samples(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
     images = []
     for seed in (0, 1):
         folder = here.shared / f"images_{seed}"
-        titan("sample", directory, "--prompt", "a red circle", "--steps", 4, "--guidance", 2, "--seed", seed, "--to", folder)
+        titan(
+            "sample",
+            directory,
+            "--prompt",
+            "a red circle",
+            "--steps",
+            4,
+            "--guidance",
+            2,
+            "--seed",
+            seed,
+            "--to",
+            folder,
+        )
         (file,) = folder.glob("*.png")
         images.append(file.read_bytes())
     assert images[0] != images[1]
@@ -89,9 +106,15 @@ def prefers(here: Here) -> dict[str, Any]:
     is trained on sampled tokens too.
     """
     start, _ = trained(here, "checkpoint=sync")
-    lines = [json.loads(line)["messages"] for line in (ASSETS.parent / "recipes/chat/assets/train.jsonl").read_text().splitlines()[:100]]
+    lines = [
+        json.loads(line)["messages"]
+        for line in (ASSETS.parent / "recipes/chat/assets/train.jsonl").read_text().splitlines()[:100]
+    ]
     pairs, scored, rollouts = (here.shared / f"{name}.jsonl" for name in ("pairs", "scored", "rollouts"))
-    write_lines(pairs, [{"prompt": one[:-1], "chosen": [one[-1]], "rejected": other[-1]["content"]} for one, other in pairwise(lines)])
+    write_lines(
+        pairs,
+        [{"prompt": one[:-1], "chosen": [one[-1]], "rejected": other[-1]["content"]} for one, other in pairwise(lines)],
+    )
     titan("score-pairs", start, pairs, "--out", scored)
     common = ("data.seq_len=192", f"checkpoint.initial_load_path={start}", "data.local_batch=4")
     _, found = trained(here, "data=preference", f"data.path={scored}", *common)
@@ -141,7 +164,9 @@ def launches(here: Here) -> dict[str, Any]:
     """launch.py starts a separate rank for this device, through the local executor."""
     runs = here.shared / "launched"
     overrides = here.overrides("steps=3", "cluster=local", f"paths.runs={runs}")
-    done = subprocess.run([sys.executable, str(ROOT / "launch.py"), *overrides], env=plain_environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *overrides], env=plain_environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (result,) = runs.glob("*/result.json")
     device = read_json(result)["device"]
@@ -197,7 +222,9 @@ def times_out(here: Here) -> dict[str, Any]:
     directory, statuses = started(here, job, 1, PYTHONPATH=f"{folder}:{plain_environment()['PYTHONPATH']}")
     logs = [(directory / f"attempts/1/rank_{rank}.log").read_text() for rank in range(2)]
     for status, log in zip(statuses, logs, strict=True):
-        assert status == 77 or (status == -signal.SIGABRT and "collective operation timeout" in log), f"{statuses}: {log[-2000:]}"
+        assert status == 77 or (status == -signal.SIGABRT and "collective operation timeout" in log), (
+            f"{statuses}: {log[-2000:]}"
+        )
     return {"statuses": statuses}
 
 
@@ -231,7 +258,9 @@ def started(here: Here, job: Job, number: int, **environment: str) -> tuple[Path
     for rank in range(ranks):
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
         command = [sys.executable, "-m", "titan_hydra.launch.worker", str(directory), str(number)]
-        started.append(subprocess.Popen(command, env=plain_environment() | place | {"NCCL_HOSTID": f"host{rank}"} | environment))
+        started.append(
+            subprocess.Popen(command, env=plain_environment() | place | {"NCCL_HOSTID": f"host{rank}"} | environment)
+        )
     try:
         statuses = [process.wait(150) for process in started]
     finally:

@@ -31,7 +31,9 @@ class Operators(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
-        if any(name in str(function) for name in ("scaled_dot_product", "attend_documents")) and "backward" not in str(function):
+        if any(name in str(function) for name in ("scaled_dot_product", "attend_documents")) and "backward" not in str(
+            function
+        ):
             self.seen.append(str(function).removeprefix("aten._scaled_dot_product_").removesuffix(".default"))
         return function(*arguments, **(kwargs or {}))
 
@@ -49,7 +51,10 @@ def kernels(here: Here) -> dict[str, Any]:
         ("fp32 grouped", torch.float32, 2, False),
         ("fp32 documents", torch.float32, 2, True),
     ):
-        q, k, v = (torch.randn(2, heads, 256, 64, device=place, dtype=dtype, requires_grad=True) for heads in (4, kv_heads, kv_heads))
+        q, k, v = (
+            torch.randn(2, heads, 256, 64, device=place, dtype=dtype, requires_grad=True)
+            for heads in (4, kv_heads, kv_heads)
+        )
         ends = torch.tensor([[1, 100, 100, 256], [44, 256, 256, 256]], dtype=torch.int32, device=place)
         mask = document_mask(ends, 256) if packed else None
         documents = document_offsets(ends) if packed and takes_offsets("auto", call_on(q, v, causal=True)) else mask
@@ -64,16 +69,29 @@ def kernels(here: Here) -> dict[str, Any]:
 
 
 def attended(
-    sdpa: SDPA, inputs: list[torch.Tensor], documents: torch.Tensor | None, mask: torch.Tensor | None, name: str, limit: float = 1e-2
+    sdpa: SDPA,
+    inputs: list[torch.Tensor],
+    documents: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    name: str,
+    limit: float = 1e-2,
 ) -> float:
     """Return the largest relative distance of attention and its gradients from float64; raise if it is over the limit."""
     out = sdpa(*inputs, documents)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     right = F.scaled_dot_product_attention(*exact, mask, is_causal=mask is None and sdpa.causal, enable_gqa=True)
     slope = torch.randn_like(right)
-    gradients, exact_ones = torch.autograd.grad(out, inputs, slope.to(out.dtype)), torch.autograd.grad(right, exact, slope)
-    off = [((one.double() - other).norm() / other.norm()).item() for one, other in [(out, right), *zip(gradients, exact_ones, strict=True)]]
-    assert all(distance < limit for distance in off), f"{name}: attention and the gradients of q, k, v are {off} from float64"
+    gradients, exact_ones = (
+        torch.autograd.grad(out, inputs, slope.to(out.dtype)),
+        torch.autograd.grad(right, exact, slope),
+    )
+    off = [
+        ((one.double() - other).norm() / other.norm()).item()
+        for one, other in [(out, right), *zip(gradients, exact_ones, strict=True)]
+    ]
+    assert all(distance < limit for distance in off), (
+        f"{name}: attention and the gradients of q, k, v are {off} from float64"
+    )
     return max(off)
 
 
@@ -131,8 +149,13 @@ def empty_experts(here: Here) -> dict[str, Any]:
         right = torch.cat([(F.silu(part @ one.T) * (part @ three.T)) @ two.T for part, one, two, three in parts])
         gradients = torch.autograd.grad(y, leaves, slope)
         idle = [number for number, count in enumerate(counts) if not count]
-        assert not any(gradient[idle].any() for gradient in gradients[1:]), f"{counts} tokens: an idle expert has a gradient"
-        for found, wanted in [(y, right), *zip(gradients, torch.autograd.grad(right, exact, slope.double()), strict=True)]:
+        assert not any(gradient[idle].any() for gradient in gradients[1:]), (
+            f"{counts} tokens: an idle expert has a gradient"
+        )
+        for found, wanted in [
+            (y, right),
+            *zip(gradients, torch.autograd.grad(right, exact, slope.double()), strict=True),
+        ]:
             off = ((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item() if found.numel() else 0.0
             assert off < 2e-2, f"{counts} tokens: {off} from float64"
             worst = max(worst, off)
@@ -154,7 +177,9 @@ def split_masters(here: Here) -> dict[str, Any]:
         for one, other in zip(whole, split, strict=True):
             other.grad = torch.randn_like(one).bfloat16()
             one.grad = other.grad.float()
-        optimizer_step(optimizers, torch.tensor(1.0 + number % 3, device=place), torch.tensor(number != 7, device=place))
+        optimizer_step(
+            optimizers, torch.tensor(1.0 + number % 3, device=place), torch.tensor(number != 7, device=place)
+        )
     worst = max(apart(master_of(other), one.detach()) for one, other in zip(whole, split, strict=True))
     if worst > (1e-6 if here.gpu else 0):
         raise AssertionError(f"weights differ by {worst}")
@@ -169,7 +194,9 @@ def float8_casts(here: Here) -> dict[str, Any]:
     torch.manual_seed(0)
     x, d, norm = (torch.randn(*shape, device=place).bfloat16() for shape in ((272, 1040), (272, 1040), (1040,)))
     weights = [torch.randn(height, 1040, device=place).bfloat16() / 32 for height in (1040, 144, 144)]
-    w1, w3, w2 = (torch.randn(*shape, device=place).bfloat16() / 32 for shape in ((2896, 1040), (2896, 1040), (1040, 2896)))
+    w1, w3, w2 = (
+        torch.randn(*shape, device=place).bfloat16() / 32 for shape in ((2896, 1040), (2896, 1040), (1040, 2896))
+    )
     gates, halves = torch.randn(272, 2 * 2896, device=place).bfloat16(), torch.randn(272, 2896, device=place).bfloat16()
     rows, product = float8.rows_in_torch([x], norm, 1e-5, False), float8.rows_in_torch([gates], None, 0.0, True)
     plain = float8.rows_in_torch(weights, None, 0.0, False)
@@ -177,12 +204,23 @@ def float8_casts(here: Here) -> dict[str, Any]:
         "rows": (float8.float8_rows([x], norm, 1e-5, False), rows),
         "product": (float8.float8_rows([gates], None, 0.0, True), product),
         "weights": (float8.float8_rows(weights, None, 0.0, False), plain),
-        "columns": (float8.float8_columns([x], rows[2], norm, rows[3]), float8.columns_in_torch([x], rows[2], norm, rows[3])),
-        "weights' columns": (float8.float8_columns(weights, plain[2], None, None), float8.columns_in_torch(weights, plain[2], None, None)),
-        "SwiGLU": (float8.float8_gated_backward(gates, halves, product[2]), float8.gated_backward_in_torch(gates, halves, product[2])),
+        "columns": (
+            float8.float8_columns([x], rows[2], norm, rows[3]),
+            float8.columns_in_torch([x], rows[2], norm, rows[3]),
+        ),
+        "weights' columns": (
+            float8.float8_columns(weights, plain[2], None, None),
+            float8.columns_in_torch(weights, plain[2], None, None),
+        ),
+        "SwiGLU": (
+            float8.float8_gated_backward(gates, halves, product[2]),
+            float8.gated_backward_in_torch(gates, halves, product[2]),
+        ),
         "norm": (float8.norm_backward(x, norm, rows[3], d), float8.norm_backward_in_torch(x, norm, rows[3], d)),
     }
-    worst = {name: max(apart(*pair) for pair in zip(found, exact, strict=True)) for name, (found, exact) in pairs.items()}
+    worst = {
+        name: max(apart(*pair) for pair in zip(found, exact, strict=True)) for name, (found, exact) in pairs.items()
+    }
     for name, unit, more in (("linears", Float8Linears, weights), ("feed-forward", Float8SwiGLU, [w1, w3, w2])):
         results = []
         for emulate in (not here.gpu, True):
@@ -200,5 +238,7 @@ def float8_casts(here: Here) -> dict[str, Any]:
 def apart(found: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the relative distance of two tensors; their shapes, types and strides must agree."""
     if (found.shape, found.dtype, found.stride()) != (exact.shape, exact.dtype, exact.stride()):
-        raise AssertionError(f"{found.shape} {found.dtype} {found.stride()} is not {exact.shape} {exact.dtype} {exact.stride()}")
+        raise AssertionError(
+            f"{found.shape} {found.dtype} {found.stride()} is not {exact.shape} {exact.dtype} {exact.stride()}"
+        )
     return float((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30))

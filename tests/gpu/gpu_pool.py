@@ -52,7 +52,9 @@ class Row:
     error: str = ""
 
 
-def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, environment: dict[str, str] | None = None) -> Iterator[Row]:
+def rows(
+    cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, environment: dict[str, str] | None = None
+) -> Iterator[Row]:
     """Run cases in their order and yield rows as they end; after `seconds` no case begins. Adjacent cases with the same
     number of ranks share processes, unless they run apart. References, with which layouts are compared, run before the
     first of these layouts.
@@ -62,9 +64,14 @@ def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, 
         if case.gpu and not gpu:
             yield Row(case.name, case.ranks, "skipped", error=case.gpu)
     able = [case for case in cases if gpu or not case.gpu]
-    bases = {(layout.base, layout.uneven_mask, layout.documents): case for case in able if (layout := case.options.get("layout"))}
+    bases = {
+        (layout.base, layout.uneven_mask, layout.documents): case
+        for case in able
+        if (layout := case.options.get("layout"))
+    }
     sets = [
-        (*kind, [case.name for case in some]) for kind, some in itertools.groupby(able, lambda case: (case.ranks, case.world, case.apart))
+        (*kind, [case.name for case in some])
+        for kind, some in itertools.groupby(able, lambda case: (case.ranks, case.world, case.apart))
     ]
     first = next((number for number, (_, world, *_) in enumerate(sets) if world), 0)
     sets.insert(first, (1, True, False, [f"reference of {case.name}" for case in bases.values()]))
@@ -91,7 +98,9 @@ def rows(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, 
 class Processes:
     """One set: a process for each rank, and the cases that they run in order, up to the first case that does not pass."""
 
-    def __init__(self, folder: Path, ranks: int, world: bool, names: list[str], gpu: bool, dry: bool, environment: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, world: bool, names: list[str], gpu: bool, dry: bool, environment: dict[str, str]
+    ) -> None:
         self.folder = folder / f"set_{len(list(folder.glob('set_*')))}"
         self.folder.mkdir(parents=True)
         self.ranks, self.names = ranks, names
@@ -159,7 +168,9 @@ class Processes:
         for process in self.processes:
             process.send_signal(signal.SIGABRT)
         time.sleep(1)
-        return Row(name, self.ranks, "hung", round(took, 1), error="\n".join(self.tail(rank) for rank in range(self.ranks)))
+        return Row(
+            name, self.ranks, "hung", round(took, 1), error="\n".join(self.tail(rank) for rank in range(self.ranks))
+        )
 
     def tail(self, rank: int) -> str:
         return f"--- rank {rank}\n" + (self.folder / f"rank_{rank}.log").read_text(errors="replace")[-2000:]
@@ -168,7 +179,10 @@ class Processes:
         """Append the ends of all ranks' logs to a file that all sets share."""
         with (self.folder.parent / "logs.txt").open("a") as file:
             for rank in range(self.ranks):
-                file.write(f"=== {name}, rank {rank}\n" + (self.folder / f"rank_{rank}.log").read_text(errors="replace")[-20_000:])
+                file.write(
+                    f"=== {name}, rank {rank}\n"
+                    + (self.folder / f"rank_{rank}.log").read_text(errors="replace")[-20_000:]
+                )
 
     def kill(self) -> None:
         """Kill the processes of the set, and those that its checks have started."""

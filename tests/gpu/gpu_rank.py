@@ -49,7 +49,11 @@ def main(folder: Path, rank: int) -> None:
     here = gpu_checks.Here(Path(plan["shared"]), plan["gpu"], plan["dry"], rank, plan["ranks"])
     known = {case.name: case for case in [*gpu_cases.CASES, *gpu_cases.FAULTS]}
     known |= {f"reference of {case.name}": case for case in known.values()}
-    with joined(here, Run(folder, folder, rank, 0, plan["ranks"])) if plan["world"] else contextlib.nullcontext() as device:
+    with (
+        joined(here, Run(folder, folder, rank, 0, plan["ranks"]))
+        if plan["world"]
+        else contextlib.nullcontext() as device
+    ):
         here = dataclasses.replace(here, device=device)
         for number, name in enumerate(plan["cases"]):
             if rank == 0:

@@ -28,10 +28,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry-run", action="store_true", help="fewer steps of smaller models")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="only cases with one of these in their name")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="only cases with one of these in their name"
+    )
     parser.add_argument("--seconds", type=float, default=540, help="begin no case after so long")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of tests.jsonl")
-    parser.add_argument("--faults", action="store_true", help="run cases that fail on purpose, to see what the kit makes of them")
+    parser.add_argument(
+        "--faults", action="store_true", help="run cases that fail on purpose, to see what the kit makes of them"
+    )
     args = parser.parse_args()
     began = time.monotonic()
     cases = [case for case in (FAULTS if args.faults else CASES) if any(text in case.name for text in args.only)]
@@ -39,7 +43,10 @@ def main() -> int:
     header = {"command": sys.argv, **card(args.device)}
     print(*(f"{name}: {value}" for name, value in header.items()), sep="\n", flush=True)
     counts: Counter[str] = Counter()
-    with (args.out / "tests.jsonl").open("w", buffering=1) as file, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with (
+        (args.out / "tests.jsonl").open("w", buffering=1) as file,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
         file.write(json.dumps(header) + "\n")
         for row in rows(cases, Path(folder), args.device == "cuda", args.dry_run, args.seconds):
             counts[row.status] += 1
@@ -60,7 +67,9 @@ def card(device: str) -> dict:
 
 def line(row: Row) -> str:
     """Return the text of a row; if the case did not pass, the end of its error is below it."""
-    facts = "  ".join(f"{name} {value:.2g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.facts.items())
+    facts = "  ".join(
+        f"{name} {value:.2g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.facts.items()
+    )
     text = f"{row.status:<8}{row.ranks} rank{'s' * (row.ranks > 1):<2} {row.seconds:>6.1f} s  {row.name:<52} {facts}"
     if row.status == "skipped":
         return f"{text}{row.error}"

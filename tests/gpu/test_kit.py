@@ -119,7 +119,11 @@ def left_in(folder):
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = file.read_bytes().split(b"\0")
-            found += [words] if any(word.endswith(b"gpu_rank.py") for word in words) and str(folder).encode() in b" ".join(words) else []
+            found += (
+                [words]
+                if any(word.endswith(b"gpu_rank.py") for word in words) and str(folder).encode() in b" ".join(words)
+                else []
+            )
     return found
 
 
@@ -148,7 +152,10 @@ def test_the_lines_that_hold_memory_are_those_that_the_kit_looks_for(tmp_path, m
 
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
-            frames = [{"filename": frame.filename, "line": frame.lineno, "name": frame.name} for frame in traceback.extract_stack()[-2::-1]]
+            frames = [
+                {"filename": frame.filename, "line": frame.lineno, "name": frame.name}
+                for frame in traceback.extract_stack()[-2::-1]
+            ]
             blocks.append({"state": "active_allocated", "size": 2**30, "frames": frames})
             return function(*arguments, **(kwargs or {}))
 
@@ -178,7 +185,11 @@ def test_every_case_names_a_check_and_its_options():
 
 
 def test_every_layout_of_its_own_is_legal(quickly, user_modules):
-    layouts = {case.options["layout"]: case for case in gpu_cases.CASES if case.name not in gpu_cases.SHORT and case.check == "agrees"}
+    layouts = {
+        case.options["layout"]: case
+        for case in gpu_cases.CASES
+        if case.name not in gpu_cases.SHORT and case.check == "agrees"
+    }
     for layout, case in layouts.items():
         assert verify.job_of(layout).gpus == layout.ranks == case.ranks
     for layout in {layout.base: layout for layout in layouts}.values():
@@ -187,8 +198,14 @@ def test_every_layout_of_its_own_is_legal(quickly, user_modules):
 
 @pytest.mark.parametrize(("gpu", "dry"), [(True, False), (False, True)])
 def test_every_run_is_legal(gpu, dry, quickly):
-    able = [case for case in gpu_cases.CASES if "overrides" in case.options and (gpu or not case.gpu) and case.check != "refuses"]
-    runs = {(case.ranks, *case.options["overrides"]) for case in able} | {(1, *(case.options.get("like") or ())) for case in able}
+    able = [
+        case
+        for case in gpu_cases.CASES
+        if "overrides" in case.options and (gpu or not case.gpu) and case.check != "refuses"
+    ]
+    runs = {(case.ranks, *case.options["overrides"]) for case in able} | {
+        (1, *(case.options.get("like") or ())) for case in able
+    }
     # those of a dry run are smaller
     for ranks, *words in runs if gpu else [words for words in runs if "model" in str(words) or words[0] > 1]:
         job = gpu_checks.Here(Path("."), gpu, dry, 0, ranks).job(*words)
@@ -222,9 +239,16 @@ def test_every_row_of_a_list_is_legal(name, bench, quickly):
     for row in rows:
         if row.tool == "titan_hydra":
             job = compose_job(*bench.overrides(row), "cluster=slurm")  # a cluster's memory is not that of this machine
-            assert (job.model.dim, job.model.n_layers, job.data.seq_len) == (*row.dimensions[:2], row.seq_len) and row.against
+            assert (job.model.dim, job.model.n_layers, job.data.seq_len) == (
+                *row.dimensions[:2],
+                row.seq_len,
+            ) and row.against
         else:
-            assert row.tool == "torchtitan" and row.ac in ("none", "full", "op", "layer", "memory_budget") and not row.overrides
+            assert (
+                row.tool == "torchtitan"
+                and row.ac in ("none", "full", "op", "layer", "memory_budget")
+                and not row.overrides
+            )
         assert bench.tiny(row).dimensions[1] == 2
 
 
@@ -244,7 +268,9 @@ def test_a_row_that_crashes_or_hangs_costs_itself(bench, tmp_path):
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(1000)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     fine = bench.tiny(bench.Row("fine", "titan_hydra", "debug", 64, 2, compile=False, cpu=True, against="first"))
-    crash, hang = (dataclasses.replace(fine, name=name, overrides=(f"train.imports=[{name}]",)) for name in ("aborts", "sleeps"))
+    crash, hang = (
+        dataclasses.replace(fine, name=name, overrides=(f"train.imports=[{name}]",)) for name in ("aborts", "sleeps")
+    )
     log = tmp_path / "rows.log"
     found = [bench.measure(crash, 100, environment, log), bench.measure(hang, 6, environment, log)]
     assert [row["status"] for row in found] == ["crashed", "hung"] and "error" in found[0]
@@ -257,7 +283,9 @@ def test_a_row_that_crashes_or_hangs_costs_itself(bench, tmp_path):
     assert bench.line(found[1]).endswith("hung") and f"{done['tokens_per_second']:,.0f}" in bench.line(done)
 
 
-@pytest.mark.parametrize(("device", "cpu", "tool"), [("AMD EPYC", True, "titan_hydra"), ("NVIDIA H100 80GB HBM3", False, "torchtitan")])
+@pytest.mark.parametrize(
+    ("device", "cpu", "tool"), [("AMD EPYC", True, "titan_hydra"), ("NVIDIA H100 80GB HBM3", False, "torchtitan")]
+)
 def test_a_measured_row_is_one_that_the_score_reads(bench, tmp_path, device, cpu, tool):
     row = bench.tiny(bench.Row("one", tool, "debug", 64, 2, ac="op", cpu=cpu))
     found = {"tokens_per_second": 1000.0, "reserved_gib": None if cpu else 1.5}

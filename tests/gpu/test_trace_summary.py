@@ -30,7 +30,16 @@ def test_kernels_share_the_time_and_communication_may_hide():
         ]
     )
     assert summary.shares == pytest.approx(
-        {"matmul": 0.4, "attention": 0.1, "communication": 0.2, "optimizer": 0.05, "loss": 0, "casts": 0, "other": 0, "idle": 0.25}
+        {
+            "matmul": 0.4,
+            "attention": 0.1,
+            "communication": 0.2,
+            "optimizer": 0.05,
+            "loss": 0,
+            "casts": 0,
+            "other": 0,
+            "idle": 0.25,
+        }
     )
     assert summary.communication == pytest.approx(0.4)
     words = trace.text(summary)
@@ -45,7 +54,10 @@ def test_kernels_share_the_time_and_communication_may_hide():
         ("triton_red_fused__to_copy_abs_amax_mean_1", "casts"),
         ("triton_red_fused__log_softmax_nll_loss_forward_0", "loss"),
         ("Memcpy DtoD (Device -> Device)", "casts"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
+            "optimizer",
+        ),
         ("aten::_fused_adamw_", "optimizer"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
         ("nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_NTN", "matmul"),
@@ -75,7 +87,16 @@ def test_operators_count_where_they_work_themselves():
         ]
     )
     assert summary.shares == pytest.approx(
-        {"matmul": 0.25, "attention": 0, "communication": 0.3, "optimizer": 0.2, "loss": 0, "casts": 0, "other": 0.15, "idle": 0.1}
+        {
+            "matmul": 0.25,
+            "attention": 0,
+            "communication": 0.3,
+            "optimizer": 0.2,
+            "loss": 0,
+            "casts": 0,
+            "other": 0.15,
+            "idle": 0.1,
+        }
     )
     assert [name for name, _, _ in summary.top][:2] == ["aten::addmm", "_c10d_functional::wait_tensor"]
 

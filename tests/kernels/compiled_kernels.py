@@ -53,12 +53,24 @@ def cases(dim: int, width: int) -> Iterator[Case]:
             yield f"{name}: maxima", of, float8._maxima, 4, shape | {"COLUMNS": float8.PART, "ROWS": 32}
             yield f"{name}: casts", of, float8._parts, 4, shape | {"COLUMNS": float8.PART}
     for norm in (True, False):
-        yield "columns" + " after norm" * norm, dim, float8._columns, 8, {"NORM": norm, "ROWS": 128, "COLUMNS": float8.TILE}
+        yield (
+            "columns" + " after norm" * norm,
+            dim,
+            float8._columns,
+            8,
+            {"NORM": norm, "ROWS": 128, "COLUMNS": float8.TILE},
+        )
     tile = {"WIDTH": width, "ROWS": 64, "COLUMNS": float8.TILE}
     yield "SwiGLU's backward: maxima", width, float8._gated_maxima, 4, tile | {"TIMES": 4}
     yield "SwiGLU's backward: casts", width, float8._gated_backward, 8, tile
     block = triton.next_power_of_2(dim)
-    yield "norm's backward", dim, float8._norm_backward, float8._warps(block), {"WIDTH": dim, "BLOCK": block, "ROWS": 32}
+    yield (
+        "norm's backward",
+        dim,
+        float8._norm_backward,
+        float8._warps(block),
+        {"WIDTH": dim, "BLOCK": block, "ROWS": 32},
+    )
     for name, kernel in (("softmax: sums", cross_entropy._sums), ("softmax: slopes", cross_entropy._slopes)):
         yield name, VOCABULARY, kernel, 8, {"BLOCK": cross_entropy.BLOCK}
     yield "split AdamW", dim, split._adamw, 4, {"BLOCK": split.BLOCK}
@@ -68,7 +80,9 @@ def usage(kernel: Any, warps: int, constants: dict[str, Any], architecture: int)
     """Return the number of registers of a thread and the bytes that it spills."""
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "*fp32") for name in kernel.arg_names}
-    aligned = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")}
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, kind in enumerate(signature.values()) if kind.startswith("*")
+    }
     fused = kernel is not split._adamw
     made = triton.compile(
         ASTSource(kernel, signature, fixed, aligned),
@@ -77,16 +91,27 @@ def usage(kernel: Any, warps: int, constants: dict[str, Any], architecture: int)
     )
     casts = any(signature[name] == "*fp8e4nv" for name in kernel.arg_names)
     if (SATURATING in made.asm["ptx"]) != casts:
-        raise AssertionError(f"{kernel.__name__}: Float8 casts that saturate are expected where Float8 is written, and nowhere else")
+        raise AssertionError(
+            f"{kernel.__name__}: Float8 casts that saturate are expected where Float8 is written, and nowhere else"
+        )
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     ptxas = tools / ("ptxas-blackwell" if architecture >= 100 and (tools / "ptxas-blackwell").exists() else "ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(made.asm["ptx"])
         file.flush()
-        line = [ptxas, "-v", f"--gpu-name=sm_{architecture}a", *["--fmad=false"] * (not fused), file.name, "-o", "/dev/null"]
+        line = [
+            ptxas,
+            "-v",
+            f"--gpu-name=sm_{architecture}a",
+            *["--fmad=false"] * (not fused),
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
         told = subprocess.run(line, capture_output=True, text=True, check=True).stderr
     registers, stored, loaded = (
-        int(re.search(words, told)[1]) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
+        int(re.search(words, told)[1])
+        for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
     )
     return registers, stored + loaded
 
@@ -105,7 +130,10 @@ def main() -> int:
             seen.add(key)
             found = [usage(kernel, warps, constants, one) for one in ARCHITECTURES]
             spilled += sum(spills for _, spills in found)
-            print(f"| {name} | {of:,} | {warps} | " + " | ".join(f"{used} | {spills}" for used, spills in found) + " |", flush=True)
+            print(
+                f"| {name} | {of:,} | {warps} | " + " | ".join(f"{used} | {spills}" for used, spills in found) + " |",
+                flush=True,
+            )
     return int(spilled > 0)
 
 

@@ -21,7 +21,8 @@ def near(found, exact, tolerance=0.1):
 def alike(found, exact):
     """Return whether shapes, types and strides equal those of the reference, from which the compiler takes them."""
     return all(
-        (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride()) for one, other in zip(found, exact, strict=True)
+        (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        for one, other in zip(found, exact, strict=True)
     )
 
 
@@ -33,7 +34,12 @@ def float8():
     x, norm, gates, d = torch.randn(80, 96), torch.rand(96), torch.randn(80, 2 * 112), torch.randn(80, 112)
     x[3], x[5, 7], x[9, 1] = 0, torch.inf, torch.nan
     weights = [torch.randn(height, 96).bfloat16() for height in (64, 32, 48)]
-    sources = [(weights, None, 0.0, False), ([x], None, 0.0, False), ([x[10:]], norm, 1e-5, False), ([gates], None, 0.0, True)]
+    sources = [
+        (weights, None, 0.0, False),
+        ([x], None, 0.0, False),
+        ([x[10:]], norm, 1e-5, False),
+        ([gates], None, 0.0, True),
+    ]
     cast = [reference.rows_in_torch(*source) for source in sources]
     for source, exact in zip(sources, cast, strict=True):
         found = kernels.rows_on_gpu(*source)
@@ -47,9 +53,13 @@ def float8():
         assert near(found[3], exact[3], 1e-6)
     for (parts, weight, _, _), (_, _, maxima, rstds) in zip((sources[0], sources[2]), (cast[0], cast[2]), strict=True):
         rstds = None if weight is None else rstds
-        exact, found = (one(parts, maxima, weight, rstds) for one in (reference.columns_in_torch, kernels.columns_on_gpu))
+        exact, found = (
+            one(parts, maxima, weight, rstds) for one in (reference.columns_in_torch, kernels.columns_on_gpu)
+        )
         assert alike(found, exact) and torch.equal(found[1], exact[1]) and near(found[0], exact[0])
-    exact, found = (one(gates, d, cast[3][2]) for one in (reference.gated_backward_in_torch, kernels.gated_backward_on_gpu))
+    exact, found = (
+        one(gates, d, cast[3][2]) for one in (reference.gated_backward_in_torch, kernels.gated_backward_on_gpu)
+    )
     assert alike(found, exact)
     for number in (0, 2, 4):
         assert near(found[number], exact[number]) and torch.equal(found[number + 1], exact[number + 1])
@@ -64,7 +74,10 @@ def logits():
     """
     torch.manual_seed(0)
     cross_entropy_triton.BLOCK = 256
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):  # the interpreter truncates instead of rounding
+    for dtype, tolerance in (
+        (torch.float32, 1e-6),
+        (torch.bfloat16, 2**-7),
+    ):  # the interpreter truncates instead of rounding
         logits, targets = (torch.randn(9, 1031) * 5).to(dtype), torch.randint(-1, 1031, (9, 1))
         targets[3] = -1
         exact = cross_entropy.softmax_sums(logits)

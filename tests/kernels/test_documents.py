@@ -56,7 +56,12 @@ def differences(attend, lengths, dtype=torch.float32, heads=4, kv_heads=2, value
     exact = [x.detach().double().requires_grad_() for x in qkv]
     right = F.scaled_dot_product_attention(*exact, mask, enable_gqa=True)
     out = attend(*qkv, form(lengths))
-    pairs = [(out, right), *zip(torch.autograd.grad(out, qkv, gradient), torch.autograd.grad(right, exact, gradient.double()), strict=True)]
+    pairs = [
+        (out, right),
+        *zip(
+            torch.autograd.grad(out, qkv, gradient), torch.autograd.grad(right, exact, gradient.double()), strict=True
+        ),
+    ]
     return [((one.double() - other).norm() / other.norm()).item() for one, other in pairs]
 
 
@@ -146,7 +151,11 @@ def test_memory_is_linear_in_the_tokens():
             0,
         ).live
 
-    short, long, dense = live("data.seq_len=2048"), live("data.seq_len=4096"), live("data.seq_len=4096", "model.attention=math")
+    short, long, dense = (
+        live("data.seq_len=2048"),
+        live("data.seq_len=4096"),
+        live("data.seq_len=4096", "model.attention=math"),
+    )
     assert long < 2.1 * short
     assert dense > long + 4 * 4096**2  # the difference is at least the scores of one head
 
@@ -154,8 +163,13 @@ def test_memory_is_linear_in_the_tokens():
 DENSE, LINEAR = ("model.attention=math",), "model.attention=auto"
 LAYOUTS = [
     case("fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8"),
-    case("fsdp 2, compile by inductor, ac lean", 2, "parallelism=fsdp", "data.local_batch=8", "compile=block", "ac=lean"),
-    *(case(f"fsdp 2, ac {ac}", 2, "parallelism=fsdp", "data.local_batch=8", f"ac={ac}") for ac in ("full", "layer", "op", "lean")),
+    case(
+        "fsdp 2, compile by inductor, ac lean", 2, "parallelism=fsdp", "data.local_batch=8", "compile=block", "ac=lean"
+    ),
+    *(
+        case(f"fsdp 2, ac {ac}", 2, "parallelism=fsdp", "data.local_batch=8", f"ac={ac}")
+        for ac in ("full", "layer", "op", "lean")
+    ),
     *(
         case(
             f"fsdp 2, compile, ac {ac}",
@@ -187,7 +201,15 @@ LAYOUTS = [
 @pytest.mark.slow
 def test_every_layout_learns_what_one_process_learns_with_a_mask():
     cases = [
-        replace(one, base=(*one.base, *DENSE), overrides=(*one.overrides, LINEAR), documents=True, loss=1e-6, norm=1e-6, gradients=1e-6)
+        replace(
+            one,
+            base=(*one.base, *DENSE),
+            overrides=(*one.overrides, LINEAR),
+            documents=True,
+            loss=1e-6,
+            norm=1e-6,
+            gradients=1e-6,
+        )
         for one in LAYOUTS
     ]
     outcomes = verify(cases)

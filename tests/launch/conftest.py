@@ -73,7 +73,9 @@ class Launcher:
         return subprocess.CompletedProcess(overrides, process.returncode, out, err)
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=300)
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=300
+        )
 
     def page(self, name: str, *more: str) -> Iterator[tuple[str, subprocess.CompletedProcess]]:
         """Run the lines of a page of docs/ in blocks marked `sh`; `more` is added to those of launch.py. A comment
@@ -143,7 +145,9 @@ class Launcher:
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if (entry / "cwd").readlink() == self.folder and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                if (entry / "cwd").readlink() == self.folder and (entry / "stat").read_text().rsplit(")", 1)[1].split()[
+                    0
+                ] != "Z":
                     found.append(int(entry.name))
             except OSError:
                 continue

@@ -28,7 +28,9 @@ def written(launcher):
 def test_fault_of_any_cell_stops_all_and_leaves_nothing(launcher):
     done = launcher.run("-m", *launcher.TINY, "gpus=1,3", "data.global_batch=4", "launch.mode=run")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [line for line in done.stderr.splitlines() if line.startswith("data.global_batch=4: ")]
+    assert done.stderr.splitlines() == [
+        line for line in done.stderr.splitlines() if line.startswith("data.global_batch=4: ")
+    ]
     assert "nearest legal: 6" in done.stderr and done.stderr.endswith("   (cell 2 of 2: gpus=3)\n")
     assert written(launcher) == []
 
@@ -175,7 +177,11 @@ loop.build = sabotaged
     done = launcher.run("-m", *launcher.TINY, "steps=2", "seed=0,1,2")
     assert done.returncode == 1, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.strip().startswith("llama3_debug") and " seed=" in line]
-    assert [("seed 1 is cursed" in row, " done " in row) for row in rows] == [(False, True), (True, False), (False, True)]
+    assert [("seed 1 is cursed" in row, " done " in row) for row in rows] == [
+        (False, True),
+        (True, False),
+        (False, True),
+    ]
     launcher.heal()
     listed = launcher.run("-m", *launcher.TINY, "steps=2", "seed=0,1,2")
     assert listed.returncode == 1 and "launch.retry=failed" in listed.stderr
@@ -184,7 +190,9 @@ loop.build = sabotaged
 
 
 def test_failed_run_is_listed_and_retried_by_class(launcher):
-    launcher.sabotage_step_3(0, 'raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9e18")')
+    launcher.sabotage_step_3(
+        0, 'raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 9e18")'
+    )
     failed = launcher.run(*launcher.TINY)
     assert failed.returncode == 76, failed.stderr
     assert "DefaultCPUAllocator" in failed.stderr
@@ -212,7 +220,9 @@ def test_worker_runs_under_torchrun(launcher):
     directory = launcher.run_directory
     (directory / "result.json").unlink()
     shutil.rmtree(directory / "checkpoints")
-    done = launcher.python("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "titan_hydra.launch.worker", str(directory), "2")
+    done = launcher.python(
+        "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "titan_hydra.launch.worker", str(directory), "2"
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((directory / "result.json").read_text())["world_size"] == 2
     wrong = launcher.python("-m", "titan_hydra.launch.worker", str(directory), "3")
@@ -248,7 +258,16 @@ atexit.register(tell)
 
 
 def test_rank_imports_only_what_it_needs(launcher):
-    unused = {"hydra", "omegaconf", "datasets", "wandb", "rich", "torch.distributed.pipelining", "transformers", "diffusers"}
+    unused = {
+        "hydra",
+        "omegaconf",
+        "datasets",
+        "wandb",
+        "rich",
+        "torch.distributed.pipelining",
+        "transformers",
+        "diffusers",
+    }
     launcher.sabotage_step_3(0, f"import sys; sys.exit(sorted({unused} & set(sys.modules)) == [] and 78)")
     assert launcher.run(*launcher.TINY, "gpus=1").returncode == 78
 
@@ -268,7 +287,9 @@ def test_files_that_a_node_sees_late_are_waited_for(launcher):
         file.rename(file.with_suffix(".late"))
     env = {**launcher.env, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
     rank = subprocess.Popen(
-        [sys.executable, "-m", "titan_hydra.launch.executors.slurm.rank", str(directory), "2"], cwd=launcher.ROOT, env=env
+        [sys.executable, "-m", "titan_hydra.launch.executors.slurm.rank", str(directory), "2"],
+        cwd=launcher.ROOT,
+        env=env,
     )
     for file in hidden:
         time.sleep(3)
@@ -301,7 +322,9 @@ def test_what_torch_reads_once_is_set_before_it_is_imported(tmp_path):
     def names(async_tp, **of_the_site):
         config["parallelism"]["async_tp"] = async_tp
         (tmp_path / "config.json").write_text(json.dumps(config))
-        environment = {name: value for name, value in os.environ.items() if name not in always and "ALLOC_CONF" not in name}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in always and "ALLOC_CONF" not in name
+        }
         done = subprocess.run(
             [sys.executable, "-c", ENVIRONMENT, str(tmp_path)],
             capture_output=True,

@@ -5,7 +5,14 @@ import pytest
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.files import CONF
-from titan_hydra.launch.executors.slurm.init import choose_partition, device_memory, file_text, gpus_of, hardware, partitions
+from titan_hydra.launch.executors.slurm.init import (
+    choose_partition,
+    device_memory,
+    file_text,
+    gpus_of,
+    hardware,
+    partitions,
+)
 from titan_hydra.launch.executors.slurm.squeue import minutes_of
 
 SITE = """\
@@ -33,19 +40,27 @@ def test_gpus_of_a_node(gres, expected):
     assert gpus_of(gres) == expected
 
 
-@pytest.mark.parametrize(("limit", "minutes"), [("infinite", None), ("2-01:30:00", 2970), ("4:00:00", 240), ("30:00", 30), ("n/a", None)])
+@pytest.mark.parametrize(
+    ("limit", "minutes"), [("infinite", None), ("2-01:30:00", 2970), ("4:00:00", 240), ("30:00", 30), ("n/a", None)]
+)
 def test_time_limits(limit, minutes):
     assert minutes_of(limit) == minutes
 
 
-@pytest.mark.parametrize(("kind", "gib"), [("h100", 80), ("nvidia_h200", 141), ("a100_80gb", 80), ("a100", None), ("", None)])
+@pytest.mark.parametrize(
+    ("kind", "gib"), [("h100", 80), ("nvidia_h200", 141), ("a100_80gb", 80), ("a100", None), ("", None)]
+)
 def test_memory_is_known_only_where_the_name_says_it(kind, gib):
     assert device_memory(kind) == gib
 
 
 def test_the_default_partition_is_taken_if_it_has_gpus_else_the_one_with_most():
     found = list(partitions(SITE))
-    assert [(partition.name, partition.kind) for partition in found] == [("gpu", "h100"), ("gpu", "a100"), ("dev", "h100")]
+    assert [(partition.name, partition.kind) for partition in found] == [
+        ("gpu", "h100"),
+        ("gpu", "a100"),
+        ("dev", "h100"),
+    ]
     assert (choose_partition(found, None).kind, choose_partition(found, "dev").name) == ("a100", "dev")
     assert choose_partition(list(partitions(SITE.replace("dev|", "dev*|"))), None).name == "dev"
     for wanted, text in (("cpu", "there are gpu, dev"), (None, "no partition whose nodes have GPUs")):
@@ -55,13 +70,24 @@ def test_the_default_partition_is_taken_if_it_has_gpus_else_the_one_with_most():
 
 def test_the_file_shares_a_node_evenly_among_its_gpus():
     text = file_text(next(partitions(SITE)), "mysite", "alps")
-    assert text.startswith("# alps, partition gpu: 16 nodes of 8 h100 GPUs, as sinfo had it; see docs/slurm.md.\nname: mysite\n")
-    for line in ("gpus_per_node: 8", "device_memory_gib: 80", "cpus_per_task: 12", "sbatch: {mem-per-gpu: 244981M}", "time_minutes: 2880"):
+    assert text.startswith(
+        "# alps, partition gpu: 16 nodes of 8 h100 GPUs, as sinfo had it; see docs/slurm.md.\nname: mysite\n"
+    )
+    for line in (
+        "gpus_per_node: 8",
+        "device_memory_gib: 80",
+        "cpus_per_task: 12",
+        "sbatch: {mem-per-gpu: 244981M}",
+        "time_minutes: 2880",
+    ):
         assert f"\n{line}\n" in text
 
 
 def test_the_file_names_the_hardware_where_it_is_known(tmp_path):
-    assert [hardware(kind) != "" for kind in ("h100", "nvidia_h200", "a100_80gb", "a100", "a100_3g.20gb", "h100+a100", "l4", "")] == [
+    assert [
+        hardware(kind) != ""
+        for kind in ("h100", "nvidia_h200", "a100_80gb", "a100", "a100_3g.20gb", "h100+a100", "l4", "")
+    ] == [
         True,
         True,
         True,

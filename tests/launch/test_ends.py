@@ -40,7 +40,9 @@ def test_first_interrupt_saves_and_the_same_line_resumes(launcher):
     assert launcher.processes() == []
     first, second = ({file.name for file in launcher.attempt(number).iterdir()} for number in (1, 2))
     assert second >= {"rank_0.json", "rank_1.json", "rank_1.log", "beat_1.json"}
-    assert "rank_0.log" in first and not first & {"rank_1.json", "rank_1.log", "beat_1.json"}, "a stopped attempt is thinned by the next"
+    assert "rank_0.log" in first and not first & {"rank_1.json", "rank_1.log", "beat_1.json"}, (
+        "a stopped attempt is thinned by the next"
+    )
 
 
 def test_second_interrupt_kills(launcher):

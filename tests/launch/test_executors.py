@@ -29,7 +29,10 @@ def titan(launcher, *arguments: str):
     ("line", "words"),
     [
         ((*NICED, "cluster.nice=20"), "cluster.nice=20: must be from 0 to 19"),
-        ((*NICED, "cluster.partition=main"), "cluster.partition=main: cluster.executor=niced does not read it; slurm would"),
+        (
+            (*NICED, "cluster.partition=main"),
+            "cluster.partition=main: cluster.executor=niced does not read it; slurm would",
+        ),
         ((NICED[0], "cluster.nice=5"), "cluster.nice=5: cluster.executor=local does not read it; niced would"),
         (("cluster.executor=niced",), "one of your own needs train.imports=[ITS_MODULE]"),
         ((*NICED, "launch.packed=true"), "launch.packed=true: applies to batch jobs"),

@@ -12,13 +12,17 @@ from tests.config.test_fuzz import verdict
 
 @pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_line_is_refused_as_the_corpus_says(launcher, number):
-    lines = [overrides for overrides, refused in corpus.lines() if refused and not any("\x00" in text for text in overrides)]
+    lines = [
+        overrides for overrides, refused in corpus.lines() if refused and not any("\x00" in text for text in overrides)
+    ]
     for overrides in random.Random(number).sample(lines, number):
         done = launcher.run(*overrides, "launch.mode=dry")
         said = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
         if not overrides[0].startswith("-"):
             assert said == verdict([*overrides, "launch.mode=dry"]), overrides
-        assert (done.returncode, done.stdout, bool(said), list(launcher.folder.iterdir())) == (2, "", True, []), overrides
+        assert (done.returncode, done.stdout, bool(said), list(launcher.folder.iterdir())) == (2, "", True, []), (
+            overrides
+        )
 
 
 @pytest.mark.parametrize(
@@ -28,7 +32,10 @@ def test_a_line_is_refused_as_the_corpus_says(launcher, number):
         (["-m", "optimizer=glob(zzz*)"], "optimizer=glob(zzz*): no value, so the sweep has no cell\n"),
         (["name=${nosuch.key}"], "name=${nosuch.key}: Interpolation key 'nosuch.key' not found\n"),
         (["data=text_files", "data.path=/", "launch.mode=dry"], "data.path=/: would be every file of this machine\n"),
-        (["paths.runs=/proc/x", "launch.mode=dry"], "paths.runs=/proc/x: cannot be written: No such file or directory\n"),
+        (
+            ["paths.runs=/proc/x", "launch.mode=dry"],
+            "paths.runs=/proc/x: cannot be written: No such file or directory\n",
+        ),
     ],
 )
 def test_what_only_the_whole_command_line_shows_is_one_line(launcher, arguments, text):
@@ -48,9 +55,13 @@ def test_flags_between_overrides_and_warnings(launcher):
 
 def test_what_the_command_line_takes_from_cells_is_told(launcher):
     done = launcher.run("+sweeps=laptop_layouts", "gpus=2", "sweep.cell='FSDP 4'", "launch.mode=dry")
-    assert done.stderr.startswith("warning: gpus=2 takes the place of what sweeps/laptop_layouts.yaml gives the cells 'FSDP 4'\n")
+    assert done.stderr.startswith(
+        "warning: gpus=2 takes the place of what sweeps/laptop_layouts.yaml gives the cells 'FSDP 4'\n"
+    )
 
 
 def test_help_of_one_key(launcher):
     text = launcher.run("--help", "data.seq_len").stdout
-    assert text.startswith("- `data.seq_len`: int, at least 2; `256` by data=embedded, else `2048`; changes learning and work.")
+    assert text.startswith(
+        "- `data.seq_len`: int, at least 2; `256` by data=embedded, else `2048`; changes learning and work."
+    )

@@ -13,7 +13,9 @@ LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 
 def sequences(number, dice):
     """Write a FASTA file whose sequences repeat AEFN with other letters between; its lines break within sequences."""
-    texts = ("".join(dice.choice(("AEFN", dice.choice(LETTERS))) for _ in range(dice.randint(10, 40))) for _ in range(number))
+    texts = (
+        "".join(dice.choice(("AEFN", dice.choice(LETTERS))) for _ in range(dice.randint(10, 40))) for _ in range(number)
+    )
     return "".join(f">{index} of a family\n{text[:20]}\n{text[20:]}\n" for index, text in enumerate(texts))
 
 

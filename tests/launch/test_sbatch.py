@@ -62,22 +62,39 @@ LOST = "Timed out waiting for job step to complete"
 def in_bash(text: str, code: str, **variables: str) -> str:
     """Run the functions of a batch script, and then `code`. Return what `code` prints."""
     functions = text[text.index("refuse() {") : text.index("trap : TERM")]
-    done = subprocess.run(["bash", "-c", f"{functions}\n{code}"], env={**os.environ, **variables}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{functions}\n{code}"], env={**os.environ, **variables}, capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 
 @pytest.mark.parametrize(
     ("records", "srun", "stopped", "status"),
     [
-        ({0: (75, False), 1: (1, False)}, "75", "", "1"),  # a library that one node lacks; srun's status is the largest of the ranks'
+        (
+            {0: (75, False), 1: (1, False)},
+            "75",
+            "",
+            "1",
+        ),  # a library that one node lacks; srun's status is the largest of the ranks'
         ({0: (75, False), 1: (2, False)}, "143", "", "2"),
         ({0: (75, False), 1: (None, False)}, "75", "", "1"),  # it ended without a record; srun reports how
         ({0: (75, False), 1: (75, False)}, "75", "", "75"),  # preempted during the start
         ({0: (75, False), 1: (1, True)}, "75", "", "75"),  # the same: rank 1 failed only because it lost rank 0
         ({0: (75, False), 1: (None, False)}, "143", "agreed", "75"),
         ({0: (75, False), 1: (1, False)}, "75", "agreed", "75"),  # all ranks had agreed to stop, and saved
-        ({0: (75, True), 1: (1, False)}, "75", "blocked", "1"),  # srun asked rank 0 to stop, which could not handle the signal
-        ({0: (75, True), 1: (77, True)}, "77", "blocked", "75"),  # preempted, and rank 0 did not reach the end of the step
+        (
+            {0: (75, True), 1: (1, False)},
+            "75",
+            "blocked",
+            "1",
+        ),  # srun asked rank 0 to stop, which could not handle the signal
+        (
+            {0: (75, True), 1: (77, True)},
+            "77",
+            "blocked",
+            "75",
+        ),  # preempted, and rank 0 did not reach the end of the step
         ({0: (76, False), 1: (75, False)}, "76", "", "76"),
         ({0: (1, True), 1: ("lost", False)}, "1", "", "79"),  # rank 1's node does not answer
         ({0: (76, False), 1: ("lost", False)}, "76", "", "76"),
@@ -91,7 +108,9 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, stoppe
     attempt.mkdir(parents=True)
     bin.mkdir()
     text = script(cell(tmp_path))
-    (attempt / "attempt.json").write_text(f'{{\n  "token": "{text.split(chr(34) + "token" + chr(34) + ": " + chr(34))[1][:8]}"\n}}\n')
+    (attempt / "attempt.json").write_text(
+        f'{{\n  "token": "{text.split(chr(34) + "token" + chr(34) + ": " + chr(34))[1][:8]}"\n}}\n'
+    )
     for rank, (code, secondary) in records.items():
         said = {"exit_status": code, "error": {"secondary": secondary}}
         write_json(attempt / f"rank_{rank}.json", said if isinstance(code, int) else {"pid": 1})
@@ -146,9 +165,13 @@ def test_the_ranks_get_the_environment_of_the_script(tmp_path):
     variables = {"SRUN_EXPORT_ENV": "NONE", "SLURM_EXPORT_ENV": "NONE", "SRUN_CPUS_PER_TASK": "64"}
     for cores, threads in (("null", ""), ("3", "3")):
         text = script(cell(tmp_path, f"cluster.cpus_per_task={cores}"))
-        setup = "\n".join(line for line in text.split("refuse() {")[0].splitlines() if line.startswith(("export ", "unset ")))
+        setup = "\n".join(
+            line for line in text.split("refuse() {")[0].splitlines() if line.startswith(("export ", "unset "))
+        )
         print_all = 'echo "$SLURM_EXPORT_ENV ${SRUN_EXPORT_ENV-} ${SRUN_CPUS_PER_TASK-}"'
-        done = subprocess.run(["bash", "-c", f"{setup}\n{print_all}"], env={**os.environ, **variables}, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", f"{setup}\n{print_all}"], env={**os.environ, **variables}, capture_output=True, text=True
+        )
         assert done.stdout.split() == ["ALL", *threads]
 
 

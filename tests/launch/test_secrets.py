@@ -5,7 +5,11 @@ import subprocess
 
 from tests.launch.conftest import ROOT
 
-SECRETS = {"WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567", "HF_TOKEN": "hf_" + "aB3" * 11, "DB_PASSWORD": "hunter2hunter2"}
+SECRETS = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_" + "aB3" * 11,
+    "DB_PASSWORD": "hunter2hunter2",
+}
 GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org")
 
 
@@ -20,17 +24,24 @@ def test_no_secret_is_in_what_a_run_leaves(launcher):
         subprocess.run([*GIT, *command], cwd=checkout, check=True)
     with (checkout / "launch.py").open("a") as file:
         file.write(
-            "".join(f'# {name} = "{value}"\n' for name, value in SECRETS.items()) + 'WANDB_API_KEY = "fedcba9876543210"\n'
+            "".join(f'# {name} = "{value}"\n' for name, value in SECRETS.items())
+            + 'WANDB_API_KEY = "fedcba9876543210"\n'
             'import os; os.environ["PGPASSWORD"] = "opensesame"\nURL = "s3://me:opensesame@host/"\n'
         )
     launcher.env.update(SECRETS, PYTHONPATH=str(checkout))
 
     def launch(*overrides, status=0):
-        done = launcher.python(str(checkout / "launch.py"), *launcher.TINY, "gpus=2", "metrics.trackers=[wandb]", *overrides)
+        done = launcher.python(
+            str(checkout / "launch.py"), *launcher.TINY, "gpus=2", "metrics.trackers=[wandb]", *overrides
+        )
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    said = launch("steps=4") + launch("steps=4") + launch("steps=4", "optimizer.lr=1e30", "optimizer.max_norm=0", status=78)
+    said = (
+        launch("steps=4")
+        + launch("steps=4")
+        + launch("steps=4", "optimizer.lr=1e30", "optimizer.max_norm=0", status=78)
+    )
     token = f"+cluster.environment.HF_TOKEN={SECRETS['HF_TOKEN']}"
     refused = launch("cluster=slurm", token, status=2)
     assert "cluster.environment.HF_TOKEN" in refused

@@ -19,7 +19,14 @@ from titan_hydra.runs.queue import Queue
 from titan_hydra.runs.run import Run, group_at, homes_of
 from titan_hydra.runs.view import jobs_of, shown_group
 
-SLURM = ("debug=tiny", "precision=fp32", "cluster=slurm", "cluster.gpus_per_node=4", "fault_tolerance=diloco", "fault_tolerance.replicas=3")
+SLURM = (
+    "debug=tiny",
+    "precision=fp32",
+    "cluster=slurm",
+    "cluster.gpus_per_node=4",
+    "fault_tolerance=diloco",
+    "fault_tolerance.replicas=3",
+)
 
 
 def cell(tmp_path, *overrides: str) -> Cell:
@@ -28,7 +35,10 @@ def cell(tmp_path, *overrides: str) -> Cell:
 
 
 def test_each_group_is_a_task_with_nodes_and_a_folder_of_its_own(tmp_path):
-    cells = [cell(tmp_path, "gpus=8", f"seed={seed}", "cluster.max_parallel=1", "fault_tolerance.max_restarts=2") for seed in (1, 2)]
+    cells = [
+        cell(tmp_path, "gpus=8", f"seed={seed}", "cluster.max_parallel=1", "fault_tolerance.max_restarts=2")
+        for seed in (1, 2)
+    ]
     assert [(one.ranks, one.nodes) for one in cells] == [(24, 6)] * 2
     (array,) = submit.arrays_of(cells, packed=False, limit=6)
     assert array.shape == JobShape(2, 4, None)
@@ -38,7 +48,10 @@ def test_each_group_is_a_task_with_nodes_and_a_folder_of_its_own(tmp_path):
     batch.write()
     lines = [line.split("\t") for line in (tmp_path / "jobs" / "cells.tsv").read_text().splitlines()]
     assert [line[1:3] + line[4:] for line in lines] == [["2", "8", "1", "2"]] * 6
-    assert [line[3] for line in lines[:3]] == [str(cells[0].directory), *(f"{cells[0].directory}/replicas/{group}" for group in (1, 2))]
+    assert [line[3] for line in lines[:3]] == [
+        str(cells[0].directory),
+        *(f"{cells[0].directory}/replicas/{group}" for group in (1, 2)),
+    ]
     assert "#SBATCH --array=0-5%3" in batch.text and "#SBATCH --nodes=2" in batch.text
     subprocess.run(["bash", "-n"], input=batch.text, text=True, check=True)
 
@@ -69,7 +82,10 @@ def test_the_script_starts_a_failed_group_again_so_often(tmp_path, exits, restar
     ("line", "fault"),
     [
         (("launch.packed=true",), "launch.packed=true: replica groups are jobs of their own"),
-        (("fault_tolerance=torchft", "fault_tolerance.lighthouse=node0"), "fault_tolerance.lighthouse=node0: must be an address HOST:PORT"),
+        (
+            ("fault_tolerance=torchft", "fault_tolerance.lighthouse=node0"),
+            "fault_tolerance.lighthouse=node0: must be an address HOST:PORT",
+        ),
         (("fault_tolerance.lighthouse=node0:29510",), "fault_tolerance.lighthouse="),
     ],
 )
@@ -80,7 +96,9 @@ def test_what_groups_on_slurm_refuse(launcher, line, fault):
 
 def test_a_dry_run_shows_the_jobs(launcher):
     done = launcher.run(*SLURM, "launch.mode=dry", "fault_tolerance=torchft", "fault_tolerance.lighthouse=node0:29510")
-    assert done.returncode == 0 and "1 cell of 3 replica groups, one job array, 1 node x 4 GPUs a task" in done.stdout, done.stderr
+    assert (
+        done.returncode == 0 and "1 cell of 3 replica groups, one job array, 1 node x 4 GPUs a task" in done.stdout
+    ), done.stderr
     assert "#SBATCH --array=0-2%3" in done.stdout
 
 
@@ -95,7 +113,9 @@ def claimed(one: Cell, token: str) -> list[Path]:
 
 
 def queue(*states: str) -> Queue:
-    return Queue({f"7_{index}": SlurmJob(f"7_{index}", state, nodes=f"node{index}") for index, state in enumerate(states)})
+    return Queue(
+        {f"7_{index}": SlurmJob(f"7_{index}", state, nodes=f"node{index}") for index, state in enumerate(states)}
+    )
 
 
 def test_a_run_is_where_its_groups_are(tmp_path):
@@ -110,7 +130,12 @@ def test_a_run_is_where_its_groups_are(tmp_path):
     assert rundir.state(one.directory, {"slurm": queue("PENDING", "COMPLETED", "PENDING")}).kind == "queued"
 
     (attempts[2] / "rank_0.json").write_text(
-        json.dumps({"exit_status": 77, "error": {"type": "RunError", "message": "late", "traceback": "", "time": 1.0, "secondary": False}})
+        json.dumps(
+            {
+                "exit_status": 77,
+                "error": {"type": "RunError", "message": "late", "traceback": "", "time": 1.0, "secondary": False},
+            }
+        )
     )
     assert rundir.state(one.directory, {"slurm": queue("RUNNING", "RUNNING", "FAILED")}).kind == "running"
     over = rundir.state(one.directory, {"slurm": queue("CANCELLED", "CANCELLED", "FAILED")})
@@ -127,7 +152,15 @@ def test_groups_of_another_submission_do_not_count(tmp_path):
     """The process that submitted them died before it had claimed the groups' attempts."""
     one = cell(tmp_path, "gpus=1")
     claimed(one, "0a0a0a0a")
-    owner = {"executor": "slurm", "token": "0b0b0b0b", "packed": False, "job_id": None, "user": "me", "code": "", "pid": 1}
+    owner = {
+        "executor": "slurm",
+        "token": "0b0b0b0b",
+        "packed": False,
+        "job_id": None,
+        "user": "me",
+        "code": "",
+        "pid": 1,
+    }
     rundir.note(rundir.claim(one.directory, 2, one.job, [], **owner), ended=1.0)
     now = rundir.state(one.directory, {"slurm": queue("FAILED", "FAILED", "FAILED")})
     assert (now.kind, now.attempt, now.groups) == ("not submitted", 2, ())
@@ -144,7 +177,9 @@ def test_a_ranks_place_follows_from_its_groups_folder(tmp_path):
 
 
 def test_array_is_alike_in_its_number_of_groups(tmp_path):
-    arrays = submit.arrays_of([cell(tmp_path, "gpus=4"), cell(tmp_path, "gpus=4", "fault_tolerance.replicas=2")], packed=False, limit=100)
+    arrays = submit.arrays_of(
+        [cell(tmp_path, "gpus=4"), cell(tmp_path, "gpus=4", "fault_tolerance.replicas=2")], packed=False, limit=100
+    )
     assert [isinstance(array, Array) and len(array.cells) for array in arrays] == [1, 1]
 
 

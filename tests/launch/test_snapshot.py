@@ -31,7 +31,11 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
     (checkout / "titan_hydra" / "a.py").write_text("a = 2\n")  # not committed
     (checkout / "titan_hydra" / "new.py").write_text("")  # not even tracked
     second = snapshot.take(runs, {})
-    assert second != first and (second / "titan_hydra/a.py").read_text() == "a = 2\n" and (second / "titan_hydra/new.py").exists()
+    assert (
+        second != first
+        and (second / "titan_hydra/a.py").read_text() == "a = 2\n"
+        and (second / "titan_hydra/new.py").exists()
+    )
     assert (first / "titan_hydra/a.py").read_text() == "a = 1\n"
     for folder in (first, second):
         (folder / "titan_hydra/__pycache__").mkdir()

@@ -48,7 +48,9 @@ def test_cells_of_one_shape_go_into_one_array(tmp_path):
 
 def test_cells_keep_their_own_cluster_settings(tmp_path):
     cells = [
-        cell(tmp_path, f"seed={seed}", f"+cluster.environment.NCCL_ALGO={algorithm}", f"cluster.max_requeues={requeues}")
+        cell(
+            tmp_path, f"seed={seed}", f"+cluster.environment.NCCL_ALGO={algorithm}", f"cluster.max_requeues={requeues}"
+        )
         for seed, (algorithm, requeues) in enumerate((("Ring", 0), ("Tree", 0), ("Ring", 0), ("Ring", 5)))
     ]
     texts = [(len(array.cells), text) for array, text in submit.scripts(cells)]
@@ -128,7 +130,13 @@ seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l)))
 
 def test_cells_of_several_arrays_do_not_run_more_at_once_than_of_one(tmp_path, site):
     cells = [
-        cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "cluster.max_parallel=2", "+cluster.sbatch={dependency: 'after:5'}")
+        cell(
+            tmp_path,
+            f"seed={seed}",
+            f"gpus={gpus}",
+            "cluster.max_parallel=2",
+            "+cluster.sbatch={dependency: 'after:5'}",
+        )
         for gpus in (1, 2)
         for seed in range(7)
     ]
@@ -165,7 +173,9 @@ def test_a_site_takes_as_many_cells_of_an_array_as_it_allows(tmp_path, site, cap
     states = rundir.states([one.directory for one in cells])
     owners = [json.loads((one.directory / "attempts/1/attempt.json").read_text()) for one in cells]
     assert [owner["job_id"] for owner in owners] == ["101_0", "101_1", "101_2", "102_0", "102_1", None]
-    assert [f'"token": "{owner["token"]}"' in site.scripts[owner["job_id"].split("_")[0]] for owner in owners[:5]] == [True] * 5
+    assert [f'"token": "{owner["token"]}"' in site.scripts[owner["job_id"].split("_")[0]] for owner in owners[:5]] == [
+        True
+    ] * 5
     assert len({owner["token"] for owner in owners}) == 3 and site.calls == 4
     said = capsys.readouterr().err
     assert said.startswith("SLURM refused 1 cell: ") and "launch.packed=true" in said
@@ -178,7 +188,11 @@ def test_cells_of_several_arrays_that_are_refused_alike_are_one_line(tmp_path, s
     cells = [cell(tmp_path, f"seed={seed}", f"gpus={gpus}") for gpus in (1, 2) for seed in range(4)]
     assert site.submit(0, *cells) == 1
     said = capsys.readouterr().err
-    assert said.count("SLURM refused") == 1 and said.startswith("SLURM refused 8 cells: ") and said.count("launch.packed=true") == 1
+    assert (
+        said.count("SLURM refused") == 1
+        and said.startswith("SLURM refused 8 cells: ")
+        and said.count("launch.packed=true") == 1
+    )
 
 
 def test_a_refusal_is_printed_although_a_later_array_cannot_be_written(tmp_path, site, capsys, monkeypatch):
@@ -231,7 +245,9 @@ ACCOUNTS = {
         (
             ("cluster.account=other",),
             "limits",
-            ["cluster.time_minutes=30: 30 minutes, and your association with account other allows 20; nearest legal: 20"],
+            [
+                "cluster.time_minutes=30: 30 minutes, and your association with account other allows 20; nearest legal: 20"
+            ],
         ),
         (
             ("cluster.qos=short", "cluster.partition=long"),
@@ -241,9 +257,16 @@ ACCOUNTS = {
         (
             ("gpus=12",),
             "limits",
-            ["gpus=12: 3 nodes for a job, and partition gpu allows 2", "gpus=12: 12 GPUs for a job, and QOS gpu_qos allows 6"],
+            [
+                "gpus=12: 3 nodes for a job, and partition gpu allows 2",
+                "gpus=12: 12 GPUs for a job, and QOS gpu_qos allows 6",
+            ],
         ),
-        (("gpus=36", "cluster.partition=long"), "limits", ["gpus=36: 36 GPUs for a job, and your association with account lab allows 32"]),
+        (
+            ("gpus=36", "cluster.partition=long"),
+            "limits",
+            ["gpus=36: 36 GPUs for a job, and your association with account lab allows 32"],
+        ),
         (("cluster.time_minutes=2000", "cluster.partition='gpu,long'"), "none", []),
         (("cluster.time_minutes=2000", "cluster.partition=unknown"), "none", []),
     ],
@@ -251,7 +274,9 @@ ACCOUNTS = {
 def test_jobs_beyond_a_limit_of_the_site_are_refused(tmp_path, monkeypatch, overrides, enforced, words):
     """SLURM would let these jobs wait for ever: PartitionTimeLimit, QOSMaxWallDurationPerJobLimit, ..."""
     answers = {"scontrol": PARTITIONS, **ACCOUNTS}
-    monkeypatch.setattr(squeue, "call", lambda *command: answers[command[0] if command[0] == "scontrol" else command[4]])
+    monkeypatch.setattr(
+        squeue, "call", lambda *command: answers[command[0] if command[0] == "scontrol" else command[4]]
+    )
     monkeypatch.setattr(squeue, "setting", {"AccountingStorageEnforce": enforced, "MaxArraySize": "3"}.get)
     cells = [cell(tmp_path, "data.global_batch=72", f"seed={seed}", *overrides) for seed in range(3)]
     found = [str(fault) for fault in limits.faults(submit.planned(cells))]
@@ -280,7 +305,15 @@ def test_the_same_sweep_has_one_manifest(tmp_path, monkeypatch):
 def submitted(tmp_path):
     """Return a run that was submitted to SLURM as task 1 of an array, and a function that gives what its state reports."""
     one = cell(tmp_path)
-    owner = {"executor": "slurm", "token": "abcd1234", "packed": False, "job_id": "77_1", "index": 1, "user": "me", "code": "x"}
+    owner = {
+        "executor": "slurm",
+        "token": "abcd1234",
+        "packed": False,
+        "job_id": "77_1",
+        "index": 1,
+        "user": "me",
+        "code": "x",
+    }
     attempt = rundir.claim(one.directory, 1, one.job, [], **owner)
 
     def state(word: str | None, answers: bool = True, **job):
@@ -292,12 +325,21 @@ def submitted(tmp_path):
 
 
 def rank_ended(attempt: Path, rank: int, status: int, message: str | None = None) -> None:
-    error = message and {"type": "ValueError", "message": message, "traceback": "Traceback", "time": time.time(), "secondary": False}
-    (attempt / f"rank_{rank}.json").write_text(json.dumps({"pid": 1, "born": "", "host": "n1", "exit_status": status, "error": error}))
+    error = message and {
+        "type": "ValueError",
+        "message": message,
+        "traceback": "Traceback",
+        "time": time.time(),
+        "secondary": False,
+    }
+    (attempt / f"rank_{rank}.json").write_text(
+        json.dumps({"pid": 1, "born": "", "host": "n1", "exit_status": status, "error": error})
+    )
 
 
 @pytest.mark.parametrize(
-    ("word", "kind"), [("PENDING", "queued"), ("RUNNING", "running"), ("COMPLETING", "running"), ("CANCELLED", "interrupted")]
+    ("word", "kind"),
+    [("PENDING", "queued"), ("RUNNING", "running"), ("COMPLETING", "running"), ("CANCELLED", "interrupted")],
 )
 def test_slurm_knows_where_a_run_stands(submitted, word, kind):
     assert submitted(word).kind == kind
@@ -329,7 +371,9 @@ def test_a_claim_is_one_submitters(tmp_path):
     one = cell(tmp_path)
     owner = {"executor": "slurm", "token": "a", "job_id": None, "user": "me"}
     assert rundir.claim(one.directory, 1, one.job, [], **owner)
-    assert rundir.state(one.directory, {"slurm": Queue()}).kind == "queued", "this process is alive and may be at sbatch"
+    assert rundir.state(one.directory, {"slurm": Queue()}).kind == "queued", (
+        "this process is alive and may be at sbatch"
+    )
     assert rundir.claim(one.directory, 1, one.job, [], **owner) is None
 
 
@@ -340,7 +384,10 @@ def without_slurm(launcher) -> None:
 def test_no_slurm_is_one_line(launcher):
     without_slurm(launcher)
     done = launcher.run(*SLURM)
-    assert (done.returncode, done.stderr.strip()) == (2, "cluster.executor=slurm: there is no sbatch on this machine; nearest legal: local")
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        "cluster.executor=slurm: there is no sbatch on this machine; nearest legal: local",
+    )
     assert not (launcher.folder / "runs").exists()
 
 

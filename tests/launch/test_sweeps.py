@@ -40,7 +40,10 @@ def test_every_cell_that_does_not_compose_is_a_line_and_nothing_starts(sweep):
 
 def test_a_file_is_chosen_with_a_plus(launcher):
     result = launcher.run("sweeps=laptop_layouts")
-    assert (result.returncode, result.stderr) == (2, "sweeps: a file of sweeps/ is added to the configuration; write +sweeps=NAME\n")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "sweeps: a file of sweeps/ is added to the configuration; write +sweeps=NAME\n",
+    )
 
 
 @pytest.mark.parametrize("cells", ["{a: steps=5}", "{a: [steps=1,2]}", "{a: null}", "{1: [steps=5]}", "[steps=5]"])

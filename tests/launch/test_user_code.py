@@ -23,7 +23,9 @@ def project(launcher):
     project.mkdir()
     (project / "mine.py").write_text(MODULE)
     (project / "helper.py").write_text("SCALE = 1\n")
-    (project / "start.py").write_text(f"import runpy\nrunpy.run_path({str(ROOT / 'launch.py')!r}, run_name='__main__')\n")
+    (project / "start.py").write_text(
+        f"import runpy\nrunpy.run_path({str(ROOT / 'launch.py')!r}, run_name='__main__')\n"
+    )
     return project
 
 
@@ -44,7 +46,9 @@ def test_an_edited_module_is_another_run(launcher, project):
 
 
 def test_ranks_and_retry_refuse_modules_that_were_edited_since(launcher, project):
-    (project / "helper.py").write_text("SCALE = 1\nimport os\nif 'GOMP_SPINCOUNT' in os.environ:\n    raise RuntimeError('a bug')\n")
+    (project / "helper.py").write_text(
+        "SCALE = 1\nimport os\nif 'GOMP_SPINCOUNT' in os.environ:\n    raise RuntimeError('a bug')\n"
+    )
     failed = start(launcher, project)
     assert failed.returncode == 2 and "a bug" in failed.stderr, failed.stdout + failed.stderr
     (project / "helper.py").write_text("SCALE = 2\n")
@@ -53,7 +57,9 @@ def test_ranks_and_retry_refuse_modules_that_were_edited_since(launcher, project
     assert rank.returncode == 2
     assert "they were edited since" in json.loads((launcher.attempt(2) / "rank_0.json").read_text())["error"]["message"]
     retry = launcher.python("-m", "titan_hydra.cli", "retry", str(launcher.run_directory))
-    assert retry.returncode == 2 and "they were edited since" in retry.stderr and retry.stderr.count("\n") == 1, retry.stderr
+    assert retry.returncode == 2 and "they were edited since" in retry.stderr and retry.stderr.count("\n") == 1, (
+        retry.stderr
+    )
     assert not (launcher.attempt(3)).exists()
 
 

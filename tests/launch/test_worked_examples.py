@@ -11,11 +11,20 @@ def squeezed(text):
 
 def shown(page):
     """Return the output lines of a page: blocks marked `text`, without the lines that only mark an omission."""
-    return [squeezed(line) for block in re.findall(r"```text\n(.*?)```", page, re.S) for line in block.splitlines() if line != "..."]
+    return [
+        squeezed(line)
+        for block in re.findall(r"```text\n(.*?)```", page, re.S)
+        for line in block.splitlines()
+        if line != "..."
+    ]
 
 
 def test_the_plan_is_the_one_of_the_page(launcher):
-    printed = [squeezed(line) for _, done in launcher.page("will-it-fit.md") for line in (done.stdout + done.stderr).splitlines()]
+    printed = [
+        squeezed(line)
+        for _, done in launcher.page("will-it-fit.md")
+        for line in (done.stdout + done.stderr).splitlines()
+    ]
     printed = [re.sub(r"-[0-9a-f]{8} ", "-... ", line) for line in printed]
     assert [line for line in shown((launcher.ROOT / "docs/will-it-fit.md").read_text()) if line not in printed] == []
 
@@ -30,7 +39,10 @@ def test_another_layout_is_the_same_run_to_rounding(launcher):
         same = compared.count("the same bits in all of them")  # of the loss or the norm, by chance
         assert len(farthest) + same == 2 and all(float(number) < 1e-5 for number in farthest), compared
     trap = said["titan compare fsdp trap"]
-    assert re.search(r"data\.global_batch +8 samples +2 samples +learning", trap) and "off by more than 0.0001 from step 1:" in trap, trap
+    assert (
+        re.search(r"data\.global_batch +8 samples +2 samples +learning", trap)
+        and "off by more than 0.0001 from step 1:" in trap
+    ), trap
 
 
 def test_optimizers_are_compared_over_seeds(launcher):

@@ -38,7 +38,10 @@ def tensor_parallel(model, mesh):
         parallelize_module(
             block,
             mesh,
-            {name: ColwiseParallel() for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")},
+            {
+                name: ColwiseParallel()
+                for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+            },
         )
         parallelize_module(block, mesh, {name: RowwiseParallel() for name in ("attention.wo", "feed_forward.w2")})
 

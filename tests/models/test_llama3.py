@@ -44,7 +44,9 @@ def gradients(model, tokens):
     """Return the whole gradient of every parameter, of the mean cross-entropy of the next token."""
     logits = model(tokens)
     F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
-    return {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()}
+    return {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
+    }
 
 
 def test_names_are_the_papers(tiny):
@@ -112,7 +114,9 @@ def test_documents_do_not_see_each_other(tiny):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_grouped_queries_share_key_value_heads(backend, kv_heads, tiny):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 16, 8, dtype=torch.float64, requires_grad=True) for heads in (4, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(2, heads, 16, 8, dtype=torch.float64, requires_grad=True) for heads in (4, kv_heads, kv_heads)
+    )
     repeated = [x.repeat_interleave(4 // kv_heads, 1) for x in (k, v)]
     with sdpa_kernel(SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(q, *repeated, is_causal=True)
@@ -123,7 +127,9 @@ def test_grouped_queries_share_key_value_heads(backend, kv_heads, tiny):
 
 
 def test_attention_that_the_cpu_lacks_is_refused(tiny):
-    with pytest.raises(ConfigError, match=r"model.attention=cudnn: does not exist on the CPU; nearest legal: auto or flash or math"):
+    with pytest.raises(
+        ConfigError, match=r"model.attention=cudnn: does not exist on the CPU; nearest legal: auto or flash or math"
+    ):
         model_of(tiny(attention="cudnn"))(some_tokens())
 
 
@@ -217,7 +223,10 @@ def test_gradients_on_two_ranks_are_those_of_one(layout, tied, tiny, on_ranks):
             parallelize_module(
                 model,
                 mesh,
-                {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": ColwiseParallel(output_layouts=Replicate())},
+                {
+                    "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+                    "output": ColwiseParallel(output_layouts=Replicate()),
+                },
             )
             for block in model.layers.values():
                 parallelize_module(block, mesh, {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")})
@@ -232,6 +241,8 @@ def test_gradients_on_two_ranks_are_those_of_one(layout, tied, tiny, on_ranks):
         actual = gradients(model, tokens)
         assert actual.keys() == expected.keys()
         for name, gradient in expected.items():
-            torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                actual[name], gradient, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
     on_ranks(2, task)

@@ -41,7 +41,9 @@ def one_by_one(moe, x):
     rows = []
     for token, own, weights in zip(x.flatten(0, 1), chosen, scores, strict=True):
         parts = [(nn.functional.silu(moe.experts.w1[e] @ token) * (moe.experts.w3[e] @ token)) for e in own]
-        rows.append(sum(weight * (moe.experts.w2[e] @ part) for weight, e, part in zip(weights, own, parts, strict=True)))
+        rows.append(
+            sum(weight * (moe.experts.w2[e] @ part) for weight, e, part in zip(weights, own, parts, strict=True))
+        )
     y = torch.stack(rows).view_as(x)
     return y if moe.shared_experts is None else y + moe.shared_experts(x)
 
@@ -78,7 +80,10 @@ def test_gradients_that_a_kernel_does_not_write_are_zero(monkeypatch):
         return result
 
     moe, _ = layer()
-    weights, counts = [nn.Parameter(weight[:4].detach()) for weight in moe.experts.parameters()], torch.tensor([3, 0, 5, 0])
+    weights, counts = (
+        [nn.Parameter(weight[:4].detach()) for weight in moe.experts.parameters()],
+        torch.tensor([3, 0, 5, 0]),
+    )
     rows, order = torch.randn(8, weights[0].shape[2]), torch.arange(8, dtype=torch.int32)
     moe.experts.w1, moe.experts.w2, moe.experts.w3 = weights
     expected = torch.autograd.grad(moe.experts(rows, order, order, counts).square().sum(), weights)
@@ -118,7 +123,10 @@ def test_a_plan_puts_rows_next_to_each_other_and_back():
 def test_groups_are_the_best_two_experts_and_limit_the_choice():
     router = Router(job_of("model.n_group=4", "model.topk_group=1", base=LATENT).model)
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.1, 0.1, 0.2, 0.2]])
-    assert sorted(router.choose(scores)[0].tolist()) == [2, 3]  # group 0.5 + 0.5 wins, although it does not have the largest single score
+    assert sorted(router.choose(scores)[0].tolist()) == [
+        2,
+        3,
+    ]  # group 0.5 + 0.5 wins, although it does not have the largest single score
 
 
 def test_the_bias_changes_the_choice_and_not_the_scores():
@@ -198,6 +206,9 @@ def test_initial_weights_shrink_with_depth_as_in_a_dense_block():
     init_weights(model, job.model, 0)
     for number in ("0", "3"):
         found = model.layers[number].feed_forward
-        for one, other in ((found.experts.w1, found.shared_experts.w1.weight), (found.experts.w2, found.shared_experts.w2.weight)):
+        for one, other in (
+            (found.experts.w1, found.shared_experts.w1.weight),
+            (found.experts.w2, found.shared_experts.w2.weight),
+        ):
             assert one.std().item() == pytest.approx(other.std().item(), rel=0.05)
         assert not found.router.bias.any()

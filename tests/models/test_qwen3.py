@@ -31,7 +31,9 @@ def small(**changes):
     return Qwen3Config(**values | changes)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"head_dim": None}], ids=["wide heads", "tied", "plain heads"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_embeddings": True}, {"head_dim": None}], ids=["wide heads", "tied", "plain heads"]
+)
 def test_transformers_computes_the_same_logits(changes, tmp_path):
     assert_transformers_agrees(*exported(small(**changes), tmp_path), "Qwen3ForCausalLM")
 
@@ -64,13 +66,17 @@ def test_transformers_own_folder_can_be_imported(tmp_path):
         torch.testing.assert_close(model(some_tokens()), theirs(some_tokens()).logits, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("key", "value"), [("use_sliding_window", True), ("attention_bias", True), ("hidden_act", "gelu")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_sliding_window", True), ("attention_bias", True), ("hidden_act", "gelu")]
+)
 def test_what_it_does_not_have_is_refused(key, value, tmp_path):
     side = family_of(small()).part("hf")
     with pytest.raises(ConfigError, match=f"{key}={value}: only"):
         side.from_config(side.to_config(small(), torch.float32) | {key: value}, tmp_path / "config.json")
     with pytest.raises(ConfigError, match="rope_type=yarn"):
-        side.from_config(side.to_config(small(), torch.float32) | {"rope_scaling": {"rope_type": "yarn"}}, tmp_path / "config.json")
+        side.from_config(
+            side.to_config(small(), torch.float32) | {"rope_scaling": {"rope_type": "yarn"}}, tmp_path / "config.json"
+        )
 
 
 def test_keys_of_llama_are_not_qwens():

@@ -125,7 +125,9 @@ def folder(user_modules):
 
 def launched(folder, *words):
     """Return the one line with which launch.py ends with status 2, before anything is written."""
-    run = subprocess.run([sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert (run.returncode, run.stderr.count("\n")) == (2, 1), run.stdout + run.stderr
     assert not (folder / "runs").exists()
     return run.stderr
@@ -134,13 +136,19 @@ def launched(folder, *words):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["train.imports=[bare]", "model.family=bare", "parallelism=tp"], "parallelism.tp=2: family bare has no tensor-parallel sharding"),
+        (
+            ["train.imports=[bare]", "model.family=bare", "parallelism=tp"],
+            "parallelism.tp=2: family bare has no tensor-parallel sharding",
+        ),
         (
             ["train.imports=[squared]", "model.family=squared", "model.heda_dim=64"],
             "model.heda_dim=64: no such key; nearest legal: model.head_dim",
         ),
         (["train.imports=[nowhere]"], "train.imports=[nowhere]: there is no module nowhere"),
-        (["train.imports=[squared]", "model.family=sqared"], "model.family=sqared: no such model; nearest legal: squared"),
+        (
+            ["train.imports=[squared]", "model.family=sqared"],
+            "model.family=sqared: no such model; nearest legal: squared",
+        ),
     ],
 )
 def test_what_a_stranger_gets_wrong_is_one_line_before_the_start(folder, words, line):
@@ -181,7 +189,9 @@ def test_its_key_is_part_of_the_run(folder):
 def test_a_module_that_cannot_be_imported_is_a_fault(folder, code, line):
     name = f"broken_{len(code)}"
     (folder / f"{name}.py").write_text(code)
-    with pytest.raises(ConfigError, match=rf"train.imports=\[{name}\]: {name} cannot be imported.*{re.escape(line)}") as error:
+    with pytest.raises(
+        ConfigError, match=rf"train.imports=\[{name}\]: {name} cannot be imported.*{re.escape(line)}"
+    ) as error:
         compose_job(f"train.imports=[{name}]")
     assert "\n" not in str(error.value)
     assert ("where torch may be missing" in str(error.value)) == ("torch" in code)
@@ -221,7 +231,10 @@ def test_a_ring_refuses_a_kernel_of_ones_own_in_one_line(folder, tmp_path):
         check=False,
     )
     said = run.stdout + run.stderr
-    assert run.returncode == 2 and "a ring replaces the attention kernel of windowed, a Window, by torch's; nearest legal: ulysses" in said
+    assert (
+        run.returncode == 2
+        and "a ring replaces the attention kernel of windowed, a Window, by torch's; nearest legal: ulysses" in said
+    )
     assert "Traceback" not in said, said
 
 
@@ -247,7 +260,9 @@ def test_cases_that_a_family_cannot_run_are_counted(folder):
         "cp 2, ulysses, document mask",
         "fsdp 4, tp 2, muon",
     )
-    found = covered([case for case in MATRIX if case.name in names or case.name.startswith("tp 2, ac op")], OF_KEYED, None, 2)
+    found = covered(
+        [case for case in MATRIX if case.name in names or case.name.startswith("tp 2, ac op")], OF_KEYED, None, 2
+    )
     assert [case.name for case in found.cases] == ["fsdp 2", "cp 2, ulysses, document mask"]
     assert [job_of(case).data.seq_len for case in found.cases] == [32 + 128, 256], "twice the window, and more"
     assert found.lines(2, 365) == [
@@ -271,22 +286,38 @@ def test_a_window_that_only_one_process_has_is_found(folder, capsys, monkeypatch
     monkeypatch.setattr("titan_hydra.verify.verify.STEPS", 2)
     words = ["verify", *OF_KEYED, "--ranks", "2", "--only"]
     assert cli.main([*words, "in order, sequence 16", "--list"]) == 0
-    assert capsys.readouterr().out == "  2  cp 2, allgather in order, sequence 16\n  2  cp 2, alltoall in order, sequence 16\n"
+    assert (
+        capsys.readouterr().out
+        == "  2  cp 2, allgather in order, sequence 16\n  2  cp 2, alltoall in order, sequence 16\n"
+    )
     assert cli.main([*words, "alltoall in order, sequence 16"]) == 2
     shown = capsys.readouterr()
     assert (
         f"covers 0 of the 1 chosen of {len(whole_matrix())} cases; 1 left out: 0 have keys that the model has not, 1 are refused; "
         in shown.out
     )
-    assert "a ring replaces the attention kernel of keyed, a Window, by torch's\n" in shown.out and "Traceback" not in shown.err
+    assert (
+        "a ring replaces the attention kernel of keyed, a Window, by torch's\n" in shown.out
+        and "Traceback" not in shown.err
+    )
     assert cli.main([*words, "ulysses, sequence 16", "model.wrong=true"]) == 1
     assert re.search(r"^cp 2, ulysses, sequence 16 .* NO$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.slow
 def test_it_trains_and_learns_on_two_ranks(folder, tmp_path):
-    words = [*OF_SQUARED, "precision=fp32", "gpus=2", "steps=20", "data.seq_len=64", "optimizer.lr=3e-3", f"paths.runs={tmp_path}"]
-    run = subprocess.run([sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False)
+    words = [
+        *OF_SQUARED,
+        "precision=fp32",
+        "gpus=2",
+        "steps=20",
+        "data.seq_len=64",
+        "optimizer.lr=3e-3",
+        f"paths.runs={tmp_path}",
+    ]
+    run = subprocess.run(
+        [sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
     assert losses[-1] < losses[0] - 0.5

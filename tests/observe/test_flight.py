@@ -77,10 +77,15 @@ def drill(launcher):
 
 def test_a_rank_that_sleeps(drill):
     status, error, said = drill(AT_STEP_4.format(rank=1, action="import time; time.sleep(1000)"), *FSDP_TP)
-    assert status == 77 and "failed (77): rank 1 was late at step 4, forward, backward: it has not begun all_reduce" in error
+    assert (
+        status == 77
+        and "failed (77): rank 1 was late at step 4, forward, backward: it has not begun all_reduce" in error
+    )
     assert f"Rank 1 on {HERE} is late: at step 4, forward, backward, since " in said
     # Both of the rank's process groups wait for it; the message names the one that began to wait first.
-    assert re.search(r"of (dp_shard \(ranks 1, 3\)|tp \(ranks 0, 1\))\. It is called in ", said) and "trainer.py:" in said
+    assert (
+        re.search(r"of (dp_shard \(ranks 1, 3\)|tp \(ranks 0, 1\))\. It is called in ", said) and "trainer.py:" in said
+    )
     assert said.rstrip().endswith(" sabotaged")  # the line where the rank sleeps
 
 
@@ -95,8 +100,15 @@ def test_a_rank_that_sleeps(drill):
             marks=pytest.mark.slow,
         ),
         # with gloo, which reduce-scatters with sums
-        pytest.param(AT_WORK + SKIP_FSDP, FSDP_TP, 1, "all_reduce number {} of dp_shard (ranks 1, 3)", marks=pytest.mark.slow),
-        (AT_WORK + SKIP_PP, ("gpus=2", "parallelism=pp", "parallelism.pp=2"), 0, "send to rank 1 number {} of pp (ranks 0, 1)"),
+        pytest.param(
+            AT_WORK + SKIP_FSDP, FSDP_TP, 1, "all_reduce number {} of dp_shard (ranks 1, 3)", marks=pytest.mark.slow
+        ),
+        (
+            AT_WORK + SKIP_PP,
+            ("gpus=2", "parallelism=pp", "parallelism.pp=2"),
+            0,
+            "send to rank 1 number {} of pp (ranks 0, 1)",
+        ),
     ],
     ids=["tp", "fsdp", "pp"],
 )
@@ -104,7 +116,9 @@ def test_a_rank_that_skips_an_operation(drill, code, layout, rank, operation):
     status, error, said = drill(code, *layout)
     assert status == 77, error
     kind, _, mesh = operation.partition(" number {} of ")
-    assert re.search(rf"Rank {rank} on {HERE} left out {kind} number \d+ \[.*\] of {re.escape(mesh)} in step 4, and went on", said), said
+    assert re.search(
+        rf"Rank {rank} on {HERE} left out {kind} number \d+ \[.*\] of {re.escape(mesh)} in step 4, and went on", said
+    ), said
     assert f"failed (77): rank {rank} was late at step 4, forward, backward: it left out {kind}" in error
 
 
@@ -123,13 +137,18 @@ def test_a_rank_that_freezes_and_goes_on_too_late(drill, launcher):
     """The rank reaches the operation that the others have given up. What it did after their time-out does not count."""
     status, error, said = drill("import pathlib, time\n" + AT_STEP_4.format(rank=1, action=FREEZE), "gpus=2")
     assert status == 77 and "failed (77): rank 1 was late at step 4, " in error, error
-    assert re.match(rf"Rank 1 on {HERE} (came late: at step 4, .* s after rank 0, .* had given up|is gone: it left no dump)", said), said
+    assert re.match(
+        rf"Rank 1 on {HERE} (came late: at step 4, .* s after rank 0, .* had given up|is gone: it left no dump)", said
+    ), said
 
 
 def test_a_rank_that_dies_is_a_death_and_no_hang(drill, launcher):
     status, error, said = drill(AT_STEP_4.format(rank=1, action="os.kill(os.getpid(), 9)"), "gpus=2")
     assert status == 1 and "rank 1 was killed by signal 9" in error
-    assert f"Rank 1 on {HERE} is gone: it left no dump. At step 4, forward, backward, the others wait for it in all_" in said
+    assert (
+        f"Rank 1 on {HERE} is gone: it left no dump. At step 4, forward, backward, the others wait for it in all_"
+        in said
+    )
     dump = json.loads((launcher.attempt() / "flight_0.json").read_text())
     earlier = {**dump, "rank": 1, "step": 2, "time": dump["time"] - 60, "collectives": dump["collectives"][:3]}
     (launcher.attempt() / "flight_1.json").write_text(json.dumps(earlier))

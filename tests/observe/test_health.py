@@ -59,7 +59,9 @@ def test_an_unfit_device_speaks_for_itself(ranks, monkeypatch, tmp_path):
     monkeypatch.setattr(
         health,
         "run_within",
-        lambda seconds, what, action: real(0.2, what, lambda: time.sleep(1)) if threading.current_thread().name.endswith("_1") else None,
+        lambda seconds, what, action: (
+            real(0.2, what, lambda: time.sleep(1)) if threading.current_thread().name.endswith("_1") else None
+        ),
     )
     errors = ranks(lambda run: health.check_device(run, Comm(init_timeout_seconds=20)))
     assert all(f"{HERE}: the matmul of device cpu did not end within 0.2 s" in str(error) for error in errors)
@@ -71,7 +73,9 @@ def test_ranks_that_do_not_come_are_named_with_their_host(ranks, tmp_path):
     assert [str(error) for error in errors[:2]] == ["node2 (rank 2): did not come within 1 s"] * 2
     for number, error in enumerate(errors[:2]):
         status, record = describe(error)
-        (tmp_path / f"rank_{number}.json").write_text(json.dumps({"host": f"node{number}", "exit_status": status, "error": record}))
+        (tmp_path / f"rank_{number}.json").write_text(
+            json.dumps({"host": f"node{number}", "exit_status": status, "error": record})
+        )
     failure = guilty(tmp_path)
     assert (failure.kind, failure.host, failure.status) == (Kind.NODE, "node2", 79)
 
@@ -83,7 +87,11 @@ def test_a_host_without_its_gpus_does_not_train_on_its_cpu(ranks):
     assert describe(health.error_of_another(said[0], run))[0] == 79
     said = ranks(
         lambda run: health.await_verdict(
-            run, {"device": "cpu", "fault": "", "config": True} if run.rank == 1 else {"device": "cuda", "fault": "", "config": False}, 5
+            run,
+            {"device": "cpu", "fault": "", "config": True}
+            if run.rank == 1
+            else {"device": "cuda", "fault": "", "config": False},
+            5,
         )
     )
     assert describe(health.error_of_another(said[0], run))[0] == 2, "it was given none"
@@ -120,7 +128,9 @@ def test_the_device_of_a_rank(pretended, monkeypatch):
     pretended(8, 8, broken=True)
     assert health.device_of(run) == torch.device("cuda", 3) and changed == ["expandable_segments:False"]
     pretended(2, 2)
-    with pytest.raises(ConfigError, match=r"rank 11 is number 3 there and was given 2 devices: it needs all of the node's"):
+    with pytest.raises(
+        ConfigError, match=r"rank 11 is number 3 there and was given 2 devices: it needs all of the node's"
+    ):
         health.device_of(run)
     for seen in (3, 1):
         pretended(seen, 8)
@@ -129,13 +139,17 @@ def test_the_device_of_a_rank(pretended, monkeypatch):
 
 
 @pytest.mark.parametrize("given, status, excluded", [(2, 2, ()), (8, 79, ("node2",))])
-def test_hosts_are_left_out_for_failed_devices_and_not_for_hidden_ones(ranks, pretended, tmp_path, given, status, excluded):
+def test_hosts_are_left_out_for_failed_devices_and_not_for_hidden_ones(
+    ranks, pretended, tmp_path, given, status, excluded
+):
     pretended(2, given)
     comm = Comm(init_timeout_seconds=20, health_check_seconds=0)
     errors = ranks(lambda run: health.check_device(run, comm))
     for number, error in enumerate(errors):
         ended, record = describe(error)
-        (tmp_path / f"rank_{number}.json").write_text(json.dumps({"host": f"node{number}", "exit_status": ended, "error": record}))
+        (tmp_path / f"rank_{number}.json").write_text(
+            json.dumps({"host": f"node{number}", "exit_status": ended, "error": record})
+        )
     failure = guilty(tmp_path)
     assert (failure.rank, failure.status) == (2, status)
     assert unfit_hosts([State("failed", failure=failure)]) == excluded

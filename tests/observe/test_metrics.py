@@ -57,7 +57,13 @@ def events(directory):
 
 def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
     job = tiny(
-        "steps=6", "metrics.log_every=2", "validation=on", "validation.interval=3", "validation.steps=2", "gpus=2", "data.global_batch=8"
+        "steps=6",
+        "metrics.log_every=2",
+        "validation=on",
+        "validation.interval=3",
+        "validation.steps=2",
+        "gpus=2",
+        "data.global_batch=8",
     )
     directory = run_job(job)
     rows, result = run_job.rows(directory), json.loads((directory / "result.json").read_text())
@@ -75,7 +81,8 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
     assert (result["status"], result["steps"], result["measured_steps"], result["world_size"]) == ("done", 6, 5, 2)
     assert result["final_loss"] == rows[-1]["loss_mean"]
     every = run_job(
-        tiny("steps=11", "metrics.log_every=1", "gpus=2", "data.global_batch=8", "validation=on", "validation.steps=1"), tmp_path / "every"
+        tiny("steps=11", "metrics.log_every=1", "gpus=2", "data.global_batch=8", "validation=on", "validation.steps=1"),
+        tmp_path / "every",
     )
     held_out = [event["step"] for event in events(every) if event["event"] == "validation"]
     assert held_out == [2, 4, 6, 8, 10, 11], "every tenth of the steps, rounded up, and the last"
@@ -84,10 +91,17 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
     assert [row["loss_mean"] for row in rows] == pytest.approx(
         [losses[1], losses[2], (losses[3] + losses[4]) / 2, (losses[5] + losses[6]) / 2]
     )
-    assert [(event["event"], event["step"]) for event in events(directory)] == [("validation", 3), ("validation", 6), ("checkpoint", 6)]
+    assert [(event["event"], event["step"]) for event in events(directory)] == [
+        ("validation", 3),
+        ("validation", 6),
+        ("checkpoint", 6),
+    ]
     assert result["validation_loss"] == events(directory)[1]["validation_loss"]
     lowest = min(events(directory)[:2], key=lambda event: event["validation_loss"])
-    assert (result["lowest_validation_loss"], result["lowest_validation_step"]) == (lowest["validation_loss"], lowest["step"])
+    assert (result["lowest_validation_loss"], result["lowest_validation_step"]) == (
+        lowest["validation_loss"],
+        lowest["step"],
+    )
     parameters = decoder_parameters(job.model)
     assert (result["parameters"], result["tokens"]) == (parameters, 6 * 8 * 64)
     assert result["flops_per_token"] == decoder_flops(job.model, 64, parameters)
@@ -119,14 +133,23 @@ def test_rows_after_the_resumed_step_are_made_again(tmp_path):
 
 
 def test_not_finite_stops_every_rank_before_the_update(tiny, run_job):
-    job = tiny("gpus=2", "optimizer.lr=1e30", "optimizer.max_norm=0", "lr_scheduler=constant", "lr_scheduler.warmup_steps=0", "steps=20")
+    job = tiny(
+        "gpus=2",
+        "optimizer.lr=1e30",
+        "optimizer.max_norm=0",
+        "lr_scheduler=constant",
+        "lr_scheduler.warmup_steps=0",
+        "steps=20",
+    )
     directory = run_job(job, expect=78)
     assert "the update was not made" in (directory / "attempts/1/error_0").read_text()
     assert not (directory / "result.json").exists()
 
 
 def test_wandb_offline_goes_on_in_the_same_run(tiny, run_job):
-    job = tiny("metrics=wandb", "checkpoint.interval=1", "checkpoint.keep_latest_k=0", "validation=on", "validation.interval=2")
+    job = tiny(
+        "metrics=wandb", "checkpoint.interval=1", "checkpoint.keep_latest_k=0", "validation=on", "validation.interval=2"
+    )
     directory = run_job(job)
     cut_back(directory, 3)
     run_job(job, directory)

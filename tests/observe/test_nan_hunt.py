@@ -40,7 +40,13 @@ def last_words(launcher) -> str:
 
 @pytest.mark.parametrize(
     "layout",
-    ["parallelism=fsdp", *(pytest.param(other, marks=pytest.mark.slow) for other in ("parallelism=tp", "parallelism=pp pp_schedule=1f1b"))],
+    [
+        "parallelism=fsdp",
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in ("parallelism=tp", "parallelism=pp pp_schedule=1f1b")
+        ),
+    ],
 )
 def test_a_gradient_that_is_not_finite_on_one_rank_is_named(launcher, layout):
     launcher.sabotage(POISON_GRADIENT.format(name="layers.1.attention.wq.weight"))

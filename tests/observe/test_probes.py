@@ -10,7 +10,9 @@ from titan_hydra.observe import probes
 
 def test_tracing_changes_no_bit_and_writes_every_module(run_job, tiny):
     plain = run_job(tiny("parallelism=fsdp", "gpus=2", "steps=2", "checkpoint=off"))
-    traced = run_job(tiny("parallelism=fsdp", "gpus=2", "steps=2", "checkpoint=off", "debug.trace_activations=true", "name=traced"))
+    traced = run_job(
+        tiny("parallelism=fsdp", "gpus=2", "steps=2", "checkpoint=off", "debug.trace_activations=true", "name=traced")
+    )
     assert run_job.losses(plain) == run_job.losses(traced)
     assert run_job.losses(plain, "grad_norm") == run_job.losses(traced, "grad_norm")
     for rank in range(2):
@@ -58,7 +60,9 @@ def test_each_module_sees_its_own_share_of_a_gradient():
 
     model = nn.ModuleDict({"fine": nn.Linear(2, 2), "breaks": Breaks()})
     seen = {}
-    probes.hook(model, lambda when, what, name, tensor: seen.update({(when, what, name): tensor.isfinite().all().item()}))
+    probes.hook(
+        model, lambda when, what, name, tensor: seen.update({(when, what, name): tensor.isfinite().all().item()})
+    )
     x = torch.ones(2, requires_grad=True)
     (model["fine"](x) + model["breaks"](x)).sum().backward()
     assert seen == {

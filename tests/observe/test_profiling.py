@@ -5,10 +5,23 @@ import json
 
 
 def test_a_run_is_profiled_without_disturbing_its_rates(run_job, tiny):
-    job = tiny("parallelism=fsdp", "gpus=2", "steps=7", "checkpoint=off", "profiling=on", "profiling.first_step=4", "profiling.steps=2")
+    job = tiny(
+        "parallelism=fsdp",
+        "gpus=2",
+        "steps=7",
+        "checkpoint=off",
+        "profiling=on",
+        "profiling.first_step=4",
+        "profiling.steps=2",
+    )
     run = run_job(job)
     folder = run / "attempts/1/profile"
-    assert sorted(file.name for file in folder.iterdir()) == ["phases_0.json", "phases_1.json", "summary.txt", "trace_0.json.gz"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "phases_0.json",
+        "phases_1.json",
+        "summary.txt",
+        "trace_0.json.gz",
+    ]
     with gzip.open(folder / "trace_0.json.gz", "rt") as file:
         names = {row["name"] for row in json.load(file)["traceEvents"] if row.get("cat") == "user_annotation"}
     assert sum(name.startswith("ProfilerStep#") for name in names) == 2

@@ -8,16 +8,22 @@ import socket
 
 
 def test_an_unfit_machine_is_named_before_training(launcher):
-    launcher.sabotage("import time; from titan_hydra.observe import health; health.matmul = lambda device: time.sleep(100 * rank)")
+    launcher.sabotage(
+        "import time; from titan_hydra.observe import health; health.matmul = lambda device: time.sleep(100 * rank)"
+    )
     failed = launcher.run(*launcher.ENDLESS, "gpus=2", "comm.health_check_seconds=8")
     assert failed.returncode == 79, failed.stderr
-    assert f"failed (79): rank 1: {socket.gethostname()}: the matmul of device cpu did not end within 8 s" in failed.stderr
+    assert (
+        f"failed (79): rank 1: {socket.gethostname()}: the matmul of device cpu did not end within 8 s" in failed.stderr
+    )
     assert "Traceback" not in failed.stderr and launcher.processes() == []
 
 
 def test_ranks_that_block_stop_within_their_grace(launcher):
     """Rank 1 blocks in C, rank 0 in a collective; neither can run its Python handler of the signal."""
-    launcher.sabotage_step_3(1, "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; at = bytes(64); lock(at); lock(at)")
+    launcher.sabotage_step_3(
+        1, "import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; at = bytes(64); lock(at); lock(at)"
+    )
     process = launcher.start(*launcher.ENDLESS, "gpus=2", "cluster.stop_seconds=4")
     launcher.wait(lambda: json.loads((launcher.attempt() / "beat_1.json").read_text())["step"] == 3)
     process.send_signal(signal.SIGINT)
@@ -37,7 +43,9 @@ def frozen(self, step, *given):
         os.kill(os.getpid(), 19)
     return after_step(self, step, *given)
 checkpointer.after_step = frozen""")
-    failed = launcher.run(*launcher.TINY, "gpus=2", "steps=9", "checkpoint=sync", "checkpoint.interval=3", "comm.train_timeout_seconds=5")
+    failed = launcher.run(
+        *launcher.TINY, "gpus=2", "steps=9", "checkpoint=sync", "checkpoint.interval=3", "comm.train_timeout_seconds=5"
+    )
     assert failed.returncode == 77, failed.stderr
     assert "rank 1 was late at step 3, checkpoint" in failed.stderr, failed.stderr
     assert "step 3, checkpoint: rank 1 has written no heartbeat for" in launcher.rank(0)["error"]["message"]

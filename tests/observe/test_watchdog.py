@@ -124,7 +124,9 @@ def test_a_signal_shows_where_it_is(watch, tmp_path):
         os.kill(os.getpid(), number)
         wait_for((tmp_path / "flight_0.json").exists)
         content = json.loads((tmp_path / "flight_0.json").read_text())
-        assert signal.Signals(number).name in content["why"] and any("wait_for" in line for line in content["stacks"]["MainThread"])
+        assert signal.Signals(number).name in content["why"] and any(
+            "wait_for" in line for line in content["stacks"]["MainThread"]
+        )
         (tmp_path / "flight_0.json").unlink()
 
 
@@ -148,7 +150,10 @@ def test_signals_of_forked_children_are_not_ours(watch):
 
 
 def test_an_error_is_told_where_it_was(tmp_path):
-    with pytest.raises(ValueError, match="mine") as caught, Watchdog(compose_job("debug=tiny"), Run(tmp_path, tmp_path)) as watch:
+    with (
+        pytest.raises(ValueError, match="mine") as caught,
+        Watchdog(compose_job("debug=tiny"), Run(tmp_path, tmp_path)) as watch,
+    ):
         watch.at("data", 3)
         raise ValueError("mine")
     assert caught.value.facts == {"step": 3, "phase": "data"}

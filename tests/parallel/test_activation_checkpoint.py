@@ -121,9 +121,13 @@ def test_which_layers_are_checkpointed_does_not_depend_on_the_stage():
     assert [name for name, block in model.layers.items() if type(block) is not kind] == ["2"]
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("aten.mmm", "aten.mm"), ("aten.mm.outt", "aten.mm.out"), ("atem.mm", "aten.mm")])
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("aten.mmm", "aten.mm"), ("aten.mm.outt", "aten.mm.out"), ("atem.mm", "aten.mm")]
+)
 def test_an_unknown_operator_is_named_with_what_is_near(name, nearest):
-    with pytest.raises(ConfigError, match=rf"ac.save_ops={name}: this torch has no such operator; nearest legal: .*{nearest}"):
+    with pytest.raises(
+        ConfigError, match=rf"ac.save_ops={name}: this torch has no such operator; nearest legal: .*{nearest}"
+    ):
         build(name="op", save_ops=[name])
 
 

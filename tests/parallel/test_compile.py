@@ -64,7 +64,9 @@ def build(ac, backend, config=JOB.model):
     return model
 
 
-@pytest.mark.parametrize(("ac", "kinds"), [("none", 1), ("full", 1), ("op", 1), ("lean", 1), ("layer", 2), ("memory_budget", 1)])
+@pytest.mark.parametrize(
+    ("ac", "kinds"), [("none", 1), ("full", 1), ("op", 1), ("lean", 1), ("layer", 2), ("memory_budget", 1)]
+)
 def test_equal_blocks_are_compiled_once(counter, ac, kinds):
     model = build(ac, counter)
     for _ in range(2):
@@ -119,7 +121,8 @@ def test_experts_are_compiled_once_for_all_numbers_of_tokens(counter):
         rows, order = torch.randn(tokens, config.dim, requires_grad=True), torch.randperm(tokens).int()
         inverse = order.argsort().int()
         found, expected = (
-            torch.autograd.grad(one(rows, order, inverse, counts).square().sum(), [rows, *one.parameters()]) for one in (experts, plain)
+            torch.autograd.grad(one(rows, order, inverse, counts).square().sum(), [rows, *one.parameters()])
+            for one in (experts, plain)
         )
         torch.testing.assert_close(found, expected)
     assert counter.frame_count == 2
@@ -131,7 +134,9 @@ def test_parts_that_write_into_given_tensors_are_checkpointed_right(ac, counter)
     """inductor's code writes into given tensors, and is called where operators' results are saved. This once raised "a
     tensor that was saved has been mutated".
     """
-    config = compose_job("model=qwen3_moe_debug", "model.n_layers=1", "precision=fp32", "data=synthetic", "data.seq_len=16").model
+    config = compose_job(
+        "model=qwen3_moe_debug", "model.n_layers=1", "precision=fp32", "data=synthetic", "data.seq_len=16"
+    ).model
     gradients = []
     for chosen, backend in (("none", "eager"), (ac, "inductor")):
         model = build(chosen, backend, config)

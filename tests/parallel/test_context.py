@@ -73,7 +73,9 @@ def test_a_token_keeps_its_label_and_its_position(world, rotate, balance, packed
     tokens = torch.arange(64).view(2, 32)
     positions = torch.arange(32) % 5 if packed else torch.arange(32)
     documents = {"documents": torch.arange(32).expand(2, 32) // 5} if packed else {}
-    whole = Batch({"tokens": tokens, "labels": tokens + 1000, "positions": positions.expand(2, 32)} | documents, Language.dims)
+    whole = Batch(
+        {"tokens": tokens, "labels": tokens + 1000, "positions": positions.expand(2, 32)} | documents, Language.dims
+    )
     seen = []
     for rank in range(4):
         part = context.shard_batch(whole, world(job_with(rotate, balance, 4).parallelism, rank))

@@ -100,9 +100,14 @@ def choices_are_kept(rank):
             pairs = torch.arange(len(scores) * router.config.experts_per_token)
             return (pairs.view(len(scores), -1) + asked[router]) % router.config.n_experts
 
-        trainer = build(job_of("gpus=1", "parallelism=single", "data.local_batch=2", "data.global_batch=2", words), torch.device("cpu"))
+        trainer = build(
+            job_of("gpus=1", "parallelism=single", "data.local_batch=2", "data.global_batch=2", words),
+            torch.device("cpu"),
+        )
         tokens = torch.arange(2 * trainer.job.data.seq_len).view(2, -1) % 11
-        example = trainer.objective.example(2).each(lambda tensor, dims, tokens=tokens: tokens.to(tensor.dtype).view_as(tensor))
+        example = trainer.objective.example(2).each(
+            lambda tensor, dims, tokens=tokens: tokens.to(tensor.dtype).view_as(tensor)
+        )
         with mock.patch.object(Router, "choose", choose):
             trainer.forward_backward(example)
         assert set(asked.values()) == {0} and len(asked) == len(experts.sparse_layers(trainer.model)), words
@@ -143,14 +148,29 @@ def waits_seldom(rank):
     last starts the gathers of the next block. With forced balance the host never waits.
     """
     for words in (("ac=none",), ("ac=full",), ("ac=layer",), ("ac=op",), ("ac=lean",), ("debug.balance_experts=true",)):
-        job = job_of("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=4", "data.global_batch=8", *words, base=LATENT)
+        job = job_of(
+            "gpus=2",
+            "parallelism=fsdp",
+            "parallelism.ep=2",
+            "data.local_batch=4",
+            "data.global_batch=8",
+            *words,
+            base=LATENT,
+        )
         trainer = build(job, torch.device("cpu"))
-        trainer.forward_backward(example := trainer.objective.example(4).each(lambda tensor, dims: torch.zeros_like(tensor)))
+        trainer.forward_backward(
+            example := trainer.objective.example(4).each(lambda tensor, dims: torch.zeros_like(tensor))
+        )
         seen = Seen()
         with contextlib.ExitStack() as patched, seen:
             for name in ("tolist", "cpu"):  # on a CPU device, no operator shows these
-                patched.enter_context(mock.patch.object(torch.Tensor, name, seen.noting(getattr(torch.Tensor, name), "wait")))
-            for name in ("all_gather_into_tensor", "all_gather_single"):  # the names in torch 2.11, and in a later release
+                patched.enter_context(
+                    mock.patch.object(torch.Tensor, name, seen.noting(getattr(torch.Tensor, name), "wait"))
+                )
+            for name in (
+                "all_gather_into_tensor",
+                "all_gather_single",
+            ):  # the names in torch 2.11, and in a later release
                 if hasattr(dist, name):
                     patched.enter_context(mock.patch.object(dist, name, seen.noting(getattr(dist, name), "gather")))
             trainer.forward_backward(example)
@@ -160,7 +180,9 @@ def waits_seldom(rank):
             # numbers of gathers before, between and after the waits
             spaces = "".join(event[0] for event in seen.events).split("w")
             each = len(spaces[1])
-            assert each and len(spaces[0]) > 2 * each and [len(space) for space in spaces[1:-2]] == [each] * (sparse - 2), spaces
+            assert (
+                each and len(spaces[0]) > 2 * each and [len(space) for space in spaces[1:-2]] == [each] * (sparse - 2)
+            ), spaces
             assert not spaces[-2], "the last block was gathered after the wait of the one before it"
 
 
@@ -189,7 +211,9 @@ def balances_tokens(rank):
 
     def gradients(labels, weight):
         trainer = build(
-            job_of("parallelism=single", "data.local_batch=4", "data.global_batch=8", f"model.sequence_balance={weight}"),
+            job_of(
+                "parallelism=single", "data.local_batch=4", "data.global_batch=8", f"model.sequence_balance={weight}"
+            ),
             torch.device("cpu"),
         )
         batch = trainer.objective.example(8)
@@ -197,7 +221,9 @@ def balances_tokens(rank):
         batch["labels"].random_(512, generator=torch.Generator().manual_seed(1))
         batch["labels"].flatten()[labels:] = -100
         trainer.forward_backward(batch)
-        return trainer, {name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if "router" in name}
+        return trainer, {
+            name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if "router" in name
+        }
 
     few, all_of_them = (
         [with_it[name] - without[name] for name in without]
@@ -236,13 +262,22 @@ def test_a_bias_is_float32_in_every_precision(on_ranks):
             ("gpus=4", "parallelism=fsdp", "parallelism.ep=3"),
             "parallelism.ep=3: dp_shard x cp x tp = 4 cannot be divided by it; nearest legal: 2",
         ),
-        (("gpus=2", "parallelism=fsdp", "parallelism.ep=4"), "parallelism.ep=4: dp_shard x cp x tp = 2 cannot be divided by it"),
+        (
+            ("gpus=2", "parallelism=fsdp", "parallelism.ep=4"),
+            "parallelism.ep=4: dp_shard x cp x tp = 2 cannot be divided by it",
+        ),
         (
             ("gpus=6", "parallelism=fsdp", "parallelism.ep=3", "data.global_batch=12"),
             "parallelism.ep=3: 8 experts cannot be split over it; nearest legal: 2",
         ),
-        (("model.n_experts=9", "parallelism=single", "model.n_group=2"), "model.n_group=2: 9 experts cannot be divided by it"),
-        (("parallelism=single", "model.experts_per_token=9"), "model.experts_per_token=9: a token may use 8 experts; nearest legal: 8"),
+        (
+            ("model.n_experts=9", "parallelism=single", "model.n_group=2"),
+            "model.n_group=2: 9 experts cannot be divided by it",
+        ),
+        (
+            ("parallelism=single", "model.experts_per_token=9"),
+            "model.experts_per_token=9: a token may use 8 experts; nearest legal: 8",
+        ),
         (
             ("parallelism=single", "model.expert_dim=30", "precision=bf16"),
             "model.expert_dim=30: experts need multiples of 8, which are 16 bytes; nearest legal: 24 or 32",
@@ -251,16 +286,42 @@ def test_a_bias_is_float32_in_every_precision(on_ranks):
             ("gpus=2", "parallelism=tp", "parallelism.sequence_parallel=off"),
             "parallelism.sequence_parallel=false: experts need tokens that are split over tp ranks; nearest legal: true",
         ),
-        (("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "parallelism.backend=simple_fsdp"), "parallelism.backend=simple_fsdp: gathers"),
+        (
+            ("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "parallelism.backend=simple_fsdp"),
+            "parallelism.backend=simple_fsdp: gathers",
+        ),
         (
             ("parallelism=single", "model.first_k_dense_replace=4"),
             "model.first_k_dense_replace=4: leaves none of 4 blocks to the experts; nearest legal: 3",
         ),
-        (("parallelism=single", "model=qwen3_debug", "debug.balance_experts=true"), "debug.balance_experts=true: qwen3 has no experts"),
-        (("parallelism=fsdp", "gpus=2", "model=qwen3_debug", "parallelism.ep=2"), "parallelism.ep=2: qwen3 has no experts to split"),
-        (("gpus=16", "parallelism=fsdp", "model.expert_dim=40", "parallelism.ep=2", "data.global_batch=32", "data.local_batch=1"), None),
         (
-            ("gpus=16", "parallelism=fsdp", "model.expert_dim=36", "parallelism.ep=2", "data.global_batch=32", "data.local_batch=1"),
+            ("parallelism=single", "model=qwen3_debug", "debug.balance_experts=true"),
+            "debug.balance_experts=true: qwen3 has no experts",
+        ),
+        (
+            ("parallelism=fsdp", "gpus=2", "model=qwen3_debug", "parallelism.ep=2"),
+            "parallelism.ep=2: qwen3 has no experts to split",
+        ),
+        (
+            (
+                "gpus=16",
+                "parallelism=fsdp",
+                "model.expert_dim=40",
+                "parallelism.ep=2",
+                "data.global_batch=32",
+                "data.local_batch=1",
+            ),
+            None,
+        ),
+        (
+            (
+                "gpus=16",
+                "parallelism=fsdp",
+                "model.expert_dim=36",
+                "parallelism.ep=2",
+                "data.global_batch=32",
+                "data.local_batch=1",
+            ),
             "model.expert_dim=36: the experts of an ep rank are sharded over 8 ranks by this width; nearest legal: 32 or 40",
         ),
     ],

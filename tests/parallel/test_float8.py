@@ -57,7 +57,9 @@ def test_the_linears_of_all_blocks_are_converted_and_the_report_says_so():
 
 def test_the_report_names_experts():
     _, (line,) = converted(job_of(*EMULATED, "model=qwen3_moe_debug"))
-    assert line.endswith("5 not: output (the head), layers.*.feed_forward.experts x4 (grouped matmuls, computed in float32)")
+    assert line.endswith(
+        "5 not: output (the head), layers.*.feed_forward.experts x4 (grouped matmuls, computed in float32)"
+    )
 
 
 @pytest.mark.parametrize("overrides", [("precision.skip=[]",), ("model.tie_embeddings=true",)])
@@ -73,7 +75,14 @@ def test_names_are_skipped_by_any_part_of_them():
     assert float8_names(model) == {
         f"layers.{block}.{name}"
         for block in (1, 2, 3)
-        for name in ("attention.wq", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+        for name in (
+            "attention.wq",
+            "attention.wv",
+            "attention.wo",
+            "feed_forward.w1",
+            "feed_forward.w2",
+            "feed_forward.w3",
+        )
     }
     assert "(precision.skip)" in line and "layers.*.attention.wk x4" in line
 
@@ -91,9 +100,16 @@ def test_dimensions_that_are_not_in_steps_of_16_stay_as_they_are():
 
 def test_parameters_keep_names_dtype_and_shape():
     plain, _ = converted(job_of())
-    for overrides in (EMULATED, (*EMULATED, "precision.kernels=fused"), TENSORWISE, ("precision=mxfp8", "precision.emulate=true")):
+    for overrides in (
+        EMULATED,
+        (*EMULATED, "precision.kernels=fused"),
+        TENSORWISE,
+        ("precision=mxfp8", "precision.emulate=true"),
+    ):
         model, *_ = converted(job_of(*overrides))
-        assert [(n, p.shape, p.dtype) for n, p in model.named_parameters()] == [(n, p.shape, p.dtype) for n, p in plain.named_parameters()]
+        assert [(n, p.shape, p.dtype) for n, p in model.named_parameters()] == [
+            (n, p.shape, p.dtype) for n, p in plain.named_parameters()
+        ]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +134,9 @@ def test_a_gpu_that_is_too_old_is_refused_and_one_that_is_new_enough_not(monkeyp
     assert len(float8_names(converted(job, "cuda")[0])) == 28
 
 
-@pytest.mark.parametrize(("capability", "runs"), [((9, 0), False), ((10, 0), True), ((10, 3), True), ((11, 0), False), ((12, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "runs"), [((9, 0), False), ((10, 0), True), ((10, 3), True), ((11, 0), False), ((12, 0), False)]
+)
 def test_mxfp8_runs_on_the_gpus_that_torchao_has_kernels_for(monkeypatch, capability, runs):
     """An RTX PRO 6000 has a higher capability (12.0) than a B200, but torchao has no kernels for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -136,7 +154,9 @@ def test_mxfp8_runs_on_the_gpus_that_torchao_has_kernels_for(monkeypatch, capabi
 def test_parts_of_a_matrix_are_in_steps_of_16_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     converted(job_of("precision=float8_rowwise", "parallelism=tp", "parallelism.tp=2"), "cuda")
-    with pytest.raises(ConfigError, match=r"parallelism.tp=4: .* a rank's part of layers.0.attention.wk \(64 x 32\); nearest legal: 2"):
+    with pytest.raises(
+        ConfigError, match=r"parallelism.tp=4: .* a rank's part of layers.0.attention.wk \(64 x 32\); nearest legal: 2"
+    ):
         converted(job_of("precision=float8_rowwise", "parallelism=tp", "parallelism.tp=4"), "cuda")
 
 
@@ -144,7 +164,11 @@ def test_tensor_parallel_takes_the_float8_styles_where_they_pay():
     """TorchTitan 0.2.2 never uses them, because it looks the converter up by another name than that by which it was
     registered.
     """
-    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+    from torchao.float8.float8_tensor_parallel import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
 
     job = job_of("precision=float8_tensorwise", "parallelism=tp")
     plan = sharding.plan(job.parallelism, Norm(True, torch.float32), float8.linears(job))
@@ -172,7 +196,9 @@ def gathers(monkeypatch):
         tensor, *rest = args
         data = operator(tensor._data.contiguous().view(torch.uint8), *rest, **(kwargs or {}))
         data = torch.ops._c10d_functional.wait_tensor(data).view(tensor._data.dtype)
-        return Float8TrainingTensor(data, tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role)
+        return Float8TrainingTensor(
+            data, tensor._scale, tensor._orig_dtype, tensor._linear_mm_config, tensor._gemm_input_role
+        )
 
     monkeypatch.setitem(float8_ops.FLOAT8_OPS_TABLE, torch.ops._c10d_functional.all_gather_into_tensor.default, gather)
     return count
@@ -215,7 +241,11 @@ def test_scales_are_computed_once_a_step_and_change_nothing(on_ranks, monkeypatc
         precomputed = trace(job, device)
         trainer = build(job, device)
         trainer.update(GRADIENT)
-        weights = [p._local_tensor for name, p in trainer.model.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
+        weights = [
+            p._local_tensor
+            for name, p in trainer.model.named_parameters()
+            if p.ndim == 2 and name.startswith("layers.")
+        ]
         assert len(weights) == 28 and all(weight._precomputed_scale is not None for weight in weights)
         monkeypatch.setattr(float8, "after_step", lambda model: None)
         each = trace(job, device)

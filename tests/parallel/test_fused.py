@@ -70,7 +70,11 @@ def test_a_row_that_is_not_finite_stays_so_and_the_others_are_unharmed():
 def test_the_matmul_of_a_gpu_gives_what_its_emulation_does(norm):
     """torch 2.13 supports this matmul on CPUs too, although slowly."""
     torch.manual_seed(0)
-    leaves = [torch.randn(4, 64, 256), torch.rand(256) if norm else None, *(torch.randn(height, 256) / 16 for height in (256, 64, 64))]
+    leaves = [
+        torch.randn(4, 64, 256),
+        torch.rand(256) if norm else None,
+        *(torch.randn(height, 256) / 16 for height in (256, 64, 64)),
+    ]
     leaves = [leaf if leaf is None else leaf.bfloat16().requires_grad_() for leaf in leaves]
     d, results = torch.randn(4, 64, 384).bfloat16(), []
     for emulate in (True, False):
@@ -127,7 +131,13 @@ def test_a_block_is_as_near_to_float32_as_torchaos(dtype, more):
         job = job_of(*WIDE, *precision, f"precision.compute_dtype={dtype}")
         each = [errors(gradients_of(job, seed), exact[seed]) for seed in range(4)]
         mean[name] = {tensor: sum(one[tensor] for one in each) / 4 for tensor in each[0]}
-    print(dtype, *(f"{tensor}: torchao {error:.4f} fused {mean['fused'][tensor]:.4f};" for tensor, error in mean["torchao"].items()))
+    print(
+        dtype,
+        *(
+            f"{tensor}: torchao {error:.4f} fused {mean['fused'][tensor]:.4f};"
+            for tensor, error in mean["torchao"].items()
+        ),
+    )
     for tensor, error in mean["torchao"].items():
         assert 0.05 < mean["fused"][tensor] <= more * error, tensor
     assert sum(mean["fused"].values()) <= 1.005 * sum(mean["torchao"].values())
@@ -169,7 +179,11 @@ def test_linears_that_read_the_same_input_are_cast_together_and_the_report_names
 @pytest.mark.parametrize(
     ("overrides", "together", "single"),
     [
-        (("precision.skip=[output,wk]",), "cast together: layers.*.feed_forward.w1+w3+w2 after ffn_norm x4;", "attention.wv x4"),
+        (
+            ("precision.skip=[output,wk]",),
+            "cast together: layers.*.feed_forward.w1+w3+w2 after ffn_norm x4;",
+            "attention.wv x4",
+        ),
         (("model=qwen3_moe_debug",), "wq+wk+wv after attention_norm", "attention.wo"),
         (
             ("model=deepseek_v3_debug", "model.n_kv_heads=8"),

@@ -63,10 +63,15 @@ def test_bf16_is_as_close_to_the_truth_as_the_plain_loss():
     hidden, weight, labels = arguments(torch.bfloat16)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     logits = (exact[0] @ exact[1].T).flatten(0, 1)
-    truth = gradients(nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum"), *exact)
+    truth = gradients(
+        nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum"), *exact
+    )
 
     def errors(loss):
-        return [((ours - right).norm() / right.norm()).item() for ours, right in zip(gradients(loss, hidden, weight), truth, strict=True)]
+        return [
+            ((ours - right).norm() / right.norm()).item()
+            for ours, right in zip(gradients(loss, hidden, weight), truth, strict=True)
+        ]
 
     plain = errors(cross_entropy(hidden @ weight.T, labels))
     chunked = errors(loss_head.linear_cross_entropy(hidden, weight, labels, 20))
@@ -133,7 +138,10 @@ def test_a_chunk_holds_its_logits_alone_which_become_their_gradient(each, monkey
     hidden, weight, labels = arguments(torch.bfloat16)
     monkeypatch.setattr(kernel, "AT_ONCE", 10 * VOCABULARY)
     labels = labels.unsqueeze(-1) if each else labels
-    for operator in ("softmax_sums", "logits_to_slopes"):  # called without torch.library, below which a mode sees nothing
+    for operator in (
+        "softmax_sums",
+        "logits_to_slopes",
+    ):  # called without torch.library, below which a mode sees nothing
         monkeypatch.setattr(loss_head, operator, getattr(kernel, operator)._init_fn)
     with Wide(44 * VOCABULARY) as seen:
         loss_head.linear_cross_entropy(hidden, weight, labels, 44).sum().backward()
@@ -169,9 +177,19 @@ def test_the_logits_of_all_tokens_are_never_held(tied, train, one_rank):
     loss holds all logits.
     """
     largest = {}
-    for name, *loss in (("cross_entropy",), ("linear_cross_entropy", "loss=linear_cross_entropy", "loss.chunk_tokens=32")):
+    for name, *loss in (
+        ("cross_entropy",),
+        ("linear_cross_entropy", "loss=linear_cross_entropy", "loss.chunk_tokens=32"),
+    ):
         job = compose_job(
-            *later_wins(*BASE, *loss, f"model.tie_embeddings={tied}", "parallelism=single", "data.local_batch=16", "model.vocab_size=2048")
+            *later_wins(
+                *BASE,
+                *loss,
+                f"model.tie_embeddings={tied}",
+                "parallelism=single",
+                "data.local_batch=16",
+                "model.vocab_size=2048",
+            )
         )
         trainer = build(job, one_rank)
         batch = data.build(job, 0, 1).next()

@@ -79,7 +79,11 @@ class Casts(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten._foreach_copy_.default:
             self.found.append("all")
-        if function is torch.ops.aten._to_copy.default and args[0].dtype == torch.float32 and tuple(args[0].shape) in self.sizes:
+        if (
+            function is torch.ops.aten._to_copy.default
+            and args[0].dtype == torch.float32
+            and tuple(args[0].shape) in self.sizes
+        ):
             self.found.append(tuple(args[0].shape))
         return result
 

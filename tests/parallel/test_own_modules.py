@@ -61,7 +61,11 @@ def alone(job):
 
 @pytest.mark.parametrize(
     "words",
-    [("precision=float8_emulate",), ("precision=float8_emulate", "precision.kernels=fused"), ("precision=mxfp8", "precision.emulate=true")],
+    [
+        ("precision=float8_emulate",),
+        ("precision=float8_emulate", "precision.kernels=fused"),
+        ("precision=mxfp8", "precision.emulate=true"),
+    ],
 )
 def test_a_linear_with_a_forward_of_its_own_keeps_its_format(words):
     job = job_of("data.seq_len=128", *words)
@@ -90,7 +94,9 @@ def test_an_adapter_keeps_a_bias_and_refuses_a_forward_of_its_own():
     x = torch.randn(2, 128)
     expected = plain(x)
     lora.apply(model, alone(job), job)
-    plain.lora_a, plain.lora_b = (nn.Parameter(torch.zeros(shape)) for shape in ((job.adapter.rank, 128), (128, job.adapter.rank)))
+    plain.lora_a, plain.lora_b = (
+        nn.Parameter(torch.zeros(shape)) for shape in ((job.adapter.rank, 128), (128, job.adapter.rank))
+    )
     torch.testing.assert_close(plain(x), expected)
     model, block = model_of(job)
     block.attention.wo = Doubled(128, 128, bias=False, device="meta")
@@ -116,7 +122,9 @@ def test_tensor_parallelism_knows_every_module_or_refuses(world):
         tensor.apply(model, mesh, job)
     model, block = model_of(job)
     block.attention.gate = nn.Linear(128, 128, device="meta")
-    with pytest.raises(ConfigError, match=r"parallelism.tp=2: .* no style for layers\.0\.attention\.gate\.weight; nearest legal: 1"):
+    with pytest.raises(
+        ConfigError, match=r"parallelism.tp=2: .* no style for layers\.0\.attention\.gate\.weight; nearest legal: 1"
+    ):
         tensor.apply(model, mesh, job)
 
 
@@ -130,11 +138,15 @@ def test_a_ring_refuses_an_attention_kernel_that_it_would_replace(world, rotate)
         context.apply(model, mesh, job)
         assert block.attention.sdpa.sdpa is own
     else:
-        with pytest.raises(ConfigError, match=rf"cp_rotate={rotate}: a ring replaces .* a Window, by torch's; nearest legal: ulysses"):
+        with pytest.raises(
+            ConfigError, match=rf"cp_rotate={rotate}: a ring replaces .* a Window, by torch's; nearest legal: ulysses"
+        ):
             context.apply(model, mesh, job)
     model, block = model_of(job)
     block.attention = nn.Linear(128, 128, device="meta")
-    with pytest.raises(ConfigError, match=r"parallelism.cp=2: block 0 of qwen3 has no child called sdpa.*; nearest legal: 1"):
+    with pytest.raises(
+        ConfigError, match=r"parallelism.cp=2: block 0 of qwen3 has no child called sdpa.*; nearest legal: 1"
+    ):
         context.apply(model, mesh, job)
 
 
@@ -159,7 +171,9 @@ def gradients_of(words):
 
 
 @pytest.mark.parametrize(
-    "words", [("ac=full",), ("ac=op",), ("compile=block",), ("compile=block", "ac=op")], ids=lambda words: " ".join(words)
+    "words",
+    [("ac=full",), ("ac=op",), ("compile=block",), ("compile=block", "ac=op")],
+    ids=lambda words: " ".join(words),
 )
 def test_a_users_norm_and_kernel_learn_under_a_technique_what_they_learn_alone(words):
     torch.compiler.reset()

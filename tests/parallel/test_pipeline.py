@@ -78,7 +78,10 @@ def test_torch_takes_the_microbatches_that_the_rule_takes(world, schedule):
         for number in range(1, 13):
             job.pp_schedule.microbatches = job.data.local_batch = number
             first = torch.empty(1)
-            parts = [Stage(nn.Linear(1, 1), stage, mesh, job, torch.device("cpu"), first, dict) for stage in stages_of_ranks(job)[0]]
+            parts = [
+                Stage(nn.Linear(1, 1), stage, mesh, job, torch.device("cpu"), first, dict)
+                for stage in stages_of_ranks(job)[0]
+            ]
             if microbatch_objection(job, number) is None:
                 build_schedule(parts, job, lambda output, labels: output.sum())
             else:
@@ -88,7 +91,15 @@ def test_torch_takes_the_microbatches_that_the_rule_takes(world, schedule):
 
 @pytest.mark.parametrize(
     ("schedule", "batch", "number"),
-    [("1f1b", 16, 4), ("1f1b", 6, 3), ("gpipe", 1, 1), ("zbv", 8, 8), ("interleaved_1f1b", 12, 6), ("1f1b", 7, 7), ("1f1b", 1, 1)],
+    [
+        ("1f1b", 16, 4),
+        ("1f1b", 6, 3),
+        ("gpipe", 1, 1),
+        ("zbv", 8, 8),
+        ("interleaved_1f1b", 12, 6),
+        ("1f1b", 7, 7),
+        ("1f1b", 1, 1),
+    ],
 )
 def test_microbatches_are_up_to_twice_the_stages(schedule, batch, number):
     job = job_with(schedule)
@@ -132,14 +143,34 @@ def received_at_once(schedule, number, monkeypatch):
     def count(stage, microbatch):
         operations = receive(stage, microbatch)
         stages.add(stage)
-        received = [one for stage in stages for of in (stage.args_recv_info, stage.grad_recv_info) for ones in of.values() for one in ones]
+        received = [
+            one
+            for stage in stages
+            for of in (stage.args_recv_info, stage.grad_recv_info)
+            for ones in of.values()
+            for one in ones
+        ]
         counts.append(sum(one.buffer is not None and not one.buffer.is_meta for one in received))
         return operations
 
     monkeypatch.setattr(Stage, "get_fwd_recv_ops", count)
-    small = ("model=llama3_debug", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=2", "model.vocab_size=64", "data.seq_len=16")
-    sizes = ("gpus=2", f"data.local_batch={number}", f"data.global_batch={number}", f"pp_schedule.microbatches={number}")
-    job = compose_job("parallelism=pp", "data=synthetic", f"pp_schedule={schedule}", *small, *sizes, "comm=fake", "comm.rank=1")
+    small = (
+        "model=llama3_debug",
+        "model.dim=32",
+        "model.n_heads=2",
+        "model.n_kv_heads=2",
+        "model.vocab_size=64",
+        "data.seq_len=16",
+    )
+    sizes = (
+        "gpus=2",
+        f"data.local_batch={number}",
+        f"data.global_batch={number}",
+        f"pp_schedule.microbatches={number}",
+    )
+    job = compose_job(
+        "parallelism=pp", "data=synthetic", f"pp_schedule={schedule}", *small, *sizes, "comm=fake", "comm.rank=1"
+    )
     with fake_world(job):
         fake_step(job)
     monkeypatch.undo()

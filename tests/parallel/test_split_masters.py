@@ -27,9 +27,13 @@ TIES = torch.tensor([0x3F808000, 0x3F818000, -0x407E8000, 0x7F7F8000, 0x00008000
 
 def any_floats(seed):
     """Return numbers with random bits (no NaN), and the hardest cases: ties, zeros, the largest and the smallest."""
-    bits = torch.randint(-(2**31), 2**31, (MILLION + MILLION // 50,), generator=torch.Generator().manual_seed(seed)).int()
+    bits = torch.randint(
+        -(2**31), 2**31, (MILLION + MILLION // 50,), generator=torch.Generator().manual_seed(seed)
+    ).int()
     numbers = bits.view(torch.float32)
-    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.finfo().max, torch.finfo().min, torch.finfo().tiny, 1e-45])
+    edges = torch.tensor(
+        [0.0, -0.0, torch.inf, -torch.inf, torch.finfo().max, torch.finfo().min, torch.finfo().tiny, 1e-45]
+    )
     return torch.cat([numbers[~numbers.isnan()], edges, TIES])
 
 
@@ -73,22 +77,38 @@ def test_the_kernel_of_a_gpu_has_the_bits_of_torch(dtype, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch.manual_seed(0)
-    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_scale": torch.tensor(3.0)}
+    options = {
+        "lr": 1e-2,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "grad_scale": torch.tensor(3.0),
+    }
     sizes, skipped = ((300, 40), (3000,), (7, 3)), (0.0, 1.0, 0.0)
     masters = [(torch.randn(size), torch.zeros(size), torch.zeros(size)) for size in sizes]
-    ours, theirs = ([(*halves_of(master), mean.clone(), square.clone()) for master, mean, square in masters] for _ in range(2))
+    ours, theirs = (
+        [(*halves_of(master), mean.clone(), square.clone()) for master, mean, square in masters] for _ in range(2)
+    )
     steps = {found: [torch.tensor(4.0) for _ in sizes] for found in ("ours", "theirs")}
     for number, skip in enumerate(skipped):
         gradients = [torch.randn(size).mul(10.0**-number).to(dtype) for size in sizes]
-        for update, name, parameters in ((kernel._update_on_gpu, "ours", ours), (kernel.update_split, "theirs", theirs)):
-            given = [(*held[:2], gradient.clone(), *held[2:]) for held, gradient in zip(parameters, gradients, strict=True)]
+        for update, name, parameters in (
+            (kernel._update_on_gpu, "ours", ours),
+            (kernel.update_split, "theirs", theirs),
+        ):
+            given = [
+                (*held[:2], gradient.clone(), *held[2:]) for held, gradient in zip(parameters, gradients, strict=True)
+            ]
             update(given, steps[name], found_inf=torch.tensor(skip), **options)
         if not skip:
             masters = [
                 adamw_in_torch(master, gradient, *moments, 5 + skipped[:number].count(0.0), **options)
                 for (master, *moments), gradient in zip(masters, gradients, strict=True)
             ]
-    for (weight, remainder, *moments), (other, left, *_), (master, *expected) in zip(ours, theirs, masters, strict=True):
+    for (weight, remainder, *moments), (other, left, *_), (master, *expected) in zip(
+        ours, theirs, masters, strict=True
+    ):
         assert same_bits(join(weight, remainder), master)
         assert all(map(torch.equal, moments, expected))
         torch.testing.assert_close(join(other, left), master, rtol=1e-6, atol=1e-7)
@@ -99,7 +119,9 @@ def two_models(seed=0, sizes=((300, 40), (300,), (7, 3))):
     """Return two models with the same weights: one with whole masters and torch's optimizer, one with split masters."""
     torch.manual_seed(seed)
     whole = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
-    job = compose_job("debug=tiny", "precision=bf16", "optimizer.masters=split", "data.local_batch=1", "data.global_batch=2")
+    job = compose_job(
+        "debug=tiny", "precision=bf16", "optimizer.masters=split", "data.local_batch=1", "data.global_batch=2"
+    )
     split = nn.ModuleList(nn.ParameterList([copy.deepcopy(parameter)]) for parameter in whole)
     split_masters(split, job)
     return list(whole), list(split.parameters())
@@ -144,7 +166,12 @@ def test_a_million_random_updates_have_the_bits_of_whole_masters():
     """Weights, moments and gradients are arbitrary, including those that overflow."""
     numbers = [any_floats(seed)[-MILLION:] for seed in range(4)]
     weight, remainder = halves_of(numbers[0])
-    whole, means, squares, gradients = nn.Parameter(numbers[0].clone()), numbers[1].clone(), numbers[2].abs(), numbers[3]
+    whole, means, squares, gradients = (
+        nn.Parameter(numbers[0].clone()),
+        numbers[1].clone(),
+        numbers[2].abs(),
+        numbers[3],
+    )
     options = {
         "lr": 0.01,
         "beta1": 0.9,
@@ -157,7 +184,18 @@ def test_a_million_random_updates_have_the_bits_of_whole_masters():
     ours = [weight, remainder, gradients.clone(), means.clone(), squares.clone()]
     steps = torch.tensor(3.0), torch.tensor(3.0)
     kernel.update_split([tuple(ours)], steps[:1], **options)
-    adamw([whole.data], [gradients], [means], [squares], [], [steps[1]], fused=True, amsgrad=False, maximize=False, **options)
+    adamw(
+        [whole.data],
+        [gradients],
+        [means],
+        [squares],
+        [],
+        [steps[1]],
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        **options,
+    )
     good = ~whole.detach().isnan()
     assert good.float().mean() > 0.5
     assert same_bits(join(*ours[:2])[good], whole.detach()[good])
@@ -218,7 +256,10 @@ def test_a_run_has_the_bits_of_whole_masters_whose_copies_round_as_halves_do(loc
             rows.append(agreement.read()[:2])
         loader.close()
         assert dtypes == {torch.float32 if masters == "whole" else gradient}
-        found[masters] = rows, {name: master_of(parameter) for name, parameter in trainer.masters.weights.named_parameters()}
+        found[masters] = (
+            rows,
+            {name: master_of(parameter) for name, parameter in trainer.masters.weights.named_parameters()},
+        )
     assert found["whole"][0] == found["split"][0]
     assert found["whole"][1].keys() == found["split"][1].keys()
     assert all(same_bits(weight, found["split"][1][name]) for name, weight in found["whole"][1].items())

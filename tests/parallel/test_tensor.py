@@ -72,7 +72,9 @@ def test_async_tensor_parallel_is_refused_on_a_cpu(fake_world):
 def summed_norm_gradient(reduce_dtype):
     """Return the gradient of a bf16 norm's weight to which four ranks contribute 1, 2^-9, 2^-9 and 2^-9."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    norm = parallelize_module(nn.RMSNorm(4, eps=0.0, dtype=torch.bfloat16), mesh, Norm(split=True, reduce_dtype=reduce_dtype))
+    norm = parallelize_module(
+        nn.RMSNorm(4, eps=0.0, dtype=torch.bfloat16), mesh, Norm(split=True, reduce_dtype=reduce_dtype)
+    )
     part = 1.0 if mesh.get_local_rank() == 0 else 2.0**-9
     norm(torch.ones(1, 1, 4, dtype=torch.bfloat16)).backward(torch.full((1, 1, 4), part, dtype=torch.bfloat16))
     assert norm.weight.grad.placements == (Replicate(),)
@@ -96,11 +98,19 @@ def summed_adapter_gradients(reduce_dtype):
     linear. Four ranks contribute 1, 2^-9, 2^-9 and 2^-9.
     """
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    job = compose_job("adapter=lora", "adapter.rank=1", "adapter.alpha=1", "precision=bf16_full", f"precision.reduce_dtype={reduce_dtype}")
+    job = compose_job(
+        "adapter=lora",
+        "adapter.rank=1",
+        "adapter.alpha=1",
+        "precision=bf16_full",
+        f"precision.reduce_dtype={reduce_dtype}",
+    )
     part = torch.full((1, 1), 1.0 if mesh.get_local_rank() == 0 else 2.0**-9, dtype=torch.bfloat16)
     for split, name in ((0, "lora_a"), (1, "lora_b")):
         linear = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(split)]), requires_grad=False)
+        linear.weight = nn.Parameter(
+            distribute_tensor(linear.weight.detach(), mesh, [Shard(split)]), requires_grad=False
+        )
         lora.adapt(linear, job)
         linear.to_empty(device="cpu")
         for parameter in linear.parameters():
@@ -109,7 +119,9 @@ def summed_adapter_gradients(reduce_dtype):
             x = DTensor.from_local(torch.ones(1, 4, dtype=torch.bfloat16), mesh, [Replicate()])
             linear(x).to_local().backward(part)
         else:  # each rank has a column of x, and a term of the output's sum
-            linear(DTensor.from_local(part, mesh, [Shard(1)])).to_local().sum(1).backward(torch.ones(1, dtype=torch.bfloat16))
+            linear(DTensor.from_local(part, mesh, [Shard(1)])).to_local().sum(1).backward(
+                torch.ones(1, dtype=torch.bfloat16)
+            )
         gradient = linear.get_parameter(name).grad
         assert gradient.placements == (Replicate(),)
         yield gradient.to_local()
@@ -154,8 +166,13 @@ def test_compiled_code_of_another_rank_is_not_taken_from_the_cache(on_ranks, tmp
         job = compose_job(*SMALL, "compile=block")
         mesh = build_mesh(job.parallelism, "cpu")
         compile.apply(SimpleNamespace(layers={}), mesh, job)
-        logits, labels = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8).view(2, 4) * 2
-        local = DTensor.from_local(logits.chunk(2, -1)[rank].contiguous(), mesh.world["tp"], [Shard(2)], run_check=False)
+        logits, labels = (
+            torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0)),
+            torch.arange(8).view(2, 4) * 2,
+        )
+        local = DTensor.from_local(
+            logits.chunk(2, -1)[rank].contiguous(), mesh.world["tp"], [Shard(2)], run_check=False
+        )
         for _ in range(2):  # the second time from the cache on disk
             torch.compiler.reset()
             with tensor.loss_context(mesh):

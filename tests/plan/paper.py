@@ -38,7 +38,11 @@ KEYS = {
 
 def rows() -> list[tuple[str, dict]]:
     """Return all 18 rows: the name of the table, and the row with the values that its table shares."""
-    return [(table, {"seq_len": 8192} | content["common"] | row) for table, content in TABLES.items() for row in content["rows"]]
+    return [
+        (table, {"seq_len": 8192} | content["common"] | row)
+        for table, content in TABLES.items()
+        for row in content["rows"]
+    ]
 
 
 def held_out() -> list[dict]:
@@ -54,11 +58,22 @@ def job_of(row: dict) -> Job:
 def composed(items: tuple) -> Job:
     """Compose a row with torch's flash attention and as many microbatches as pipeline ranks, as in the paper."""
     row = dict(items)
-    lines = [f"{KEYS[key]}={str(value).lower() if isinstance(value, bool) else value}" for key, value in row.items() if key in KEYS]
+    lines = [
+        f"{KEYS[key]}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in row.items()
+        if key in KEYS
+    ]
     lines += [f"pp_schedule.microbatches={row['pp']}"] if "pp" in row else []
     lines += ["compile=block"] * bool(row.get("compile")) + ["precision=float8_tensorwise"] * bool(row.get("float8"))
     return freeze(
-        compose_unchecked("data=synthetic", "model.attention=flash", "model.max_seq_len=262144", "hardware=h100_500w", "comm=fake", *lines)
+        compose_unchecked(
+            "data=synthetic",
+            "model.attention=flash",
+            "model.max_seq_len=262144",
+            "hardware=h100_500w",
+            "comm=fake",
+            *lines,
+        )
     )
 
 
@@ -73,7 +88,12 @@ def of_then(row: dict, table: str = "") -> memory.Constants:
 def measured_and_predicted(row: dict, table: str = "") -> tuple[float | None, float, float, float]:
     """Return peak GiB and tokens per second of a GPU, each measured and predicted."""
     job = job_of(row)
-    return row.get("memory"), memory.peak(job, of_then(row, table)).gib, row["throughput"], time.speed(job).tokens_per_second
+    return (
+        row.get("memory"),
+        memory.peak(job, of_then(row, table)).gib,
+        row["throughput"],
+        time.speed(job).tokens_per_second,
+    )
 
 
 def on_h200(row: dict) -> tuple[float, float, float, float]:
@@ -82,16 +102,31 @@ def on_h200(row: dict) -> tuple[float, float, float, float]:
     """
     job = freeze(
         compose_unchecked(
-            "data=synthetic", "data.seq_len=8192", "hardware=h200", "comm=fake", "gpus=1", "parallelism=single", *row["job"].split()
+            "data=synthetic",
+            "data.seq_len=8192",
+            "hardware=h200",
+            "comm=fake",
+            "gpus=1",
+            "parallelism=single",
+            *row["job"].split(),
         )
     )
     shape = replace(shape_of(job), wrapped=True)
-    return row["memory"], memory.peak(job, shape=shape).gib, row["throughput"], time.speed(job, shape=shape).tokens_per_second
+    return (
+        row["memory"],
+        memory.peak(job, shape=shape).gib,
+        row["throughput"],
+        time.speed(job, shape=shape).tokens_per_second,
+    )
 
 
 def markdown() -> str:
     """Return the tables of docs/plan.md."""
-    head = "| row | GiB measured | predicted | error | tokens/s measured | predicted | error | ratio in its table |\n" + "|---" * 8 + "|"
+    head = (
+        "| row | GiB measured | predicted | error | tokens/s measured | predicted | error | ratio in its table |\n"
+        + "|---" * 8
+        + "|"
+    )
     lines, first = [head], {}
     for table, row in rows():
         numbers = measured_and_predicted(row, table)

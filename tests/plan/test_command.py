@@ -29,7 +29,9 @@ def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
 
 def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path, monkeypatch):
     bands, span = [], Axes.axvspan
-    monkeypatch.setattr(Axes, "axvspan", lambda axes, low, high, **how: bands.append((low, high)) or span(axes, low, high, **how))
+    monkeypatch.setattr(
+        Axes, "axvspan", lambda axes, low, high, **how: bands.append((low, high)) or span(axes, low, high, **how)
+    )
     status, out, _ = plan(capsys, *LINE, "data.global_batch=16", "--gpus", "8", "--plot", str(tmp_path / "new"))
     assert status == 0 and "legal points on 8 x h100_500w of 95 GiB" in out
     assert any(line.strip().startswith("1  gpus=8 parallelism.dp_shard=8 ac=") for line in out.splitlines())
@@ -38,7 +40,9 @@ def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path, monkeypatch)
     }
     for name in ("memory", "speed"):
         assert ">llama3_8b on h100_500w: " in (tmp_path / f"new/plan-{name}.svg").read_text()
-    assert bands == [pytest.approx((0.92 * 95, 1.10 * 95))]  # it surely fits below the first number, and is refused above the second
+    assert bands == [
+        pytest.approx((0.92 * 95, 1.10 * 95))
+    ]  # it surely fits below the first number, and is refused above the second
 
 
 def test_several_numbers_of_devices_are_a_curve(capsys, tmp_path):
@@ -105,12 +109,18 @@ def test_why_names_the_rule_or_the_terms(capsys):
         (["--gpus", "17"], "--gpus=17: not whole nodes of 8; nearest legal: 16 or 24"),
         ([], "gpus=null: a search needs the number of GPUs; nearest legal: 8"),
         (["hardware=h1000", "--gpus", "8"], "hardware=h1000: no such option; did you mean h100"),
-        (["hardware=unknown", "--gpus", "8"], "hardware=unknown: a prediction needs the device's memory and rates; nearest legal: a100 or"),
+        (
+            ["hardware=unknown", "--gpus", "8"],
+            "hardware=unknown: a prediction needs the device's memory and rates; nearest legal: a100 or",
+        ),
         (
             ["hardware=a100", "precision=float8_rowwise", "--gpus", "8"],
             "precision=float8_rowwise: hardware=a100 has no matmuls in this format",
         ),
-        (["parallelism.tp=16", "gpus=16", "--cell"], "parallelism.tp=16: 8 key/value heads cannot be split over it; nearest legal: 8"),
+        (
+            ["parallelism.tp=16", "gpus=16", "--cell"],
+            "parallelism.tp=16: 8 key/value heads cannot be split over it; nearest legal: 8",
+        ),
         (["hardware.bf16_tflops=0", "--gpus", "8"], "hardware.bf16_tflops=0.0: must be more than 0"),
     ],
 )
@@ -127,15 +137,26 @@ def test_a_model_without_a_formula_is_one_line(capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     status, _, err = plan(capsys, *LINE, "--gpus", "8", "train.imports=[formless]", "model.family=formless")
     FAMILIES.pop("formless")
-    assert (status, err) == (2, "model.family=formless: has no formula for its flops (Family(flops=...)), so nothing can be predicted\n")
+    assert (status, err) == (
+        2,
+        "model.family=formless: has no formula for its flops (Family(flops=...)), so nothing can be predicted\n",
+    )
 
 
 def test_a_cell_that_cannot_fit_is_refused_before_anything_starts(tmp_path):
     line = [*LINE, "cluster=slurm", "gpus=8", "data.local_batch=8", "launch.mode=dry"]
     refused = launch(tmp_path, *line)
-    assert refused.returncode == 2 and refused.stderr.startswith("ac=none: takes about ") and refused.stderr.count("\n") == 1
+    assert (
+        refused.returncode == 2
+        and refused.stderr.startswith("ac=none: takes about ")
+        and refused.stderr.count("\n") == 1
+    )
     warned = launch(tmp_path, *line, "launch.oom_check=warn")
-    assert warned.returncode == 0 and warned.stderr.startswith("warning: ac=none: takes about ") and "does not fit" in warned.stdout
+    assert (
+        warned.returncode == 0
+        and warned.stderr.startswith("warning: ac=none: takes about ")
+        and "does not fit" in warned.stdout
+    )
     silent = launch(tmp_path, *line, "launch.oom_check=off")
     assert (silent.returncode, silent.stderr) == (0, "") and "does not fit" in silent.stdout
 
@@ -144,7 +165,9 @@ def test_a_dry_run_shows_what_is_predicted_only_where_the_hardware_is_named(tmp_
     shown = launch(tmp_path, *LINE, "cluster=slurm", "gpus=8", "data.local_batch=2", "ac=op", "launch.mode=dry").stdout
     assert "predicted GiB" in shown and "+-10% of 95.0" in shown and "fits" in shown and "GPU-hours" in shown
     plain = launch(tmp_path, "cluster=slurm", "gpus=8", "launch.mode=dry").stdout
-    assert "predicted" not in plain and "parameters" in plain and f" {decoder_parameters(compose_job().model):,} " in plain
+    assert (
+        "predicted" not in plain and "parameters" in plain and f" {decoder_parameters(compose_job().model):,} " in plain
+    )
 
 
 @pytest.mark.slow

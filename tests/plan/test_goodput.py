@@ -9,7 +9,17 @@ from titan_hydra import cli
 from titan_hydra.plan.goodput import Interruptions, daly_interval, shares_of_groups, shares_of_job
 
 RUNS = 10_000
-JOB = ["--goodput", "model=llama3_8b", "data=synthetic", "hardware=h100", "parallelism=fsdp", "--gpus", "1024", "--step-seconds", "2"]
+JOB = [
+    "--goodput",
+    "model=llama3_8b",
+    "data=synthetic",
+    "hardware=h100",
+    "parallelism=fsdp",
+    "--gpus",
+    "1024",
+    "--step-seconds",
+    "2",
+]
 
 
 def simulated(interval: float, costs: Interruptions, saves: int = 10) -> float:
@@ -25,7 +35,9 @@ def simulated(interval: float, costs: Interruptions, saves: int = 10) -> float:
         end = again[running] + (saves - done[running]) * period  # when the last checkpoint would be complete
         seconds[running] += numpy.minimum(life, end)
         done[running] += numpy.floor((life - again[running]) / period).clip(0)
-        again[running] = costs.restart + costs.behind  # and the work that was done while the checkpoint was being written
+        again[running] = (
+            costs.restart + costs.behind
+        )  # and the work that was done while the checkpoint was being written
         running = running[life < end]
     return RUNS * saves * interval / seconds.sum()
 
@@ -93,7 +105,13 @@ def plan(capsys, *words: str) -> tuple[int, str, str]:
 def test_the_table_says_what_would_raise_the_goodput(capsys, tmp_path):
     status, out, _ = plan(capsys, "checkpoint.interval=500", "--plot", str(tmp_path / "new"))
     assert status == 0 and "a failure every 2.06 days (llama3: 419 in 884,736 GPU-days)" in out
-    names = ["this job: checkpoint=sync", "checkpoint=sync", "checkpoint=async_pinned", "and spare nodes", "and 8 replica groups"]
+    names = [
+        "this job: checkpoint=sync",
+        "checkpoint=sync",
+        "checkpoint=async_pinned",
+        "and spare nodes",
+        "and 8 replica groups",
+    ]
     rows = [line for name in names for line in out.splitlines() if line.startswith(name)]
     assert len(rows) == 5
     shares = [float(row.split("%")[0].split()[-1]) for row in rows]
@@ -110,13 +128,20 @@ def test_the_table_as_json(capsys):
     expected = shares_of_job(200, Interruptions(between, restart, 1, 60))
     assert {name: found["rows"][0][name] for name in vars(expected)} == pytest.approx(vars(expected))
     assert found["checkpoint_bytes"] == 12 * 8_030_261_248
-    assert [row["gpus"] for row in found["by_gpus"]][3] == 1024 and {"steps", "checkpoint=async"} <= found["by_steps"][0].keys()
+    assert [row["gpus"] for row in found["by_gpus"]][3] == 1024 and {"steps", "checkpoint=async"} <= found["by_steps"][
+        0
+    ].keys()
 
 
 def test_a_job_in_replica_groups_loses_one_group_at_a_time(capsys):
-    status, out, _ = plan(capsys, "fault_tolerance=torchft", "fault_tolerance.replicas=4", "checkpoint.interval=500", "--json")
+    status, out, _ = plan(
+        capsys, "fault_tolerance=torchft", "fault_tolerance.replicas=4", "checkpoint.interval=500", "--json"
+    )
     rows = json.loads(out)["rows"]
-    assert status == 0 and [row["name"] for row in rows[:2]] == ["this job: checkpoint=sync, 4 replica groups", "without replica groups"]
+    assert status == 0 and [row["name"] for row in rows[:2]] == [
+        "this job: checkpoint=sync, 4 replica groups",
+        "without replica groups",
+    ]
     costs = Interruptions(86400 / (4096 * 419 / (54 * 16384)), 15 * 60 + 2, 12 * 8_030_261_248 / (128 * 1e9))
     expected = shares_of_groups(4, 1000, costs, wait=7)
     assert rows[0]["goodput"] == pytest.approx(expected.goodput)
@@ -128,7 +153,9 @@ def test_the_rate_of_ones_own_runs(capsys, tmp_path):
         folder = run / f"attempts/{number}"
         folder.mkdir(parents=True)
         record = {"pid": 1, "host": "gone", "born": "then", "started": 1000.0 * number}
-        (folder / "rank_0.json").write_text(json.dumps(record | ({"ended": 2864.0, "exit_status": 0} if number == 2 else {})))
+        (folder / "rank_0.json").write_text(
+            json.dumps(record | ({"ended": 2864.0, "exit_status": 0} if number == 2 else {}))
+        )
         (folder / "status.json").write_text(json.dumps({"step": 10, "time": 1000.0 * number + 864}))
     (run / "config.json").write_text(json.dumps({"model": {}, "gpus": 100}))
     runs = ["--failures", "runs", "--runs", str(tmp_path / "runs")]

@@ -10,7 +10,15 @@ from titan_hydra.plan import memory, time
 from titan_hydra.plan.own_row import row_of
 from titan_hydra.plan.published import rows_of, score
 
-BASE = ("model=llama3_8b", "data=synthetic", "data.seq_len=4096", "hardware=h100", "comm=fake", "gpus=16", "data.global_batch=64")
+BASE = (
+    "model=llama3_8b",
+    "data=synthetic",
+    "data.seq_len=4096",
+    "hardware=h100",
+    "comm=fake",
+    "gpus=16",
+    "data.global_batch=64",
+)
 JOBS = {
     "fsdp": ("data.local_batch=2", "compile=block", "ac=op"),
     "hsdp, lean, rowwise with high precision": (

@@ -13,7 +13,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
 WRONG = {("table5", "FSDP 4, CP 2"): -0.20}
 
 
-@pytest.mark.parametrize(("table", "row"), paper.rows(), ids=lambda value: value if isinstance(value, str) else value["name"])
+@pytest.mark.parametrize(
+    ("table", "row"), paper.rows(), ids=lambda value: value if isinstance(value, str) else value["name"]
+)
 def test_memory_of_a_row_is_within_ten_percent(table, row):
     measured, predicted, _, _ = paper.measured_and_predicted(row, table)
     assert predicted == pytest.approx(measured, rel=0.10)
@@ -21,7 +23,9 @@ def test_memory_of_a_row_is_within_ten_percent(table, row):
 
 @pytest.mark.parametrize("table", paper.TABLES)
 def test_ratios_and_order_inside_a_table_are_right(table):
-    found = [(row["name"], *paper.measured_and_predicted(row, table)[2:]) for name, row in paper.rows() if name == table]
+    found = [
+        (row["name"], *paper.measured_and_predicted(row, table)[2:]) for name, row in paper.rows() if name == table
+    ]
     _, measured, predicted = zip(*found, strict=True)
     for name, rate, guess in found:
         error = guess / predicted[0] / (rate / measured[0]) - 1

@@ -10,7 +10,15 @@ from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import memory, predict, search, time
 from titan_hydra.plan.shape import NotPredictable, shape_of
 
-BASE = ("model=llama3_8b", "data=synthetic", "data.seq_len=8192", "data.local_batch=2", "hardware=h100", "cluster=slurm", "gpus=8")
+BASE = (
+    "model=llama3_8b",
+    "data=synthetic",
+    "data.seq_len=8192",
+    "data.local_batch=2",
+    "hardware=h100",
+    "cluster=slurm",
+    "gpus=8",
+)
 
 
 def job_of(*overrides: str):
@@ -32,10 +40,14 @@ def test_states_are_sixteen_bytes_for_each_parameter_over_the_shards():
 def test_adapters_leave_two_bytes_for_each_parameter_of_the_model():
     job, split = job_of("adapter=lora"), job_of("adapter=lora", "parallelism.dp_shard=2", "parallelism.tp=4")
     adapters = adapter_parameters(job)
-    assert adapters == 32 * 16 * sum(one + other for one, other in [(4096, 4096)] * 2 + [(4096, 1024)] * 2 + [(4096, 14336)] * 3)
+    assert adapters == 32 * 16 * sum(
+        one + other for one, other in [(4096, 4096)] * 2 + [(4096, 1024)] * 2 + [(4096, 14336)] * 3
+    )
     states = sum(terms(job)[name] for name in ("weights", "gradients", "optimizer"))
     assert states == pytest.approx((2 * 8_030_261_248 + 16 * adapters) / 8 / 2**30, rel=1e-4)
-    assert terms(job)["gradients"] < terms(split)["gradients"] < 4 * terms(job)["gradients"], "one of two matrices is whole on every rank"
+    assert terms(job)["gradients"] < terms(split)["gradients"] < 4 * terms(job)["gradients"], (
+        "one of two matrices is whole on every rank"
+    )
 
 
 def test_each_term_is_counted_or_fitted_and_the_fullest_rank_is_named():
@@ -78,7 +90,9 @@ def test_memory_falls_where_it_should(more, less):
     ],
 )
 def test_speed_rises_where_it_should(slow, fast):
-    assert predict.predict(job_of(*slow)).speed.tokens_per_second < predict.predict(job_of(*fast)).speed.tokens_per_second
+    assert (
+        predict.predict(job_of(*slow)).speed.tokens_per_second < predict.predict(job_of(*fast)).speed.tokens_per_second
+    )
 
 
 def test_the_quick_estimate_of_a_pipeline_is_near_the_played_one():
@@ -92,7 +106,9 @@ def test_a_process_that_starts_passes_slowly_is_slower_with_every_pass():
     """A rank with one stage makes two passes for a microbatch; a rank with two stages and split backwards makes six."""
 
     def seconds(*overrides: str) -> float:
-        job = job_of("parallelism=pp", "parallelism.pp=8", "data.local_batch=16", "pp_schedule.microbatches=16", *overrides)
+        job = job_of(
+            "parallelism=pp", "parallelism.pp=8", "data.local_batch=16", "pp_schedule.microbatches=16", *overrides
+        )
         return predict.predict(job).speed.step_seconds
 
     def added(*schedule: str) -> float:
@@ -107,7 +123,10 @@ def test_a_process_that_starts_passes_slowly_is_slower_with_every_pass():
     [
         (("ac=none",), "ac=none: "),
         (("data.seq_len=49152", "data.local_batch=1", "ac=full"), "loss=cross_entropy: "),
-        (("model=llama3_70b", "ac=full", "loss=linear_cross_entropy", "data.local_batch=1"), "parallelism.dp_shard=8: "),
+        (
+            ("model=llama3_70b", "ac=full", "loss=linear_cross_entropy", "data.local_batch=1"),
+            "parallelism.dp_shard=8: ",
+        ),
     ],
 )
 def test_the_nearest_fix_fits(overrides, expected):
@@ -116,7 +135,9 @@ def test_the_nearest_fix_fits(overrides, expected):
     assert fault.startswith(expected) and "h100 has 79.1; nearest legal: " in fault and "\n" not in fault
     key, value = expected.partition("=")[0], fault.partition("nearest legal: ")[2].split(" (")[0]
     other = freeze(
-        compose_unchecked(*BASE, *overrides, *f"{key}={value}".split(" "), *(["data.global_batch=64"] if "gpus" in value else []))
+        compose_unchecked(
+            *BASE, *overrides, *f"{key}={value}".split(" "), *(["data.global_batch=64"] if "gpus" in value else [])
+        )
     )
     assert not check(other) and predict.predict(other).fits in ("yes", "tight")
 
@@ -136,7 +157,15 @@ def test_a_family_without_formulas_is_refused(monkeypatch):
 
 
 def flux(*overrides: str):
-    base = ("model=flux_dev", "objective=diffusion", "hardware=h100", "cluster=slurm", "gpus=8", "compile=block", "data.local_batch=4")
+    base = (
+        "model=flux_dev",
+        "objective=diffusion",
+        "hardware=h100",
+        "cluster=slurm",
+        "gpus=8",
+        "compile=block",
+        "data.local_batch=4",
+    )
     return freeze(compose_unchecked(*base, *overrides))
 
 
@@ -170,7 +199,12 @@ def test_what_is_not_counted_is_said():
 
 def test_the_rows_of_a_search_are_legal_and_hold_what_they_say():
     base = compose_unchecked(
-        "model=llama3_8b", "data=synthetic", "data.seq_len=8192", "data.global_batch=16", "hardware=h100", "compile=block"
+        "model=llama3_8b",
+        "data=synthetic",
+        "data.seq_len=8192",
+        "data.global_batch=16",
+        "hardware=h100",
+        "compile=block",
     )
     rows, points = search.search(base, 8)
     assert 1 < len(rows) <= search.ROWS < points and rows[0].front
@@ -199,7 +233,10 @@ def test_the_rows_of_a_search_are_legal_and_hold_what_they_say():
 
 def test_the_paper_and_megatron_run_what_is_found():
     common = ("data=synthetic", "data.seq_len=8192", "hardware=h100", "compile=block", "precision=float8_tensorwise")
-    for model, gpus, batch, degrees in (("llama3_70b", 64, 128, {"tp": 4, "pp": 8}), ("llama3_405b", 512, 256, {"tp": 8, "pp": 16})):
+    for model, gpus, batch, degrees in (
+        ("llama3_70b", 64, 128, {"tp": 4, "pp": 8}),
+        ("llama3_405b", 512, 256, {"tp": 8, "pp": 16}),
+    ):
         rows, _ = search.search(compose_unchecked(f"model={model}", f"data.global_batch={batch}", *common), gpus)
         layouts = [vars(row.prediction.job.parallelism) for row in rows]
         assert any(degrees.items() <= layout.items() for layout in layouts), model
@@ -222,7 +259,9 @@ def test_replicas_sum_their_gradients_once_in_a_step():
     line = "model=llama3_8b data=synthetic data.seq_len=2048 data.local_batch=1 hardware=h100 hardware.nic_gbs=0.1 comm=fake gpus=16"
     layout = "parallelism.dp_replicate=2 parallelism.dp_shard=8"
     costs = [
-        time.speed(freeze(compose_unchecked(*line.split(), *layout.split(), f"data.global_batch={samples}"))).parts["FSDP"]
+        time.speed(freeze(compose_unchecked(*line.split(), *layout.split(), f"data.global_batch={samples}"))).parts[
+            "FSDP"
+        ]
         for samples in (16, 64)
     ]
     assert costs[1] < 1.5 * costs[0]

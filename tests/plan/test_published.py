@@ -30,10 +30,14 @@ ROW = {
 
 def test_a_row_becomes_the_job_that_it_describes():
     found = score(rows_of_one(ROW))
-    assert {"gpus=64", "parallelism.dp_shard=32", "parallelism.tp=2", "data.global_batch=64", "data.local_batch=1"} <= {*found.overrides}
+    assert {"gpus=64", "parallelism.dp_shard=32", "parallelism.tp=2", "data.global_batch=64", "data.local_batch=1"} <= {
+        *found.overrides
+    }
     assert {"ac=full", "compile=block", "precision=bf16", "hardware=h100"} <= {*found.overrides}
     assert found.technique == "dense, tp" and found.speed[0] == 9000 and found.memory is None and found.apart is None
-    balanced = score(rows_of_one(ROW | {"model": "deepseek_v3_16b", "tp": 1, "ep": 8, "dp": 64, "routing": "forced balance"}))
+    balanced = score(
+        rows_of_one(ROW | {"model": "deepseek_v3_16b", "tp": 1, "ep": 8, "dp": 64, "routing": "forced balance"})
+    )
     drifting = score(rows_of_one(ROW | {"model": "deepseek_v3_16b", "tp": 1, "ep": 8, "dp": 64}))
     assert balanced.technique == "experts, ep" and balanced.speed[1] > 1.1 * drifting.speed[1]
 
@@ -42,7 +46,9 @@ def rows_of_one(row: dict) -> dict:
     return {"stack": {}, "shape": None} | row
 
 
-@pytest.mark.parametrize("source", yaml.safe_load(SHIPPED.read_text())["sources"], ids=lambda source: source["source"][-40:])
+@pytest.mark.parametrize(
+    "source", yaml.safe_load(SHIPPED.read_text())["sources"], ids=lambda source: source["source"][-40:]
+)
 def test_the_first_row_of_each_source_is_predicted(source):
     row = next(row for row in rows_of() if row["id"] == source["rows"][0]["id"])
     try:

@@ -12,7 +12,15 @@ from titan_hydra.plan import memory, messages, time
 from titan_hydra.plan.shape import shape_of
 from titan_hydra.verify.count import count_rank
 
-BASE = ("model=llama3_debug", "data=synthetic", "precision=bf16", "data.seq_len=512", "data.local_batch=4", "gpus=4", "comm=fake")
+BASE = (
+    "model=llama3_debug",
+    "data=synthetic",
+    "precision=bf16",
+    "data.seq_len=512",
+    "data.local_batch=4",
+    "gpus=4",
+    "comm=fake",
+)
 FLUX = ("precision=bf16", "model.n_layers=4", "model.double_layers=2", "model.text_len=64", "data.seq_len=320")
 SMALL = "model.vocab_size=512"  # so that the peak is not during the loss
 LAYOUTS = {
@@ -25,9 +33,20 @@ LAYOUTS = {
     "HSDP, float32": ("parallelism=hsdp", "precision=fp32"),
     "one rank": ("gpus=1", "parallelism=single", "ac=op"),
     "FSDP, split masters": ("optimizer.masters=split", SMALL, "ac=full"),
-    "FSDP, split masters, bf16 sums": ("optimizer.masters=split", SMALL, "precision.reduce_dtype=bfloat16", "model.dim=512"),
+    "FSDP, split masters, bf16 sums": (
+        "optimizer.masters=split",
+        SMALL,
+        "precision.reduce_dtype=bfloat16",
+        "model.dim=512",
+    ),
     "one rank, split masters": ("gpus=1", "parallelism=single", "optimizer.masters=split", "ac=lean", "model.dim=512"),
-    "one rank, split masters, accumulated": ("gpus=1", "parallelism=single", "optimizer.masters=split", "ac=lean", "data.global_batch=8"),
+    "one rank, split masters, accumulated": (
+        "gpus=1",
+        "parallelism=single",
+        "optimizer.masters=split",
+        "ac=lean",
+        "data.global_batch=8",
+    ),
     "TP": ("parallelism=tp", "parallelism.tp=4", "ac=full"),
     "FSDP and TP": ("parallelism=fsdp_tp", "parallelism.tp=2", "model.n_kv_heads=4", "ac=op"),
     "TP without its splits of sequence and loss": (
@@ -69,7 +88,12 @@ LAYOUTS = {
     "CP, ring": ("parallelism=fsdp_cp", "parallelism.cp=2", "ac=full", SMALL),
     "CP, all-to-all": ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=alltoall"),
     **{
-        f"{model}, {name}": (f"model={model}_debug", "model.v_head_dim=48" if model == "deepseek_v3" else SMALL, SMALL, *overrides)
+        f"{model}, {name}": (
+            f"model={model}_debug",
+            "model.v_head_dim=48" if model == "deepseek_v3" else SMALL,
+            SMALL,
+            *overrides,
+        )
         for model in ("qwen3_moe", "deepseek_v3")
         for name, overrides in {
             "FSDP": (),
@@ -102,7 +126,11 @@ LAYOUTS = {
             ("llama3_vision", "FSDP", ()),
             ("llama3_vision", "FSDP, full", ("ac=full",)),
             ("qwen3_vision", "FSDP and TP, op", ("parallelism=fsdp_tp", "parallelism.tp=2", "ac=op")),
-            ("qwen3_vision", "CP, Ulysses", ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses")),
+            (
+                "qwen3_vision",
+                "CP, Ulysses",
+                ("parallelism=fsdp_cp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses"),
+            ),
             ("llama3_vision", "PP, 1F1B", ("parallelism=fsdp_pp", "parallelism.pp=2", "pp_schedule=1f1b")),
         )
     },
@@ -127,7 +155,9 @@ def test_formulas_give_what_is_counted(name):
 
 def test_the_page_names_each_term_and_each_part():
     page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
-    named = {name for line in page.splitlines() if line.startswith("| ") for name in line.split("|")[1].strip().split(", ")}
+    named = {
+        name for line in page.splitlines() if line.startswith("| ") for name in line.split("|")[1].strip().split(", ")
+    }
     for overrides in LAYOUTS.values():
         job = freeze(compose_unchecked(*BASE, *overrides, "hardware=h100"))
         assert {term.name for term in memory.peak(job).terms} | {*time.speed(job).parts} <= named

@@ -57,7 +57,9 @@ def test_a_report_shows_predicted_beside_measured(tuned):
     shown = titan(folder, "report", "--predicted", "--csv")
     assert shown.returncode == 0, shown.stderr
     head, *rows = shown.stdout.splitlines()
-    assert {"predicted_tokens_per_second", "to_prediction_percent", "predicted_memory_gib"} <= set(head.split(",")) and len(rows) >= 2
+    assert {"predicted_tokens_per_second", "to_prediction_percent", "predicted_memory_gib"} <= set(
+        head.split(",")
+    ) and len(rows) >= 2
     assert "predicted" not in titan(folder, "report", "--csv").stdout
 
 
@@ -76,7 +78,10 @@ def test_a_run_slower_than_predicted_is_flagged(tuned):
     kept = file.read_text()
     file.write_text(
         json.dumps(
-            {name: value * 1000 if name.endswith(("tflops", "tbs", "gbs")) and value else value for name, value in json.loads(kept).items()}
+            {
+                name: value * 1000 if name.endswith(("tflops", "tbs", "gbs")) and value else value
+                for name, value in json.loads(kept).items()
+            }
         )
     )
     shown = titan(folder, "report", "--predicted", newest.name)
@@ -100,17 +105,32 @@ def test_calibrate_prints_residuals_and_writes_once(tuned):
     ("words", "expected"),
     [
         (["plan", *LINE, "--calibrate", "nowhere"], "nowhere: no such run or sweep in "),
-        (["plan", *LINE, "--into", "x"], "--into x: needs --calibrate RUN... or --tune K: only rates that were fitted are written"),
+        (
+            ["plan", *LINE, "--into", "x"],
+            "--into x: needs --calibrate RUN... or --tune K: only rates that were fitted are written",
+        ),
         (
             ["plan", *LINE, "--calibrate", "tune", "--into", "a b"],
             "--into a b: cannot be typed as hardware=NAME; letters, digits, _ and - can",
         ),
-        (["plan", *LINE, "--calibrate", "unfinished-00000000"], "no finished run with a measured speed among unfinished-00000000"),
-        (["plan", *LINE, "--gpus", "2", "--prove", "0"], "--prove=0: is the number of layouts to count, at least 1; nearest legal: 1"),
+        (
+            ["plan", *LINE, "--calibrate", "unfinished-00000000"],
+            "no finished run with a measured speed among unfinished-00000000",
+        ),
+        (
+            ["plan", *LINE, "--gpus", "2", "--prove", "0"],
+            "--prove=0: is the number of layouts to count, at least 1; nearest legal: 1",
+        ),
         (["plan", *LINE, "--tune", "4"], "gpus=null: a search needs the number of GPUs; nearest legal: 64"),
         (["plan", *LINE, "--gpus", "0", "--tune", "4"], "--gpus=0: a job needs at least one; nearest legal: 1"),
-        (["plan", *LINE, "--gpus", "2", "--tune", "0"], "--tune=0: is the number of layouts to compare, at least 2; nearest legal: 2"),
-        (["plan", *LINE, "--gpus", "2", "--tune", "4", "--steps", "1"], "--steps=1: the first ones are not measured; nearest legal: 3"),
+        (
+            ["plan", *LINE, "--gpus", "2", "--tune", "0"],
+            "--tune=0: is the number of layouts to compare, at least 2; nearest legal: 2",
+        ),
+        (
+            ["plan", *LINE, "--gpus", "2", "--tune", "4", "--steps", "1"],
+            "--steps=1: the first ones are not measured; nearest legal: 3",
+        ),
         (
             ["plan", *LINE, "--gpus", "2", "--tune", "4", "--into", "here"],
             "--into=here: conf/hardware/here.yaml already exists; nearest legal: here_2",
@@ -121,7 +141,9 @@ def test_bad_input_is_one_line(tuned, words, expected):
     folder, _ = tuned
     (folder / "runs/unfinished-00000000/attempts").mkdir(parents=True, exist_ok=True)
     done = titan(folder, *words)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(expected) and done.stderr.count("\n") == 1
+    assert (
+        (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(expected) and done.stderr.count("\n") == 1
+    )
 
 
 def test_two_lengths_part_attention_from_matmuls():
@@ -147,7 +169,9 @@ def test_two_lengths_part_attention_from_matmuls():
         for length in (4096, 32768)
     ]
     both, one = (calibrate.fit(chosen, job(8192).hardware) for chosen in (runs, runs[:1]))
-    assert both.hardware.bf16_tflops == pytest.approx(500, rel=0.05) and both.hardware.attention_tflops == pytest.approx(600, rel=0.1)
+    assert both.hardware.bf16_tflops == pytest.approx(
+        500, rel=0.05
+    ) and both.hardware.attention_tflops == pytest.approx(600, rel=0.1)
     assert not both.notes and one.notes[0].startswith("attention_tflops: all runs have sequences of 4096 tokens")
     assert max(abs(both.residual(run)) for run in runs) < 0.02
     assert "nic_gbs" not in both.told  # all messages stay inside a node
@@ -170,7 +194,9 @@ def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
         "8",
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    newest = max((tmp_path / "runs/_sweeps").glob("tune-*"), key=lambda place: (place / "manifest.json").stat().st_mtime)
+    newest = max(
+        (tmp_path / "runs/_sweeps").glob("tune-*"), key=lambda place: (place / "manifest.json").stat().st_mtime
+    )
     head, *lines = csv.reader(titan(tmp_path, "report", "--predicted", "--csv", newest.name).stdout.splitlines())
     rows = [dict(zip(head, line, strict=True)) for line in lines]
     assert len(rows) >= 8

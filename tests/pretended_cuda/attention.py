@@ -36,11 +36,17 @@ def chosen(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, 
     order = DEFAULT if torch._C._get_sdp_priority_order() == UNORDERED else allowed
     kernel = next((kernel for kernel in order if kernel in allowed and takes(kernel, q, k, v, attn_mask)), None)
     if kernel == SDPBackend.CUDNN_ATTENTION:
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal, False, scale=scale)[0]
+        return aten._scaled_dot_product_cudnn_attention(
+            q, k, v, attn_mask, True, dropout_p, is_causal, False, scale=scale
+        )[0]
     if kernel == SDPBackend.FLASH_ATTENTION:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
     if kernel == SDPBackend.EFFICIENT_ATTENTION:
-        return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(
+            q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
     if kernel is None:
         raise RuntimeError("No available kernel. Aborting execution.")
-    return aten._scaled_dot_product_attention_math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    return aten._scaled_dot_product_attention_math(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]

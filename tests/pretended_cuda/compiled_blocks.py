@@ -28,7 +28,15 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-COMMON = ("data.seq_len=8192", "data.local_batch=1", "parallelism=single", "gpus=1", "comm=fake", "compile=block", "tokenizer=embedded")
+COMMON = (
+    "data.seq_len=8192",
+    "data.local_batch=1",
+    "parallelism=single",
+    "gpus=1",
+    "comm=fake",
+    "compile=block",
+    "tokenizer=embedded",
+)
 # The compiled parts, in the order in which they run in a forward, and the overrides of a job with one block of each
 # kind.
 SPARSE = ("attention", "router", "order of rows", "experts", "sum of experts")
@@ -213,7 +221,9 @@ def compile_step(words: tuple[str, ...]) -> list[Graph]:
                 stage.to_empty(device=device)
             trainer = parts.trainer(device)
             samples = job.data.global_batch // trainer.mesh.data_ranks
-            trainer.forward_backward(trainer.objective.example(samples).each(lambda tensor, dims: torch.zeros_like(tensor)))
+            trainer.forward_backward(
+                trainer.objective.example(samples).each(lambda tensor, dims: torch.zeros_like(tensor))
+            )
     return compiler.graphs
 
 
@@ -226,10 +236,24 @@ def pretended() -> Iterator[dict[str, str]]:
         driver = Path(folder, "libcuda.so.1")
         headers = Path(triton.__file__).parent / "backends/nvidia/include"
         subprocess.run(
-            ["cc", "-shared", "-fPIC", f"-Wl,-soname,{driver.name}", f"-I{headers}", HERE / "compiled_driver.c", "-o", driver], check=True
+            [
+                "cc",
+                "-shared",
+                "-fPIC",
+                f"-Wl,-soname,{driver.name}",
+                f"-I{headers}",
+                HERE / "compiled_driver.c",
+                "-o",
+                driver,
+            ],
+            check=True,
         )
         environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        yield environment | {"LD_PRELOAD": str(driver), "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        yield environment | {
+            "LD_PRELOAD": str(driver),
+            "TORCHINDUCTOR_CACHE_DIR": folder,
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
 
 
 def graphs_of(model: str, precision: str) -> list[tuple[str, Graph, Graph]]:
@@ -237,15 +261,22 @@ def graphs_of(model: str, precision: str) -> list[tuple[str, Graph, Graph]]:
     on the pretended device fails, or if it compiled other parts.
     """
     with pretended() as environment:
-        done = subprocess.run([sys.executable, __file__, "--case", model, precision], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--case", model, precision], env=environment, capture_output=True, text=True
+        )
     if done.returncode:
         raise RuntimeError(f"{model}, {precision}: exit status {done.returncode}\n{done.stderr[-4000:]}")
-    graphs = [Graph(**graph | {"kernels": [Kernel(**kernel) for kernel in graph["kernels"]]}) for graph in json.loads(done.stdout)]
+    graphs = [
+        Graph(**graph | {"kernels": [Kernel(**kernel) for kernel in graph["kernels"]]})
+        for graph in json.loads(done.stdout)
+    ]
     forward = [graph for graph in graphs if not graph.backward]
     backward = [graph for graph in graphs if graph.backward]
     parts = MODELS[model][0]
     if (len(parts), len(parts) - len(set(FORWARD_ONLY) & set(parts))) != (len(forward), len(backward)):
-        raise RuntimeError(f"{model}, {precision}: compiled {len(forward)} forwards, {len(backward)} backwards, not {parts}")
+        raise RuntimeError(
+            f"{model}, {precision}: compiled {len(forward)} forwards, {len(backward)} backwards, not {parts}"
+        )
     return [
         (part, graph, Graph(True, [], 0, {}) if part in FORWARD_ONLY else backward.pop())
         for part, graph in zip(parts, forward, strict=True)
@@ -268,16 +299,23 @@ def show(*words: str) -> None:
     and operator.
     """
     columns = [precision for precision in PRECISIONS if precision in words] or list(PRECISIONS)
-    print(f"| torch {version('torch').split('+')[0]}: family | compiled | {' | '.join(columns)} |\n{'|---' * (len(columns) + 2)}|")
+    print(
+        f"| torch {version('torch').split('+')[0]}: family | compiled | {' | '.join(columns)} |\n{'|---' * (len(columns) + 2)}|"
+    )
     for model, (parts, _) in MODELS.items():
         if model in words or not set(words) & set(MODELS):
             found = {precision: graphs_of(model, precision) for precision in columns}
             for number, part in enumerate(parts):
-                print(f"| {model} | {part} | {' | '.join(cell(*found[column][number][1:]) for column in columns)} |", flush=True)
+                print(
+                    f"| {model} | {part} | {' | '.join(cell(*found[column][number][1:]) for column in columns)} |",
+                    flush=True,
+                )
             for precision in columns if words else ():
                 for part, *both in found[precision]:
                     for graph in both:
-                        print(f"\n{model}, {part}, {precision}, {'backward' if graph.backward else 'forward'}: {graph.called}")
+                        print(
+                            f"\n{model}, {part}, {precision}, {'backward' if graph.backward else 'forward'}: {graph.called}"
+                        )
                         for kernel in graph.kernels:
                             print(f"    {kernel.registers:>3} registers, {kernel.spilled} B spilled: {kernel.name}")
 
@@ -285,6 +323,8 @@ def show(*words: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--case"]:
         model, precision = sys.argv[2:]
-        print(json.dumps([asdict(graph) for graph in compile_step((*COMMON, *MODELS[model][1], *PRECISIONS[precision]))]))
+        print(
+            json.dumps([asdict(graph) for graph in compile_step((*COMMON, *MODELS[model][1], *PRECISIONS[precision]))])
+        )
     else:
         show(*sys.argv[1:])

@@ -39,7 +39,9 @@ def build_guard(cache: Path) -> Path | None:
         return None
     # found without an import, as the library must be loaded before torch
     torch = Path(importlib.util.find_spec("torch").origin).parent
-    key = hashlib.sha256(f"{torch} {importlib.metadata.version('torch')} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{torch} {importlib.metadata.version('torch')} {SOURCE.read_text()}".encode()).hexdigest()[
+        :16
+    ]
     library = cache / f"guard-{key}.so"
     if not library.exists():
         unfinished = cache / f"{library.name}.{os.getpid()}"

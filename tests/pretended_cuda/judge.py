@@ -84,4 +84,6 @@ def table(records: Records) -> str:
     for record in records.values():
         for layer, found in record["kernels"].items():
             layers[layer].update(found)
-    return "\n".join(f"{layer:36} {', '.join(sorted(found))}" for layer, found in sorted(layers.items()) if layer != "-")
+    return "\n".join(
+        f"{layer:36} {', '.join(sorted(found))}" for layer, found in sorted(layers.items()) if layer != "-"
+    )

@@ -14,7 +14,14 @@ BASE = (
     "comm=fake",
     "precision=bf16",
 )
-LLAMA = ("model.dim=64", "model.n_heads=4", "model.n_kv_heads=2", "model.n_layers=2", "model.ffn_dim=192", "model.vocab_size=512")
+LLAMA = (
+    "model.dim=64",
+    "model.n_heads=4",
+    "model.n_kv_heads=2",
+    "model.n_layers=2",
+    "model.ffn_dim=192",
+    "model.vocab_size=512",
+)
 QWEN, MOE, LATENT = ((f"model={family}_debug", "model.n_layers=2") for family in ("qwen3", "qwen3_moe", "deepseek_v3"))
 VISION = (
     "model=llama3_vision_debug",
@@ -73,15 +80,21 @@ LAYOUTS = {
     "llama3, cp 2, ulysses, documents": layout(
         2, LLAMA, "parallelism=cp", "parallelism.cp_rotate=ulysses", "data.document_mask=true", samples=2
     ),
-    "llama3, pp 2, zbv": layout(2, LLAMA, "parallelism=pp", "pp_schedule=zbv", "model.n_layers=4", "data.local_batch=4", samples=4),
-    "qwen3, fsdp 4, pp 2, 1f1b, ac full": layout(4, QWEN, "parallelism=fsdp_pp", "ac=full", "data.local_batch=4", samples=8),
+    "llama3, pp 2, zbv": layout(
+        2, LLAMA, "parallelism=pp", "pp_schedule=zbv", "model.n_layers=4", "data.local_batch=4", samples=4
+    ),
+    "qwen3, fsdp 4, pp 2, 1f1b, ac full": layout(
+        4, QWEN, "parallelism=fsdp_pp", "ac=full", "data.local_batch=4", samples=8
+    ),
     "qwen3, fsdp 2, float8 rowwise": layout(2, QWEN, "parallelism=fsdp", "precision=float8_rowwise", samples=4),
     # The host reads the numbers of rows once for each layer, and does not read them again when the forward is
     # recomputed.
     "qwen3_moe, fsdp 2, ep 2, ac full": layout(
         2, MOE, "parallelism=fsdp_ep", "parallelism.ep=2", "ac=full", samples=4, reads=((EXCHANGE, 128, 2),)
     ),
-    "qwen3_moe, tp 2, ep 2, balanced": layout(2, MOE, "parallelism=tp", "parallelism.ep=2", "debug.balance_experts=true", samples=2),
+    "qwen3_moe, tp 2, ep 2, balanced": layout(
+        2, MOE, "parallelism=tp", "parallelism.ep=2", "debug.balance_experts=true", samples=2
+    ),
     "deepseek_v3, fsdp 2, documents": layout(2, LATENT, "parallelism=fsdp", "data.document_mask=true", samples=4),
     "image_text, fsdp 2": layout(2, VISION, "parallelism=fsdp", samples=4),
     "flux, fsdp 2": layout(2, FLUX, "parallelism=fsdp", samples=4),
@@ -98,7 +111,14 @@ def of_matrix() -> dict[str, Layout]:
     found = {}
     for case in MATRIX:
         sparse = any(override.startswith(("model=qwen3_moe", "model=deepseek")) for override in case.base)
-        chosen = (*BASE, *SIZES, "precision=bf16", f"debug.balance_experts={str(sparse).lower()}", *case.base, *case.overrides)
+        chosen = (
+            *BASE,
+            *SIZES,
+            "precision=bf16",
+            f"debug.balance_experts={str(sparse).lower()}",
+            *case.base,
+            *case.overrides,
+        )
         by_key = {override.partition("=")[0]: override for override in chosen}
         by_key["precision"] = by_key["precision"].replace("fp32", "bf16").replace("float8_emulate", "float8_rowwise")
         for key in ("precision.emulate", "precision.compute_dtype"):

@@ -123,19 +123,34 @@ def longer(make):
 
 PLANTED = {
     NOTHING: Plant(nullcontext, ""),
-    "a host tensor in a block": Plant(in_block(lambda x: x + __import__("torch").ones(x.shape[-1])), "takes a host tensor"),
-    "a number read": Plant(in_block(lambda x: x.sum().item()), "item at models/layers.py Block.forward: the host waits"),
-    "a list read": Plant(in_block(lambda x: x[0, :2, 0].tolist()), "tolist at models/layers.py Block.forward: the host waits"),
-    "nonzero": Plant(in_block(lambda x: x.nonzero()), "nonzero at models/layers.py Block.forward"),
-    "a copy to the host": Plant(in_block(lambda x: x.sum().cpu()), "copy to the host at models/layers.py Block.forward"),
-    "a list as a tensor": Plant(in_block(lambda x: __import__("torch").tensor([1, 2], device=x.device)), "pageable copy to the device"),
-    "a batch from pageable memory": Plant(
-        around("titan_hydra.data.batch", "onto", lambda onto: lambda device, tensor: tensor.to(device)), "pageable copy to the device"
+    "a host tensor in a block": Plant(
+        in_block(lambda x: x + __import__("torch").ones(x.shape[-1])), "takes a host tensor"
     ),
-    "a wait for everything": Plant(in_block(lambda x: __import__("torch").cuda.synchronize()), "synchronize at models/layers.py"),
+    "a number read": Plant(
+        in_block(lambda x: x.sum().item()), "item at models/layers.py Block.forward: the host waits"
+    ),
+    "a list read": Plant(
+        in_block(lambda x: x[0, :2, 0].tolist()), "tolist at models/layers.py Block.forward: the host waits"
+    ),
+    "nonzero": Plant(in_block(lambda x: x.nonzero()), "nonzero at models/layers.py Block.forward"),
+    "a copy to the host": Plant(
+        in_block(lambda x: x.sum().cpu()), "copy to the host at models/layers.py Block.forward"
+    ),
+    "a list as a tensor": Plant(
+        in_block(lambda x: __import__("torch").tensor([1, 2], device=x.device)), "pageable copy to the device"
+    ),
+    "a batch from pageable memory": Plant(
+        around("titan_hydra.data.batch", "onto", lambda onto: lambda device, tensor: tensor.to(device)),
+        "pageable copy to the device",
+    ),
+    "a wait for everything": Plant(
+        in_block(lambda x: __import__("torch").cuda.synchronize()), "synchronize at models/layers.py"
+    ),
     "a stream that does not wait": Plant(in_block(other_stream), "does not wait for the stream"),
     "memory freed under another stream": Plant(in_block(freed_early), "is freed while a stream"),
-    "flash before cuDNN": Plant(around("titan_hydra.kernels.attention", "kernels", flash_first), "layers.*.attention.sdpa"),
+    "flash before cuDNN": Plant(
+        around("titan_hydra.kernels.attention", "kernels", flash_first), "layers.*.attention.sdpa"
+    ),
     "no rotation, and none of its casts": Plant(
         around("titan_hydra.models.layers", "rotate", lambda rotate: lambda x, rotary: x), "layers.*.attention "
     ),
@@ -143,12 +158,20 @@ PLANTED = {
         around("torch.nn.functional", "scaled_dot_product_attention", strided), "several strides"
     ),
     "gradients in the layout that they come in": Plant(
-        around("titan_hydra.kernels.attention:OneLayout", "backward", lambda _: staticmethod(lambda ctx, gradient: gradient)),
+        around(
+            "titan_hydra.kernels.attention:OneLayout",
+            "backward",
+            lambda _: staticmethod(lambda ctx, gradient: gradient),
+        ),
         "several strides",
         LAYOUTS["flux, fsdp 2"],
     ),
     "cuDNN in a ring": Plant(
-        around("titan_hydra.parallel.context", "kernels", lambda kernels: lambda asked, call: kernels(asked, call._replace(ring=False))),
+        around(
+            "titan_hydra.parallel.context",
+            "kernels",
+            lambda kernels: lambda asked, call: kernels(asked, call._replace(ring=False)),
+        ),
         "several strides",
         LAYOUTS["llama3, cp 2, ring by allgather"],
     ),

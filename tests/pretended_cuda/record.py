@@ -36,7 +36,9 @@ class Record:
     """The record of one rank's step. It can be written as JSON."""
 
     faults: list[str] = field(default_factory=list)
-    waits: Counter = field(default_factory=Counter)  # "what at place": number of times that the host waited for the device
+    waits: Counter = field(
+        default_factory=Counter
+    )  # "what at place": number of times that the host waited for the device
     copies: Counter = field(default_factory=Counter)  # "to the device at place": number of pinned copies
     kernels: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # layer: attention, products, casts
     # key of cuDNN's cache: strides of out and grad_out
@@ -53,7 +55,12 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, names, answers=()):
         super().__init__()
-        self.record, self.names, self.answers, self.inside = Record(), names, {place: number for place, number, _ in answers}, []
+        self.record, self.names, self.answers, self.inside = (
+            Record(),
+            names,
+            {place: number for place, number, _ in answers},
+            [],
+        )
         self.memory = streams.Memory(self.record.faults)
 
     def __enter__(self):
@@ -96,7 +103,9 @@ class Recorder(TorchDispatchMode):
         self.copy(name, args, outputs, kwargs)
         if not op.is_view and any(tensor.is_cuda for tensor in [*inputs, *outputs]):
             changed = [x for x in changed_by(op, args) if x.is_cuda]
-            self.memory.kernel(op, on_device, [*changed, *(x for x in outputs if x.is_cuda and not any(x is y for y in inputs))])
+            self.memory.kernel(
+                op, on_device, [*changed, *(x for x in outputs if x.is_cuda and not any(x is y for y in inputs))]
+            )
         return out
 
     def state(self, tensors):
@@ -135,7 +144,9 @@ class Recorder(TorchDispatchMode):
 
     def devices(self, name, inputs):
         """Record a host tensor of more than one element in an operator on the device."""
-        if name not in ("copy_", "_foreach_copy_") and (wrong := [x for x in inputs if x.device.type == "cpu" and x.dim()]):
+        if name not in ("copy_", "_foreach_copy_") and (
+            wrong := [x for x in inputs if x.device.type == "cpu" and x.dim()]
+        ):
             self.record.faults.append(f"{name} takes a host tensor of shape {list(wrong[0].shape)} at {place()}")
 
     def strides(self, inputs):
@@ -202,7 +213,11 @@ def changed_by(op, args):
     """
     if op.namespace == "c10d":
         return [] if "send" in str(op) else [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
-    written = [arg for arg, known in zip(args, op._schema.arguments, strict=False) if known.alias_info and known.alias_info.is_write]
+    written = [
+        arg
+        for arg, known in zip(args, op._schema.arguments, strict=False)
+        if known.alias_info and known.alias_info.is_write
+    ]
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 

@@ -71,13 +71,17 @@ def main(guard: str, out: str, kind: str, *names: str) -> None:
 
     attention.choose_kernels()
     results, plants = {}, planted.PLANTED if kind == "planted" else {}
-    layouts = {"layouts": LAYOUTS, "planted": {name: plant.layout for name, plant in plants.items()}}.get(kind) or of_matrix()
+    layouts = {"layouts": LAYOUTS, "planted": {name: plant.layout for name, plant in plants.items()}}.get(
+        kind
+    ) or of_matrix()
     for name in names or layouts:
         began = time.perf_counter()
         with plants[name].put() if plants else nullcontext():
             results[name] = all_ranks(layouts[name])
         print(f"{name}: {time.perf_counter() - began:.1f} s", (results[name]["error"] or "")[-1000:], flush=True)
-        Path(out).write_text(json.dumps(results, default=lambda value: sorted(value) if isinstance(value, set) else vars(value)))
+        Path(out).write_text(
+            json.dumps(results, default=lambda value: sorted(value) if isinstance(value, set) else vars(value))
+        )
 
 
 if __name__ == "__main__":

@@ -153,7 +153,12 @@ class Memory:
         key = storage._cdata
         state = self.storages.get(key)
         if state is None:
-            state = self.storages[key] = {"ref": StorageWeakRef(storage), "owner": stream, "write": (stream.id, 0), "reads": {}}
+            state = self.storages[key] = {
+                "ref": StorageWeakRef(storage),
+                "owner": stream,
+                "write": (stream.id, 0),
+                "reads": {},
+            }
         if stream is not state["owner"]:
             self.lent[key, stream.id] = (state, stream.seen[stream.id], f"{list(tensor.shape)} at {place()}")
         return state
@@ -163,7 +168,9 @@ class Memory:
         state = self.state(tensor, stream)
         uses = [state["write"]] if reads else [state["write"], *state["reads"].items()]
         if any(stream.seen.get(other, 0) < number for other, number in uses):
-            self.faults.append(f"{op} at {place()} does not wait for the stream that uses its tensor of shape {list(tensor.shape)}")
+            self.faults.append(
+                f"{op} at {place()} does not wait for the stream that uses its tensor of shape {list(tensor.shape)}"
+            )
 
     def freed(self, stream):
         """Record a fault if this stream may now reuse memory that another stream still uses."""

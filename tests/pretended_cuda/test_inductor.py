@@ -30,12 +30,17 @@ def limits() -> dict[tuple[str, str, str], tuple[int, int, float, int] | None]:
         for model, part, *cells in rows
         for precision, cell in zip(HEAD[2].split(" | "), cells, strict=True)
     }
-    return {key: match and (int(match[1]), int(match[2]), float(match[3]), int(match[4] or 0)) for key, match in found.items()}
+    return {
+        key: match and (int(match[1]), int(match[2]), float(match[3]), int(match[4] or 0))
+        for key, match in found.items()
+    }
 
 
 def test_the_page_has_every_part_in_every_precision():
     known = limits()
-    assert set(known) == {(model, part, precision) for model, (parts, _) in MODELS.items() for part in parts for precision in PRECISIONS}
+    assert set(known) == {
+        (model, part, precision) for model, (parts, _) in MODELS.items() for part in parts for precision in PRECISIONS
+    }
     assert all(known[model, part, "bf16"] for model, (parts, _) in MODELS.items() for part in parts)
 
 

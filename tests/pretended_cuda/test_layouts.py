@@ -59,7 +59,9 @@ def test_a_layout_steps_without_fault(layouts, stepped):
     assert result["error"] is None, result["error"]
     assert faults(result["ranks"], layout.waits, layout.gathers) == []
     sections = dict(section.split("\n", 1) for section in KERNELS.split("\n\n"))
-    assert table(result["ranks"]) == sections[f"[{layouts}]"], "the part of kernels.txt that is to be pasted, if the change is right"
+    assert table(result["ranks"]) == sections[f"[{layouts}]"], (
+        "the part of kernels.txt that is to be pasted, if the change is right"
+    )
 
 
 # one planted fault in each run: a judge that never finds anything would pass all other tests
@@ -67,7 +69,8 @@ OFTEN = "a number read"
 
 
 @pytest.mark.parametrize(
-    "planted", [pytest.param(name, marks=() if name == OFTEN else pytest.mark.slow) for name in PLANTED if name != NOTHING]
+    "planted",
+    [pytest.param(name, marks=() if name == OFTEN else pytest.mark.slow) for name in PLANTED if name != NOTHING],
 )
 def test_a_planted_fault_is_found(planted, stepped):
     results, plant = stepped("planted"), PLANTED[planted]
@@ -75,7 +78,9 @@ def test_a_planted_fault_is_found(planted, stepped):
     assert clean["error"] is None and faults(clean["ranks"], {}) == []
     found = [result["error"] or "", *faults(result["ranks"], plant.layout.waits, plant.layout.gathers)]
     if plant.layout is PLANTED[NOTHING].layout:
-        found += difflib.unified_diff(table(clean["ranks"]).splitlines(), table(result["ranks"]).splitlines(), lineterm="", n=0)
+        found += difflib.unified_diff(
+            table(clean["ranks"]).splitlines(), table(result["ranks"]).splitlines(), lineterm="", n=0
+        )
     assert any(plant.said in line for line in found), found
 
 

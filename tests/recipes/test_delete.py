@@ -28,7 +28,12 @@ def test_the_core_names_none_of_its_parts(name):
     """The parts of a recipe are the sources, objectives and families that it registers. In the core, no string begins
     with one of their names, and no `key=` names one.
     """
-    parts = [part for registry in REGISTRIES.values() for part, record in registry.items() if f"titan_hydra.recipes.{name}." in str(record)]
+    parts = [
+        part
+        for registry in REGISTRIES.values()
+        for part, record in registry.items()
+        if f"titan_hydra.recipes.{name}." in str(record)
+    ]
     assert parts
     named = re.compile(rf"""["'=`]({"|".join(parts)})\b""")
     for file in (ROOT / "titan_hydra").rglob("*.py"):
@@ -39,22 +44,32 @@ def test_the_core_names_none_of_its_parts(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", recipes.NAMES)
 def test_without_a_recipe_the_quick_tests_pass(tmp_path, name):
-    kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+    kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[
+        :-1
+    ]
     for file in kept:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file, follow_symlinks=False)
-    for file in [file for other in with_those_that_import(name) for file in (f"titan_hydra/recipes/{other}", *files_of(other))]:
+    for file in [
+        file for other in with_those_that_import(name) for file in (f"titan_hydra/recipes/{other}", *files_of(other))
+    ]:
         shutil.rmtree(tmp_path / file) if (tmp_path / file).is_dir() else (tmp_path / file).unlink()
-    subprocess.run([sys.executable, "-m", "titan_hydra.config.describe", "docs/configuration.md"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "titan_hydra.config.describe", "docs/configuration.md"], cwd=tmp_path, check=True
+    )
     words = ["-q", "-m", "quick", *(f"--ignore={file}" for file in OTHERS)]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 def with_those_that_import(name: str) -> list[str]:
     importing = f"titan_hydra.recipes.{name}"
     files = {other: (ROOT / "titan_hydra/recipes" / other).rglob("*.py") for other in recipes.NAMES}
-    return [other for other in recipes.NAMES if other == name or any(importing in file.read_text() for file in files[other])]
+    return [
+        other for other in recipes.NAMES if other == name or any(importing in file.read_text() for file in files[other])
+    ]
 
 
 def files_of(name: str) -> list[str]:

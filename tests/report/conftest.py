@@ -23,19 +23,34 @@ class Sweep:
         self.runs, self.base, self.name, self.cells = runs, base, name, []
 
     def cell(
-        self, name, changes=None, losses=None, result=None, rates=(), env=None, swept=True, repeat=False, failure=None, pipelined=False
+        self,
+        name,
+        changes=None,
+        losses=None,
+        result=None,
+        rates=(),
+        env=None,
+        swept=True,
+        repeat=False,
+        failure=None,
+        pipelined=False,
     ):
         """Add a cell. `changes` are dotted keys; `losses` and `rates` become rows; without `result` the run is not
         done; with `pipelined` it has a recorded schedule of two ranks.
         """
-        config, directory = copy.deepcopy(self.base), self.runs / f"{name.replace(' ', '_').replace(',', '')}-{self._hash(name)}"
+        config, directory = (
+            copy.deepcopy(self.base),
+            self.runs / f"{name.replace(' ', '_').replace(',', '')}-{self._hash(name)}",
+        )
         for key, value in (changes or {}).items():
             *path, last = key.split(".")
             node = config
             for part in path:
                 node = node[part]
             node[last] = value
-        overrides = ["+sweeps=table", f"sweep.cell={name}"] + [f"{key}={value}" for key, value in (changes or {}).items() if swept]
+        overrides = ["+sweeps=table", f"sweep.cell={name}"] + [
+            f"{key}={value}" for key, value in (changes or {}).items() if swept
+        ]
         self.cells.append(
             {"name": name, "overrides": overrides, "hash": self._hash(name), "directory": directory.name}
             | ({"repeat": True} if repeat else {})
@@ -43,7 +58,8 @@ class Sweep:
         directory.mkdir(parents=True)
         self._write(directory / "config.json", config)
         self._write(
-            directory / "env.json", {"git_sha": "0123456789abcdef", "git_diff": "", "git_untracked": [], "versions": {}} | (env or {})
+            directory / "env.json",
+            {"git_sha": "0123456789abcdef", "git_diff": "", "git_untracked": [], "versions": {}} | (env or {}),
         )
         (directory / "overrides.txt").write_text("\n".join(overrides) + "\n")
         rows = [
@@ -132,7 +148,13 @@ def browser():
 
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,1000"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1400,1000",
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))

@@ -18,7 +18,12 @@ def curve(steps=200, noise=0.1):
 
 def report(sweep, capsys, own, precision=None, reference=None):
     sweep.cell("base", {"precision.compute_dtype": "bfloat16"}, losses=reference or curve(), result=RESULT)
-    sweep.cell("own", {"precision.compute_dtype": "bfloat16"} | (precision or {}), losses=own, result=RESULT | {"tokens_per_second": 150.0})
+    sweep.cell(
+        "own",
+        {"precision.compute_dtype": "bfloat16"} | (precision or {}),
+        losses=own,
+        result=RESULT | {"tokens_per_second": 150.0},
+    )
     status, out, _ = sweep.report(capsys, "--md")
     assert status == 0
     return out
@@ -37,7 +42,10 @@ def test_rounding_stays_in_the_band(sweep, capsys):
 @pytest.mark.parametrize(
     ("wrong", "first"),
     [
-        (lambda step, loss: loss * 1.01, 1),  # the loss is divided by the wrong number of tokens, which shows before any update
+        (
+            lambda step, loss: loss * 1.01,
+            1,
+        ),  # the loss is divided by the wrong number of tokens, which shows before any update
         (lambda step, loss: loss * 0.98, 1),  # the loss is lower than it can be, which is wrong too
         (lambda step, loss: loss + 1e-3 * step, 26),  # the run learns more slowly
         (lambda step, loss: math.nan if step == 30 else loss, 31),
@@ -66,7 +74,9 @@ def test_other_noise_than_the_baselines_is_another_run(sweep, capsys):
 def test_float8_is_given_more_room(sweep, capsys):
     losses = [loss * 1.003 for loss in curve()]
     assert "NO: from" in report(sweep, capsys, losses)
-    sweep.cell("float8", {"precision.converter": "float8", "precision.compute_dtype": "bfloat16"}, losses=losses, result=RESULT)
+    sweep.cell(
+        "float8", {"precision.converter": "float8", "precision.compute_dtype": "bfloat16"}, losses=losses, result=RESULT
+    )
     assert sweep.report(capsys, "--md")[1].count("| yes |") == 1
 
 

@@ -101,12 +101,20 @@ def test_the_report_asks_the_schema_what_each_key_changes(flat):
             assert changes in get_args(Changes), key
             assert what_differs(flat, key) == {name for name in LISTS if name in changes}, key
             if not spec.metadata["identity"]:
-                assert "learning" not in changes, f"{key} is not part of the hash, so it must not change what is learned"
+                assert "learning" not in changes, (
+                    f"{key} is not part of the hash, so it must not change what is learned"
+                )
 
 
 def test_a_key_that_says_nothing_changes_what_is_learned():
-    assert changes_of("seed") == ("seed", "learning") and changes_of("model.a_stranger.key") == ("model", "learning and work")
-    assert changes_of("data.mixture.web.weight") == ("data.mixture", "learning") and changes_of("data.prefetch")[1] == "technique"
+    assert changes_of("seed") == ("seed", "learning") and changes_of("model.a_stranger.key") == (
+        "model",
+        "learning and work",
+    )
+    assert (
+        changes_of("data.mixture.web.weight") == ("data.mixture", "learning")
+        and changes_of("data.prefetch")[1] == "technique"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,13 +137,24 @@ def test_what_is_learned_differs_is_refused_or_said(sweep, capsys, key, first, v
     assert status == 0 and "losses are not compared" in out and "| yes" not in out
 
 
-@pytest.mark.parametrize(("key", "values"), [("validation.steps", (3, 7, 9)), ("data.validation_path", ("u", "v", "w"))])
+@pytest.mark.parametrize(
+    ("key", "values"), [("validation.steps", (3, 7, 9)), ("data.validation_path", ("u", "v", "w"))]
+)
 def test_other_held_out_samples_are_said_and_nothing_is_refused(sweep, capsys, key, values):
     """Speed and training losses are compared as usual. A cell that was not validated has no held-out loss to compare."""
     for name, value, held_out in zip("abc", values, (4.5, 4.6, None), strict=True):
-        sweep.cell(name, {key: value}, losses=[5.0, 4.0], result={"tokens_per_second": 100.0, "validation_loss": held_out}, swept=False)
+        sweep.cell(
+            name,
+            {key: value},
+            losses=[5.0, 4.0],
+            result={"tokens_per_second": 100.0, "validation_loss": held_out},
+            swept=False,
+        )
     status, out, err = sweep.report(capsys)
-    assert (status, err) == (0, "") and f"{key} differs: {values[0]} (a); {values[1]} (b): held-out losses are not compared\n" in out
+    assert (status, err) == (
+        0,
+        "",
+    ) and f"{key} differs: {values[0]} (a); {values[1]} (b): held-out losses are not compared\n" in out
     assert out.count("  yes\n") == 2, out
 
 

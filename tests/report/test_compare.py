@@ -48,7 +48,10 @@ def test_a_sweep_may_vary_what_it_varies(sweep, capsys):
     sweep.cell("long", {"data.seq_len": 4096}, result=FAST)
     status, out, _ = sweep.report(capsys)
     assert status == 0
-    assert "data.seq_len differs (on purpose): 256 (short); 4096 (long): no difference in tokens/s, losses are not compared" in out
+    assert (
+        "data.seq_len differs (on purpose): 256 (short); 4096 (long): no difference in tokens/s, losses are not compared"
+        in out
+    )
     assert "%" not in out
     assert "+50.00 %" in sweep.report(capsys, "--allow", "data.seq_len")[1]
 
@@ -116,7 +119,13 @@ def test_techniques_may_differ(sweep, capsys):
 
 OOM = {
     "exit_status": 76,
-    "error": {"type": "OutOfMemoryError", "message": "CUDA out of memory", "traceback": "x", "time": 1.0, "secondary": False},
+    "error": {
+        "type": "OutOfMemoryError",
+        "message": "CUDA out of memory",
+        "traceback": "x",
+        "time": 1.0,
+        "secondary": False,
+    },
 }
 
 
@@ -156,7 +165,10 @@ def test_mistakes_are_one_line(sweep, capsys):
     sweep.cell("first", result=None)
     assert sweep.report(capsys)[::2] == (2, "table: no cell has numbers yet (first: interrupted)\n")
     sweep.cell("second", result=FAST)
-    assert sweep.report(capsys, "--baseline", "secnd")[::2] == (2, "--baseline secnd: no such cell; did you mean second?\n")
+    assert sweep.report(capsys, "--baseline", "secnd")[::2] == (
+        2,
+        "--baseline secnd: no such cell; did you mean second?\n",
+    )
     _, _, err = sweep.report(capsys, "--allow", "data.seqlen")
     assert err.startswith("--allow data.seqlen: not a key that must be equal; did you mean data.seq_len")
     (sweep.runs / "empty").mkdir()
@@ -184,7 +196,10 @@ def test_a_sweep_is_meant_though_a_newer_one_has_a_cell_of_its_name(sweep, new_s
         for cell in cells:
             one.cell(cell, losses=[5.0, 4.0], result={"tokens_per_second": 100.0})
         one.report(capsys)
-    assert all(cell in (shown := newer.report(capsys, target="table")[1]) for cell in ("dense", "sparse")) and "other" not in shown
+    assert (
+        all(cell in (shown := newer.report(capsys, target="table")[1]) for cell in ("dense", "sparse"))
+        and "other" not in shown
+    )
     assert "other" in (shown := sweep.report(capsys, target="other")[1]) and "dense" not in shown
 
 

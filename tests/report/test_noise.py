@@ -21,7 +21,12 @@ MINUS, PM = "\N{MINUS SIGN}", "\N{PLUS-MINUS SIGN}"
 
 
 def result(rate, iqr=None, steps=100, **further):
-    return {"tokens_per_second": rate, "tokens_per_second_iqr": iqr, "measured_steps": steps, "device": "H100"} | further
+    return {
+        "tokens_per_second": rate,
+        "tokens_per_second_iqr": iqr,
+        "measured_steps": steps,
+        "device": "H100",
+    } | further
 
 
 def rows_of(out):
@@ -38,7 +43,13 @@ def test_a_difference_within_the_noise_is_marked(sweep, capsys):
     sweep.cell("unknown", result=result(1015.0, None))
     out = sweep.report(capsys, "--md")[1]
     differences = {name: row["difference"] for name, row in rows_of(out).items()}
-    assert differences == {"base": "\N{EN DASH}", "near": "+1 % (noise)", "wide": "+10 % (noise)", "far": "+10 %", "unknown": "+1.50 %"}
+    assert differences == {
+        "base": "\N{EN DASH}",
+        "near": "+1 % (noise)",
+        "wide": "+10 % (noise)",
+        "far": "+10 %",
+        "unknown": "+1.50 %",
+    }
     assert "- (noise): a difference smaller than the larger of the two IQRs is not significant" in out
 
 
@@ -77,7 +88,8 @@ def test_a_rate_has_no_digits_in_its_noise(value, noise, shown):
 
 
 @pytest.mark.parametrize(
-    ("noise", "digits"), [(None, 2), (0.0, 2), (0.0001, 2), (0.0009, 2), (0.002, 1), (0.03, 0), (0.5, 0), (float("nan"), 2)]
+    ("noise", "digits"),
+    [(None, 2), (0.0, 2), (0.0001, 2), (0.0009, 2), (0.002, 1), (0.03, 0), (0.5, 0), (float("nan"), 2)],
 )
 def test_a_difference_has_no_digits_in_its_noise(noise, digits):
     assert digits_of(noise) == digits
@@ -106,7 +118,9 @@ def test_losses_are_held_out_or_means_and_never_one_steps(sweep, capsys):
 
 def load(directory, cores, start, end):
     (directory / "attempts/1").mkdir(parents=True)
-    (directory / "attempts/1/rank_0.json").write_text(json.dumps({"exit_status": 0, "load": {"cores": cores, "start": start, "end": end}}))
+    (directory / "attempts/1/rank_0.json").write_text(
+        json.dumps({"exit_status": 0, "load": {"cores": cores, "start": start, "end": end}})
+    )
 
 
 def test_a_busy_machine_is_told(sweep, capsys):
@@ -115,7 +129,10 @@ def test_a_busy_machine_is_told(sweep, capsys):
     out = sweep.report(capsys, "--md")[1]
     assert "- loud: other programs used the machine too (load up to 14.2 on 2 cores)" in out and "- quiet" not in out
     load(sweep.cell("louder", result=result(900.0)), 2, 3.0, 24.25)
-    assert "- loud, louder: other programs used the machine too (load up to 24.2 on 2 cores)" in sweep.report(capsys, "--md")[1]
+    assert (
+        "- loud, louder: other programs used the machine too (load up to 24.2 on 2 cores)"
+        in sweep.report(capsys, "--md")[1]
+    )
     lines = sweep.report(capsys, "--csv")[1].splitlines()
     assert lines[2].endswith(",14.25,2,,") and "load,cores" in lines[0]
 
@@ -176,9 +193,13 @@ def test_seeds_that_failed_are_named(sweep, capsys):
 
 
 def test_a_sweep_that_runs_still_has_rows_of_what_has_begun_alone(sweep, capsys):
-    sweep.cells += [{"name": f"optimizer.lr={lr} seed=7", "overrides": [], "directory": f"later-{lr}"} for lr in (0.001, 0.004)]
+    sweep.cells += [
+        {"name": f"optimizer.lr={lr} seed=7", "overrides": [], "directory": f"later-{lr}"} for lr in (0.001, 0.004)
+    ]
     seeds(sweep, {"optimizer.lr": 0.001}, 0.0, (1000.0, 1010.0))
-    sweep.cell("optimizer.lr=0.002 seed=0", {"optimizer.lr": 0.002, "seed": 0}, losses=[4.0] * 20)  # no result, as it has not ended
+    sweep.cell(
+        "optimizer.lr=0.002 seed=0", {"optimizer.lr": 0.002, "seed": 0}, losses=[4.0] * 20
+    )  # no result, as it has not ended
     status, out, _ = sweep.report(capsys, "--md", "--over", "seed", baseline="optimizer.lr=0.004 seed=7")
     assert status == 0 and [*rows_of(out)] == ["optimizer.lr=0.001", "optimizer.lr=0.002"]
     assert "- not started, and left out: 2 of 5 cells\n" in out and "later" not in out

@@ -20,7 +20,13 @@ import pytest
 from titan_hydra.report import cells
 from titan_hydra.runs import find
 
-RESULT = {"tokens_per_second": 100.0, "tokens_per_second_iqr": 5.0, "memory_gib": 10.0, "device": "H100", "validation_loss": 3.1}
+RESULT = {
+    "tokens_per_second": 100.0,
+    "tokens_per_second_iqr": 5.0,
+    "memory_gib": 10.0,
+    "device": "H100",
+    "validation_loss": 3.1,
+}
 CURVE = [3 + math.exp(-step / 10) for step in range(40)]
 EVIL = """<b>'bold'</b> </script><img src=x onerror="document.body.dataset.hacked=1"> & {{ 7*7 }} ${1}"""
 ROOT = Path(__file__).parents[2]
@@ -132,13 +138,18 @@ def shown(tmp_path_factory, new_sweep, browser):
     folder = tmp_path_factory.mktemp("page")
     sweep = new_sweep(folder / "runs")
     more_columns(sweep.cell("base", losses=CURVE, result=RESULT))
-    directory = sweep.cell("evil", losses=[loss * 1.001 for loss in CURVE], result=RESULT | {"tokens_per_second": 150.0, "device": EVIL})
+    directory = sweep.cell(
+        "evil", losses=[loss * 1.001 for loss in CURVE], result=RESULT | {"tokens_per_second": 150.0, "device": EVIL}
+    )
     more_columns(directory)
     sweep.cells[-1]["name"] = EVIL
     sweep.cell(
         "failed",
         rates=[1.0, 2.0],
-        failure={"exit_status": 1, "error": {"type": "ValueError", "message": EVIL, "traceback": "x", "time": 1.0, "secondary": False}},
+        failure={
+            "exit_status": 1,
+            "error": {"type": "ValueError", "message": EVIL, "traceback": "x", "time": 1.0, "secondary": False},
+        },
     )
     sweep.report(Silent(), "--html", "--allow", "device", "-o", str(folder))
     browser.get((folder / "report.html").as_uri())
@@ -176,7 +187,9 @@ def test_all_is_drawn_without_errors_and_without_network(shown):
     ]
     assert all(count for _, count in charts), charts
     beside = run(shown, "[...document.querySelectorAll('#chart-throughput .annotation')].map(one => one.textContent)")
-    assert len(beside) == 3 and "baseline" in beside[0], "the values stand beside the bars, where no thin line runs through them"
+    assert len(beside) == 3 and "baseline" in beside[0], (
+        "the values stand beside the bars, where no thin line runs through them"
+    )
     assert run(shown, "performance.getEntriesByType('resource').length") == 0
     assert [entry["message"] for entry in shown.get_log("browser") if entry["level"] == "SEVERE"] == []
 
@@ -187,7 +200,9 @@ def test_hostile_names_are_shown_and_do_nothing(shown):
     assert run(shown, "document.querySelectorAll('#runs label')[1].textContent") == EVIL
     cells = run(shown, "[...document.querySelectorAll('.results td')].map(one => one.textContent)")
     assert EVIL in cells
-    assert any(EVIL in note for note in run(shown, "[...document.querySelectorAll('.notes li')].map(one => one.textContent)"))
+    assert any(
+        EVIL in note for note in run(shown, "[...document.querySelectorAll('.notes li')].map(one => one.textContent)")
+    )
     assert run(shown, "document.querySelectorAll('#chart-throughput .ytick')[1].textContent") == EVIL[:28]
 
 
@@ -230,11 +245,16 @@ def test_the_mouse_shows_values_and_zooms(shown):
     run(shown, "document.getElementById('chart-loss').scrollIntoView({block: 'center'})")
     ActionChains(shown).move_to_element_with_offset(plot, 30, 0).perform()
     deadline = time.monotonic() + 5
-    while not (said := run(shown, "document.querySelector('#chart-loss .hoverlayer').textContent")) and time.monotonic() < deadline:
+    while (
+        not (said := run(shown, "document.querySelector('#chart-loss .hoverlayer').textContent"))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     assert "base (baseline)" in said and "3." in said
     before = run(shown, "document.getElementById('chart-loss')._fullLayout.xaxis.range")
-    ActionChains(shown).move_to_element_with_offset(plot, -80, -40).click_and_hold().move_by_offset(120, 60).release().perform()
+    ActionChains(shown).move_to_element_with_offset(plot, -80, -40).click_and_hold().move_by_offset(
+        120, 60
+    ).release().perform()
     after = run(shown, "document.getElementById('chart-loss')._fullLayout.xaxis.range")
     assert after[1] - after[0] < 0.7 * (before[1] - before[0])
     run(shown, "draw()")  # as an update does: the zoom must stay
@@ -249,7 +269,18 @@ def served(sweep, capsys):
     sweep.cell("done", losses=CURVE, result=RESULT)
     directory = sweep.cell("other", {"metrics.log_every": 1}, losses=CURVE[:5])
     sweep.report(capsys)
-    command = [sys.executable, "-m", "titan_hydra.cli", "report", "table", "--runs", str(sweep.runs), "--serve", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_hydra.cli",
+        "report",
+        "table",
+        "--runs",
+        str(sweep.runs),
+        "--serve",
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -269,12 +300,19 @@ def served(sweep, capsys):
 def test_a_served_page_lives_and_is_of_this_machine_alone(served, browser):
     address, directory = served
     host, path = re.fullmatch(r"http://(127\.0\.0\.1:\d+)(/[\w-]{12}/)", address).groups()
-    for asked, name, status in ((path, host, 200), (f"{path}data.json", host, 200), ("/", host, 404), (path, "evil.example:80", 404)):
+    for asked, name, status in (
+        (path, host, 200),
+        (f"{path}data.json", host, 200),
+        ("/", host, 404),
+        (path, "evil.example:80", 404),
+    ):
         connection = http.client.HTTPConnection(host, timeout=20)
         connection.request("GET", asked, headers={"Host": name})
         answer = connection.getresponse()
         assert (answer.status, bool(answer.read())) == (status, True)
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    ]
     assert f"0100007F:{int(host.rpartition(':')[2]):04X}" in listening  # only 127.0.0.1
     browser.get(address)
     points = "document.getElementById('chart-loss').data[1].x.length"

@@ -27,14 +27,24 @@ def text(file) -> str:
 
 def test_bars_say_what_the_table_says(sweep, capsys, tmp_path):
     sweep.cell("base", losses=CURVE, result=RESULT)
-    sweep.cell("wrong", losses=[2 * loss for loss in CURVE], result=RESULT | {"tokens_per_second": 150.0, "memory_gib": 7.5})
+    sweep.cell(
+        "wrong", losses=[2 * loss for loss in CURVE], result=RESULT | {"tokens_per_second": 150.0, "memory_gib": 7.5}
+    )
     status, out, _ = sweep.report(capsys, "--plots", "-o", str(tmp_path))
     assert status == 0
     names = ("throughput", "memory", "loss", "difference")
     paths = [str(tmp_path / f"{name}.{ending}") for name in names for ending in ("png", "svg")]
     assert out == sweep.report(capsys)[1] + "\n" + "".join(f"{path}\n" for path in paths)  # below the table
-    assert sweep.report(capsys, "--md", "--plots", "-o", str(tmp_path))[1].split() == [str(tmp_path / "report.md"), *paths]
-    for said in (">150<", ">+50 %, loss left the band<", ">baseline<", ">tokens/s per device (thin lines: half the IQR to each side)<"):
+    assert sweep.report(capsys, "--md", "--plots", "-o", str(tmp_path))[1].split() == [
+        str(tmp_path / "report.md"),
+        *paths,
+    ]
+    for said in (
+        ">150<",
+        ">+50 %, loss left the band<",
+        ">baseline<",
+        ">tokens/s per device (thin lines: half the IQR to each side)<",
+    ):
         assert said in text(tmp_path / "throughput.svg")
     for said in (">7.5<", "\N{MINUS SIGN}25.00 %", "GiB"):
         assert said in text(tmp_path / "memory.svg")
@@ -43,7 +53,9 @@ def test_bars_say_what_the_table_says(sweep, capsys, tmp_path):
     assert ">wrong: left at step 1, +100.00 % (more than 0.01 %)<" in text(tmp_path / "difference.svg")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     for name in names:
-        origin = "  \N{MIDDLE DOT}  ".join(("table", "llama3_debug, 1 rank, H100, commit 0123456", "python launch.py +sweeps=table"))
+        origin = "  \N{MIDDLE DOT}  ".join(
+            ("table", "llama3_debug, 1 rank, H100, commit 0123456", "python launch.py +sweeps=table")
+        )
         assert f">{origin}<" in text(tmp_path / f"{name}.svg")
 
 
@@ -100,9 +112,16 @@ def study(sweep, cells):
     held-out loss.
     """
     for name, (changes, parameters, last) in cells.items():
-        result = RESULT | {"validation_loss": last, "parameters": parameters, "flops_per_token": 6 * parameters, "tokens": 1000}
+        result = RESULT | {
+            "validation_loss": last,
+            "parameters": parameters,
+            "flops_per_token": 6 * parameters,
+            "tokens": 1000,
+        }
         directory = sweep.cell(name, changes, losses=CURVE, result=result)
-        rows = [{"event": "validation", "step": step, "validation_loss": last + 2 - step / 20} for step in (10, 20, 30, 40)]
+        rows = [
+            {"event": "validation", "step": step, "validation_loss": last + 2 - step / 20} for step in (10, 20, 30, 40)
+        ]
         (directory / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -114,7 +133,9 @@ def test_held_out_and_training_loss_are_one_figure_and_a_run_alone_has_a_colour(
     assert ">Held-out and training loss<" in drawn and drawn.count(">alone<") == 1
     assert "stroke-width: 0.8" in drawn and "stroke-width: 1.3" in drawn and LIGHT["blue"] in drawn
     for name in ("validation", "loss", "throughput"):
-        assert "baseline" not in text(tmp_path / f"{name}.svg") and LIGHT["base"] not in text(tmp_path / f"{name}.svg"), name
+        assert "baseline" not in text(tmp_path / f"{name}.svg") and LIGHT["base"] not in text(
+            tmp_path / f"{name}.svg"
+        ), name
 
 
 def test_held_out_loss_is_drawn_against_what_cells_differ_in(sweep, capsys, tmp_path):
@@ -128,7 +149,10 @@ def test_held_out_loss_is_drawn_against_what_cells_differ_in(sweep, capsys, tmp_
 
 def test_two_keys_of_a_sweep_are_colours_and_dashes():
     def shown(*cells):
-        rows = [SimpleNamespace(cell=SimpleNamespace(overrides=cell.split()), baseline=not number) for number, cell in enumerate(cells)]
+        rows = [
+            SimpleNamespace(cell=SimpleNamespace(overrides=cell.split()), baseline=not number)
+            for number, cell in enumerate(cells)
+        ]
         report = SimpleNamespace(rows=rows, reference=rows[0] if len(rows) > 1 else None)
         return [(look.colour, look.dash, look.baseline) for look in looks(report)]
 
@@ -192,12 +216,24 @@ def recorded(job):
     return pipeline.actions_of_ranks(pipeline.build_schedule(stages, job, None), job)
 
 
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb": 2, "zbv": 2, "dualpipe_v": 2}
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "looped_bfs": 2,
+    "interleaved_1f1b": 2,
+    "interleaved_zb": 2,
+    "zbv": 2,
+    "dualpipe_v": 2,
+}
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "csv"])
 def test_every_schedule_is_played_to_its_end(name):
-    ranks = ["parallelism.pp=2", f"pp_schedule.csv={CONF / 'pp_schedule' / 'zb_h1.csv'}"] if name == "csv" else ["parallelism.pp=4"]
+    ranks = (
+        ["parallelism.pp=2", f"pp_schedule.csv={CONF / 'pp_schedule' / 'zb_h1.csv'}"]
+        if name == "csv"
+        else ["parallelism.pp=4"]
+    )
     job = compose_job("parallelism=pp", f"pp_schedule={name}", "data.local_batch=8", "model.n_layers=8", *ranks)
     actions = recorded(job)
     assert wrong_with(actions, job) is None
@@ -205,7 +241,9 @@ def test_every_schedule_is_played_to_its_end(name):
     for own, played in zip(actions, timeline.ranks, strict=True):
         assert [action for _, action in played] == own
         ends = [start + TIME[action[1]] for start, action in played]
-        assert all(start >= end for (start, _), end in zip(played[1:], ends, strict=False))  # actions of a rank do not overlap
+        assert all(
+            start >= end for (start, _), end in zip(played[1:], ends, strict=False)
+        )  # actions of a rank do not overlap
     assert 0 < timeline.idle < 0.5
 
 
@@ -222,6 +260,8 @@ def test_a_run_without_a_recorded_schedule_has_no_timeline(sweep, capsys, tmp_pa
         sweep.cell(name, {"parallelism.pp": 2}, losses=CURVE, result=RESULT, pipelined=True)
     sweep.cell("old", {"parallelism.pp": 2}, losses=CURVE, result=RESULT)
     _, out, err = sweep.report(capsys, "--plots", "-o", str(tmp_path))
-    assert [line for line in out.split() if "pipeline-" in line] == [str(tmp_path / f"pipeline-1.{ending}") for ending in ("png", "svg")]
+    assert [line for line in out.split() if "pipeline-" in line] == [
+        str(tmp_path / f"pipeline-1.{ending}") for ending in ("png", "svg")
+    ]
     assert ">1f1b: pp, pp lr=1<" in text(tmp_path / "pipeline-1.svg")
     assert err == "old: no timeline of the pipeline, as the run recorded no schedule\n"

@@ -15,8 +15,12 @@ from titan_hydra.launch.executors.slurm.accounting import cause_of_end
 from titan_hydra.runs import hints, layout
 from titan_hydra.runs.failure import describe, guilty
 
-GLOO_CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
-GLOO_LATE = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation")
+GLOO_CLOSED = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+)
+GLOO_LATE = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation"
+)
 
 
 def raised(error, cause=None):
@@ -36,7 +40,11 @@ def raised(error, cause=None):
         (torch.OutOfMemoryError("CUDA out of memory"), 76, False),
         (MemoryError(), 76, False),
         (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory"), 76, False),
-        (raised(RuntimeError("[Stage 0] failed to run forward"), torch.OutOfMemoryError("CUDA out of memory")), 76, False),
+        (
+            raised(RuntimeError("[Stage 0] failed to run forward"), torch.OutOfMemoryError("CUDA out of memory")),
+            76,
+            False,
+        ),
         (GLOO_CLOSED, 1, True),
         (GLOO_LATE, 77, True),
         (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), 1, True),
@@ -97,7 +105,9 @@ def write_slurm(folder, log, **errors):
 
 
 def test_earliest_own_error_is_to_blame_and_not_those_who_noticed(attempt):
-    failure = attempt({0: (GLOO_CLOSED, 1.0, 1, False), 1: (ValueError("late"), 3.0, 1, False), 2: (KeyError("first"), 2.0, 1, False)})
+    failure = attempt(
+        {0: (GLOO_CLOSED, 1.0, 1, False), 1: (ValueError("late"), 3.0, 1, False), 2: (KeyError("first"), 2.0, 1, False)}
+    )
     assert (failure.rank, failure.status) == (2, 1) and "KeyError" in failure.line and "KeyError" in failure.detail
 
 
@@ -109,8 +119,14 @@ def test_a_message_cannot_clear_the_readers_screen(attempt, tmp_path):
 
 
 def test_silent_death_is_to_blame_before_what_follows(attempt):
-    failure = attempt({0: (GLOO_CLOSED, 1.1, 1, False), 1: (None, 1.0, -9, False), 2: (ValueError("because of it"), 1.2, 1, False)})
-    assert (failure.rank, failure.status) == (1, 1) and "killed by signal 9" in failure.line and failure.detail.endswith("last line")
+    failure = attempt(
+        {0: (GLOO_CLOSED, 1.1, 1, False), 1: (None, 1.0, -9, False), 2: (ValueError("because of it"), 1.2, 1, False)}
+    )
+    assert (
+        (failure.rank, failure.status) == (1, 1)
+        and "killed by signal 9" in failure.line
+        and failure.detail.endswith("last line")
+    )
 
 
 def test_ranks_that_we_killed_are_not_to_blame(attempt):
@@ -125,9 +141,14 @@ def test_timeout_names_who_did_not_notice(attempt):
 
 def test_timeout_names_who_was_late_by_the_heartbeats(attempt, tmp_path):
     for rank, count in enumerate((9, 9, 7)):
-        (tmp_path / f"beat_{rank}.json").write_text(json.dumps({"step": 3, "phase": "data", "count": count, "since": 1.0, "time": 1.0}))
+        (tmp_path / f"beat_{rank}.json").write_text(
+            json.dumps({"step": 3, "phase": "data", "count": count, "since": 1.0, "time": 1.0})
+        )
     failure = attempt({0: (GLOO_CLOSED, 1.0, 1, False), 1: (GLOO_LATE, 1.5, 77, False), 2: (None, 3.0, -9, True)})
-    assert (failure.rank, failure.kind) == (2, Kind.HANG) and "rank 2 was late: in step 3, data; rank 1: RuntimeError" in failure.line
+    assert (failure.rank, failure.kind) == (
+        2,
+        Kind.HANG,
+    ) and "rank 2 was late: in step 3, data; rank 1: RuntimeError" in failure.line
 
 
 def test_stopped_ranks_and_good_ends_are_no_failure(attempt):
@@ -198,12 +219,42 @@ def test_a_death_that_only_srun_saw_comes_before_those_who_noticed(tmp_path):
 BEAT = {"step": 3, "phase": "optimizer", "count": 1, "since": 1.0, "time": 1.0}
 EXITED, GONE = "node0: task 0: Exited with exit code 1", {"rank0": GLOO_CLOSED}
 ORDERS = {  # srun's lines, ranks that recorded why they ended, ranks that were asked to stop, the rank to blame, words of the message
-    "exit 0": ([EXITED, "node1: task 3: Killed"], GONE | {"rank2": GLOO_CLOSED}, (3,), 1, "ended with status 0 and without a word"),
-    "exit 3": ([EXITED, "node0: task 1: Exited with exit code 3", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "status 3 and without"),
-    "SIGSEGV": ([EXITED, "node0: task 1: Segmentation fault (core dumped)", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "by signal 11"),
-    "SIGILL": ([EXITED, "node0: task 1: Illegal instruction", "node1: tasks 2-3: Terminated"], GONE, (), 1, "by signal 4"),
+    "exit 0": (
+        [EXITED, "node1: task 3: Killed"],
+        GONE | {"rank2": GLOO_CLOSED},
+        (3,),
+        1,
+        "ended with status 0 and without a word",
+    ),
+    "exit 3": (
+        [EXITED, "node0: task 1: Exited with exit code 3", "node1: tasks 2-3: Killed"],
+        GONE,
+        (2, 3),
+        1,
+        "status 3 and without",
+    ),
+    "SIGSEGV": (
+        [EXITED, "node0: task 1: Segmentation fault (core dumped)", "node1: tasks 2-3: Killed"],
+        GONE,
+        (2, 3),
+        1,
+        "by signal 11",
+    ),
+    "SIGILL": (
+        [EXITED, "node0: task 1: Illegal instruction", "node1: tasks 2-3: Terminated"],
+        GONE,
+        (),
+        1,
+        "by signal 4",
+    ),
     "SIGKILL": ([EXITED, "node0: task 1: Killed", "node1: tasks 2-3: Killed"], GONE, (2, 3), 1, "killed by signal 9"),
-    "SIGKILL, and NCCL aborts": ([EXITED, "node0: task 1: Killed", "node1: tasks 2-3: Aborted"], GONE, (), 1, "killed by signal 9"),
+    "SIGKILL, and NCCL aborts": (
+        [EXITED, "node0: task 1: Killed", "node1: tasks 2-3: Aborted"],
+        GONE,
+        (),
+        1,
+        "killed by signal 9",
+    ),
 }
 
 
@@ -216,7 +267,9 @@ def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
     for number in range(4):
         (tmp_path / f"beat_{number}.json").write_text(json.dumps(BEAT | {"asked": 5.0 * (number in asked)}))
     for order in permutations(lines):
-        failure = cause_of_end(write_slurm(tmp_path, "".join(f"srun: error: {line}\n" for line in order), **spoken), "FAILED")
+        failure = cause_of_end(
+            write_slurm(tmp_path, "".join(f"srun: error: {line}\n" for line in order), **spoken), "FAILED"
+        )
         assert failure.rank == rank and words in failure.line, (order, failure.line)
 
 
@@ -252,7 +305,10 @@ def test_preempted_too_often(tmp_path):
         (("model=llama3_8b", "gpus=1", "ac=lean"), "ac=op"),
         (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=8"), "data.local_batch=4 data.global_batch=8"),
         (("model=llama3_8b", "gpus=1", "ac=full", "data.local_batch=1"), "more ranks"),
-        (("model=llama3_8b", "gpus=2", "parallelism=pp", "pp_schedule=zbv", "parallelism.pp=2"), "data.local_batch=2 data.global_batch=4"),
+        (
+            ("model=llama3_8b", "gpus=2", "parallelism=pp", "pp_schedule=zbv", "parallelism.pp=2"),
+            "data.local_batch=2 data.global_batch=4",
+        ),
     ],
 )
 def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
@@ -261,7 +317,9 @@ def test_out_of_memory_says_how_much_and_what_to_try(tmp_path, overrides, hint):
     (tmp_path / "config.json").write_text(json.dumps(to_dict(compose_job("cluster=slurm", *overrides))))
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     error.facts = {"step": 0, "peak_gib": 93.14, "capacity_gib": 94.5}
-    failure = cause_of_end(write_slurm(attempt, "", rank1=RuntimeError("[Stage 0] failed"), rank2=raised(RuntimeError("stage"), error)))
+    failure = cause_of_end(
+        write_slurm(attempt, "", rank1=RuntimeError("[Stage 0] failed"), rank2=raised(RuntimeError("stage"), error))
+    )
     assert failure.rank == 1  # the earlier one, now without the other
     (attempt / "rank_1.json").unlink()
     failure = guilty(attempt)

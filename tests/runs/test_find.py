@@ -66,7 +66,10 @@ def test_what_fits_several_or_none_is_one_line_with_names(runs, target, said):
 @pytest.fixture
 def study(runs):
     """Start `-m name=study optimizer.lr=...` twice: run directories are created one after the other."""
-    for place, lrs in (("lr-4", {"0.1": "study-abababab"}), ("lr-5", {"0.1": "study-abababab", "0.2": "study-cdcdcdcd"})):
+    for place, lrs in (
+        ("lr-4", {"0.1": "study-abababab"}),
+        ("lr-5", {"0.1": "study-abababab", "0.2": "study-cdcdcdcd"}),
+    ):
         folder = layout.SWEEPS.of(runs) / place
         folder.mkdir()
         entries = [{"name": f"optimizer.lr={lr}", "overrides": [], "directory": run} for lr, run in lrs.items()]
@@ -81,7 +84,10 @@ def test_the_name_of_all_runs_of_a_sweep_means_the_newest_such_sweep(study):
     assert choose("study", study).manifest == layout.SWEEPS.of(study) / "lr-5"
     with pytest.raises(ConfigError) as raised:
         choose_one("study", study)
-    assert str(raised.value) == "study: 2 runs, and one is needed: optimizer.lr=0.1 (abababab), optimizer.lr=0.2 (cdcdcdcd)"
+    assert (
+        str(raised.value)
+        == "study: 2 runs, and one is needed: optimizer.lr=0.1 (abababab), optimizer.lr=0.2 (cdcdcdcd)"
+    )
 
 
 def test_a_sweep_of_which_one_run_has_begun_has_the_name_already(study):

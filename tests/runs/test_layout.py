@@ -24,12 +24,26 @@ OTHERS = {
 
 def test_the_map_has_every_file():
     assert layout.table_of_files() in (ROOT / "docs/architecture.md").read_text()
-    assert {*layout.OF_RUN, *layout.OF_ATTEMPT, layout.SWEEPS, layout.SWEEP, layout.RATES, layout.CODE, *CERTIFICATE} == set(ENTRIES)
+    assert {
+        *layout.OF_RUN,
+        *layout.OF_ATTEMPT,
+        layout.SWEEPS,
+        layout.SWEEP,
+        layout.RATES,
+        layout.CODE,
+        *CERTIFICATE,
+    } == set(ENTRIES)
 
 
 def test_file_names_stand_in_the_layout_alone():
     """Except in prose: docstrings, messages, and the batch script."""
-    names = {entry.name for entry in ENTRIES if "." in entry.name} | {"attempts", "checkpoints", "meetings", "_sweeps", "_code"}
+    names = {entry.name for entry in ENTRIES if "." in entry.name} | {
+        "attempts",
+        "checkpoints",
+        "meetings",
+        "_sweeps",
+        "_code",
+    }
     for file in (ROOT / "titan_hydra").rglob("*.py"):
         if file.name != "layout.py" and file.relative_to(ROOT / "titan_hydra").as_posix() not in OTHERS:
             constants = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
@@ -37,7 +51,15 @@ def test_file_names_stand_in_the_layout_alone():
 
 
 def test_the_batch_script_uses_names_of_the_layout():
-    for entry in (layout.CLAIM, layout.OWN_JOB, layout.JOB_LOG, layout.EXIT, layout.STOPPED, layout.CANCELLED, layout.SPENT):
+    for entry in (
+        layout.CLAIM,
+        layout.OWN_JOB,
+        layout.JOB_LOG,
+        layout.EXIT,
+        layout.STOPPED,
+        layout.CANCELLED,
+        layout.SPENT,
+    ):
         assert f'/{entry.name}"' in sbatch.BODY or f"/{entry.name} " in sbatch.BODY, entry.name
     assert f'"$1/{layout.ATTEMPT.of(Path()).parent}"' in sbatch.BODY
 

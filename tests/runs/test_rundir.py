@@ -38,7 +38,16 @@ def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):
     """This happens on the login node of another cluster that has the same name."""
     attempt = layout.ATTEMPT.of(tmp_path, 1)
     attempt.mkdir(parents=True)
-    owner = {"pid": 1, "host": "login", "born": None, "started": 0.0, "executor": "slurm", "job_id": "7", "token": "abc", "user": "me"}
+    owner = {
+        "pid": 1,
+        "host": "login",
+        "born": None,
+        "started": 0.0,
+        "executor": "slurm",
+        "job_id": "7",
+        "token": "abc",
+        "user": "me",
+    }
     rank = {"pid": 1, "host": "node", "born": None}
     layout.CLAIM.write(attempt, owner)
     layout.RANK.write(attempt, rank)

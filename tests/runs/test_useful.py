@@ -10,7 +10,8 @@ from titan_hydra.runs.useful import goodput_of, useful_seconds
 
 def rows(*entries: tuple) -> list[dict]:
     return [
-        {"step": step, "loss": 1.0, "step_seconds": seconds} | ({"first_step": True} if first else {}) for step, seconds, *first in entries
+        {"step": step, "loss": 1.0, "step_seconds": seconds} | ({"first_step": True} if first else {})
+        for step, seconds, *first in entries
     ]
 
 
@@ -27,7 +28,9 @@ def test_each_step_counts_once_and_compilation_does_not():
     slow = rows((1, 60.0, True), (10, 2.0), (20, 4.0), (30, 2.0))
     assert useful_seconds(slow) == pytest.approx(20 * 2.0 + 10 * 4.0), "a slow step is a step"
     resumed = rows((1, 60.0, True), (10, 2.0), (20, 2.0), (26, 90.0, True), (30, 2.0))
-    assert useful_seconds(resumed) == pytest.approx(30 * 2.0), "rows of 21 to 25 were lost with the process, the steps were not"
+    assert useful_seconds(resumed) == pytest.approx(30 * 2.0), (
+        "rows of 21 to 25 were lost with the process, the steps were not"
+    )
     assert useful_seconds(rows((601, 60.0, True), (610, 2.0))) == pytest.approx(10 * 2.0), "begun at another run's step"
 
 

@@ -179,7 +179,9 @@ class Submitter(Launcher):
 
     def cell(self, *overrides: str) -> Path:
         """Return the run directory of the cell with these `overrides`."""
-        (found,) = [path for path in self.cells() if {*overrides} <= {*(path / "overrides.txt").read_text().splitlines()}]
+        (found,) = [
+            path for path in self.cells() if {*overrides} <= {*(path / "overrides.txt").read_text().splitlines()}
+        ]
         return found
 
     def job_id(self, run: Path, attempt: int = 1) -> str:

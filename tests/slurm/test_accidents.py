@@ -72,7 +72,9 @@ def test_sbatch_that_outlives_its_launcher(submit):
     """
     folder = submit.folder.parent / "bin"
     folder.mkdir()
-    sbatch = subprocess.run(["which", "sbatch"], env=submit.env, capture_output=True, text=True, check=True).stdout.strip()
+    sbatch = subprocess.run(
+        ["which", "sbatch"], env=submit.env, capture_output=True, text=True, check=True
+    ).stdout.strip()
     (folder / "sbatch").write_text(
         f'#!/bin/sh\ntouch {folder}/called\nuntil [ -e {folder}/go ]; do sleep 0.2; done\n{sbatch} "$@"\ntouch {folder}/late\n'
     )
@@ -124,9 +126,15 @@ def test_controller_dies_during_a_sweep(tmp_path, timeouts):
         submit.cluster.saved()
         submit.cluster.manage("crash", "slurmctld")
         out = submit.run(*line)
-        assert out.returncode == 0 and "its queue does not answer; nothing was started" in out.stdout, out.stdout + out.stderr
+        assert out.returncode == 0 and "its queue does not answer; nothing was started" in out.stdout, (
+            out.stdout + out.stderr
+        )
         states = [cell["state"] for cell in submit.status().values()]
-        assert sorted(states) in (["running", "running", "unknown"], ["done", "done", "unknown"], ["done", "running", "unknown"]), states
+        assert sorted(states) in (
+            ["running", "running", "unknown"],
+            ["done", "done", "unknown"],
+            ["done", "running", "unknown"],
+        ), states
         submit.cluster.up()
         submit.settle(seconds=300)
         trained_once(submit, submit.cells(), steps=40)

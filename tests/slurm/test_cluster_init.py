@@ -9,10 +9,17 @@ from .conftest import desk, running
 
 def test_the_file_it_writes_takes_a_cell_to_its_end(submit):
     site = submit.folder.parent / "site"
-    made = submit.python("-m", "titan_hydra.cli", "cluster", "init", "mysite", "--partition", "main", "--folder", str(site / "cluster"))
+    made = submit.python(
+        "-m", "titan_hydra.cli", "cluster", "init", "mysite", "--partition", "main", "--folder", str(site / "cluster")
+    )
     assert made.returncode == 0, made.stderr
     text = (site / "cluster" / "mysite.yaml").read_text()
-    assert "name: mysite\n" in text and "partition: main\n" in text and "gpus_per_node: 4\n" in text and text in made.stdout
+    assert (
+        "name: mysite\n" in text
+        and "partition: main\n" in text
+        and "gpus_per_node: 4\n" in text
+        and text in made.stdout
+    )
     again = submit.python("-m", "titan_hydra.cli", "cluster", "init", "mysite", "--folder", str(site / "cluster"))
     assert (again.returncode, "already exists" in again.stderr) == (2, True)
     options = ("cluster=mysite", "gpus=2", "checkpoint=off", "launch.wait=true")
@@ -28,7 +35,9 @@ def test_a_job_beyond_its_partitions_limit_is_refused(submit):
     finally:
         submit.cluster.call("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
     words = "cluster.time_minutes=600: 600 minutes, and partition main allows 60; nearest legal: 60"
-    assert refused.returncode == 2 and refused.stderr.strip() == words and not (submit.folder / "runs").exists(), refused.stderr
+    assert refused.returncode == 2 and refused.stderr.strip() == words and not (submit.folder / "runs").exists(), (
+        refused.stderr
+    )
 
 
 @pytest.mark.slow
@@ -45,10 +54,16 @@ def test_the_limits_of_a_qos_hold(tmp_path):
             "cluster.time_minutes=600: 600 minutes, and QOS short allows 30; nearest legal: 30",
             "gpus=8: 8 GPUs for a job, and QOS short allows 4",
         ], refused.stderr
-        made = submit.python("-m", "titan_hydra.cli", "cluster", "init", "mysite", "--partition", "main", "--folder", str(submit.folder))
+        made = submit.python(
+            "-m", "titan_hydra.cli", "cluster", "init", "mysite", "--partition", "main", "--folder", str(submit.folder)
+        )
         assert "time_minutes: 30\n" in made.stdout, made.stdout + made.stderr
         with cluster.closed():
             done = submit.run(*submit.line("-m", "gpus=1", "seed=1,2,3,4", "cluster.time_minutes=20"))
-            assert done.returncode == 1 and "SLURM refused 2 cells" in done.stderr and "QOSMaxSubmitJobPerUserLimit" in done.stderr, done
+            assert (
+                done.returncode == 1
+                and "SLURM refused 2 cells" in done.stderr
+                and "QOSMaxSubmitJobPerUserLimit" in done.stderr
+            ), done
             assert sorted(cell["state"] for cell in submit.status().values()) == ["not submitted"] * 2 + ["queued"] * 2
             cluster.clear()

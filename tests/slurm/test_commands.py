@@ -29,7 +29,12 @@ def test_runs_are_followed_cancelled_and_retried(submit):
 
     command = [sys.executable, "-m", "titan_hydra.cli", "logs", "-f", "seed=1"]
     follower = subprocess.Popen(
-        command, cwd=submit.folder, env=submit.env | {"PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=submit.folder,
+        env=submit.env | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert "running, attempt 1" in follower.stdout.readline()
     assert submit.titan("cancel", "seed=2", "--yes").returncode == 0  # before the run has started
@@ -44,7 +49,9 @@ def test_runs_are_followed_cancelled_and_retried(submit):
         "seed=2": ("interrupted", 1),
         "seed=3": ("interrupted", 1),
     }
-    assert seen["seed=3"]["cancelled_by"] and submit.attempts(runs["seed=3"]) == [1]  # the batch script did not requeue it
+    assert seen["seed=3"]["cancelled_by"] and submit.attempts(runs["seed=3"]) == [
+        1
+    ]  # the batch script did not requeue it
 
     submit.cluster.manage("crash", "slurmctld")
     down = submit.titan("status")
@@ -67,7 +74,14 @@ def test_a_run_goes_on_with_fewer_nodes_in_another_layout(submit):
         "import time\nupdate = trainer.Trainer.update\n"
         "trainer.Trainer.update = lambda self, *given: time.sleep(0.2) or update(self, *given)"
     )
-    line = ("gpus=4", "steps=40", "data.global_batch=8", "checkpoint.interval=10", "cluster.gpus_per_node=2", "parallelism=fsdp")
+    line = (
+        "gpus=4",
+        "steps=40",
+        "data.global_batch=8",
+        "checkpoint.interval=10",
+        "cluster.gpus_per_node=2",
+        "parallelism=fsdp",
+    )
     submit.submit(*line)
     (run,) = submit.cells()
     submit.wait(lambda: submit.step(run) > 12)

@@ -70,7 +70,10 @@ def test_failures_have_their_names_and_end_soon(submit):
         assert failure["rank"] == rank or rank is None, failure
         assert words in failure["line"], failure
         assert job["JobState"] == "FAILED", (kind, job)
-        assert job["ExitCode"] in (f"{code}:0", *(("137:0", "139:0") if kind in (2, 4, 10, 11) else ())), (kind, job["ExitCode"])
+        assert job["ExitCode"] in (f"{code}:0", *(("137:0", "139:0") if kind in (2, 4, 10, 11) else ())), (
+            kind,
+            job["ExitCode"],
+        )
         struck = float((submit.folder / f"struck_{kind}").read_text())
         assert ended(job) - struck < 15 + (HANG if name == "hang" else 0), (kind, ended(job) - struck)
         assert submit.attempts(run) == [1]
@@ -103,8 +106,17 @@ def test_failures_have_their_names_and_end_soon(submit):
 def chosen(submit) -> list[int]:
     """Return the cells that have a waiting job, by their max_norm."""
     waiting = {job.split("_")[0] for job in submit.cluster.active()}
-    found = [run for run in submit.cells() if (run / "attempts" / "2").exists() and submit.job_id(run, 2).split("_")[0] in waiting]
-    return sorted(int(line.split("=")[1]) for run in found for line in (run / "overrides.txt").read_text().split() if "max_norm" in line)
+    found = [
+        run
+        for run in submit.cells()
+        if (run / "attempts" / "2").exists() and submit.job_id(run, 2).split("_")[0] in waiting
+    ]
+    return sorted(
+        int(line.split("=")[1])
+        for run in found
+        for line in (run / "overrides.txt").read_text().split()
+        if "max_norm" in line
+    )
 
 
 def ended(job: dict[str, str]) -> float:
@@ -130,7 +142,9 @@ def test_a_rank_that_fails_before_training_fails_the_job_once(submit):
         run = submit.cell(f"seed={len(how)}")
         submit.settle(seconds=150)
         cell = submit.status()[run]
-        assert (run / "attempts/1/exit").read_text() == f"{code}\n" and not (run / "attempts/2").exists(), submit.story()
+        assert (run / "attempts/1/exit").read_text() == f"{code}\n" and not (run / "attempts/2").exists(), (
+            submit.story()
+        )
         assert cell["state"] == "failed" and words in cell["failure"]["line"], cell
 
 

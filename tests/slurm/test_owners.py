@@ -47,7 +47,9 @@ def replaced(submit, **programs: str):
 
 def failing(submit, late: int = 0) -> str:
     """Return the sbatch above; with `late` the job arrives that many seconds later."""
-    sbatch = subprocess.run(["which", "sbatch"], env=submit.env, capture_output=True, text=True, check=True).stdout.strip()
+    sbatch = subprocess.run(
+        ["which", "sbatch"], env=submit.env, capture_output=True, text=True, check=True
+    ).stdout.strip()
     return SBATCH.format(sbatch=sbatch, late=late, background="&" if late else "")
 
 
@@ -57,7 +59,11 @@ def steps(run) -> list[int]:
 
 
 def test_a_job_that_sbatch_denies_is_found_and_trains_once(submit):
-    at_once, silent, late = (submit.line("-m", "gpus=1", "seed=1,2"), submit.line("gpus=1", "seed=3"), submit.line("gpus=1", "seed=4"))
+    at_once, silent, late = (
+        submit.line("-m", "gpus=1", "seed=1,2"),
+        submit.line("gpus=1", "seed=3"),
+        submit.line("gpus=1", "seed=4"),
+    )
     before = len(submit.cluster.active())
     with submit.cluster.closed():
         with replaced(submit, sbatch=failing(submit)):
@@ -90,7 +96,9 @@ def test_a_job_that_is_over_comes_back(submit):
     for seed in (1, 2):
         assert submit.run(*line, f"seed={seed}", "paths.runs=runs/odd %j").returncode == 0
     submit.settle()
-    first, second = sorted((submit.folder / "runs" / "odd %j").glob("*/config.json"), key=lambda file: json.loads(file.read_text())["seed"])
+    first, second = sorted(
+        (submit.folder / "runs" / "odd %j").glob("*/config.json"), key=lambda file: json.loads(file.read_text())["seed"]
+    )
     first, second = first.parent, second.parent
     old = {run: submit.job_id(run) for run in (first, second)}
     # the refusal is recorded
@@ -134,11 +142,15 @@ def test_a_run_of_another_cluster_is_left_alone(submit):
             assert [states[run]["state"] for run in runs] == ["running", "unknown"], states
             assert {states[run]["where"] for run in runs} == {"cluster fake"}, states
             again = there.run(*line)
-            assert again.returncode == 0 and "unknown (on cluster fake); nothing was started" in again.stdout, again.stdout + again.stderr
+            assert again.returncode == 0 and "unknown (on cluster fake); nothing was started" in again.stdout, (
+                again.stdout + again.stderr
+            )
         retried = there.titan("retry", "--only", "interrupted")
         assert "nothing to run again" in retried.stdout, retried.stdout + retried.stderr
         refused = there.titan("cancel", "--yes")
-        assert refused.returncode == 1 and "is a job of the cluster fake; cancel it there" in refused.stderr, refused.stderr
+        assert refused.returncode == 1 and "is a job of the cluster fake; cancel it there" in refused.stderr, (
+            refused.stderr
+        )
         assert other.active() == [] and len(submit.cluster.active()) == 2
     before = submit.step(runs[0])
     submit.wait(lambda: submit.step(runs[0]) > before)

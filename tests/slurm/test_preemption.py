@@ -40,7 +40,9 @@ def disturb(submit, kind: str, job_id: str) -> None:
         submit.cluster.call("scontrol", "requeue", job_id)
     elif kind == "partition":
         node = submit.cluster.jobs()[job_id]["NodeList"]
-        submit.cluster.call("sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+        submit.cluster.call(
+            "sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+        )
     elif kind == "limit":
         submit.cluster.call("scontrol", "update", f"jobid={job_id}", "EndTime=now+40")
 
@@ -103,7 +105,11 @@ def drill(submit, expected, kinds, repeats: int, parallel: int = 0, seconds: flo
 
 def lost(submit, run, attempt: int) -> int:
     """Return the steps of an attempt that the next attempt had to repeat."""
-    logs = [(run / "attempts" / str(number) / "rank_0.log").read_text() for number in submit.attempts(run) if number > attempt]
+    logs = [
+        (run / "attempts" / str(number) / "rank_0.log").read_text()
+        for number in submit.attempts(run)
+        if number > attempt
+    ]
     # some attempts stop before they print it
     first = next(int(found[1]) for log in logs if (found := re.search(r"steps (\d+) to", log)))
     return submit.step(run, attempt) - (first - 1)

@@ -86,9 +86,15 @@ def test_a_group_is_killed_with_its_node_and_the_others_go_on(submit, victim):
         assert steps(home) == list(range(1, STEPS + 1)), submit.story()
         assert again(home) <= 1 and submit.attempts(home) == [1]
     assert submit.attempts(homes[victim]) == [1, 2]
-    assert [int(submit.cluster.jobs()[job]["Restarts"]) for job in jobs] == [int(group == victim) for group in range(GROUPS)]
-    caught_up = [row["caught_up"] for row in rows(homes[victim], "events") if row["event"] == "quorum" and row["caught_up"]]
-    print(f"the others made {alone} steps without it; made again: {[again(home) for home in others]}; it caught up {caught_up}")
+    assert [int(submit.cluster.jobs()[job]["Restarts"]) for job in jobs] == [
+        int(group == victim) for group in range(GROUPS)
+    ]
+    caught_up = [
+        row["caught_up"] for row in rows(homes[victim], "events") if row["event"] == "quorum" and row["caught_up"]
+    ]
+    print(
+        f"the others made {alone} steps without it; made again: {[again(home) for home in others]}; it caught up {caught_up}"
+    )
     assert sum(caught_up) > alone
     numbers = sorted(path.name for path in homes[0].glob("meetings/*/lighthouse_*.json"))
     assert len(numbers) == (2 if victim == 0 else 1), numbers
@@ -105,7 +111,9 @@ def test_one_is_preempted_and_one_rank_is_killed_and_all_are_cancelled_and_retri
     submit.wait(lambda: quorums(homes[0])[-4:] == [GROUPS - 1, GROUPS] * 2, 240)
     assert submit.attempts(homes[3]) == [1, 2] and (homes[3] / "attempts" / "1" / "exit").read_text() == "137\n"
     log = submit.titan("logs", homes[0].name, "--rank", "3")
-    assert log.returncode == 0 and (homes[3] / "attempts" / "2" / "rank_0.log").read_text().startswith(log.stdout or "nothing"), log
+    assert log.returncode == 0 and (homes[3] / "attempts" / "2" / "rank_0.log").read_text().startswith(
+        log.stdout or "nothing"
+    ), log
 
     cancelled = submit.titan("cancel", homes[0].name, "--yes")
     assert cancelled.returncode == 0 and "cancelled 1 cell" in cancelled.stdout, cancelled.stdout + cancelled.stderr

@@ -27,7 +27,11 @@ def test_edits_while_the_job_waits_change_nothing(submit):
         (run,) = submit.cells()
         assert submit.job_id(run) in out and "_" not in submit.job_id(run)
         edit(submit.code / "conf/debug/tiny.yaml", "steps: 5", "steps: 7")
-        edit(submit.code / "titan_hydra/train/loop.py", "def train(", "raise SystemExit('the edited file runs')\n\n\ndef train(")
+        edit(
+            submit.code / "titan_hydra/train/loop.py",
+            "def train(",
+            "raise SystemExit('the edited file runs')\n\n\ndef train(",
+        )
         assert submit.status()[run]["state"] == "queued"
     submit.settle()
     assert submit.done(run) and len(submit.losses(run)) == 5, submit.story()
@@ -100,7 +104,9 @@ def test_the_submitting_shell_and_a_purge_change_nothing(submit):
     submit.settle()
     first = submit.cell("seed=1")
     job = submit.job(first)
-    assert submit.done(first) and (job["Partition"], job["TimeLimit"], job["Requeue"]) == ("main", "01:00:00", "1"), submit.story()
+    assert submit.done(first) and (job["Partition"], job["TimeLimit"], job["Requeue"]) == ("main", "01:00:00", "1"), (
+        submit.story()
+    )
     assert job["JobName"].endswith(json.loads((first / "attempts/1/attempt.json").read_text())["token"])
     (code,) = (submit.folder / "runs" / "_code").iterdir()
     (code / "titan_hydra" / "train" / "loop.py").unlink()

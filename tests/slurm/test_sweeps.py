@@ -29,11 +29,19 @@ def train_a_sweep(submit, per_node: int) -> None:
     shapes = {nodes * per_node: nodes for nodes in (1, 2, 4)}
     ranks = ",".join(map(str, shapes))
     out = submit.submit(
-        "-m", f"gpus={ranks}", "seed=1,2", "steps=8", f"cluster.gpus_per_node={per_node}", "data.global_batch=32", "sweep.name=nodes"
+        "-m",
+        f"gpus={ranks}",
+        "seed=1,2",
+        "steps=8",
+        f"cluster.gpus_per_node={per_node}",
+        "data.global_batch=32",
+        "sweep.name=nodes",
     )
     assert "6 queued" in out or "running" in out, out
     jobs = {submit.job_id(submit.cell(f"gpus={count}", f"seed={seed}")) for count in shapes for seed in (1, 2)}
-    assert len(jobs) == 6 and {len([job for job in jobs if job.split("_")[0] == array]) for array in {j.split("_")[0] for j in jobs}} == {2}
+    assert len(jobs) == 6 and {
+        len([job for job in jobs if job.split("_")[0] == array]) for array in {j.split("_")[0] for j in jobs}
+    } == {2}
     submit.settle(seconds=240)
     for count, nodes in shapes.items():
         for seed in (1, 2):
@@ -81,7 +89,10 @@ def test_what_became_of_jobs_that_slurm_has_forgotten(tmp_path, accounting):
         assert cluster.jobs() == {}
         status = submit.status()
         assert status[done]["state"] == "done"
-        assert status[killed]["failure"]["kind"] == "killed" and "rank 0 was killed by signal 9" in status[killed]["failure"]["line"]
+        assert (
+            status[killed]["failure"]["kind"] == "killed"
+            and "rank 0 was killed by signal 9" in status[killed]["failure"]["line"]
+        )
         assert status[cancelled]["state"] == "interrupted", status[cancelled]
         report = submit.titan("report", "--allow", "optimizer")
         assert report.returncode == 0 and "killed" in report.stdout, report.stdout + report.stderr

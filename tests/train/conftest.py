@@ -51,7 +51,10 @@ def run_job(tmp_path):
         (directory / "config.json").write_text(json.dumps(to_dict(job)))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        ranks = [context.Process(target=_rank, args=(to_dict(job), directory, attempt, rank)) for rank in range(all_ranks(job))]
+        ranks = [
+            context.Process(target=_rank, args=(to_dict(job), directory, attempt, rank))
+            for rank in range(all_ranks(job))
+        ]
         silent = job.fault_tolerance.timeout_seconds
         helpers = [lighthouse(attempt, silent)] if job.fault_tolerance.name == "torchft" else []
         for process in ranks:

@@ -39,7 +39,9 @@ def loads_of(model):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_lose_what_transformers_loses(tiny, run_job, tmp_path, name):
-    job = tiny(*MODELS[name], "steps=10", "data.global_batch=4", "lr_scheduler.warmup_steps=3", "lr_scheduler.decay_ratio=0.4")
+    job = tiny(
+        *MODELS[name], "steps=10", "data.global_batch=4", "lr_scheduler.warmup_steps=3", "lr_scheduler.decay_ratio=0.4"
+    )
     start = copy.deepcopy(job)  # the initial weights are those of a run with the same seed and rate 0
     start.optimizer.lr = 0.0
     if "deepseek" in name:
@@ -47,7 +49,9 @@ def test_ten_steps_lose_what_transformers_loses(tiny, run_job, tmp_path, name):
     directory = run_job(start, tmp_path / "start")
     export_hf(newest(directory / "checkpoints"), tmp_path / "hf", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.optimizer.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=job.optimizer.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
     loader, loads = data.build(job, 0, 1), loads_of(model)
     expected = []
     for step in range(1, 11):

@@ -44,7 +44,9 @@ SGD = (*LORA, "optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "
 
 def test_every_layout_learns_what_one_process_learns():
     """Layouts in bf16 are in the acceptance matrix."""
-    for outcome in verify([case(name, ranks, *words, base=SGD, gradients=2e-5) for name, (ranks, *words) in LAYOUTS.items()], steps=3):
+    for outcome in verify(
+        [case(name, ranks, *words, base=SGD, gradients=2e-5) for name, (ranks, *words) in LAYOUTS.items()], steps=3
+    ):
         assert outcome.passed, outcome
 
 
@@ -61,10 +63,16 @@ def test_every_layout_learns_what_one_process_learns():
     ids=" ".join,
 )
 def test_the_base_is_held_in_the_compute_dtype_and_the_plan_counts_that(words):
-    job = freeze(compose_job("model=llama3_debug", "data=synthetic", "precision=bf16", "comm=fake", "adapter=lora", *words))
+    job = freeze(
+        compose_job("model=llama3_debug", "data=synthetic", "precision=bf16", "comm=fake", "adapter=lora", *words)
+    )
     with fake_world(job):
         stages = assemble(job, torch.device("cpu")).stages
-        held = [(name, parameter.requires_grad, local_part(parameter)) for stage in stages for name, parameter in stage.named_parameters()]
+        held = [
+            (name, parameter.requires_grad, local_part(parameter))
+            for stage in stages
+            for name, parameter in stage.named_parameters()
+        ]
     assert {part.dtype for name, _, part in held if ".lora_" not in name} == {torch.bfloat16}
     assert {part.dtype for name, _, part in held if ".lora_" in name} == {torch.float32}
     assert all(trained == (".lora_" in name) for name, trained, _ in held)
@@ -113,7 +121,9 @@ def adapted(tiny, run_job, pretrained):
 def test_checkpoints_hold_adapters_alone_and_resuming_is_bitwise(adapted, run_job, tmp_path):
     job, whole = adapted("parallelism=fsdp", "gpus=2", "data.global_batch=4")
     stored = tensors(newest(whole / "checkpoints"))
-    assert all(".lora_" in name for name in stored if name.startswith("model.")) and any(".lora_a" in name for name in stored)
+    assert all(".lora_" in name for name in stored if name.startswith("model.")) and any(
+        ".lora_a" in name for name in stored
+    )
     same = run_job(job, cut_back(whole, 2, tmp_path / "same"))
     assert run_job.losses(same) == run_job.losses(whole)
     after = tensors(newest(same / "checkpoints"))
@@ -165,14 +175,20 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
     transformers = pytest.importorskip("transformers")
     _, run = adapted("parallelism=single", "adapter.linears=[wq,wo,w2]", "model.vocab_size=4096")
     for source, kind, name in ((pretrained, "hf", "base"), (run, "hf", "merged"), (run, "peft", "peft")):
-        assert cli.main(["convert", str(source), "--to", kind, str(tmp_path / name), "--dtype", "float32"]) == 0, capsys.readouterr()
+        assert cli.main(["convert", str(source), "--to", kind, str(tmp_path / name), "--dtype", "float32"]) == 0, (
+            capsys.readouterr()
+        )
     tokens = torch.randint(4096, (2, 16))
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         before = base(tokens).logits
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
         assert (merged - before).abs().max() > 1e-2
-        assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["target_modules"] == ["down_proj", "o_proj", "q_proj"]
+        assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["target_modules"] == [
+            "down_proj",
+            "o_proj",
+            "q_proj",
+        ]
         peft = pytest.importorskip("peft")
         beside = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(tokens).logits
     torch.testing.assert_close(beside, merged, rtol=1e-4, atol=1e-5)
@@ -184,9 +200,15 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["adapter.linears=[wq,wx]"], "adapter.linears=[wq,wx]: llama3 has no linear wx; nearest legal: [wq,wk,wv,wo,w1,w3,w2]"),
+        (
+            ["adapter.linears=[wq,wx]"],
+            "adapter.linears=[wq,wx]: llama3 has no linear wx; nearest legal: [wq,wk,wv,wo,w1,w3,w2]",
+        ),
         (["model=qwen3_moe_debug"], "adapter.name=lora: experts of qwen3_moe have no adapters; nearest legal: none"),
-        (["precision=float8_emulate"], "precision.converter=float8: adapter=lora needs plain linears; nearest legal: null"),
+        (
+            ["precision=float8_emulate"],
+            "precision.converter=float8: adapter=lora needs plain linears; nearest legal: null",
+        ),
         (
             ["loss=linear_cross_entropy"],
             "loss.name=linear_cross_entropy: it computes the gradient of the head, which adapter=lora freezes; "

@@ -45,7 +45,11 @@ def test_a_mixture_goes_on_on_other_ranks(run_job, mixture, tmp_path):
     for run in (whole, two, resumed):
         assert run_job.losses(run) == pytest.approx(run_job.losses(whole), rel=1e-5)
         (event,) = [row for row in run_job.rows(run, "events") if row["event"] == "bad_shard"]
-        assert event["shard"].endswith("2.jsonl") and "2.jsonl:4: not a JSON line" in event["reason"] and event["bad_shards"] == 1
+        assert (
+            event["shard"].endswith("2.jsonl")
+            and "2.jsonl:4: not a JSON line" in event["reason"]
+            and event["bad_shards"] == 1
+        )
     assert "warning: a shard is left out: " in (two / "attempts/1/rank_0.log").read_text()
 
 

@@ -42,7 +42,9 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def folder(user_modules):
     """Return a folder that contains only the modules of docs/extend.md, on Python's path."""
-    blocks = re.findall(r"```(?:python|yaml)\n# ([\w/]*weighted\w*\.\w+)\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.S)
+    blocks = re.findall(
+        r"```(?:python|yaml)\n# ([\w/]*weighted\w*\.\w+)\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.S
+    )
     assert [name for name, _ in blocks] == ["weighted.py", "weighted_on_ranks.py", "conf/data/weighted_tokens.yaml"]
     return user_modules(dict(blocks))
 
@@ -55,7 +57,9 @@ def job_of(folder, *words):
 def test_every_layout_learns_what_one_process_learns(folder):
     options = {"base": WEIGHTED, "gradients": 2e-5, "config_dir": folder / "conf"}
     cases = [case(name, ranks, *words, **options) for name, (ranks, *words) in LAYOUTS.items()]
-    cases += in_bf16("weighted", *WEIGHTED, "parallelism.loss_parallel=off", layouts=LAYOUTS_IN_BF16[:2], config_dir=folder / "conf")
+    cases += in_bf16(
+        "weighted", *WEIGHTED, "parallelism.loss_parallel=off", layouts=LAYOUTS_IN_BF16[:2], config_dir=folder / "conf"
+    )
     for outcome in verify(cases, steps=2):
         assert outcome.passed, outcome
 
@@ -92,8 +96,14 @@ def test_its_loss_is_the_weighted_mean(folder, run_job):
             "loss.name=linear_cross_entropy: objective=weighted needs the logits; nearest legal: cross_entropy",
         ),
         (["objective.power=0"], "objective.power=0.0: must be more than 0"),
-        (["objective.name=language", "objective.power=1"], "objective.power=1: objective.name=language does not read it; weighted would"),
-        (["parallelism=tp"], "parallelism.loss_parallel=true: objective=weighted needs whole logits; nearest legal: false"),
+        (
+            ["objective.name=language", "objective.power=1"],
+            "objective.power=1: objective.name=language does not read it; weighted would",
+        ),
+        (
+            ["parallelism=tp"],
+            "parallelism.loss_parallel=true: objective=weighted needs whole logits; nearest legal: false",
+        ),
         (
             ["data.document_mask=true"],
             "data.document_mask=true: objective=weighted has no documents to separate; nearest legal: false",
@@ -125,7 +135,9 @@ def test_its_shapes_are_enough_for_the_fake_world(folder, tmp_path):
         "parallelism.dp_shard=2",
         f"paths.runs={tmp_path}",
     ]
-    run = subprocess.run([sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -161,7 +173,9 @@ def test_only_what_an_objective_reads_goes_to_the_device():
     device = torch.device("meta")
     for name, goes in (("language", False), ("sft", False), ("policy", False), ("dpo", True)):
         dims = resolve(OBJECTIVES[name].build).dims
-        batch = Batch({key: torch.zeros(2, 6, dtype=torch.int64) for key in ("tokens", "documents", "ends")}, dims).to(device)
+        batch = Batch({key: torch.zeros(2, 6, dtype=torch.int64) for key in ("tokens", "documents", "ends")}, dims).to(
+            device
+        )
         assert batch.tensors.keys() == {"tokens", "ends"} | ({"documents"} if goes else set()), name
         assert {tensor.device for tensor in batch.tensors.values()} == {device}
 
@@ -175,7 +189,10 @@ def test_a_batch_that_does_not_fit_its_declaration_is_refused():
 
 def test_an_example_has_the_shapes_of_real_batches(folder):
     for job in (
-        *(compose_job("debug=tiny", *words) for words in ((), ("data.document_mask=true",), ("parallelism=cp", "gpus=2"))),
+        *(
+            compose_job("debug=tiny", *words)
+            for words in ((), ("data.document_mask=true",), ("parallelism=cp", "gpus=2"))
+        ),
         job_of(folder),
     ):
         real, example = data.build(job, 0, 1).next(), build_objective(job).example(job.data.global_batch)

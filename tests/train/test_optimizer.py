@@ -32,9 +32,15 @@ TABLES = [
     ({"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.4}, [1, 1, 1, 1, 0.5]),
     ({"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.8}, [1, 1, 0.75, 0.5, 0.25]),
     ({"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.8, "min_factor": 0.5}, [1, 1, 0.875, 0.75, 0.625]),
-    ({"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.8, "decay_type": "sqrt"}, [1, 1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
+    (
+        {"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.8, "decay_type": "sqrt"},
+        [1, 1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)],
+    ),
     ({"name": "wsd", "warmup_steps": 2, "decay_ratio": 1.0}, [1 / 2, 1, 1, 2 / 3, 1 / 3]),
-    ({"name": "cosine", "warmup_steps": 1}, [1, 1, 0.5 * (1 + math.cos(math.pi / 4)), 0.5, 0.5 * (1 - math.cos(math.pi / 4))]),
+    (
+        {"name": "cosine", "warmup_steps": 1},
+        [1, 1, 0.5 * (1 + math.cos(math.pi / 4)), 0.5, 0.5 * (1 - math.cos(math.pi / 4))],
+    ),
     (
         {"name": "cosine", "warmup_steps": 1, "min_factor": 0.1},
         [1, 1, 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 0.55, 0.1 + 0.45 * (1 - math.cos(math.pi / 4))],
@@ -72,7 +78,9 @@ def test_norms_are_spared_from_weight_decay_when_asked():
     job = compose_job("debug=tiny", "optimizer.decay_matrices_only=true")
     with torch.device("meta"):
         model = models.build(job.model, 8)
-    matrices, others = build_optimizers(model, job.optimizer, Mesh(job.parallelism, None, None, None, None))[0].param_groups
+    matrices, others = build_optimizers(model, job.optimizer, Mesh(job.parallelism, None, None, None, None))[
+        0
+    ].param_groups
     assert matrices["weight_decay"] == 0.1
     assert others["weight_decay"] == 0.0
     assert all(parameter.ndim == 1 for parameter in others["params"])
@@ -107,7 +115,9 @@ def test_gradients_are_divided_by_the_clipping_factor_and_nothing_changes_where_
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
     step(optimizers, torch.tensor(torch.nan), torch.tensor(False))
-    for was, now in zip(before, [*model.parameters(), *(optimizer.state_dict()["state"] for optimizer in optimizers)], strict=True):
+    for was, now in zip(
+        before, [*model.parameters(), *(optimizer.state_dict()["state"] for optimizer in optimizers)], strict=True
+    ):
         torch.testing.assert_close(was, now, rtol=0, atol=0)
 
 
@@ -154,7 +164,9 @@ def test_muon_is_torchs_muon_on_any_split_in_two_exchanges_for_four_matrices(on_
                     ours.step()
                 assert collectives.number == 4  # two rounds: four matrices, then two
             for matrix, parts in zip(whole, split, strict=True):
-                torch.testing.assert_close(parts.full_tensor(), matrix, rtol=0, atol=2e-7, msg=lambda m, p=placements: f"{p} {m}")
+                torch.testing.assert_close(
+                    parts.full_tensor(), matrix, rtol=0, atol=2e-7, msg=lambda m, p=placements: f"{p} {m}"
+                )
 
     on_ranks(4, task)
 

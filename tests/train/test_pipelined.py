@@ -6,7 +6,14 @@ import pytest
 
 from titan_hydra.config.compose import compose_job
 
-FOUR = ("debug=tiny", "model.n_layers=4", "steps=4", "checkpoint.interval=2", "checkpoint.keep_latest_k=0", "data.global_batch=8")
+FOUR = (
+    "debug=tiny",
+    "model.n_layers=4",
+    "steps=4",
+    "checkpoint.interval=2",
+    "checkpoint.keep_latest_k=0",
+    "data.global_batch=8",
+)
 LAYOUTS = {
     "one": ("parallelism=single", "data.local_batch=8"),
     "pp 2": ("parallelism=pp", "data.local_batch=8"),
@@ -41,7 +48,9 @@ def test_validation_goes_through_the_schedule_and_leaves_training_alone(run_job,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "precision"), [("pp 2", "bf16"), ("dp 2, pp 2", "bf16"), ("pp 2, zbv", "bf16_full")])
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("pp 2", "bf16"), ("dp 2, pp 2", "bf16"), ("pp 2, zbv", "bf16_full")]
+)
 def test_what_goes_between_stages_has_the_declared_dtype_and_shape(run_job, monkeypatch, layout, precision):
     # torch then compares every activation and gradient with the declared shape
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")

@@ -22,8 +22,15 @@ from titan_hydra.train import score
 from titan_hydra.verify import reference
 
 WORDS = tokenizer.load(schema.Tokenizer(name="embedded"))
-MODEL = Llama3Config(name="tiny", vocab_size=4096, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=40, max_seq_len=64)
-TEXTS = ["The function returns a tensor.", "a", "Every rank reads its own shard of the file, and no rank waits for another.", "x = [1]"]
+MODEL = Llama3Config(
+    name="tiny", vocab_size=4096, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=40, max_seq_len=64
+)
+TEXTS = [
+    "The function returns a tensor.",
+    "a",
+    "Every rank reads its own shard of the file, and no rank waits for another.",
+    "x = [1]",
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,11 @@ def run(tmp_path_factory):
     for parameter in model.layers.parameters():
         parameter.data.mul_(5)
     model.output.weight.data.mul_(3)
-    dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(folder / "checkpoints/step-00000010"), no_dist=True)
+    dcp.save(
+        {"model": model.state_dict()},
+        storage_writer=dcp.FileSystemWriter(folder / "checkpoints/step-00000010"),
+        no_dist=True,
+    )
     config = {"model": to_dict(MODEL), "tokenizer": to_dict(schema.Tokenizer(name="embedded")), "data": {"seq_len": 48}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder, {name: value.double() for name, value in model.state_dict().items()}
@@ -158,5 +169,8 @@ def test_what_cannot_be_scored_is_one_line(run, tmp_path, capsys, name, content,
 
 def test_nothing_is_written_over(run, tmp_path, capsys):
     (tmp_path / "out.jsonl").touch()
-    assert "exists already" in titan(capsys, run[0], write(tmp_path, ".txt"), "--out", tmp_path / "out.jsonl", status=2).err
+    assert (
+        "exists already"
+        in titan(capsys, run[0], write(tmp_path, ".txt"), "--out", tmp_path / "out.jsonl", status=2).err
+    )
     assert "no such file" in titan(capsys, run[0], tmp_path / "texts.jsnol", status=2).err

@@ -30,7 +30,9 @@ def test_a_store_on_loopback_listens_there_alone():
     assert dist.TCPStore("127.0.0.1", store.port, 1, False).get("key") == b"value"
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     listening = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
-    assert [place for place in listening if int(place.rpartition(":")[2], 16) == store.port] == [f"0100007F:{store.port:04X}"]
+    assert [place for place in listening if int(place.rpartition(":")[2], 16) == store.port] == [
+        f"0100007F:{store.port:04X}"
+    ]
 
 
 FAULTS = """
@@ -50,7 +52,9 @@ print(before, faults())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
 def test_freed_memory_is_used_again():
-    before, after = map(int, subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout.split())
+    before, after = map(
+        int, subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert before > 1000 > 10 * after, (before, after)
 
 
@@ -68,7 +72,9 @@ print(cuda.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, 
 def test_float32_is_float32_where_the_environment_asks_for_tf32():
     """The compiler reads the older names of the setting, and fails if they differ from the newer ones."""
     environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", PRECISION], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PRECISION], capture_output=True, text=True, env=environment
+    )
     assert done.stdout.split() == ["ieee", "none", "none", "False", "False"], done.stderr
 
 
@@ -79,7 +85,14 @@ def test_all_groups_of_the_mesh_get_the_short_timeout(on_ranks, monkeypatch):
         mesh = build_mesh(Parallelism(name="", dp_shard=2, cp=2), "cpu")
         own = dist.new_group(backend="gloo", timeout=timedelta(seconds=77))  # as the group of checkpoints is made
         world.set_timeout(5)
-        some = [mesh.world.get_group("dp_shard"), mesh.world.get_group("cp"), mesh.loss, mesh.batch, mesh.fsdp.get_group(), own]
+        some = [
+            mesh.world.get_group("dp_shard"),
+            mesh.world.get_group("cp"),
+            mesh.loss,
+            mesh.batch,
+            mesh.fsdp.get_group(),
+            own,
+        ]
         groups = list(dict.fromkeys([*some, dist.group.WORLD]))  # in the same order on all ranks
         for group in groups:
             dist.all_reduce(torch.ones(1), group=group)
@@ -114,9 +127,14 @@ def test_collectives_of_both_back_ends_are_read_in_the_order_of_time(monkeypatch
 
     recorders = [[entry("gloo:barrier", 2e9)], [entry("nccl:all_reduce", 1e9), entry("nccl:send 0->1", 3e9, p2p=True)]]
     monkeypatch.setattr(
-        flight, "RECORDERS", [lambda *_, found=found: pickle.dumps({"entries": found, "pg_status": {len(found): 1}}) for found in recorders]
+        flight,
+        "RECORDERS",
+        [lambda *_, found=found: pickle.dumps({"entries": found, "pg_status": {len(found): 1}}) for found in recorders],
     )
-    assert [(one["backend"], one["op"], one["seq"]) for one in flight.collectives()] == [("nccl", "all_reduce", 3), ("gloo", "barrier", 3)]
+    assert [(one["backend"], one["op"], one["seq"]) for one in flight.collectives()] == [
+        ("nccl", "all_reduce", 3),
+        ("gloo", "barrier", 3),
+    ]
     assert "{1: 1}" in flight.progress()[0] and "{2: 1}" in flight.progress()[0]
 
 
@@ -168,7 +186,11 @@ def test_gloo_connects_few_ranks_where_it_may(on_ranks, monkeypatch, lazy):
 
     def task(rank):
         def sockets():
-            return sum(os.readlink(entry).startswith("socket:") for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+            return sum(
+                os.readlink(entry).startswith("socket:")
+                for entry in Path("/proc/self/fd").iterdir()
+                if entry.is_symlink()
+            )
 
         before = sockets()
         group = dist.new_group(backend="gloo")
@@ -199,7 +221,11 @@ def test_ranks_of_a_pipeline_may_compile_one_after_another(monkeypatch):
         set_to = []
         monkeypatch.setattr(loop, "set_timeout", set_to.append)
         running = loop.Loop.__new__(loop.Loop)
-        running.job, running.watch, running.settled = compose_job("debug=tiny", *words), SimpleNamespace(settle=set_to.append), False
+        running.job, running.watch, running.settled = (
+            compose_job("debug=tiny", *words),
+            SimpleNamespace(settle=set_to.append),
+            False,
+        )
         running.settle()
         running.settle()
         return set_to
@@ -232,7 +258,12 @@ for cell in range(1, 21):
 
 @pytest.mark.parametrize(
     "device, cores, ranks, words",
-    [("cuda", 8, 8, "1 core for each rank"), ("cuda", 3, 1, "3 cores for each rank"), ("cuda", 32, 8, None), ("cpu", 8, 8, None)],
+    [
+        ("cuda", 8, 8, "1 core for each rank"),
+        ("cuda", 3, 1, "3 cores for each rank"),
+        ("cuda", 32, 8, None),
+        ("cpu", 8, 8, None),
+    ],
 )
 def test_a_gpu_with_few_cores_is_noted(monkeypatch, device, cores, ranks, words):
     monkeypatch.setattr(loop.os, "sched_getaffinity", lambda _: range(cores))

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
     from torch.optim import Optimizer
 
-SCHEDULES, RING = "torch.distributed.pipelining.schedules", "torch.distributed.tensor.experimental._context_parallel._attention"
+SCHEDULES, RING = (
+    "torch.distributed.pipelining.schedules",
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+)
 MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or several, for releases that differ
     # Hydra: the parser of its command line; two steps of composing, which are done once for all cells.
     "get_args_parser": "hydra._internal.utils:get_args_parser",
@@ -206,7 +209,11 @@ def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
 
     if not hasattr(fsdp, "ShardPlacementResult"):
         return None
-    info = fsdp.FSDPMeshInfo(mesh, shard_mesh_dim=0) if mesh.ndim == 1 else fsdp.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    info = (
+        fsdp.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        if mesh.ndim == 1
+        else fsdp.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    )
     return lambda placement: fsdp.ShardPlacementResult(placement, info)
 
 

@@ -124,7 +124,9 @@ class Checkpointer:
         self.pending.held += held
         return held
 
-    def after_step(self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool, held_out: float = inf) -> None:
+    def after_step(
+        self, step: int, votes: list[float], data_state: dict[str, Any], last: bool, stop: bool, held_out: float = inf
+    ) -> None:
         """Save if a save is due; at the end of the run, wait until the save is complete. `votes` are the sums of
         `votes()` over all ranks; `held_out` is the held-out loss, if it was measured at this step.
         """
@@ -147,7 +149,11 @@ class Checkpointer:
     def _due(self, step: int, late: bool, last: bool) -> bool:
         if last:
             return self.config.last_step
-        return late or (step == 1 and self.config.first_step) or bool(self.config.interval and step % self.config.interval == 0)
+        return (
+            late
+            or (step == 1 and self.config.first_step)
+            or bool(self.config.interval and step % self.config.interval == 0)
+        )
 
     def save(self, step: int, data_state: dict[str, Any], held_out: float = inf) -> None:
         """Begin a save. Wait for the pending one first, as two copies of the weights may not fit in the host's memory."""
@@ -186,7 +192,11 @@ class Checkpointer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copy runs on its own stream, while the last update may still run on this one
         response: Any = dcp.async_save(
-            content, storage_writer=pending.writer, planner=SavePlanner(), process_group=self.group, async_stager=self.stager
+            content,
+            storage_writer=pending.writer,
+            planner=SavePlanner(),
+            process_group=self.group,
+            async_stager=self.stager,
         )
         pending.staged, pending.written = response.staging_completion, response.upload_completion
         pending.written.add_done_callback(lambda _: setattr(pending, "seconds", time.perf_counter() - pending.began))
@@ -218,7 +228,9 @@ class Checkpointer:
         # The step was written but cannot be read back: another try would not help.
         if any(isinstance(error, CheckpointError) for error, _ in failure.failures.values()):
             raise CheckpointError(self._lost(pending.step))
-        self.report("checkpoint_failed", pending.step, reason=self.reason, failures=self.failures, seconds_held=pending.held)
+        self.report(
+            "checkpoint_failed", pending.step, reason=self.reason, failures=self.failures, seconds_held=pending.held
+        )
         if self.run.rank == 0:
             then = "it is tried again" if self.again else "training continues"
             print(f"WARNING: {self._lost(pending.step)}; {then}", file=sys.stderr, flush=True)
@@ -233,7 +245,9 @@ class Checkpointer:
 
     def _purge(self) -> None:
         """Delete the steps that need not be kept. The writer calls this on rank 0 when a step is complete."""
-        self.bin.throw(checkpoints.surplus(self.folder, self.config.keep_latest_k, self.config.keep_every, self.config.keep_best))
+        self.bin.throw(
+            checkpoints.surplus(self.folder, self.config.keep_latest_k, self.config.keep_every, self.config.keep_best)
+        )
 
     def close(self) -> None:
         """Wait for the threads that copy weights and delete steps."""
@@ -283,7 +297,9 @@ class Checkpointer:
         buffers = {clean_name(name) for name, _ in self.model.named_buffers()}
         content = self._content({MODEL}, self.model)
         dtypes = {f"{MODEL}.{name}": getattr(torch, dtype) for name in content[MODEL] if name not in buffers}
-        own = (layout.CONFIG.name, json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
+        own = (
+            (layout.CONFIG.name, json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
+        )
         writer = Writer(path, 0, self.run.world_size, own)
         try:
             dcp.save(content, storage_writer=writer, planner=SavePlanner(dtypes), process_group=self.group)
@@ -294,7 +310,9 @@ class Checkpointer:
 
     def _content(self, parts: set[str], model: nn.Module) -> dict[str, Any]:
         """Return this rank's share of the given PARTS of a step, with the weights of `model`."""
-        content: dict[str, Any] = {MODEL: state.weights(model), LOWER: state.lower_halves(model)} if MODEL in parts else {}
+        content: dict[str, Any] = (
+            {MODEL: state.weights(model), LOWER: state.lower_halves(model)} if MODEL in parts else {}
+        )
         if "optimizer" in parts:
             content["optimizer"] = state.of_optimizers(self.model, self.optimizers)
         if "outer" in parts and self.outer:
@@ -323,7 +341,9 @@ class Checkpointer:
             set_aside,
             checkpoints.held_out_loss(best) if best else inf,
         ]
-        dist.broadcast_object_list(names, src=0, group=self.group)  # as a file system may show other ranks an older state
+        dist.broadcast_object_list(
+            names, src=0, group=self.group
+        )  # as a file system may show other ranks an older state
         self.best = names[2]
         damaged: list[tuple[Path, list[str]]] = []
         found = None

@@ -71,7 +71,9 @@ def export_hf(
             tensors |= hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name]))
         weight_map |= dict.fromkeys(tensors, file)
         (target / file).touch()
-        mode = (target / file).stat().st_mode  # the mode by the umask: safetensors' own files can be read by their owner alone
+        mode = (
+            (target / file).stat().st_mode
+        )  # the mode by the umask: safetensors' own files can be read by their owner alone
         save_file(tensors, target / file, metadata={"format": "pt"})
         (target / file).chmod(mode)
     if len(files) > 1:
@@ -83,7 +85,9 @@ def export_hf(
     return files, common
 
 
-def _export_tokenizer(checkpoint: Path, config_file: Path | None, target: Path, max_length: int) -> dict[str, int | None]:
+def _export_tokenizer(
+    checkpoint: Path, config_file: Path | None, target: Path, max_length: int
+) -> dict[str, int | None]:
     """Write the run's tokenizer, the files that its data sources add, and generation_config.json. Return the ids of begin
     and end of text. If the run has no tokenizer, print a warning and return {}.
     """
@@ -135,7 +139,9 @@ def find_checkpoint(source: Path) -> Path:
         raise ConfigError(f"{source}: no such folder")
     found = initial.complete_at(source)
     if found is None:
-        raise ConfigError(f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*")
+        raise ConfigError(
+            f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*"
+        )
     return found
 
 
@@ -243,7 +249,9 @@ def _check_stored(metadata: Metadata, shapes: dict[str, torch.Size], checkpoint:
     for name in shapes | stored:
         if shapes.get(name) != stored.get(name):
             has, needs = (tuple(found[name]) if name in found else "nothing" for found in (stored, shapes))
-            raise ConfigError(f"{checkpoint}: {PREFIX}{name} is {has}, but the model of its config.json has {needs} there")
+            raise ConfigError(
+                f"{checkpoint}: {PREFIX}{name} is {has}, but the model of its config.json has {needs} there"
+            )
 
 
 def _plan_shards(sizes: dict[str, int], limit: float) -> list[list[str]]:

@@ -48,7 +48,9 @@ class Folder:
         self.hf = self.hf.of(self.config)
         # Blocks of multi-token prediction, which no model here has, are numbered after the model's blocks.
         layers = self.config.n_layers
-        self.unused = tuple(f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0))
+        self.unused = tuple(
+            f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0)
+        )
         self.block = block_of(content.get("quantization_config"), config_file)
         self.files = weight_files(source, self.hf.files)
 
@@ -58,7 +60,9 @@ class Folder:
         """
         found, seen = {}, set()
         for fqn, tensor in state.items():
-            if isinstance(tensor, nn.Parameter) or fqn in self:  # buffers may be missing: they keep their initial values
+            if (
+                isinstance(tensor, nn.Parameter) or fqn in self
+            ):  # buffers may be missing: they keep their initial values
                 wanted = self.shapes(fqn, tensor.shape)
                 found[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
                 seen |= wanted.keys()
@@ -77,7 +81,11 @@ class Folder:
         if packed := self._packed(name):
             theirs, _, parts = packed
             return {theirs: (shape[0], parts * shape[1], shape[2])}
-        return {name.format(number): tuple(shape[1:]) for number in range(shape[0])} if "{}" in name else {name: tuple(shape)}
+        return (
+            {name.format(number): tuple(shape[1:]) for number in range(shape[0])}
+            if "{}" in name
+            else {name: tuple(shape)}
+        )
 
     def tensor(self, fqn: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole tensor and convert it to `dtype`. Raises ConfigError if it is missing or has another shape."""
@@ -117,7 +125,9 @@ class Folder:
         if values.dtype != torch.float8_e4m3fn:
             return values
         blocks = (1,) * (values.dim() - 2) + self.block
-        over = tuple(slice(part.start // block, -(-part.stop // block)) for part, block in zip(where, blocks, strict=True))
+        over = tuple(
+            slice(part.start // block, -(-part.stop // block)) for part, block in zip(where, blocks, strict=True)
+        )
         scales = self._open(name + SCALE).get_slice(name + SCALE)[over].float()
         for dim, block in enumerate(blocks):
             scales = scales.repeat_interleave(block, dim).narrow(dim, offsets[dim] % block, sizes[dim])

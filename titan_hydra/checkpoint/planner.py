@@ -26,7 +26,9 @@ class SavePlanner(dcp.DefaultSavePlanner):
         super().__init__()
         self.dtypes = dtypes
 
-    def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         """Receive the content to write, or its copy on the host."""
         content, self.lower = without_lower(state_dict)
         self.dtypes = dict.fromkeys(self.lower, torch.float32) | dict(self.dtypes)

@@ -27,7 +27,11 @@ class Reader:
     def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
         """Return the dtype in which each tensor of a model is stored. Missing tensors are left out."""
         stored = self.metadata.state_dict_metadata
-        return {name: entry.properties.dtype for name in state if isinstance(entry := stored.get(PREFIX + name), TensorStorageMetadata)}
+        return {
+            name: entry.properties.dtype
+            for name in state
+            if isinstance(entry := stored.get(PREFIX + name), TensorStorageMetadata)
+        }
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole parameter, whose shards any number of ranks may have written, and convert it to `dtype`."""
@@ -35,7 +39,9 @@ class Reader:
         try:
             dcp.load(state, storage_reader=self.reader, planner=LoadPlanner(), no_dist=True)
         except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged") from error
+            raise CheckpointError(
+                f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged"
+            ) from error
         return state[PREFIX + name]
 
 

@@ -18,7 +18,9 @@ from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout
 
 from .planner import LoadPlanner
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP prints it where one process is intended
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled"
+)  # DCP prints it where one process is intended
 
 CLASSES = {
     (kind.__module__, kind.__qualname__): kind
@@ -43,7 +45,9 @@ def member(kind: Any, name: Any) -> Any:
     pickle of an Enum's member (cpython#105332). Raises UnpicklingError for any other attribute.
     """
     if kind is not MemoryFormat or name not in MemoryFormat.__members__:
-        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs: refused, as it could run code")
+        raise pickle.UnpicklingError(
+            f"it asks for {name} of {kind}, which no checkpoint needs: refused, as it could run code"
+        )
     return MemoryFormat[name]
 
 
@@ -61,7 +65,9 @@ class Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in CLASSES:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs: refused, as it could run code")
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no checkpoint needs: refused, as it could run code"
+            )
         return CLASSES[module, name]
 
 
@@ -99,7 +105,11 @@ def check_readable(path: Path) -> None:
     CheckpointError if that fails.
     """
     reader = SafeReader(path)
-    tensors = {name: entry for name, entry in reader.index.state_dict_metadata.items() if isinstance(entry, metadata.TensorStorageMetadata)}
+    tensors = {
+        name: entry
+        for name, entry in reader.index.state_dict_metadata.items()
+        if isinstance(entry, metadata.TensorStorageMetadata)
+    }
     name = min(tensors, key=lambda name: (len(tensors[name].chunks), tensors[name].size.numel()))
     state = {name: torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)}
     try:

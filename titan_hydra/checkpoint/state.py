@@ -22,7 +22,9 @@ from titan_hydra.models.init import clean_name
 from titan_hydra.parallel import formats
 from titan_hydra.parallel.split_masters import is_split, lower_half
 
-OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # keys by parameter name, so that any layout can load them
+OPTIONS = StateDictOptions(
+    flatten_optimizer_state_dict=True
+)  # keys by parameter name, so that any layout can load them
 Optimizers = list[torch.optim.Optimizer]
 
 
@@ -34,7 +36,9 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def lower_halves(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's lower halves of split masters, without copying them."""
-    return {clean_name(name): lower_half(parameter) for name, parameter in model.named_parameters() if is_split(parameter)}
+    return {
+        clean_name(name): lower_half(parameter) for name, parameter in model.named_parameters() if is_split(parameter)
+    }
 
 
 def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:

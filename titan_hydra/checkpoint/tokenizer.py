@@ -68,7 +68,10 @@ def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
     ]
     made = Tokenizer(models.BPE({names[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True))
     made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(tokenizer.LLAMA3_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(tokenizer.LLAMA3_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in tokenizer.LLAMA3_SPECIALS])
@@ -88,4 +91,6 @@ def _begin_with(theirs: tokenizers.Tokenizer, bos: int) -> None:
     from tokenizers.processors import TemplateProcessing
 
     name = theirs.id_to_token(bos)
-    theirs.post_processor = TemplateProcessing(single=[name, "$A"], pair=[name, "$A", name, "$B:1"], special_tokens=[(name, bos)])
+    theirs.post_processor = TemplateProcessing(
+        single=[name, "$A"], pair=[name, "$A", name, "$B:1"], special_tokens=[(name, bos)]
+    )

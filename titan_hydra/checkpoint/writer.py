@@ -52,7 +52,14 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(self.writing, sync_files=True)
         self.set_device = device_setter()
         self.fs: SummingFiles = SummingFiles()
-        self.step, self.world_size, self.own, self.done, self.check, self.held_out = step, world_size, own, done, check, held_out
+        self.step, self.world_size, self.own, self.done, self.check, self.held_out = (
+            step,
+            world_size,
+            own,
+            done,
+            check,
+            held_out,
+        )
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
         """On rank 0, delete what an earlier try has left before the ranks plan their writes. Runs in DCP's thread."""

@@ -40,7 +40,11 @@ def main(args: argparse.Namespace) -> int:
     by_executor: dict[str, list[RunRow]] = {}
     for row in live:
         by_executor.setdefault(name_of(owner_of(row)), []).append(row)
-    faults = [fault for name, some in by_executor.items() for fault in executor_named(name).cancel(some, len(selection.cells) > 1)]
+    faults = [
+        fault
+        for name, some in by_executor.items()
+        for fault in executor_named(name).cancel(some, len(selection.cells) > 1)
+    ]
     for fault in faults:
         print(fault, file=sys.stderr)
     return Exit.BUG if faults or unknown else Exit.DONE

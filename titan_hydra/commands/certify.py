@@ -40,7 +40,13 @@ if TYPE_CHECKING:
     from titan_hydra.verify.reduce import Proof
 
 MOST = 4  # ranks of a reduced job, where its techniques allow so few
-RULES = (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, checks.RECIPE)  # not those of the place: it starts nothing of full size
+RULES = (
+    checks.KEYS,
+    checks.RANKS,
+    checks.VALUES,
+    checks.LAYOUT,
+    checks.RECIPE,
+)  # not those of the place: it starts nothing of full size
 STEPS_OF_DATA = 3  # steps whose samples are compared
 
 
@@ -66,8 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="overrides of the job, as for launch.py, also +sweeps=NAME,...; or RUN...: add what these runs measured to their cards",
     )
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py")
-    parser.add_argument("--ranks", type=int, default=MOST, metavar="N", help="most ranks of a reduced job, 2 to 8 (default: 4)")
+    parser.add_argument(
+        "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=MOST, metavar="N", help="most ranks of a reduced job, 2 to 8 (default: 4)"
+    )
     parser.add_argument("--again", action="store_true", help="certify again what has a certificate of this code")
     parser.add_argument("--json", action="store_true", help="print the certificates as JSON")
     add_runs(parser)
@@ -103,7 +113,9 @@ def subject(job: Job, overrides: list[str], name: str, most: int) -> Candidate:
     from titan_hydra.verify.reduce import proofs, reduced
 
     small = reduced(job, most)
-    return Candidate(job, overrides, name or job.name, small, [list(proofs(job, one, degrees_in_words(one))) for one in small])
+    return Candidate(
+        job, overrides, name or job.name, small, [list(proofs(job, one, degrees_in_words(one))) for one in small]
+    )
 
 
 def degrees_in_words(job: Job) -> str:
@@ -219,14 +231,18 @@ def not_shown(one: Candidate) -> list[str]:
     """List what the reduced size cannot show."""
     job, lines = one.job, ["kernels and streams of a GPU; the ranks compute on CPUs"]
     if len(one.small) > 1:
-        lines.append("all techniques at once, as that needs more than eight ranks: every three of them together, the first three resumed")
+        lines.append(
+            "all techniques at once, as that needs more than eight ranks: every three of them together, the first three resumed"
+        )
     if job.parallelism.async_tp:
         lines.append("parallelism.async_tp, which needs CUDA")
     if job.compile.name != "off":
         lines.append(f"code that compile.backend={job.compile.backend} generates; aot_eager compiles the same graphs")
     if job.precision.converter:
         compiled = ", and compiled" if job.compile.name != "off" else ""
-        lines.append(f"the hardware's {job.precision.converter}: it is emulated with float32 between the linears{compiled}")
+        lines.append(
+            f"the hardware's {job.precision.converter}: it is emulated with float32 between the linears{compiled}"
+        )
     return lines
 
 
@@ -243,16 +259,25 @@ def write_card(folder: Path, card: dict[str, Any]) -> None:
 def show_cards(made: dict[Path, dict[str, Any]], json: bool, seconds: float) -> None:
     """Print each certificate in a line, and what has failed."""
     if json:
-        print(to_json({"seconds": seconds, "cards": [{"folder": str(folder), **card} for folder, card in made.items()]}))
+        print(
+            to_json({"seconds": seconds, "cards": [{"folder": str(folder), **card} for folder, card in made.items()]})
+        )
         return
     for folder, card in made.items():
-        failed = [f"{proof['name']} ({proof['worst']})" for small in card["reduced"] for proof in small["proofs"] if not proof["passed"]]
+        failed = [
+            f"{proof['name']} ({proof['worst']})"
+            for small in card["reduced"]
+            for proof in small["proofs"]
+            if not proof["passed"]
+        ]
         failed += [
             f"{part} ({card[part]['reason'] or 'not the same bits'})"
             for part in ("data", "resume", "export")
             if card[part]["passed"] is False
         ]
-        print(f"{card['name']}: {layout.CARD_PAGE.of(folder) if card['passed'] else 'NOT PASSED: ' + '; '.join(failed)}")
+        print(
+            f"{card['name']}: {layout.CARD_PAGE.of(folder) if card['passed'] else 'NOT PASSED: ' + '; '.join(failed)}"
+        )
     passed = sum(card["passed"] for card in made.values())
     print(f"{passed} of {counted(len(made), 'layout')} certified, in {seconds:,.0f} s")
 
@@ -271,7 +296,9 @@ def add_figures(args: argparse.Namespace) -> int:
         elif not measured:
             faults.append(f"{cell.directory.name}: is not done, so it has measured nothing that counts")
         elif not cards.same_code(card, cell.directory):
-            faults.append(f"{cell.directory.name}: another commit, or other uncommitted changes, than those of its card")
+            faults.append(
+                f"{cell.directory.name}: another commit, or other uncommitted changes, than those of its card"
+            )
         else:
             changed[folder] = cards.with_measured(card, measured)
     for folder, card in changed.items():

@@ -31,7 +31,10 @@ def killed_and_carried_on(job: Job, folder: Path) -> tuple[dict[str, Any], Path]
     with contextlib.redirect_stdout(sys.stderr):
         whole = _cell(job, folder / "undisturbed")
         if status := _begin(whole):
-            return {"passed": False, "reason": f"the undisturbed run ended with exit status {int(status)}"}, whole.directory
+            return {
+                "passed": False,
+                "reason": f"the undisturbed run ended with exit status {int(status)}",
+            }, whole.directory
         for turn in range(TRIES):
             broken = _cell(job, folder / f"killed_{turn}")
             at, saved = _run_until_killed(broken)
@@ -124,6 +127,8 @@ def exported_and_imported(run: Path, job: Job, folder: Path) -> dict[str, Any]:
     differing = []
     for name in names:
         entry: Any = before.metadata.state_dict_metadata.get(name)
-        if entry is None or not torch.equal(*(one.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for one in (before, after))):
+        if entry is None or not torch.equal(
+            *(one.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for one in (before, after))
+        ):
             differing.append(name.removeprefix(PREFIX))
     return {"passed": bool(names) and not differing, "tensors": len(names), "differing": differing, "reason": None}

@@ -31,8 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("run", help=f"run directory, or start of a run's hash{step}")
         add_runs(command)
         if name == "prune":
-            command.add_argument("--keep", type=int, required=True, help="how many of the newest steps to keep, at least 1")
-            command.add_argument("--every", type=int, default=0, help="also keep the steps that are multiples of this number")
+            command.add_argument(
+                "--keep", type=int, required=True, help="how many of the newest steps to keep, at least 1"
+            )
+            command.add_argument(
+                "--every", type=int, default=0, help="also keep the steps that are multiples of this number"
+            )
             command.add_argument("--dry", action="store_true", help="only print what would be deleted")
 
 
@@ -49,7 +53,9 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--keep {args.keep}: a run keeps at least one checkpoint")
     attempt = newest_attempt(run)
     if attempt and (host := host_of_running(layout.ATTEMPT.of(run, attempt))):
-        raise ConfigError(f"{run.name} is running on {host}, and deletes old checkpoints itself (checkpoint.keep_latest_k)")
+        raise ConfigError(
+            f"{run.name} is running on {host}, and deletes old checkpoints itself (checkpoint.keep_latest_k)"
+        )
     keep_best = layout.CONFIG.read(run).get("checkpoint", {}).get("keep_best", False)
     return prune(steps, args.keep, args.every, keep_best, args.dry)
 
@@ -89,7 +95,9 @@ def prune(steps: Path, keep: int, every: int, keep_best: bool, dry: bool) -> int
             break
     else:
         raise ConfigError(f"{steps}: no checkpoint is intact; nothing is deleted")
-    going = [path for path in checkpoints.surplus(steps, keep, every, keep_best) if path != intact] + _left_behind(steps)
+    going = [path for path in checkpoints.surplus(steps, keep, every, keep_best) if path != intact] + _left_behind(
+        steps
+    )
     for path in going:
         print(f"{path.name}  {_size(path):>10}  {'would be deleted' if dry else 'deleted'}")
     if not dry:

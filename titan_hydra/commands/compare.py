@@ -20,7 +20,11 @@ from titan_hydra.runs.hang import names
 from titan_hydra.runs.records import flat
 from titan_hydra.runs.view import add_runs, choose_one, tells
 
-UNITS = ((r"_seconds$", "s"), (r"_minutes$", "min"), (r"_gib$", "GiB"))  # unit of a key's number, by the end of its name
+UNITS = (
+    (r"_seconds$", "s"),
+    (r"_minutes$", "min"),
+    (r"_gib$", "GiB"),
+)  # unit of a key's number, by the end of its name
 # the unit of other keys is found in the first words of their help
 UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"
 RESULTS = (  # key of result.json, its title, its format
@@ -65,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, help="a run directory, a cell of the newest sweep, or the start of a hash")
     add_runs(parser)
     parser.add_argument(
-        "--tolerance", type=float, default=1e-4, help="relative difference up to which losses count as equal (default: %(default)s)"
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="relative difference up to which losses count as equal (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON for scripts, with values unrounded")
 
@@ -89,7 +96,9 @@ def side(directory: Path) -> Side:
     found = layout.RESULT.read(directory) if state.kind == "done" else None
     last = layout.METRICS.last(directory)
     found = found or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
-    return Side(directory, flat(layout.CONFIG.read(directory)), layout.ENV.read(directory), state.damage or state.kind, found)
+    return Side(
+        directory, flat(layout.CONFIG.read(directory)), layout.ENV.read(directory), state.damage or state.kind, found
+    )
 
 
 def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
@@ -97,9 +106,17 @@ def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
     keys = [(key, changes) for key, _, _, changes in configuration(a.config, b.config)]
     steps, curves = logged_by_both(a.directory, b.directory, tolerance)
     return {
-        **{name: {"run": str(one.directory), "state": one.state, "results": one.results} for name, one in (("a", a), ("b", b))},
-        "configuration": [{"key": key, "a": a.config.get(key), "b": b.config.get(key), "changes": changes} for key, changes in keys],
-        "code": [{"name": name, "a": first, "b": second} for name, first, second in _environment(a.environment, b.environment)],
+        **{
+            name: {"run": str(one.directory), "state": one.state, "results": one.results}
+            for name, one in (("a", a), ("b", b))
+        },
+        "configuration": [
+            {"key": key, "a": a.config.get(key), "b": b.config.get(key), "changes": changes} for key, changes in keys
+        ],
+        "code": [
+            {"name": name, "a": first, "b": second}
+            for name, first, second in _environment(a.environment, b.environment)
+        ],
         "steps": {"number": len(steps), "first": min(steps, default=None), "last": max(steps, default=None)},
         **{
             name: {
@@ -155,11 +172,17 @@ def unit_of(key: str, help: str) -> str:
 
 def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
     """List the differences in commit, uncommitted files, versions and machine."""
-    rows = [("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))), ("not committed", *map(uncommitted, (a, b)))]
+    rows = [
+        ("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))),
+        ("not committed", *map(uncommitted, (a, b))),
+    ]
     if rows[1][1] == rows[1][2] and a.get("git_diff") != b.get("git_diff"):
         rows[1] = ("not committed", rows[1][1], f"{rows[1][2]}, other lines")
     versions = [side.get("versions") or {} for side in (a, b)]
-    rows += [(name, *(str(side.get(name, "-")) for side in versions)) for name in sorted(versions[0].keys() | versions[1].keys())]
+    rows += [
+        (name, *(str(side.get(name, "-")) for side in versions))
+        for name in sorted(versions[0].keys() | versions[1].keys())
+    ]
     rows += [(name, *(str(side.get(name, "-")) for side in (a, b))) for name in ("host", "platform", "executable")]
     return [row for row in rows if row[1] != row[2]]
 
@@ -181,7 +204,11 @@ def _results(a: Side, b: Side) -> Iterator[tuple[str, ...]]:
         if values == [None, None]:
             continue
         change = second / first - 1 if None not in values and first else None
-        yield name, *("-" if value is None else format(value, form) for value in values), "=" if first == second else signed(change)
+        yield (
+            name,
+            *("-" if value is None else format(value, form) for value in values),
+            "=" if first == second else signed(change),
+        )
 
 
 def signed(change: float | None) -> str:
@@ -264,8 +291,14 @@ def _where_to_look(when: str, what: str, name: str, call: int) -> str:
     return {
         ("forward", "in"): f"the input of {name} already differs; look at {outer}'s code before it",
         ("forward", "out"): f"{name}: its inputs are the same, its outputs differ",
-        ("backward", "out"): f"the gradient that enters {name} differs, the forward is the same; look at {outer}'s code after it",
-        ("backward", "in"): f"{name}, in its backward: the gradient that enters is the same, the one that leaves differs",
+        (
+            "backward",
+            "out",
+        ): f"the gradient that enters {name} differs, the forward is the same; look at {outer}'s code after it",
+        (
+            "backward",
+            "in",
+        ): f"{name}, in its backward: the gradient that enters is the same, the one that leaves differs",
     }.get((when, what), f"the gradient of {name}; all activations and their gradients are the same") + microbatch
 
 

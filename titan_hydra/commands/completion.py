@@ -33,7 +33,9 @@ RUNS = ("target", "cell", "A", "B")  # names (argparse's dest) of arguments that
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", nargs="?", choices=SCRIPTS, help='the shell, which evaluates it: eval "$(titan completion bash)"')
+    parser.add_argument(
+        "shell", nargs="?", choices=SCRIPTS, help='the shell, which evaluates it: eval "$(titan completion bash)"'
+    )
     parser.add_argument("--words", help=argparse.SUPPRESS)
 
 
@@ -78,4 +80,9 @@ def _names(runs: Path) -> list[str]:
     sweeps = find.readable(runs)
     cells = short_names(find.sweep(sweeps[0]).cells) if sweeps else []
     directories = [run.name for run in find.all_runs(runs)]
-    return [*(folder.name for folder in sweeps), *cells, *(name.rpartition("-")[2] for name in directories), *directories]
+    return [
+        *(folder.name for folder in sweeps),
+        *cells,
+        *(name.rpartition("-")[2] for name in directories),
+        *directories,
+    ]

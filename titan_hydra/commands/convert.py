@@ -12,16 +12,35 @@ from .model import add_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a run: directory or start of its hash; a checkpoint's folder; with --from a Hugging Face folder")
+    parser.add_argument(
+        "source", help="a run: directory or start of its hash; a checkpoint's folder; with --from a Hugging Face folder"
+    )
     direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--to", choices=["hf", "peft"], help="export to this format; adapters: hf merges them, peft exports only them")
+    direction.add_argument(
+        "--to", choices=["hf", "peft"], help="export to this format; adapters: hf merges them, peft exports only them"
+    )
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
     parser.add_argument("target", type=Path, help="folder to write; new or empty")
     add_step(parser)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of exported weights (default: as stored)")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="maximum size of an exported file, in GB, 10^9 bytes (default: 5)")
-    parser.add_argument("--config", type=Path, help="config.json of the run, if it is not two folders above the checkpoint")
-    parser.add_argument("--imports", nargs="+", default=[], metavar="MODULE", help="with --from: modules of your own that bring the family")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="dtype of exported weights (default: as stored)"
+    )
+    parser.add_argument(
+        "--max-shard-gb",
+        type=float,
+        default=5.0,
+        help="maximum size of an exported file, in GB, 10^9 bytes (default: 5)",
+    )
+    parser.add_argument(
+        "--config", type=Path, help="config.json of the run, if it is not two folders above the checkpoint"
+    )
+    parser.add_argument(
+        "--imports",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="with --from: modules of your own that bring the family",
+    )
     add_runs(parser)
 
 
@@ -39,8 +58,12 @@ def main(args: argparse.Namespace) -> int:
         number = export_peft(source, args.target, convert.DTYPES[args.dtype or "float32"], args.config)
         print(f"{args.target}: the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained")
     elif args.to:
-        files, dtype = convert.export_hf(source, args.target, convert.DTYPES.get(args.dtype), args.max_shard_gb, args.config)
-        print(f"{args.target}: {counted(len(files), 'file')} of weights in {str(dtype).removeprefix('torch.')}; load with from_pretrained")
+        files, dtype = convert.export_hf(
+            source, args.target, convert.DTYPES.get(args.dtype), args.max_shard_gb, args.config
+        )
+        print(
+            f"{args.target}: {counted(len(files), 'file')} of weights in {str(dtype).removeprefix('torch.')}; load with from_pretrained"
+        )
     else:
         convert.import_hf(Path(args.source), args.target, convert.DTYPES.get(args.dtype), args.imports)
         print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")

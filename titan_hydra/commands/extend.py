@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the total number of steps, the first run's included; after it "
         "KEY=VALUE of keys outside the hash, such as checkpoint.interval=100 or launch.mode=dry",
     )
-    parser.add_argument("--step", type=int, metavar="S", help="continue from this step's checkpoint, even after the rate's decay")
+    parser.add_argument(
+        "--step", type=int, metavar="S", help="continue from this step's checkpoint, even after the rate's decay"
+    )
     add_runs(parser)
 
 
@@ -59,7 +61,10 @@ def main(args: argparse.Namespace) -> int:
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
     cell = Cell(1, overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1)
-    print(f"{cell.directory.name}: continues from step {checkpoints.step_of(step)} of {run.directory.name}{note}", flush=True)
+    print(
+        f"{cell.directory.name}: continues from step {checkpoints.step_of(step)} of {run.directory.name}{note}",
+        flush=True,
+    )
     return dispatch.begin([cell])
 
 
@@ -70,13 +75,17 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
         raise ConfigError(f"{directory.name}: has no complete checkpoint to continue from")
     early = [step for step in steps if step < new.steps]
     if not early:
-        raise ConfigError(f"steps={new.steps}: {directory.name} has no checkpoint before step {new.steps}; its first is {min(steps)}")
+        raise ConfigError(
+            f"steps={new.steps}: {directory.name} has no checkpoint before step {new.steps}; its first is {min(steps)}"
+        )
     same = same_rates(old, new)
     part = f"the learning rates of {old.steps} and {new.steps} steps differ from step {same + 1} on"
     if wanted is not None:
         if wanted not in early:
             raise ConfigError(str(Fault("--step", wanted, "there is no such checkpoint", legal=tuple(early))))
-        return steps[wanted], f"; {part}: it does not learn what a run of {new.steps} steps learns" if wanted > same else ""
+        return steps[
+            wanted
+        ], f"; {part}: it does not learn what a run of {new.steps} steps learns" if wanted > same else ""
     if not (fits := [step for step in early if step <= same]):
         raise ConfigError(
             f"{directory.name}: {part}, and its first checkpoint is that of step {min(steps)}; "

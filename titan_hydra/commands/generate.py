@@ -14,15 +14,23 @@ from .model import add_model, checkpoint_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue (default: none, so a new document begins)")
+    parser.add_argument(
+        "--prompt", default="", metavar="TEXT", help="the text to continue (default: none, so a new document begins)"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a command that generates text: the model, and how tokens are sampled."""
     add_model(parser)
-    parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="maximum number of new tokens (default: 100)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="softmax temperature; 0: always the likeliest token (default: 1)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: from all (default: 0)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=100, metavar="N", help="maximum number of new tokens (default: 100)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="softmax temperature; 0: always the likeliest token (default: 1)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: from all (default: 0)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random draws (default: 0)")
 
 
@@ -48,7 +56,9 @@ def print_continuation(
     if args.top_k < 0:
         raise ConfigError(str(Fault("--top-k", args.top_k, "must not be negative", legal=(0,))))
     if not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise ConfigError(str(Fault("--temperature", args.temperature, "must be a number, and not negative", legal=(0, 1))))
+        raise ConfigError(
+            str(Fault("--temperature", args.temperature, "must be a number, and not negative", legal=(0, 1)))
+        )
     from titan_hydra.train.generate import generate
 
     draw = (args.max_tokens, args.temperature, args.top_k, args.seed)

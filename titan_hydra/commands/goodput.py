@@ -33,9 +33,16 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
     """Add --goodput and its options."""
     group = parser.add_argument_group("useful time")
     group.add_argument(
-        "--goodput", action="store_true", help="the share of time in which the layout of the command line makes steps that count"
+        "--goodput",
+        action="store_true",
+        help="the share of time in which the layout of the command line makes steps that count",
     )
-    group.add_argument("--failures", default="llama3", metavar="RATE", help="per GPU-day, or llama3 (default), or runs: those of --runs")
+    group.add_argument(
+        "--failures",
+        default="llama3",
+        metavar="RATE",
+        help="per GPU-day, or llama3 (default), or runs: those of --runs",
+    )
     for name, (default, _, text) in OPTIONS.items():
         group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=text)
 
@@ -49,9 +56,20 @@ def goodput(job: Job, args: argparse.Namespace) -> int:
     rate, source = rate_of(args)
     minutes = (60 * given["queue-minutes"], 60 * given["restart-minutes"])
     step = given["step-seconds"] or predicted_step(job)
-    at = Site(job, all_ranks(job), rate, step, *minutes, 1e9 * given["write-gbs"], given["save-seconds"], given["copy-seconds"])
+    at = Site(
+        job,
+        all_ranks(job),
+        rate,
+        step,
+        *minutes,
+        1e9 * given["write-gbs"],
+        given["save-seconds"],
+        given["copy-seconds"],
+    )
     if at.bytes is None and None in (at.save_seconds, at.copy_seconds):
-        raise ConfigError(str(Fault("model.family", job.model.family, "has no known bytes; give --save-seconds and --copy-seconds")))
+        raise ConfigError(
+            str(Fault("model.family", job.model.family, "has no known bytes; give --save-seconds and --copy-seconds"))
+        )
     rows = list(ways(at))
     curves = {"steps": list(by_interval(at, rows)), "gpus": list(by_gpus(at, rows))}
     if args.json:
@@ -73,7 +91,14 @@ def rate_of(args: argparse.Namespace) -> tuple[float, str]:
         failures, days = count_interruptions(all_runs(args.runs))
         if not failures:
             raise ConfigError(
-                str(Fault("--failures", "runs", f"{days:,.6g} GPU-days of {args.runs} had none", legal=(*FAILURES, "a number")))
+                str(
+                    Fault(
+                        "--failures",
+                        "runs",
+                        f"{days:,.6g} GPU-days of {args.runs} had none",
+                        legal=(*FAILURES, "a number"),
+                    )
+                )
             )
     else:
         try:
@@ -129,7 +154,9 @@ def as_values(at: Site, rows: list[Way], source: str) -> dict[str, Any]:
 def show_shares(at: Site, rows: list[Way], source: str) -> None:
     """Print the table."""
     size = "" if at.bytes is None else f" of {at.bytes / 1e12:,.2f} TB"
-    print(f"{at.job.model.name} on {at.gpus:,} GPUs: a step takes {lasting(at.step)}; a failure every {lasting(at.between)} ({source})")
+    print(
+        f"{at.job.model.name} on {at.gpus:,} GPUs: a step takes {lasting(at.step)}; a failure every {lasting(at.between)} ({source})"
+    )
     print(
         f"a checkpoint{size} is complete in {lasting(at.save())}, copied in {lasting(at.copy('async_pinned'))} (async_pinned); "
         f"a failure costs {at.queue / 60:g} min in the queue and {at.restart / 60:g} min to the next step\n"
@@ -146,7 +173,9 @@ def show_shares(at: Site, rows: list[Way], source: str) -> None:
 
 def lasting(seconds: float) -> str:
     """Format a duration with three digits, in the unit that suits it."""
-    size, unit = next(((size, unit) for size, unit in ((86400, "days"), (3600, "h"), (60, "min")) if seconds >= 2 * size), (1, "s"))
+    size, unit = next(
+        ((size, unit) for size, unit in ((86400, "days"), (3600, "h"), (60, "min")) if seconds >= 2 * size), (1, "s")
+    )
     return f"{seconds / size:,.3g} {unit}"
 
 

@@ -20,15 +20,27 @@ ASK, ASK_QUEUE = 1.0, 15.0  # seconds between two checks of the run's state, for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose log is printed (default: rank 0, which prints the metrics)")
+    parser.add_argument(
+        "cell", metavar="CELL", help="a run directory, a cell of the newest sweep, or the start of a hash"
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="whose log is printed (default: rank 0, which prints the metrics)",
+    )
     parser.add_argument("--attempt", type=int, metavar="N", help="which attempt (default: the newest)")
     parser.add_argument("-n", "--lines", type=_number, metavar="N", help="only the last N lines")
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--guilty", action="store_true", help="instead: the last lines of the rank that made the run fail")
     what.add_argument(
-        "--hang", action="store_true", help="instead: in or after a hang, which rank the others wait for, and in which operation"
+        "--guilty", action="store_true", help="instead: the last lines of the rank that made the run fail"
+    )
+    what.add_argument(
+        "--hang",
+        action="store_true",
+        help="instead: in or after a hang, which rank the others wait for, and in which operation",
     )
     add_runs(parser)
 
@@ -73,7 +85,9 @@ def _guilty(directory: Path, state: State) -> int:
     print(f"{failure.kind}: {failure.line}")
     if failure.host:
         print(f"on {failure.host}")
-    print(f"\n{failure.detail or (layout.last_lines(failure.log) if failure.log else '') or 'there is no further message'}\n")
+    print(
+        f"\n{failure.detail or (layout.last_lines(failure.log) if failure.log else '') or 'there is no further message'}\n"
+    )
     if failure.log:
         print(f"log: {failure.log}")
     if advice := hint(failure):
@@ -85,7 +99,9 @@ def _hang(directory: Path, number: int | None) -> int:
     """Print a paragraph about the late rank, for each replica group that has one."""
     attempt = layout.ATTEMPT.of(directory, number or newest_attempt(directory))
     groups = {0: attempt, **layout.REPLICA.all(attempt)}
-    for group, home in layout.REPLICA.all(directory).items():  # a replica group on SLURM is a job, with its own attempts
+    for group, home in layout.REPLICA.all(
+        directory
+    ).items():  # a replica group on SLURM is a job, with its own attempts
         if newest := newest_attempt(home):
             groups[group] = layout.ATTEMPT.of(home, number or newest)
     verdicts = {group: found for group, folder in groups.items() if (found := verdict(folder))}

@@ -15,12 +15,16 @@ def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
         help=f"directory of a run, start of its hash, a cell's name, a checkpoint's folder{further and f', or {further}'}",
     )
     add_step(parser)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (default: float32)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (default: float32)"
+    )
     add_runs(parser)
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", metavar="S", help="step of the run's checkpoint; best: lowest held-out loss (default: the newest)")
+    parser.add_argument(
+        "--step", metavar="S", help="step of the run's checkpoint; best: lowest held-out loss (default: the newest)"
+    )
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:

@@ -36,11 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="overrides of the job, as for launch.py, with hardware=NAME; global batch: fixed (default: data.local_batch per GPU)",
     )
     parser.add_argument(
-        "--gpus", type=device_counts, metavar="N", help="number of devices (or gpus=N); several, as 8,16,64, print the best layout of each"
+        "--gpus",
+        type=device_counts,
+        metavar="N",
+        help="number of devices (or gpus=N); several, as 8,16,64, print the best layout of each",
     )
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py")
+    parser.add_argument(
+        "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
+    )
     parser.add_argument("--cell", action="store_true", help="predict the layout of the command line, without a search")
-    parser.add_argument("--why", metavar="LAYOUT", help="the rule that excludes a layout (quoted overrides), or the terms of its estimate")
+    parser.add_argument(
+        "--why",
+        metavar="LAYOUT",
+        help="the rule that excludes a layout (quoted overrides), or the terms of its estimate",
+    )
     parser.add_argument(
         "--prove",
         type=int,
@@ -50,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fits(parser)
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="plot memory by term, and speed over the number of GPUs")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FOLDER", help="plot memory by term, and speed over the number of GPUs"
+    )
     add_goodput(parser)
 
 
@@ -76,8 +87,12 @@ def add_fits(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="instead, predict published measurements (default: those in the package), and print how far predictions are off",
     )
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)")
-    parser.add_argument("--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml")
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)"
+    )
+    parser.add_argument(
+        "--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -96,7 +111,9 @@ def main(args: argparse.Namespace) -> int:
     gpus = counts[0] if counts else job.gpus
     if job.hardware.name == "unknown" and not (args.goodput and args.step_seconds):
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
-        raise ConfigError(str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names)))
+        raise ConfigError(
+            str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names))
+        )
     try:
         if len(counts) > 1:
             make_folder(args.plot)
@@ -109,7 +126,9 @@ def main(args: argparse.Namespace) -> int:
         if args.cell or args.why:
             return one_layout(job, gpus, args)
         if gpus is None:
-            raise ConfigError(str(Fault("gpus", None, "a search needs the number of GPUs", legal=(job.hardware.gpus_per_node or 8,))))
+            raise ConfigError(
+                str(Fault("gpus", None, "a search needs the number of GPUs", legal=(job.hardware.gpus_per_node or 8,)))
+            )
         if args.tune:
             return tune.tuned(job, gpus, args, into)
         return layouts(job, gpus, args)
@@ -129,9 +148,13 @@ def _refuse(args: argparse.Namespace, counts: list[int]) -> None:
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(str(Fault(f"--{name}", value, reason, legal=(least,))))
     if args.into and not (args.calibrate or args.tune):
-        raise ConfigError(f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written")
+        raise ConfigError(
+            f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written"
+        )
     if args.tune and args.json:
-        raise ConfigError("--json: --tune prints the progress of its runs; titan plan --calibrate RUN... --json prints its fit")
+        raise ConfigError(
+            "--json: --tune prints the progress of its runs; titan plan --calibrate RUN... --json prints its fit"
+        )
 
 
 def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
@@ -142,9 +165,17 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
     if not rows:
         node, batch = job.hardware.gpus_per_node, prepared(job, gpus).data.global_batch
         if node and gpus > node and gpus % node:
-            raise ConfigError(str(Fault("--gpus", gpus, f"not whole nodes of {node}", legal=multiples_around(gpus, node))))
+            raise ConfigError(
+                str(Fault("--gpus", gpus, f"not whole nodes of {node}", legal=multiples_around(gpus, node)))
+            )
         raise ConfigError(
-            str(Fault("--gpus", gpus, f"no layout obeys the rules: the global batch {batch} and the model cannot be split over them"))
+            str(
+                Fault(
+                    "--gpus",
+                    gpus,
+                    f"no layout obeys the rules: the global batch {batch} and the model cannot be split over them",
+                )
+            )
         )
     proofs = [proof(row.prediction.job) for row in rows[: args.prove or 0]]
     if args.json:
@@ -260,7 +291,10 @@ def show_proofs(proofs: list[dict]) -> None:
     dimensions = sorted({name for one in proofs for name in one["sent_by_formula"]})
     rows = []
     for number, one in enumerate(proofs, start=1):
-        pairs = [(one["live"], one["live_by_formula"]), *((one["sent"].get(name), one["sent_by_formula"].get(name)) for name in dimensions)]
+        pairs = [
+            (one["live"], one["live_by_formula"]),
+            *((one["sent"].get(name), one["sent_by_formula"].get(name)) for name in dimensions),
+        ]
         rows.append(
             (
                 number,
@@ -270,7 +304,9 @@ def show_proofs(proofs: list[dict]) -> None:
             )
         )
     titles = ("", "rank", "live GiB", *(f"{name} GiB" for name in dimensions), "live off by")
-    print("\ncounted in the fake world / by formula, eager and without a number format: live memory, then bytes sent in a step")
+    print(
+        "\ncounted in the fake world / by formula, eager and without a number format: live memory, then bytes sent in a step"
+    )
     print(*table(titles, rows, titles[1:]), sep="\n")
 
 
@@ -284,7 +320,10 @@ def explained(found: Prediction) -> list[str]:
     ]
     terms = [(f"{term.name} ({term.tag})", term.bytes / GIB) for term in found.peak.terms]
     lines += bars("GiB", terms)
-    return [*lines, *bars("seconds of a step", [(name, value) for name, value in found.speed.parts.items() if value > 0])]
+    return [
+        *lines,
+        *bars("seconds of a step", [(name, value) for name, value in found.speed.parts.items() if value > 0]),
+    ]
 
 
 def bars(unit: str, values: list[tuple[str, float]]) -> list[str]:
@@ -333,12 +372,19 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
         drawn.suptitle(f"{what}: predicted memory of a device", x=0.01, ha="left", fontsize=11, fontweight="bold")
         axes.set_yticks(
             range(len(rows)),
-            [f"{number}: {row.overrides.split(' ac=')[0].replace('parallelism.', '')}"[:48] for number, row in enumerate(rows, start=1)],
+            [
+                f"{number}: {row.overrides.split(' ac=')[0].replace('parallelism.', '')}"[:48]
+                for number, row in enumerate(rows, start=1)
+            ],
         )
         axes.invert_yaxis()
-        axes.set_xlabel("GiB; the line is a device's memory; a layout fits below the band and is refused beyond it", loc="right")
+        axes.set_xlabel(
+            "GiB; the line is a device's memory; a layout fits below the band and is refused beyond it", loc="right"
+        )
         drawn.legend(loc="outside lower center", ncols=3)
         print(*save_figure(drawn, folder, "plan-memory"), sep="\n")
-    fitting = {count: found[0].prediction for count, found in by_gpus.items() if found and found[0].prediction.fits != "no"}
+    fitting = {
+        count: found[0].prediction for count, found in by_gpus.items() if found and found[0].prediction.fits != "no"
+    }
     if fitting:
         print(*draw_speed(folder, fitting, fixed=True), sep="\n")

@@ -12,7 +12,19 @@ from titan_hydra.config import Fault, Job
 from titan_hydra.plan import predict
 from titan_hydra.plan.search import Row, search
 
-TITLES = ("gpus", "layout", "ac", "local batch", "GiB", "fits", "tokens/s/device", "tokens/s", "of linear", "GPU-hours", "limited by")
+TITLES = (
+    "gpus",
+    "layout",
+    "ac",
+    "local batch",
+    "GiB",
+    "fits",
+    "tokens/s/device",
+    "tokens/s",
+    "of linear",
+    "GPU-hours",
+    "limited by",
+)
 
 LIMITED = "`limited by`: the largest term of time beside matmuls and attention; of memory"
 
@@ -22,7 +34,9 @@ def device_counts(text: str) -> list[int]:
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or several with commas between them, as 8,16,64") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number, or several with commas between them, as 8,16,64"
+        ) from error
 
 
 def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
@@ -54,7 +68,10 @@ def billion_tokens(prediction: predict.Prediction) -> float | None:
 def _as_json(count: int, row: Row | None) -> dict:
     if row is None:
         return {"gpus": count, "overrides": None, "reason": "no layout obeys the rules"}
-    return {"overrides": row.overrides, "gpu_hours_of_a_billion_tokens": billion_tokens(row.prediction)} | predict.as_json(row.prediction)
+    return {
+        "overrides": row.overrides,
+        "gpu_hours_of_a_billion_tokens": billion_tokens(row.prediction),
+    } | predict.as_json(row.prediction)
 
 
 def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, Row]) -> None:
@@ -72,7 +89,12 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
         times = ["-"] * 4
         if speed and first:
             rate = speed.tokens_per_second
-            times = [f"{rate:,.0f}", f"{rate * count:,.0f}", f"{rate / first.tokens_per_second:.0%}", f"{billion_tokens(made):,.1f}"]
+            times = [
+                f"{rate:,.0f}",
+                f"{rate * count:,.0f}",
+                f"{rate / first.tokens_per_second:.0%}",
+                f"{billion_tokens(made):,.1f}",
+            ]
         limit = f"{speed.limit}; {made.peak.largest.name}" if speed else made.peak.largest.name
         layout = (layout_of(made.job), made.job.ac.name, made.job.data.local_batch, f"{made.peak.gib:.1f}", made.fits)
         rows.append((f"{count:,}", *layout, *times, limit))
@@ -85,7 +107,9 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
 def layout_of(job: Job) -> str:
     """Return the degrees above one and the schedule, in words."""
     degrees = job.parallelism
-    replicas = f"hsdp {degrees.dp_replicate} x {degrees.dp_shard}" if degrees.dp_replicate > 1 else f"fsdp {degrees.dp_shard}"
+    replicas = (
+        f"hsdp {degrees.dp_replicate} x {degrees.dp_shard}" if degrees.dp_replicate > 1 else f"fsdp {degrees.dp_shard}"
+    )
     others = [f"{name} {getattr(degrees, name)}" for name in ("cp", "tp", "pp", "ep") if getattr(degrees, name) > 1]
     return ", ".join(filter(None, [replicas, *others, order_of(job)]))
 
@@ -115,6 +139,8 @@ def draw_speed(folder: Path, found: dict[int, predict.Prediction], fixed: bool) 
         plane.set_yticks(speeds, [f"{speed:,.3g}" if speed < 1000 else f"{speed:,.0f}" for speed in speeds])
         plane.minorticks_off()
         plane.set_xlabel(f"GPUs, {'at a fixed global batch' if fixed else 'with a fixed batch on each'}")
-        plane.set_title(f"{job.model.name} on {job.hardware.name}: tokens/s of the fastest layout that fits", loc="left")
+        plane.set_title(
+            f"{job.model.name} on {job.hardware.name}: tokens/s of the fastest layout that fits", loc="left"
+        )
         plane.legend()
         return [*save_figure(drawn, folder, "plan-speed")]

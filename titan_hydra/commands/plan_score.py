@@ -25,7 +25,12 @@ def scored(file: Path | None, as_json: bool) -> int:
         try:
             found.append(score(row))
         except (NotPredictable, ConfigError, KeyError, ValueError) as error:
-            skipped.append((row["id"], f"{error.args[0]} is not given" if isinstance(error, KeyError) else str(error).splitlines()[0]))
+            skipped.append(
+                (
+                    row["id"],
+                    f"{error.args[0]} is not given" if isinstance(error, KeyError) else str(error).splitlines()[0],
+                )
+            )
     if as_json:
         print(to_json({"rows": [*map(_as_json, found)], "skipped": dict(skipped)}))
         return Exit.DONE if found else Exit.CONFIG

@@ -14,30 +14,60 @@ from titan_hydra.report.cells import gather
 from titan_hydra.report.table import Report, build
 from titan_hydra.runs.view import add_target, choose
 
-TEXTS = {"md": ("report.md", write.markdown), "csv": ("report.csv", write.comma_separated), "latex": ("report.tex", write.latex)}
+TEXTS = {
+    "md": ("report.md", write.markdown),
+    "csv": ("report.csv", write.comma_separated),
+    "latex": ("report.tex", write.latex),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
-    parser.add_argument("--baseline", metavar="CELL", help="cell to compare the others with (default: sweep.baseline, or the first cell)")
-    parser.add_argument("--allow", metavar="KEY,...", default="", help="compare cells although they differ in these keys")
-    parser.add_argument("--over", metavar="KEY", help="average cells that differ only in this key, such as seed; adds standard errors")
     parser.add_argument(
-        "--predicted", action="store_true", help="print titan plan's prediction of each run, and which are more than 20 %% slower"
+        "--baseline",
+        metavar="CELL",
+        help="cell to compare the others with (default: sweep.baseline, or the first cell)",
+    )
+    parser.add_argument(
+        "--allow", metavar="KEY,...", default="", help="compare cells although they differ in these keys"
+    )
+    parser.add_argument(
+        "--over", metavar="KEY", help="average cells that differ only in this key, such as seed; adds standard errors"
+    )
+    parser.add_argument(
+        "--predicted",
+        action="store_true",
+        help="print titan plan's prediction of each run, and which are more than 20 %% slower",
     )
     for name, (file, _) in TEXTS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o")
+        parser.add_argument(
+            f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o"
+        )
     parser.add_argument(
-        "--json", action="store_true", help="print JSON for scripts: all columns, unrounded, and what each row was judged by"
+        "--json",
+        action="store_true",
+        help="print JSON for scripts: all columns, unrounded, and what each row was judged by",
     )
     parser.add_argument("--row", action="store_true", help="print the runs as rows that titan plan --score reads")
-    parser.add_argument("--html", action="store_true", help="write report.html: one page with everything, for any browser, without network")
-    parser.add_argument("--serve", action="store_true", help="serve the page to this machine only, updated while the sweep runs")
-    parser.add_argument("--port", type=int, default=8321, metavar="N", help="port of --serve (default: 8321; 0: any free port)")
+    parser.add_argument(
+        "--html",
+        action="store_true",
+        help="write report.html: one page with everything, for any browser, without network",
+    )
+    parser.add_argument(
+        "--serve", action="store_true", help="serve the page to this machine only, updated while the sweep runs"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8321, metavar="N", help="port of --serve (default: 8321; 0: any free port)"
+    )
     parser.add_argument("--plots", action="store_true", help="write the plots, PNG and SVG")
-    parser.add_argument("--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)")
+    parser.add_argument(
+        "--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)"
+    )
     parser.add_argument("--log", action="store_true", help="logarithmic losses in the plots")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write (default: the sweep's folder, or here)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="where to write (default: the sweep's folder, or here)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -56,7 +86,9 @@ def main(args: argparse.Namespace) -> int:
         print(yaml.safe_dump(measured_rows(report), sort_keys=False, default_flow_style=None, width=1_000), end="")
         return Exit.DONE
     if all(row.cell.rate is None and row.cell.loss is None for row in report.rows):
-        states = ", ".join(f"{row.cell.name}: {row.cell.word}" for row in report.rows[:6]) + (", ..." if len(report.rows) > 6 else "")
+        states = ", ".join(f"{row.cell.name}: {row.cell.word}" for row in report.rows[:6]) + (
+            ", ..." if len(report.rows) > 6 else ""
+        )
         raise ConfigError(f"{report.name}: no cell has numbers yet ({states})")
     folder = args.output or report.selection.manifest or Path()
     try:

@@ -55,7 +55,11 @@ def main(args: argparse.Namespace) -> int:
             "groups share is not cut anew"
         )
     new = relaid(
-        dataclasses.replace(old, launch=Launch(retry="all", require_card=old.launch.require_card), paths=Paths(str(args.runs.absolute()))),
+        dataclasses.replace(
+            old,
+            launch=Launch(retry="all", require_card=old.launch.require_card),
+            paths=Paths(str(args.runs.absolute())),
+        ),
         args.values,
     )
     if faults := check(new):

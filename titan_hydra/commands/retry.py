@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CLASS",
         help=f"which cells, may be given several times: {', '.join(ONLY)} (default: failed)",
     )
-    parser.add_argument("--as-is", action="store_true", help="also run cells that ran out of memory or whose loss was not finite")
+    parser.add_argument(
+        "--as-is", action="store_true", help="also run cells that ran out of memory or whose loss was not finite"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -77,7 +79,9 @@ def main(args: argparse.Namespace) -> int:
     if faults := list(without_card(cells)):
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)  # the runs of a folder may belong to several clusters
+    clusters = groupby(
+        sorted(cells, key=cluster_of), key=cluster_of
+    )  # the runs of a folder may belong to several clusters
     statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
     return next((status for status in statuses if status), Exit.DONE)
 

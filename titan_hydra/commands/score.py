@@ -24,8 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of texts, as for data.path: .jsonl, .csv, .parquet or .md, also compressed; in a .txt file each line is a text",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL file of row, nats and tokens of each text (default: printed)")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="name of the column that holds the text (default: text)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSONL file of row, nats and tokens of each text (default: printed)"
+    )
+    parser.add_argument(
+        "--text-key", default="text", metavar="KEY", help="name of the column that holds the text (default: text)"
+    )
     parser.add_argument(
         "--context",
         type=int,
@@ -48,7 +52,9 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as opened:
         out = sys.stdout
         for found in score_texts(place, args.texts, args.text_key, args.context, args.dtype):
-            if args.out and not texts:  # opens the file at the first line, so that an earlier error leaves no empty file
+            if (
+                args.out and not texts
+            ):  # opens the file at the first line, so that an earlier error leaves no empty file
                 out = opened.enter_context(_open_new(args.out))
             print(json.dumps(found), file=out)
             texts, nats, tokens = texts + 1, nats + found["nats"], tokens + found["tokens"]

@@ -36,14 +36,21 @@ SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # maximum number of failed runs whose reason is printed
 NAME = 56  # characters to which a cell's name is cut
-REFRESH, REFRESH_QUEUE = 2, 10  # seconds between two refreshes of local runs, and of runs in a queue (which other users need too)
+REFRESH, REFRESH_QUEUE = (
+    2,
+    10,
+)  # seconds between two refreshes of local runs, and of runs in a queue (which other users need too)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("-f", "--follow", action="store_true", help="repeat until no run is queued or running")
-    how.add_argument("--all", action="store_true", help="print a line for each sweep, and for each run outside sweeps, the newest first")
+    how.add_argument(
+        "--all",
+        action="store_true",
+        help="print a line for each sweep, and for each run outside sweeps, the newest first",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON for scripts, with all known values, unrounded")
 
 
@@ -74,7 +81,10 @@ def _all(args: argparse.Namespace) -> int:
     if args.json:
         print(
             to_json(
-                [{"name": name, "started": when, "states": Counter(state.kind for state in states)} for when, name, states in newest_first]
+                [
+                    {"name": name, "started": when, "states": Counter(state.kind for state in states)}
+                    for when, name, states in newest_first
+                ]
             )
         )
         return Exit.DONE
@@ -87,7 +97,10 @@ def _all(args: argparse.Namespace) -> int:
         rows.append([name, str(len(states)), words, ago(when)])
         colours.append({"state": COLOURS[next(iter(kinds))]} if len(kinds) == 1 else {})
     if rows:
-        print(*table(["sweep or run", "cells", "state", "when"], rows, {"cells"}, ("sweep or run", "state"), colours), sep="\n")
+        print(
+            *table(["sweep or run", "cells", "state", "when"], rows, {"cells"}, ("sweep or run", "state"), colours),
+            sep="\n",
+        )
     else:
         print(f"no runs in {args.runs}")
     return Exit.DONE
@@ -105,7 +118,11 @@ def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
         damaged = State("damaged", damage=f"{layout.SWEEP.name} cannot be read")
         found.append((find.written(folder), folder.name, [states[cell.directory] for cell in cells] or [damaged]))
     for directory in alone:
-        claim = {} if states[directory].damage else layout.CLAIM.read(layout.ATTEMPT.of(directory, states[directory].attempt))
+        claim = (
+            {}
+            if states[directory].damage
+            else layout.CLAIM.read(layout.ATTEMPT.of(directory, states[directory].attempt))
+        )
         found.append((claim.get("started", directory.stat().st_mtime), directory.name, [states[directory]]))
     return found
 
@@ -142,7 +159,9 @@ def follow_in_lines(selection: Selection) -> int:
     while True:
         rows, queues = look(selection.cells)
         for row in rows:
-            text = f"{row.state.kind} {_note(row)}".rstrip() if row.state.kind != "running" else f"running on {row.where}"
+            text = (
+                f"{row.state.kind} {_note(row)}".rstrip() if row.state.kind != "running" else f"running on {row.where}"
+            )
             if before.setdefault(row.directory, "") != row.state.kind:
                 before[row.directory] = row.state.kind
                 print(f"{time.strftime('%H:%M:%S')}  {row.hash}  {row.cell}: {text}", flush=True)
@@ -215,7 +234,9 @@ def _note(row: RunRow) -> str:
     return ", ".join(parts)
 
 
-def _below(args: argparse.Namespace, selection: Selection, rows: list[RunRow], queues: dict[str, Queue]) -> Iterable[str]:
+def _below(
+    args: argparse.Namespace, selection: Selection, rows: list[RunRow], queues: dict[str, Queue]
+) -> Iterable[str]:
     """Yield the lines below the table: failures, summary, and commands to type next."""
     failed = [row for row in rows if row.state.failure]
     for row in failed[:FAILURES]:
@@ -288,7 +309,9 @@ def _as_json(row: RunRow) -> dict:
         "phase": row.phase,
         "cancelled_by": row.cancelled,
         "job": {"id": job.id, "state": job.state, "reason": job.reason, "start": job.start} if job else None,
-        "groups": [{"state": group.kind, "attempt": group.attempt, "job": group.job and group.job.id} for group in state.groups],
+        "groups": [
+            {"state": group.kind, "attempt": group.attempt, "job": group.job and group.job.id} for group in state.groups
+        ],
         "failure": {
             "kind": str(failure.kind),
             "rank": failure.rank,

@@ -33,12 +33,20 @@ WORKER: dict[str, Any] = {}  # the tokenizer and the dtype of this worker proces
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="tokenizer_command", required=True)
     train = commands.add_parser("train", help="train a tokenizer of Llama 3's kind and write it as tokenizer.model")
-    train.add_argument("--vocab", type=int, required=True, help="vocabulary size, Llama 3's 256 special tokens included")
+    train.add_argument(
+        "--vocab", type=int, required=True, help="vocabulary size, Llama 3's 256 special tokens included"
+    )
     train.add_argument("--out", type=Path, required=True, help="the tokenizer.model to write")
     encode = commands.add_parser("encode", help="encode documents into a file of token ids, for data=tokens")
-    encode.add_argument("--tokenizer", default="embedded", help="path of a tokenizer.model or tokenizer.json (default: embedded)")
-    encode.add_argument("--out", type=Path, required=True, help=".bin file to write; OUT.json, written beside it, describes it")
-    encode.add_argument("--workers", type=int, default=os.cpu_count(), help="number of encoding processes (default: %(default)s)")
+    encode.add_argument(
+        "--tokenizer", default="embedded", help="path of a tokenizer.model or tokenizer.json (default: embedded)"
+    )
+    encode.add_argument(
+        "--out", type=Path, required=True, help=".bin file to write; OUT.json, written beside it, describes it"
+    )
+    encode.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="number of encoding processes (default: %(default)s)"
+    )
     for command, count in ((train, "*"), (encode, "+")):
         command.add_argument(
             "files",
@@ -46,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{' '.join(files.TEXT_SUFFIXES)} files, .gz, .zst too; globs and folders allowed"
             f"{'; none: the embedded corpus' if command is train else ''}",
         )
-        command.add_argument("--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)")
+        command.add_argument(
+            "--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)"
+        )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -56,14 +66,18 @@ def main(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--out={args.out}: {error.strerror or error}") from error
     except BrokenProcessPool as error:
-        raise ConfigError(f"--workers={args.workers}: a worker was killed, perhaps because memory ran out; use fewer") from error
+        raise ConfigError(
+            f"--workers={args.workers}: a worker was killed, perhaps because memory ran out; use fewer"
+        ) from error
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
     """Train byte-pair merges with tokenizers, write them for tiktoken, and verify that both encode alike."""
     merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
     if merges < 0:
-        raise ConfigError(f"--vocab={args.vocab}: 256 bytes and {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens need 512")
+        raise ConfigError(
+            f"--vocab={args.vocab}: 256 bytes and {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens need 512"
+        )
     trained = _train(_texts(args), 256 + merges)
     bytes_of = _bytes_of_ids(trained)
     tokens = [bytes([byte]) for byte in range(256)] + [token for _, token in sorted(bytes_of.items()) if len(token) > 1]
@@ -99,7 +113,11 @@ def encode(args: argparse.Namespace) -> int:
             for encoded, count in _encode_in_order(config, texts, dtype, args.workers):
                 stream.write(encoded)
                 ids = np.frombuffer(encoded, dtype)
-                documents, tokens, unknown = documents + count, tokens + len(ids), unknown + int((ids == tokenizer.unknown).sum())
+                documents, tokens, unknown = (
+                    documents + count,
+                    tokens + len(ids),
+                    unknown + int((ids == tokenizer.unknown).sum()),
+                )
                 progress.update(row, documents=documents, tokens=tokens)
         if not tokens:
             raise ConfigError(f"{' '.join(args.files)}: no text")
@@ -149,7 +167,10 @@ def _train(texts: Iterable[str], size: int):
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty())
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty()
+        ),
     )
     return tokenizer
 
@@ -168,7 +189,9 @@ def _tokenizer_config(name: str) -> schema.Tokenizer:
     return schema.Tokenizer(name="hf" if name.endswith(".json") else "tiktoken", path=name)
 
 
-def _encode_in_order(config: schema.Tokenizer, texts: Iterator[str], dtype: str, workers: int) -> Iterator[tuple[bytes, int]]:
+def _encode_in_order(
+    config: schema.Tokenizer, texts: Iterator[str], dtype: str, workers: int
+) -> Iterator[tuple[bytes, int]]:
     """Yield the encoded tokens and the number of documents of each batch, in order. At most 2 * workers batches wait for
     the writer.
     """
@@ -206,7 +229,9 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _encode_batch(texts: list[str]) -> tuple[bytes, int]:
-    return np.array([token for text in texts for token in WORKER["tokenizer"].document(text)], dtype=WORKER["dtype"]).tobytes(), len(texts)
+    return np.array(
+        [token for text in texts for token in WORKER["tokenizer"].document(text)], dtype=WORKER["dtype"]
+    ).tobytes(), len(texts)
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -237,5 +262,9 @@ def _progress():
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens"), TimeElapsedColumn()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens"),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=Console(stderr=True))

@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--send", action="store_true", help="send wandb's offline files to its server")
     parser.add_argument("--dry", action="store_true", help="only list what would be copied or sent")
-    parser.add_argument("--minutes", type=float, default=60, metavar="N", help="with --send: stop after N minutes (default: 60)")
+    parser.add_argument(
+        "--minutes", type=float, default=60, metavar="N", help="with --send: stop after N minutes (default: 60)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -58,7 +60,10 @@ def main(args: argparse.Namespace) -> int:
     errors = [error for directory in directories if (error := copy(directory, args.values, args.to, args.dry))]
     if len(errors) < len(directories) and not args.dry:
         place = shlex.quote(str(directories[0].parent))
-        hints = {"tensorboard": f"  look: tensorboard --logdir {place}", "wandb": f"  send what is offline: titan track {place} --send"}
+        hints = {
+            "tensorboard": f"  look: tensorboard --logdir {place}",
+            "wandb": f"  send what is offline: titan track {place} --send",
+        }
         print(hints[args.to])
     return max((error.status for error in errors), default=Exit.DONE)
 
@@ -104,7 +109,9 @@ def _send(selection: Selection, dry: bool, minutes: float) -> int:
         if subprocess.run(command, timeout=60 * minutes).returncode == 0:
             return Exit.DONE
     left = sum(bool(unsent(cell.directory)) for cell in selection.cells)
-    print(f"wandb did not accept everything: {counted(left, 'run')} left; the same command tries again", file=sys.stderr)
+    print(
+        f"wandb did not accept everything: {counted(left, 'run')} left; the same command tries again", file=sys.stderr
+    )
     return Exit.BUG
 
 
@@ -126,4 +133,8 @@ def unreachable() -> str:
 
 def unsent(directory: Path) -> list[Path]:
     """Return wandb's folders of a run that are not marked as sent, the oldest first."""
-    return [folder for folder in sorted(layout.WANDB.of(directory).glob("offline-run-*")) if not any(folder.glob("*.synced"))]
+    return [
+        folder
+        for folder in sorted(layout.WANDB.of(directory).glob("offline-run-*"))
+        if not any(folder.glob("*.synced"))
+    ]

@@ -76,7 +76,13 @@ def _best(job: Job, gpus: int, number: int) -> list[str]:
     rows, _ = search(job, gpus)
     fitting = [row.overrides for row in rows if row.prediction.fits != "no"]
     if not fitting:
-        raise ConfigError(str(Fault("--gpus", gpus, "no layout obeys the rules and fits; titan plan shows those that need least memory")))
+        raise ConfigError(
+            str(
+                Fault(
+                    "--gpus", gpus, "no layout obeys the rules and fits; titan plan shows those that need least memory"
+                )
+            )
+        )
     return fitting[:number]
 
 
@@ -85,7 +91,14 @@ def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]
     checkpoints.
     """
     own = [word for word in args.overrides if word.partition("=")[0] not in LAYOUT]
-    overrides = [*own, *degrees.split(" "), f"steps={args.steps}", "checkpoint=off", "validation=off", "sweep.name=tune"]
+    overrides = [
+        *own,
+        *degrees.split(" "),
+        f"steps={args.steps}",
+        "checkpoint=off",
+        "validation=off",
+        "sweep.name=tune",
+    ]
     return own_composer(args.config_dir)(overrides), overrides
 
 

@@ -34,18 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="overrides of every case and its reference, to verify another model, such as model=qwen3_debug, or your own",
     )
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
+    parser.add_argument(
+        "--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py"
+    )
     parser.add_argument("--only", metavar="NAME", help="only cases (or mutants) whose name contains this text")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
     parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
-    parser.add_argument("--random", type=int, metavar="N", help="run N random legal jobs instead, against the float64 reference")
-    parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (default: 0)")
-    parser.add_argument("--module", metavar="FILE.py:NAME", help="verify a module of your own instead (docs/verify-module.md)")
     parser.add_argument(
-        "--mutants", action="store_true", help="plant known faults in a copy of the package instead, and print what finds each"
+        "--random", type=int, metavar="N", help="run N random legal jobs instead, against the float64 reference"
     )
-    parser.add_argument("--quick", action="store_true", help="with --mutants: only the cases that the default test suite runs")
-    parser.add_argument("--json", action="store_true", help="print JSON for scripts: each case, and each column's difference and bound")
+    parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (default: 0)")
+    parser.add_argument(
+        "--module", metavar="FILE.py:NAME", help="verify a module of your own instead (docs/verify-module.md)"
+    )
+    parser.add_argument(
+        "--mutants",
+        action="store_true",
+        help="plant known faults in a copy of the package instead, and print what finds each",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="with --mutants: only the cases that the default test suite runs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON for scripts: each case, and each column's difference and bound"
+    )
     docs = CONF.parent / "docs"  # only a checkout has it
     parser.add_argument(
         "--write",
@@ -88,7 +100,11 @@ def main(args: argparse.Namespace) -> int:
         if not outcomes:
             return Exit.CONFIG
     if args.json:
-        print(to_json({"steps": steps, "versions": versions(), "cases": [outcome_as_json(outcome) for outcome in outcomes]}))
+        print(
+            to_json(
+                {"steps": steps, "versions": versions(), "cases": [outcome_as_json(outcome) for outcome in outcomes]}
+            )
+        )
     header, rows = _rows(outcomes)
     if not args.json:
         show_outcomes(outcomes, header, rows)
@@ -134,7 +150,11 @@ def _rows(outcomes: list[Outcome]) -> tuple[tuple[str, ...], list[tuple[str, ...
 def show_outcomes(outcomes: list[Outcome], header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """Print the table, and a line for each case that has not passed."""
     colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
-    print("Largest relative differences from the reference:", *table(header, rows, header[1:-1], ("case",), colours), sep="\n")
+    print(
+        "Largest relative differences from the reference:",
+        *table(header, rows, header[1:-1], ("case",), colours),
+        sep="\n",
+    )
     for outcome in outcomes:
         if not outcome.passed:
             print(outcome)
@@ -159,11 +179,18 @@ def _verify_module(place: str, as_json: bool) -> int:
     rows = [(check.name, check.value, check.allowed, check.where, words[check.passed]) for check in verdict.checks]
     colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
     mesh = " x ".join(f"{name} {size}" for name, size in verdict.mesh.items())
-    print(f"{place} on {mesh} against one process in {verdict.reference}:", *table(header, rows, (), ("where",), colours), sep="\n")
+    print(
+        f"{place} on {mesh} against one process in {verdict.reference}:",
+        *table(header, rows, (), ("where",), colours),
+        sep="\n",
+    )
     wrong = {name: pair for name, pair in verdict.gradients.items() if not pair[0] <= pair[1]}
     if wrong:
         print(f"\n{len(wrong)} of {len(verdict.gradients)} gradients are wrong:")
-        rows = [(name, f"{value:.1e}", f"{allowed:.1e}") for name, (value, allowed) in sorted(wrong.items(), key=lambda item: -item[1][0])]
+        rows = [
+            (name, f"{value:.1e}", f"{allowed:.1e}")
+            for name, (value, allowed) in sorted(wrong.items(), key=lambda item: -item[1][0])
+        ]
         print(*table(("parameter", "difference", "allowed"), rows[:20], ("difference", "allowed")), sep="\n")
     return Exit.DONE if verdict.passed else Exit.BUG
 
@@ -175,7 +202,9 @@ def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:
     chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
     if not chosen:
         names = [case.name for case in cases if args.ranks in (None, case.ranks)]
-        raise ConfigError(str(Fault("--only", args.only, "no such case; --list names them", legal=suggest(args.only, names))))
+        raise ConfigError(
+            str(Fault("--only", args.only, "no such case; --list names them", legal=suggest(args.only, names)))
+        )
     return chosen
 
 
@@ -203,7 +232,9 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
         "`band` is the largest difference relative to that: above 1 a case has not passed. It is empty where no band was needed, and where",
         "the reference rounds in another way (another number format, or float64): there the fixed upper bounds judge alone.",
         "",
-        f"Written by `titan verify` on {date.today()}; " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+        f"Written by `titan verify` on {date.today()}; "
+        + ", ".join(f"{name} {version}" for name, version in versions().items())
+        + ".",
         "",
         "| " + " | ".join(header) + " |",
         "|" + "---|" * len(header),

@@ -32,7 +32,10 @@ def run_mutants(args: argparse.Namespace) -> int:
         findings.append(finding)
         print(line_of(finding), file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.json:
-        rows = [asdict(finding.mutant) | {"subject": subjects[finding.mutant.name]} | _found(finding) for finding in findings]
+        rows = [
+            asdict(finding.mutant) | {"subject": subjects[finding.mutant.name]} | _found(finding)
+            for finding in findings
+        ]
         print(to_json({"mutants": rows, "summary": counts_by_way(findings)}))
     else:
         print("", *_summary(findings, subjects), sep="\n")
@@ -46,7 +49,9 @@ def line_of(finding: Finding) -> str:
     how = f"{finding.times:.2g} times its bound" if finding.times < float("inf") else "no number"
     what = f"{finding.column} of {finding.where}: {how}" if finding.where else "no case ran"
     what = finding.where if finding.by == "tests" else what
-    return f"{WAYS[finding.by] if finding.found else 'MISSED':<13}{finding.mutant.name}; {what}; {finding.seconds:.0f} s"
+    return (
+        f"{WAYS[finding.by] if finding.found else 'MISSED':<13}{finding.mutant.name}; {what}; {finding.seconds:.0f} s"
+    )
 
 
 def _found(finding: Finding) -> dict[str, object]:
@@ -77,5 +82,7 @@ def _chosen(text: str, mutants: list[Mutant]) -> list[Mutant]:
     chosen = [mutant for mutant in mutants if text in mutant.name or text in mutant.needs.split(", ")]
     if not chosen:
         names = [mutant.name for mutant in mutants]
-        raise ConfigError(str(Fault("--only", text, "no such mutant; --mutants --list names them", legal=suggest(text, names))))
+        raise ConfigError(
+            str(Fault("--only", text, "no such mutant; --mutants --list names them", legal=suggest(text, names)))
+        )
     return chosen

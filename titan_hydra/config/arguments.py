@@ -52,7 +52,9 @@ def _wrong_flag(args: Any) -> str | None:
         return "--resolve: goes with --cfg job"
     if args.experimental_rerun:
         return "--experimental-rerun: is not supported; the same command line resumes a run"
-    if args.shell_completion and not any(text.startswith(("install=", "uninstall=", "query=")) for text in args.overrides):
+    if args.shell_completion and not any(
+        text.startswith(("install=", "uninstall=", "query=")) for text in args.overrides
+    ):
         return "--shell-completion: takes install=SHELL or uninstall=SHELL (bash, fish or zsh)"
     if args.package and not args.package.startswith(("_global_", "hydra")) and kind_of(args.package) is None:
         return f"--package {args.package}: no such key or group"

@@ -120,7 +120,9 @@ def takes_offsets(asked: str, call: Call) -> bool:
     """Whether flash attention computes attention within packed documents from their offsets (kernels/documents.py). If
     it does not, a mask of all pairs is needed.
     """
-    return asked in ("auto", "flash") and (call.device != "cuda" or (refusal("flash", call) is None and call.width % 8 == 0))
+    return asked in ("auto", "flash") and (
+        call.device != "cuda" or (refusal("flash", call) is None and call.width % 8 == 0)
+    )
 
 
 def call_of(job: Job, device: str = "cuda", machine: Machine | None = None) -> Call:
@@ -129,4 +131,15 @@ def call_of(job: Job, device: str = "cuda", machine: Machine | None = None) -> C
     ring = layout.cp > 1 and CP_ROTATIONS[layout.cp_rotate].ring
     dtype, width = job.precision.compute_dtype, model.head_width
     masked = job.data.document_mask and not takes_offsets(model.attention, Call(device, dtype, width))
-    return Call(device, dtype, width, model.value_width, job.data.seq_len, model.causal, masked, ring, job.debug.deterministic, machine)
+    return Call(
+        device,
+        dtype,
+        width,
+        model.value_width,
+        job.data.seq_len,
+        model.causal,
+        masked,
+        ring,
+        job.debug.deterministic,
+        machine,
+    )

@@ -75,7 +75,9 @@ class Composer:
         """
         if override.is_hydra_override():
             return False
-        return isinstance(override.value(), dict) or not any(source.is_group(override.key_or_group) for source in self.loader.get_sources())
+        return isinstance(override.value(), dict) or not any(
+            source.is_group(override.key_or_group) for source in self.loader.get_sources()
+        )
 
     def _with_options(self, overrides: list[Override]) -> DictConfig:
         """Compose the configuration with these options. The result is a copy that the caller may change."""
@@ -83,8 +85,12 @@ class Composer:
         from omegaconf import OmegaConf
 
         # the last ones
-        changes = {override.get_key_element(): override for override in overrides if override.type is OverrideType.CHANGE}
-        overrides = [override for override in overrides if changes.get(override.get_key_element(), override) is override]
+        changes = {
+            override.get_key_element(): override for override in overrides if override.type is OverrideType.CHANGE
+        }
+        overrides = [
+            override for override in overrides if changes.get(override.get_key_element(), override) is override
+        ]
         plain = {override.key_or_group: override for override in overrides if self._is_plain(override)}
         others = [override for override in overrides if not self._is_plain(override)]
         if len(plain) < 2 or not self._are_independent(plain, others):
@@ -118,7 +124,13 @@ class Composer:
         group.
         """
         group, name = override.key_or_group, override.value()
-        if override.is_add() or override.is_force_add() or override.is_delete() or override.package or override.is_hydra_override():
+        if (
+            override.is_add()
+            or override.is_force_add()
+            or override.is_delete()
+            or override.package
+            or override.is_hydra_override()
+        ):
             return False
         return isinstance(name, str) and "/" not in group and self._file(f"{group}/{name}") == PLAIN
 
@@ -144,7 +156,11 @@ class Composer:
             source = next((source for source in self.loader.get_sources() if source.is_config(path)), None)
             found = source.load_config(path) if source else None
             content = OmegaConf.to_container(found.config, resolve=False) if found else None
-            self.files[path] = (found.header.get("package"), content.get("defaults", [])) if isinstance(content, dict) else ("unknown", [])
+            self.files[path] = (
+                (found.header.get("package"), content.get("defaults", []))
+                if isinstance(content, dict)
+                else ("unknown", [])
+            )
         return self.files[path]
 
 
@@ -196,7 +212,9 @@ def combinations(overrides: list[Override]) -> list[list[str]]:
             choices[key] = [f"{key}={override.get_value_element_as_str()}"]
             continue
         if not override.is_discrete_sweep():
-            raise ConfigError(f"{override.input_line}: has no list of values to sweep; give the values, or range(START,STOP,STEP)")
+            raise ConfigError(
+                f"{override.input_line}: has no list of values to sweep; give the values, or range(START,STOP,STEP)"
+            )
         values = itertools.islice(override.sweep_string_iterator(), MOST_CELLS + 1)
         if not (lines := [f"{key}={value}" for value in values]):
             raise ConfigError(f"{override.input_line}: no value, so the sweep has no cell")

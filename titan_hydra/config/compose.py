@@ -102,7 +102,9 @@ def compose_cells(overrides: list[str], config_dir: Path | None = None) -> list[
     """Compose and freeze the cells of a command line. Returns each job, its overrides and its name in the sweep file.
     Raises ConfigError.
     """
-    if lines := mistakes([word for word in overrides if "sweeps=" not in word], [CONF, *([config_dir] if config_dir else [])]):
+    if lines := mistakes(
+        [word for word in overrides if "sweeps=" not in word], [CONF, *([config_dir] if config_dir else [])]
+    ):
         raise ConfigError("\n".join(lines))
     with in_one_line():
         composed = sweep_cells(own_composer(config_dir), overrides)

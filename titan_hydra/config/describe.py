@@ -29,8 +29,12 @@ GROUPS_OF_RECIPES = {  # groups without keys of their own: their options set key
 
 def main() -> None:
     """Print the page, or write it to the file that was given."""
-    parser = argparse.ArgumentParser(prog="python -m titan_hydra.config.describe", description="Every option and key, as a page.")
-    parser.add_argument("file", nargs="?", type=Path, help="write it here (docs/configuration.md) instead of printing it")
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_hydra.config.describe", description="Every option and key, as a page."
+    )
+    parser.add_argument(
+        "file", nargs="?", type=Path, help="write it here (docs/configuration.md) instead of printing it"
+    )
     file = parser.parse_args().file
     if file:
         file.write_text(configuration_page(), encoding="utf-8")
@@ -40,7 +44,10 @@ def main() -> None:
 
 def configuration_page() -> str:
     """Return the text of docs/configuration.md."""
-    index = ["- [Keys without a group](#keys-without-a-group)", *(f"- [{group}](#{group}): {meaning(group)}" for group in groups())]
+    index = [
+        "- [Keys without a group](#keys-without-a-group)",
+        *(f"- [{group}](#{group}): {meaning(group)}" for group in groups()),
+    ]
     introduction = (ASSETS / "configuration.md").read_text(encoding="utf-8")
     parts = [introduction, *index, "", "## Keys without a group\n", *map(_key_item, plain_keys()), ""]
     for group in groups():
@@ -62,7 +69,9 @@ def help_text(words: Sequence[str] = ()) -> str:
         from .overrides import unknown_key
 
         known = {group: "\n".join(_group_items(group)) for group in groups()}
-        return "\n".join(known.get(word) or (_key_item(word) if word in KEYS else unknown_key(word)) for word in words).rstrip()
+        return "\n".join(
+            known.get(word) or (_key_item(word) if word in KEYS else unknown_key(word)) for word in words
+        ).rstrip()
     lines = []
     for group in groups():
         names = " ".join(file.stem + "*" * (file.stem == default_options().get(group)) for file in option_files(group))
@@ -70,8 +79,13 @@ def help_text(words: Sequence[str] = ()) -> str:
         lines.append(f"{group} - {meaning(group)}")
         lines += [_wrap(names, HELP_WIDTH, "    ", "    ")] * bool(names)
         lines += [_wrap(keys, HELP_WIDTH, "      keys: ", "            ")] * bool(keys)
-    keys = [_wrap(f"{key} - {spec.metadata['help']} ({_values_of(key)})", HELP_WIDTH, "", "    ") for key, spec in plain_keys().items()]
-    return (ASSETS / "help.txt").read_text(encoding="utf-8").rstrip().format(groups="\n".join(lines), keys="\n".join(keys))
+    keys = [
+        _wrap(f"{key} - {spec.metadata['help']} ({_values_of(key)})", HELP_WIDTH, "", "    ")
+        for key, spec in plain_keys().items()
+    ]
+    return (
+        (ASSETS / "help.txt").read_text(encoding="utf-8").rstrip().format(groups="\n".join(lines), keys="\n".join(keys))
+    )
 
 
 def groups() -> list[str]:
@@ -106,7 +120,11 @@ def when(file: Path) -> str:
     """Return the comment line of an option file, which states when to choose it, without Hydra's `# @package` line. ""
     if there is none.
     """
-    comments = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#") and "@package" not in line]
+    comments = [
+        line
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line.startswith("#") and "@package" not in line
+    ]
     return comments[0].lstrip("# ") if comments else ""
 
 
@@ -142,7 +160,9 @@ def _option_item(group: str, file: Path) -> str:
         return _wrap(f"- **+sweeps={file.stem}**: {when(file)} Cells: {cells}.", PAGE_WIDTH, "", "  ")
     default = " (default)" if file.stem == default_options().get(group) else ""
     text = f"- **{group}={file.stem}**{default}: {when(file)}"
-    values = " ".join(f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in _settings(group, file).items())
+    values = " ".join(
+        f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in _settings(group, file).items()
+    )
     return _wrap(f"{text} Sets `{values}`." if values else text, PAGE_WIDTH, "", "  ")
 
 
@@ -156,7 +176,9 @@ def _shown_default(key: str) -> str:
     given = _settings(group, option_files(group)[0]).get(key, default) if option else default
     if given == "???":
         return "given by the option"
-    return f"`{as_typed(given)}`" + (f" by {group}={option}, else `{as_typed(default)}`" * (given != default and default != "???"))
+    return f"`{as_typed(given)}`" + (
+        f" by {group}={option}, else `{as_typed(default)}`" * (given != default and default != "???")
+    )
 
 
 def _type_of(key: str) -> str:
@@ -189,7 +211,9 @@ def _sentence(text: str) -> str:
 
 
 def _wrap(text: str, width: int, first: str, rest: str) -> str:
-    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
 
 
 if __name__ == "__main__":

@@ -34,14 +34,18 @@ def _theirs(error: BaseException) -> bool:
 
     The innermost frame that is in one of these packages or in this package decides; other frames are skipped.
     """
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = [
+        frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     return next((package in THEIRS for package in reversed(packages) if package in THEIRS + OURS), False)
 
 
 PATTERNS: list[tuple[str, Callable[..., str]]] = [
     (
         r"In '([^']+)': \w+ raised.*?full_key: (sweep\.cells[^\n]*)",
-        lambda file, key: f"{file}.yaml: {key}: a cell has a name and a list of overrides; quote an override that holds a comma",
+        lambda file, key: (
+            f"{file}.yaml: {key}: a cell has a name and a list of overrides; quote an override that holds a comma"
+        ),
     ),
     (
         r"Ambiguous value for argument '([^\n]+)'\n",
@@ -54,6 +58,9 @@ PATTERNS: list[tuple[str, Callable[..., str]]] = [
     ),
     (r"Could not override '([^']+)'", unknown_key),
     (r"Error merging override ([^\n]+)\n([^\n]+)", lambda override, reason: f"{override}: {reason}"),
-    (r"Interpolation key '([^']+)' not found", lambda key: f"${{{key}}}: an interpolation names a key that does not exist"),
+    (
+        r"Interpolation key '([^']+)' not found",
+        lambda key: f"${{{key}}}: an interpolation names a key that does not exist",
+    ),
     (r"Could not find '([^'\n]*)'", lambda file: f"{file}: no such option or file"),
 ]

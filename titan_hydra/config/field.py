@@ -29,7 +29,15 @@ def key(
     long it takes), both, the samples of the held-out loss, or only the technique; `changes_of` (load.py) defines what
     None means.
     """
-    metadata = {"help": help, "range": range, "only": only, "identity": identity, "choices": choices, "changes": changes, "entry": entry}
+    metadata = {
+        "help": help,
+        "range": range,
+        "only": only,
+        "identity": identity,
+        "choices": choices,
+        "changes": changes,
+        "entry": entry,
+    }
     if default is ...:
         return field(default="???", metadata=metadata)
     if callable(default):

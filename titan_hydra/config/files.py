@@ -126,7 +126,10 @@ def unusable_options(folder: Path) -> list[str]:
 
     An option of the package hides one of the same name. YAML reads `on` and `off` without quotes as truth values.
     """
-    own = {package: folder / package.relative_to(CONF) for package in (CONF / "config.yaml", *sorted(CONF.glob("*/*.yaml")))}
+    own = {
+        package: folder / package.relative_to(CONF)
+        for package in (CONF / "config.yaml", *sorted(CONF.glob("*/*.yaml")))
+    }
     lines = [
         f"{file}: is never read, as the package has an option of this name, {package}; rename it"
         for package, file in own.items()

@@ -103,7 +103,9 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
     pick, parts = PICKED[section]
     picked = values.get(pick)
     if isinstance(picked, list):
-        return _with_sections(section, tuple((name, part.config) for name, part in parts.items() if name in picked and part.config))
+        return _with_sections(
+            section, tuple((name, part.config) for name, part in parts.items() if name in picked and part.config)
+        )
     record = parts.get(picked)
     return section if record is None else _joined(section, record.config)
 
@@ -236,7 +238,9 @@ def _identity_part(node: Any) -> dict[str, Any]:
     for spec in dataclasses.fields(node):
         value = getattr(node, spec.name)
         if isinstance(value, dict):
-            value = {key: _identity_part(entry) if dataclasses.is_dataclass(entry) else entry for key, entry in value.items()}
+            value = {
+                key: _identity_part(entry) if dataclasses.is_dataclass(entry) else entry for key, entry in value.items()
+            }
         if spec.metadata["identity"]:
             part[spec.name] = _identity_part(value) if dataclasses.is_dataclass(value) else value
     return part
@@ -295,7 +299,9 @@ def _typings(section: Any) -> list[Any]:
     """Return the dataclasses that type a section with the keys of its parts."""
     parts = PICKED[section][1]
     if section is Metrics:
-        return [_with_sections(section, tuple((name, record.config) for name, record in parts.items() if record.config))]
+        return [
+            _with_sections(section, tuple((name, record.config) for name, record in parts.items() if record.config))
+        ]
     return list(dict.fromkeys(_joined(section, record.config) for record in parts.values() if record.config))
 
 
@@ -398,7 +404,11 @@ def elements(value: Any) -> Iterator[Any]:
 
 def _types(cls: Any) -> dict[str, Any]:
     """Return the types of a section's keys, without constants of its class."""
-    return {name: kind for name, kind in typing.get_type_hints(cls).items() if typing.get_origin(kind) is not typing.ClassVar}
+    return {
+        name: kind
+        for name, kind in typing.get_type_hints(cls).items()
+        if typing.get_origin(kind) is not typing.ClassVar
+    }
 
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(_types)
@@ -430,5 +440,11 @@ def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, An
         return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))
     pick, readers = PICKED[section][0], _parts_with(section, name)
     if readers and section is not Model:  # families share many keys, also under other names
-        return Fault(prefix + name, value, f"{prefix}{pick}={as_typed(data.get(pick))} does not read it; {' or '.join(readers)} would")
-    return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, [f"{prefix}{own}" for own in _hints(cls)]))
+        return Fault(
+            prefix + name,
+            value,
+            f"{prefix}{pick}={as_typed(data.get(pick))} does not read it; {' or '.join(readers)} would",
+        )
+    return Fault(
+        prefix + name, value, "no such key", legal=suggest(prefix + name, [f"{prefix}{own}" for own in _hints(cls)])
+    )

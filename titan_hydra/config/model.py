@@ -16,7 +16,9 @@ from .ranges import COUNT, NAME, POSITIVE, WIDTH, WORD, Interval
 @dataclass
 class Model:
     name: str = key(..., "name of the option of conf/model", NAME)
-    family: str = key("llama3", "model family: a folder of titan_hydra/models, or one that train.imports registers", WORD)
+    family: str = key(
+        "llama3", "model family: a folder of titan_hydra/models, or one that train.imports registers", WORD
+    )
     vocab_size: int = key(..., "rows of the embedding and of the output head", Interval(1, 2**24))
     dim: int = key(..., "width of the residual stream", WIDTH)
     n_layers: int = key(..., "number of transformer blocks", Interval(1, 10_000))

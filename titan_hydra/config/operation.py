@@ -13,23 +13,37 @@ LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint beside t
 
 @dataclass
 class Checkpoint:
-    name: str = key("sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned"), changes="technique")
-    interval: int = key(500, "steps between checkpoints; 0: only by interval_minutes, and at the end", NATURAL, identity=False)
+    name: str = key(
+        "sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned"), changes="technique"
+    )
+    interval: int = key(
+        500, "steps between checkpoints; 0: only by interval_minutes, and at the end", NATURAL, identity=False
+    )
     interval_minutes: float | None = key(
-        None, "save also when this many minutes have passed since the last save began, by rank 0's clock", POSITIVE, identity=False
+        None,
+        "save also when this many minutes have passed since the last save began, by rank 0's clock",
+        POSITIVE,
+        identity=False,
     )
     keep_latest_k: int = key(2, "number of newest checkpoints to keep; 0 keeps all", NATURAL, identity=False)
-    keep_every: int = key(0, "checkpoints of steps that are multiples of keep_every are never deleted; 0: none", NATURAL, identity=False)
+    keep_every: int = key(
+        0, "checkpoints of steps that are multiples of keep_every are never deleted; 0: none", NATURAL, identity=False
+    )
     keep_best: bool = key(
         False,
         "save whenever a validation gives the lowest held-out loss so far, and never delete that checkpoint",
         only=("sync", "async", "async_pinned"),
         identity=False,
     )
-    first_step: bool = key(False, "save step 1 too, which shows at once whether checkpoints can be written", identity=False)
+    first_step: bool = key(
+        False, "save step 1 too, which shows at once whether checkpoints can be written", identity=False
+    )
     last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
     export_dtype: str | None = key(
-        None, "at the end write the weights alone to RUN/export, in this number format", identity=False, choices=("float32", "bfloat16")
+        None,
+        "at the end write the weights alone to RUN/export, in this number format",
+        identity=False,
+        choices=("float32", "bfloat16"),
     )
     initial_load_path: str | None = key(
         None, "start from this checkpoint, run, or Hugging Face folder instead of drawing the weights", PATH
@@ -45,7 +59,11 @@ class Checkpoint:
 class Validation:
     name: str = key("off", "whether held-out loss is measured", identity=False, choices=("off", "on"))
     interval: int = key(
-        0, "steps between validations; 0: a tenth of the run's steps. The last step is validated too", NATURAL, only=("on",), identity=False
+        0,
+        "steps between validations; 0: a tenth of the run's steps. The last step is validated too",
+        NATURAL,
+        only=("on",),
+        identity=False,
     )
     steps: int = key(10, "global batches of a validation", COUNT, only=("on",), identity=False, changes="held-out loss")
 
@@ -53,10 +71,15 @@ class Validation:
 @dataclass
 class Metrics:
     name: str = key("console", "name of the option of conf/metrics", NAME, identity=False)
-    log_every: int = key(10, "steps between logged rows; the first and the last step are always logged", COUNT, identity=False)
+    log_every: int = key(
+        10, "steps between logged rows; the first and the last step are always logged", COUNT, identity=False
+    )
     trackers: list[str] = key(list, "copies of metrics.jsonl", identity=False, choices=Names(TRACKERS))
     peak_flops: float | None = key(
-        None, "dense bf16 FLOP/s of a device, for MFU; null: by the device's name, else no MFU", POSITIVE, identity=False
+        None,
+        "dense bf16 FLOP/s of a device, for MFU; null: by the device's name, else no MFU",
+        POSITIVE,
+        identity=False,
     )
 
 
@@ -77,11 +100,16 @@ class Profiling:
 
 @dataclass
 class Comm:
-    name: str = key("default", "process groups: real ones, or fake ones, in which one rank steps alone", choices=("default", "fake"))
+    name: str = key(
+        "default", "process groups: real ones, or fake ones, in which one rank steps alone", choices=("default", "fake")
+    )
     rank: int = key(0, "comm=fake: which rank of the world is stepped", NATURAL, only=("fake",))
     init_timeout_seconds: int = key(300, "collective time-out until the first step is done", COUNT, identity=False)
     train_timeout_seconds: int = key(
-        100, "collective time-out afterwards; compiled pipelines have 30 s more for each further rank", COUNT, identity=False
+        100,
+        "collective time-out afterwards; compiled pipelines have 30 s more for each further rank",
+        COUNT,
+        identity=False,
     )
     health_check_seconds: int = key(
         60,
@@ -101,10 +129,15 @@ class FaultTolerance:
         "how replica groups learn together: by averaging weights now and then, or by summing gradients at every step",
         choices=("off", "local_sgd", "diloco", "torchft"),
     )
-    replicas: int = key(1, "replica groups; each is the whole layout, with `gpus` ranks of its own", DEGREE, only=REPLICATED)
+    replicas: int = key(
+        1, "replica groups; each is the whole layout, with `gpus` ranks of its own", DEGREE, only=REPLICATED
+    )
     sync_every: int = key(20, "steps between two meetings over the same weights", COUNT, only=("local_sgd", "diloco"))
     fragments: int = key(
-        1, "parts of the model, by layers, that are averaged in turn, each every sync_every steps", COUNT, only=("local_sgd", "diloco")
+        1,
+        "parts of the model, by layers, that are averaged in turn, each every sync_every steps",
+        COUNT,
+        only=("local_sgd", "diloco"),
     )
     outer_lr: float = key(
         0.7,
@@ -113,8 +146,12 @@ class FaultTolerance:
         only=("diloco",),
     )
     outer_momentum: float = key(0.9, "diloco: Nesterov momentum of the outer SGD", BELOW_ONE, only=("diloco",))
-    timeout_seconds: int = key(30, "a group without a heartbeat for this long is left out", COUNT, only=REPLICATED, identity=False)
-    max_restarts: int = key(3, "number of restarts of a group that has died; 0: none", NATURAL, only=REPLICATED, identity=False)
+    timeout_seconds: int = key(
+        30, "a group without a heartbeat for this long is left out", COUNT, only=REPLICATED, identity=False
+    )
+    max_restarts: int = key(
+        3, "number of restarts of a group that has died; 0: none", NATURAL, only=REPLICATED, identity=False
+    )
     lighthouse: str | None = key(
         None,
         "torchft: address of a lighthouse that runs already, for this run alone; null: the groups start it",
@@ -133,44 +170,79 @@ class Cluster:
         identity=False,
         choices=Names(EXECUTORS),
     )
-    gpus_per_node: int | None = key(None, "devices of a node; null: counted (only on a local machine)", Interval(1, 1024), identity=False)
+    gpus_per_node: int | None = key(
+        None, "devices of a node; null: counted (only on a local machine)", Interval(1, 1024), identity=False
+    )
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
-    max_parallel: int = key(0, "cells of a command line that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False)
+    max_parallel: int = key(
+        0, "cells of a command line that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False
+    )
     time_minutes: int | None = key(None, "time limit of a job", COUNT, identity=False)
-    stop_seconds: int = key(180, "seconds before the time limit at which ranks finish their step, save and requeue", COUNT, identity=False)
+    stop_seconds: int = key(
+        180, "seconds before the time limit at which ranks finish their step, save and requeue", COUNT, identity=False
+    )
 
 
 @dataclass
 class Hardware:
     name: str = key("unknown", "name of the option of conf/hardware", NAME, identity=False)
-    measured: bool = key(True, "false: no run was timed on this device; its rates are scaled from another device's", identity=False)
+    measured: bool = key(
+        True, "false: no run was timed on this device; its rates are scaled from another device's", identity=False
+    )
     memory_gib: float | None = key(None, "memory of a device that a process can allocate", POSITIVE, identity=False)
     gpus_per_node: int | None = key(None, "devices that fast links (NVLink) connect", Interval(1, 1024), identity=False)
-    bf16_tflops: float | None = key(None, "sustained rate of large bf16 matmuls, 10^12 FLOP/s", POSITIVE, identity=False)
-    float8_tflops: float | None = key(
-        None, "sustained rate of large Float8 matmuls, without casts, 10^12 FLOP/s; null: no Float8", POSITIVE, identity=False
+    bf16_tflops: float | None = key(
+        None, "sustained rate of large bf16 matmuls, 10^12 FLOP/s", POSITIVE, identity=False
     )
-    small_matmul: float = key(0.0, "smallest dimension at which a bf16 matmul runs at half its rate", NOT_NEGATIVE, identity=False)
-    small_float8: float = key(0.0, "smallest dimension at which a Float8 matmul runs at half its rate", NOT_NEGATIVE, identity=False)
+    float8_tflops: float | None = key(
+        None,
+        "sustained rate of large Float8 matmuls, without casts, 10^12 FLOP/s; null: no Float8",
+        POSITIVE,
+        identity=False,
+    )
+    small_matmul: float = key(
+        0.0, "smallest dimension at which a bf16 matmul runs at half its rate", NOT_NEGATIVE, identity=False
+    )
+    small_float8: float = key(
+        0.0, "smallest dimension at which a Float8 matmul runs at half its rate", NOT_NEGATIVE, identity=False
+    )
     attention_tflops: float | None = key(
-        None, "rate of causal attention, counting only FLOPs that the mask leaves, 10^12 FLOP/s", POSITIVE, identity=False
+        None,
+        "rate of causal attention, counting only FLOPs that the mask leaves, 10^12 FLOP/s",
+        POSITIVE,
+        identity=False,
     )
     flash_tflops: float | None = key(
-        None, "attention_tflops of torch's flash kernel, for model.attention=flash; null: attention_tflops", POSITIVE, identity=False
+        None,
+        "attention_tflops of torch's flash kernel, for model.attention=flash; null: attention_tflops",
+        POSITIVE,
+        identity=False,
     )
     memory_tbs: float | None = key(None, "bandwidth of the device's memory, 10^12 bytes/s", POSITIVE, identity=False)
-    nvlink_gbs: float | None = key(None, "bus bandwidth of a collective inside a node, 10^9 bytes/s per device", POSITIVE, identity=False)
+    nvlink_gbs: float | None = key(
+        None, "bus bandwidth of a collective inside a node, 10^9 bytes/s per device", POSITIVE, identity=False
+    )
     nic_gbs: float | None = key(None, "bandwidth between nodes, 10^9 bytes/s per device", POSITIVE, identity=False)
     passes_per_second: float | None = key(
-        None, "forward or backward passes of a pipeline stage that a process can start per second; null: no limit", POSITIVE, identity=False
+        None,
+        "forward or backward passes of a pipeline stage that a process can start per second; null: no limit",
+        POSITIVE,
+        identity=False,
     )
 
 
 @dataclass
 class Debug:
     name: str = key("off", "name of the option of conf/debug", NAME, changes="technique")
-    deterministic: bool = key(False, "only deterministic kernels: slower, bitwise equal results in every run", changes="work")
-    anomaly: bool = key(False, "autograd anomaly detection: names the forward op of a NaN gradient; slow", identity=False, changes="work")
+    deterministic: bool = key(
+        False, "only deterministic kernels: slower, bitwise equal results in every run", changes="work"
+    )
+    anomaly: bool = key(
+        False,
+        "autograd anomaly detection: names the forward op of a NaN gradient; slow",
+        identity=False,
+        changes="work",
+    )
     nan_hunt: bool = key(
         False,
         "names the first module, gradient or parameter that is not finite, with its step and rank; slow",
@@ -178,7 +250,9 @@ class Debug:
         changes="work",
     )
     balance_experts: bool = key(
-        False, "give every expert the same number of tokens, whatever the router's scores: only for benchmarks", changes="learning and work"
+        False,
+        "give every expert the same number of tokens, whatever the router's scores: only for benchmarks",
+        changes="learning and work",
     )
     trace_activations: bool = key(
         False,
@@ -190,12 +264,18 @@ class Debug:
 
 @dataclass
 class Launch:
-    mode: str = key("run", "run, or dry: show cells, resources and cost, and start nothing", identity=False, choices=("run", "dry"))
+    mode: str = key(
+        "run", "run, or dry: show cells, resources and cost, and start nothing", identity=False, choices=("run", "dry")
+    )
     force: bool = key(False, "run a finished cell again, from the start", identity=False)
-    retry: str = key("none", "which failed cells to run again", identity=False, choices=("none", "failed", "oom", "node", "all"))
+    retry: str = key(
+        "none", "which failed cells to run again", identity=False, choices=("none", "failed", "oom", "node", "all")
+    )
     wait: bool = key(False, "slurm: stay attached until the jobs end", identity=False)
     packed: bool = key(False, "slurm: all cells one after another in one allocation", identity=False)
-    max_gpu_hours: float | None = key(None, "refuse to start cells that could need more GPU-hours together", POSITIVE, identity=False)
+    max_gpu_hours: float | None = key(
+        None, "refuse to start cells that could need more GPU-hours together", POSITIVE, identity=False
+    )
     oom_check: str = key(
         "refuse",
         "a cell predicted not to fit its devices: refuse beyond 1.1 x their memory and warn below, always warn, or off",
@@ -203,7 +283,9 @@ class Launch:
         choices=("refuse", "warn", "off"),
     )
     require_card: bool = key(
-        False, "refuse a cell whose layout has no certificate of this code (titan certify) in the folder of runs", identity=False
+        False,
+        "refuse a cell whose layout has no certificate of this code (titan certify) in the folder of runs",
+        identity=False,
     )
     skip_invalid: bool = key(False, "leave out cells with faults instead of stopping", identity=False)
 

@@ -17,7 +17,13 @@ from .load import PICKED, holder_of, kind_of, known_keys
 from .ranges import range_of
 
 LONGEST = 20_000  # maximum length of an override in characters; for longer ones Hydra's parser takes seconds or crashes
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list, as [a,b]", dict: "a table, as {NAME: VALUE}"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list, as [a,b]",
+    dict: "a table, as {NAME: VALUE}",
+}
 SYNONYMS = {  # names that other programs give to our keys and groups
     "data.local_batch": "batch_size micro_batch_size per_device_train_batch_size bs",
     "optimizer.lr": "learning_rate max_lr",
@@ -101,7 +107,11 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
     key, add = override.key_or_group, override.is_add() or override.is_force_add()
     if key.startswith("hydra"):
         return next(
-            (f"{shown(text)}: {reason}" for start, reason in NOT_OURS.items() if key.startswith(start) and override.value() != "basic"),
+            (
+                f"{shown(text)}: {reason}"
+                for start, reason in NOT_OURS.items()
+                if key.startswith(start) and override.value() != "basic"
+            ),
             None,
         )
     if not key:
@@ -119,7 +129,9 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
         return None  # `read` knows the keys of the part that was picked
     if any((folder / key).is_dir() for folder in folders):
         if override.is_delete():
-            return f"~{key}: a group needs an option; choose one with {key}=OPTION" if default_options().get(key) else None
+            return (
+                f"~{key}: a group needs an option; choose one with {key}=OPTION" if default_options().get(key) else None
+            )
         return next(filter(None, (_wrong_option(key, value, add, folders) for value in values)), None)
     if override.is_delete() and kind_of(key) is not None:
         return f"~{key}: every key is needed; give it another value with {key}=VALUE" if key in known_keys() else None
@@ -157,7 +169,9 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
     legal = isinstance(value, str) and re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", value) and len(value) < 200
     if legal and any((folder / group / f"{value}.yaml").is_file() for folder in folders):
         return None
-    if group == "hardware" and (maker := next((why for pattern, why in ELSEWHERE.items() if re.match(pattern, typed, re.I)), None)):
+    if group == "hardware" and (
+        maker := next((why for pattern, why in ELSEWHERE.items() if re.match(pattern, typed, re.I)), None)
+    ):
         return f"{group}={shown(typed)}: {maker} (options of {group}: {', '.join(names)})"
     hint = did_you_mean(suggest_option(typed, names))
     return f"{group}={shown(typed)}: no such option{hint} (options of {group}: {', '.join(names)})"
@@ -181,12 +195,21 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], o
     if not add and key not in known_keys():
         return f"{key}: names of your own are added with a plus, as +{shown(override.input_line)}"
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return next(filter(None, (_wrong_value(f"{key}.{name}", inner, override, folders, own) for name, inner in value.items())), None)
+        return next(
+            filter(
+                None, (_wrong_value(f"{key}.{name}", inner, override, folders, own) for name, inner in value.items())
+            ),
+            None,
+        )
     if dataclasses.is_dataclass(kind):
         first = dataclasses.fields(kind)[0].name
         return f"{key}={shown(str(value))}: is a group of keys, which are set one by one, as {key}.{first}=VALUE"
     group, _, last = key.rpartition(".")
-    names = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")}) if last == "name" and group else []
+    names = (
+        sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+        if last == "name" and group
+        else []
+    )
     if names and not own and isinstance(value, str) and value not in names:
         return f"{key}={shown(value)}: is the name of the chosen option; choose one with {group}=OPTION ({', '.join(names)})"
     if _fits(key, value):
@@ -205,17 +228,27 @@ def unknown_key(key: str) -> str:
     last = key.rpartition(".")[2].lower()
     meant = tuple(name for name, words in SYNONYMS.items() if last in words.split())
     legal = meant or suggest(key, names) or suggest(key.lower(), names)
-    return f"{shown(key)}: no such key or group" + did_you_mean(legal, otherwise="; `python launch.py --help` lists them")
+    return f"{shown(key)}: no such key or group" + did_you_mean(
+        legal, otherwise="; `python launch.py --help` lists them"
+    )
 
 
 def wanted(key: str) -> str:
     """Describe the values of a key in words: type, choices, range."""
-    spec, parts = known_keys().get(key), [part for part in (*typing.get_args(kind_of(key)), kind_of(key)) if part is not type(None)]
+    spec, parts = (
+        known_keys().get(key),
+        [part for part in (*typing.get_args(kind_of(key)), kind_of(key)) if part is not type(None)],
+    )
     optional = type(None) in typing.get_args(kind_of(key))
     plain = parts[0] if optional else typing.get_origin(kind_of(key)) or kind_of(key)
-    choices, of = spec.metadata["choices"] if spec else (), str(range_of(spec) or "") if spec and plain is not dict else ""
+    choices, of = (
+        spec.metadata["choices"] if spec else (),
+        str(range_of(spec) or "") if spec and plain is not dict else "",
+    )
     of = f"one of {', '.join(choices)}" if choices else of
-    words = of if plain is str and of else KINDS.get(plain, "text") + (f", {'each ' * (plain is list)}{of}" if of else "")
+    words = (
+        of if plain is str and of else KINDS.get(plain, "text") + (f", {'each ' * (plain is list)}{of}" if of else "")
+    )
     return words + " or null" * optional
 
 

@@ -48,7 +48,9 @@ class AdamW(Optimizer):
 
 @dataclass
 class MuonAndAdamW(AdamW):
-    muon_lr: float = key(0.02, "Muon's learning rate, for matrices; all other parameters use AdamW with lr", NOT_NEGATIVE)
+    muon_lr: float = key(
+        0.02, "Muon's learning rate, for matrices; all other parameters use AdamW with lr", NOT_NEGATIVE
+    )
     muon_momentum: float = key(0.95, "Muon's momentum, for matrices", BELOW_ONE)
 
 
@@ -90,7 +92,9 @@ class WrittenSchedule(PipelineSchedule):
 
 @dataclass
 class RingRotation(Parallelism):
-    cp_load_balance: bool = key(True, "give each context-parallel rank early and late parts of the sequence, since late queries cost more")
+    cp_load_balance: bool = key(
+        True, "give each context-parallel rank early and late parts of the sequence, since late queries cost more"
+    )
 
 
 @dataclass
@@ -120,7 +124,10 @@ class WandBTracker:
     entity: str | None = key(None, "user or team in wandb; null: the default of the account", WORD, identity=False)
     tags: list[str] = key(list, "tags of the run in wandb (its notes come from the key `notes`)", identity=False)
     mode: str = key(
-        "offline", "offline: write to the run directory; online: send to the server", identity=False, choices=("offline", "online")
+        "offline",
+        "offline: write to the run directory; online: send to the server",
+        identity=False,
+        choices=("offline", "online"),
     )
 
 
@@ -146,12 +153,20 @@ for mode in (
 
 TORCH, ORDERS = "torch.distributed.pipelining.schedules", "titan_hydra.job.schedules"
 for schedule in (
-    PipelineScheduleKind("gpipe", f"{TORCH}:ScheduleGPipe", steps=f"{ORDERS}:forwards_first", stages_per_rank=1, late=True),
     PipelineScheduleKind(
-        "1f1b", f"{TORCH}:Schedule1F1B", steps=f"{ORDERS}:one_forward_one_backward", stages_per_rank=1, objection=_one_for_each_stage
+        "gpipe", f"{TORCH}:ScheduleGPipe", steps=f"{ORDERS}:forwards_first", stages_per_rank=1, late=True
+    ),
+    PipelineScheduleKind(
+        "1f1b",
+        f"{TORCH}:Schedule1F1B",
+        steps=f"{ORDERS}:one_forward_one_backward",
+        stages_per_rank=1,
+        objection=_one_for_each_stage,
     ),
     PipelineScheduleKind("looped_bfs", f"{TORCH}:ScheduleLoopedBFS", steps=f"{ORDERS}:breadth_first", late=True),
-    PipelineScheduleKind("interleaved_1f1b", f"{TORCH}:ScheduleInterleaved1F1B", steps=f"{ORDERS}:interleaved", objection=_equal_rounds),
+    PipelineScheduleKind(
+        "interleaved_1f1b", f"{TORCH}:ScheduleInterleaved1F1B", steps=f"{ORDERS}:interleaved", objection=_equal_rounds
+    ),
     PipelineScheduleKind(
         "interleaved_zb",
         f"{TORCH}:ScheduleInterleavedZeroBubble",
@@ -184,7 +199,14 @@ DATA, UNKNOWN = "titan_hydra.data", "titan_hydra.data.unknown"
 TEXT = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
 for source in (
     DataSourceKind("embedded", f"{DATA}:open_embedded", warnings=f"{UNKNOWN}:in_embedded"),
-    DataSourceKind("text_files", f"{DATA}:open_text_files", TextSource, needs_path=True, suffixes=TEXT, warnings=f"{UNKNOWN}:in_files"),
+    DataSourceKind(
+        "text_files",
+        f"{DATA}:open_text_files",
+        TextSource,
+        needs_path=True,
+        suffixes=TEXT,
+        warnings=f"{UNKNOWN}:in_files",
+    ),
     DataSourceKind("tokens", f"{DATA}:open_tokens", FileSource, documents=False, needs_path=True, suffixes=(".bin",)),
     DataSourceKind("c4", f"{DATA}:open_hub", HubSource),
     DataSourceKind("hf", f"{DATA}:open_hub", HubSource, needs_path=True, warnings=f"{UNKNOWN}:in_folder"),
@@ -231,7 +253,14 @@ register(
 register(Format("mxfp8", "titan_hydra.parallel.formats.mxfp8:convert", 32, tensor_parallel=False))
 
 register(AdapterKind("none"))
-register(AdapterKind("lora", "titan_hydra.parallel.lora:adapt", LowRank, lambda config, inputs, outputs: config.rank * (inputs + outputs)))
+register(
+    AdapterKind(
+        "lora",
+        "titan_hydra.parallel.lora:adapt",
+        LowRank,
+        lambda config, inputs, outputs: config.rank * (inputs + outputs),
+    )
+)
 
 CONTEXT = "titan_hydra.parallel.context"
 register(RotationKind("allgather", f"{CONTEXT}:Ring", RingRotation, ring=True, gathers=True))

@@ -85,7 +85,9 @@ Range = Interval | Text
 def range_of(spec: Any) -> Range | None:
     """Return the range of a key, given its field; None if its type or its choices already define its values."""
     kind = str(spec.type)  # `type` is a text if the class's module uses `from __future__ import annotations`
-    return spec.metadata["range"] or (LINE if "str" in kind and not spec.metadata["choices"] and "Part" not in kind else None)
+    return spec.metadata["range"] or (
+        LINE if "str" in kind and not spec.metadata["choices"] and "Part" not in kind else None
+    )
 
 
 COUNT = Interval(1, LARGEST)
@@ -101,7 +103,9 @@ LINE = Text("text on one line, not empty", ".+")
 NOTE = Text("text on one line")
 WORD = Text("a word without blanks", r"\S+", longest=1000)
 # a folder's
-NAME = Text("a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200)
+NAME = Text(
+    "a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200
+)
 PATH = Text("a path", ".+", longest=4095, longest_part=255)
 ADDRESS = Text("an address HOST:PORT", r"[\w.-]+:[1-9]\d{0,4}", longest=300)
 ANY = Text("")  # any text without control characters

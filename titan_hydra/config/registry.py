@@ -28,7 +28,9 @@ class DataSourceKind:
     config: Any = None  # a dataclass that extends schema.Source: the source's own keys
     documents: bool = True
     needs_path: bool = False
-    suffixes: tuple[str, ...] = ()  # suffixes of the files in `path` and `validation_path`; () if the source reads no files
+    suffixes: tuple[
+        str, ...
+    ] = ()  # suffixes of the files in `path` and `validation_path`; () if the source reads no files
     gives: tuple[str, ...] = ("tokens",)  # the arrays of a sample, by name
     encodes: bool = False  # whether the job's tokenizer encodes the source's text, as it encodes all documents
     # (key, Source, Job) -> the faults of the source's files; runs on the launcher and imports no torch
@@ -50,12 +52,16 @@ class ObjectiveKind:
     config: Any = None  # a dataclass that extends schema.Objective: the objective's own keys
     needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that the objective uses
     head_loss: bool = False  # whether the head can compute the loss (loss=linear_cross_entropy)
-    split_logits: bool = False  # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
+    split_logits: bool = (
+        False  # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
+    )
     cases: Reference | None = None  # the list of titan_hydra.verify.case.Case for `titan verify`
     # (log-probabilities of labels [batch, seq] in float64, 0 where none counts; batch; Objective) -> (summed loss, number of
     # elements), for cases against float64; None: cross-entropy
     exact: Reference | None = None
-    mutants: Reference | None = None  # the list of titan_hydra.verify.mutants.mutant.Mutant for `titan verify --mutants`
+    mutants: Reference | None = (
+        None  # the list of titan_hydra.verify.mutants.mutant.Mutant for `titan verify --mutants`
+    )
     makes: str = "tokens"  # the input that it gives a model; families must take this input
     faults: Reference = lambda job: ()
 
@@ -132,7 +138,9 @@ class ActivationCheckpointKind:
     contexts: Reference | None = None
     matmuls: int = 1
     budget: Callable[[Any], float] | None = None
-    searched: bool = True  # `titan plan` tries it, and a fault suggests it; modes are registered from the least recomputation on
+    searched: bool = (
+        True  # `titan plan` tries it, and a fault suggests it; modes are registered from the least recomputation on
+    )
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,9 @@ class RotationKind:
     name: str
     attention: Reference
     config: Any = None  # a dataclass that extends schema.Parallelism: the rotation's own keys
-    ring: bool = False  # torch's ring, which replaces the kernel: ranks exchange keys and values, and keep their queries
+    ring: bool = (
+        False  # torch's ring, which replaces the kernel: ranks exchange keys and values, and keep their queries
+    )
     gathers: bool = False  # a ring in which each rank gathers all keys and values at once
     splits_heads: bool = False  # a rank computes some of the heads on whole sequences, so the heads must divide
 
@@ -248,7 +258,9 @@ def resolve(reference: Reference | None) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
-        raise ConfigError(f"{reference}: a registered record refers to it, and it cannot be imported: {error}") from error
+        raise ConfigError(
+            f"{reference}: a registered record refers to it, and it cannot be imported: {error}"
+        ) from error
 
 
 def register(record: Named) -> None:

@@ -18,7 +18,20 @@ from typing import Any
 
 from .field import key
 from .model import Model
-from .operation import Checkpoint, Cluster, Comm, Debug, FaultTolerance, Hardware, Launch, Metrics, Paths, Profiling, Sweep, Validation
+from .operation import (
+    Checkpoint,
+    Cluster,
+    Comm,
+    Debug,
+    FaultTolerance,
+    Hardware,
+    Launch,
+    Metrics,
+    Paths,
+    Profiling,
+    Sweep,
+    Validation,
+)
 from .ranges import COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, WORD, Interval
 from .registry import (
     ACTIVATION_CHECKPOINTS,
@@ -42,11 +55,15 @@ DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
 class Parallelism:
     name: str = key(..., "name of the option of conf/parallelism", NAME)
     dp_replicate: int = key(1, "data-parallel copies of the model (DDP, or the outer half of HSDP)", DEGREE_OR_REST)
-    dp_shard: int = key(1, "data-parallel ranks that share one model (FSDP); -1: `gpus` divided by the other degrees", DEGREE_OR_REST)
+    dp_shard: int = key(
+        1, "data-parallel ranks that share one model (FSDP); -1: `gpus` divided by the other degrees", DEGREE_OR_REST
+    )
     cp: int = key(1, "context-parallel ranks: the sequence is split over them", DEGREE)
     tp: int = key(1, "tensor-parallel ranks: every matrix is split over them", DEGREE)
     pp: int = key(1, "pipeline-parallel ranks: the layers are split over them", DEGREE)
-    ep: int = key(1, "expert-parallel ranks: experts are split over them; they are taken from dp_shard x cp x tp", DEGREE)
+    ep: int = key(
+        1, "expert-parallel ranks: experts are split over them; they are taken from dp_shard x cp x tp", DEGREE
+    )
     backend: str = key(
         "fsdp2",
         "what shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler can optimize",
@@ -77,11 +94,19 @@ class Parallelism:
 class PipelineSchedule:
     name: str = key("1f1b", "pipeline schedule", choices=Names(PIPELINE_SCHEDULES))
     stages_per_rank: int = key(
-        1, "stages on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more for other schedules", Interval(1, 1000)
+        1,
+        "stages on each pipeline rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more for other schedules",
+        Interval(1, 1000),
     )
-    microbatches: int | None = key(None, "microbatches of a local batch; null: twice the stages, or fewer for a small batch", COUNT)
-    layers_per_stage: int | None = key(None, "transformer blocks of a stage; null: balanced; embedding and head count as one each", COUNT)
-    split: list[str] = key(list, "first modules of all stages but the first, as [layers.2,layers.4]; empty: by layers_per_stage", WORD)
+    microbatches: int | None = key(
+        None, "microbatches of a local batch; null: twice the stages, or fewer for a small batch", COUNT
+    )
+    layers_per_stage: int | None = key(
+        None, "transformer blocks of a stage; null: balanced; embedding and head count as one each", COUNT
+    )
+    split: list[str] = key(
+        list, "first modules of all stages but the first, as [layers.2,layers.4]; empty: by layers_per_stage", WORD
+    )
 
 
 @dataclass
@@ -92,9 +117,13 @@ class ActivationCheckpoint:
 @dataclass
 class Precision:
     name: str = key("bf16", "name of the option of conf/precision", NAME)
-    param_dtype: str = key("float32", "dtype of the weights that the optimizer updates", choices=("float32", "bfloat16"))
+    param_dtype: str = key(
+        "float32", "dtype of the weights that the optimizer updates", choices=("float32", "bfloat16")
+    )
     compute_dtype: str = key("bfloat16", "dtype of forward and backward", choices=("float32", "bfloat16"))
-    reduce_dtype: str = key("float32", "dtype in which gradients are summed over ranks", choices=("float32", "bfloat16"))
+    reduce_dtype: str = key(
+        "float32", "dtype in which gradients are summed over ranks", choices=("float32", "bfloat16")
+    )
     converter: str | None = key(None, "number format of the linears", choices=Names(FORMATS))
     emulate: bool = key(False, "emulate the format in higher precision, for hardware without it")
     skip: list[str] = key(lambda: ["output"], "names of linears that are not converted", WORD)
@@ -103,7 +132,9 @@ class Precision:
 @dataclass
 class Adapter:
     name: str = key("none", "what is trained beside a frozen model", choices=Names(ADAPTERS))
-    linears: list[str] = key(list, "names of the linears that get adapters, such as [wq,wv]; empty: all linears of a block", WORD)
+    linears: list[str] = key(
+        list, "names of the linears that get adapters, such as [wq,wv]; empty: all linears of a block", WORD
+    )
 
 
 @dataclass
@@ -116,7 +147,9 @@ class Compile:
 class Optimizer:
     name: str = key("adamw", "optimizer", choices=Names(OPTIMIZERS))
     lr: float = key(3e-4, "peak learning rate", NOT_NEGATIVE)
-    weight_decay: float = key(0.1, "decoupled weight decay, only of matrices if decay_matrices_only is true", NOT_NEGATIVE)
+    weight_decay: float = key(
+        0.1, "decoupled weight decay, only of matrices if decay_matrices_only is true", NOT_NEGATIVE
+    )
     decay_matrices_only: bool = key(False, "no weight decay for norms and biases (TorchTitan decays everything)")
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
     masters: str = key(
@@ -131,12 +164,16 @@ class Optimizer:
 @dataclass
 class LrSchedule:
     name: str = key("wsd", "shape of the learning rate", choices=Names(LR_SCHEDULES))
-    warmup_steps: int = key(200, "steps of linear warm-up; step s has the learning rate s / warmup_steps of the peak", NATURAL)
+    warmup_steps: int = key(
+        200, "steps of linear warm-up; step s has the learning rate s / warmup_steps of the peak", NATURAL
+    )
 
 
 @dataclass
 class Objective:
-    name: str = key("language", "what a sample is, which of its elements count, and the loss", choices=Names(OBJECTIVES))
+    name: str = key(
+        "language", "what a sample is, which of its elements count, and the loss", choices=Names(OBJECTIVES)
+    )
 
 
 @dataclass
@@ -165,10 +202,15 @@ class Train:
         WORD,
     )
     sources: str | None = key(
-        None, "digest of the files of train.imports and of what they import from the same folder; filled in by launch.py", WORD
+        None,
+        "digest of the files of train.imports and of what they import from the same folder; filled in by launch.py",
+        WORD,
     )
     gc_interval: int = key(
-        50, "steps between Python's garbage collections, on all ranks at the same step; none happen in between", COUNT, identity=False
+        50,
+        "steps between Python's garbage collections, on all ranks at the same step; none happen in between",
+        COUNT,
+        identity=False,
     )
 
 
@@ -176,9 +218,13 @@ class Train:
 class Job:
     """Everything that is needed to run one cell, and nothing that depends on the rank or the time."""
 
-    name: str = key("run", "first half of the run directory's name; the identity hash is the second half", NAME, identity=False)
+    name: str = key(
+        "run", "first half of the run directory's name; the identity hash is the second half", NAME, identity=False
+    )
     notes: str = key("", "free text kept with the run", NOTE, identity=False)
-    gpus: int | None = key(None, "ranks; null: the product of the degrees, or one node where dp_shard is -1", DEGREE, changes="technique")
+    gpus: int | None = key(
+        None, "ranks; null: the product of the degrees, or one node where dp_shard is -1", DEGREE, changes="technique"
+    )
     steps: int = key(200, "optimizer steps", COUNT)
     seed: int = key(0, "seed of the initial weights and of the order of data", Interval(0, 2**63 - 1))
     model: Model = key(Model, "the network", changes="learning and work")
@@ -199,7 +245,9 @@ class Job:
     metrics: Metrics = key(Metrics, "what is logged, and where")
     profiling: Profiling = key(Profiling, "traces of some steps")
     comm: Comm = key(Comm, "process groups and their time limits", changes="learning and work")
-    fault_tolerance: FaultTolerance = key(FaultTolerance, "replica groups, which continue when one of them dies", changes="learning")
+    fault_tolerance: FaultTolerance = key(
+        FaultTolerance, "replica groups, which continue when one of them dies", changes="learning"
+    )
     cluster: Cluster = key(Cluster, "where the ranks run")
     hardware: Hardware = key(Hardware, "the device of predictions: its memory and its rates")
     debug: Debug = key(Debug, "checks and traces that slow a run down")

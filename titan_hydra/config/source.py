@@ -18,13 +18,17 @@ class Source:
 @dataclass
 class FileSource(Source):
     path: str | None = key(None, "files; a glob may be used", PATH)
-    validation_path: str | None = key(None, "files held out for validation", PATH, identity=False, changes="held-out loss")
+    validation_path: str | None = key(
+        None, "files held out for validation", PATH, identity=False, changes="held-out loss"
+    )
 
 
 @dataclass
 class Part(Source):
     weight: float = key(
-        ..., "this source's share of the samples, relative to the weights of the other sources", Interval(0, 1_000_000, open_low=True)
+        ...,
+        "this source's share of the samples, relative to the weights of the other sources",
+        Interval(0, 1_000_000, open_low=True),
     )
 
 
@@ -33,10 +37,17 @@ class Data(Source):
     name: str = key(..., "source of the samples", choices=Names(DATA_SOURCES, more=("mixture",)))
     seq_len: int = key(2048, "tokens of a sample", Interval(2, 2**31 - 1), changes="learning and work")
     local_batch: int = key(
-        8, "samples that a data-parallel rank takes at a time; gradient accumulation adds the others", COUNT, changes="technique"
+        8,
+        "samples that a data-parallel rank takes at a time; gradient accumulation adds the others",
+        COUNT,
+        changes="technique",
     )
-    global_batch: int | None = key(None, "samples of an optimizer step over all ranks; null: a local_batch on each data rank", COUNT)
-    document_mask: bool = key(False, "attention stays within documents, and positions restart in each", changes="learning and work")
+    global_batch: int | None = key(
+        None, "samples of an optimizer step over all ranks; null: a local_batch on each data rank", COUNT
+    )
+    document_mask: bool = key(
+        False, "attention stays within documents, and positions restart in each", changes="learning and work"
+    )
     shuffle: bool = key(True, "visit documents or samples in an order drawn from the seed")
     prefetch: int = key(4, "number of batches that are prepared ahead", Interval(1, 10_000), identity=False)
     mixture: dict[str, Any] = key(
@@ -46,7 +57,9 @@ class Data(Source):
         only=("mixture",),
         entry=Part,
     )
-    shuffle_buffer: int = key(0, "documents of a stream that are shuffled together; 0: the order of the shard stays", NATURAL)
+    shuffle_buffer: int = key(
+        0, "documents of a stream that are shuffled together; 0: the order of the shard stays", NATURAL
+    )
     max_bad_shards: int = key(
         0, "missing or damaged files, shards or rows that may be left out, each with a warning", NATURAL, identity=False
     )

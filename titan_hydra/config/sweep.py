@@ -45,7 +45,9 @@ def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[C
     file, typed = _split(overrides)
     for key, value in (("sweep.cell", only), ("sweep.baseline", config.sweep.baseline)):
         if value is not None and value not in cells:
-            faults.append(str(Fault(key, value, f"{_where(file)} has no such cell", legal=suggest(value, cells) or tuple(cells))))
+            faults.append(
+                str(Fault(key, value, f"{_where(file)} has no such cell", legal=suggest(value, cells) or tuple(cells)))
+            )
     composed, compose, folders = [], *_composition()
     for name, own in cells.items():
         if only not in (None, name):
@@ -73,7 +75,9 @@ def sweep_cells(compose: Callable[[list[str]], Any], overrides: list[str]) -> li
         config = compose([*own_file, *(override for override in overrides if override not in file)])
         only = config.sweep.cell
         cells = [
-            _compose_cell(compose, name, own_file, list(own), typed) for name, own in config.sweep.cells.items() if only in (None, name)
+            _compose_cell(compose, name, own_file, list(own), typed)
+            for name, own in config.sweep.cells.items()
+            if only in (None, name)
         ]
         found += cells or [(config, [*own_file, *typed])]
     return found
@@ -127,7 +131,9 @@ def _composition() -> tuple[Callable[[list[str]], Any], list[Path]]:
     return lambda overrides: composer([*paths, *overrides]), folders
 
 
-def _compose_cell(compose: Callable[[list[str]], Any], name: str, file: list[str], own: list[str], typed: list[str]) -> Composed:
+def _compose_cell(
+    compose: Callable[[list[str]], Any], name: str, file: list[str], own: list[str], typed: list[str]
+) -> Composed:
     config = compose([*file, *own, *typed])
     config.sweep.cells = {}
     config.sweep.cell = name
@@ -158,7 +164,11 @@ def _warn_once(line: str) -> None:
 def _split(overrides: list[str]) -> tuple[list[str], list[str]]:
     """Return the override that chooses the sweep file, and the other typed overrides without the choice of one cell."""
     file = [override for override in overrides if override.lstrip("+").startswith("sweeps=")]
-    return file, [override for override in overrides if override not in file and not override.lstrip("+").startswith("sweep.cell=")]
+    return file, [
+        override
+        for override in overrides
+        if override not in file and not override.lstrip("+").startswith("sweep.cell=")
+    ]
 
 
 def _where(file: list[str]) -> str:

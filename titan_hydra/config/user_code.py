@@ -68,7 +68,9 @@ def _failure(module: str) -> str:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
         last = [*frames[:1], *(frame for frame in frames if not INSTALLED & set(Path(frame.filename).parts))][-1:]
         place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (last[0].filename, last[0].lineno)
-        advice = "; cells are checked where torch may be missing: name what needs it as 'module:name'" * ("torch" in str(error))
+        advice = "; cells are checked where torch may be missing: name what needs it as 'module:name'" * (
+            "torch" in str(error)
+        )
         return f"{module} cannot be imported: {type(error).__name__}: {error} ({place[0]}:{place[1]}){advice}"
     return ""
 
@@ -124,7 +126,11 @@ def edited_sources(train: Train) -> Fault | None:
     if train.sources is None or (now := digest(train.imports)) == train.sources:
         return None
     edited = f"the modules of train.imports are {now} now: they were edited since, and the same command line starts a new run"
-    return Fault("train.sources", train.sources, edited if train.imports else "launch.py fills it in where train.imports names modules")
+    return Fault(
+        "train.sources",
+        train.sources,
+        edited if train.imports else "launch.py fills it in where train.imports names modules",
+    )
 
 
 def _files_of(module: str) -> Iterator[tuple[str, Path, Path]]:
@@ -172,6 +178,10 @@ def _named_in(file: Path, module: str) -> set[str]:
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             names |= {base, *(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := REFERENCE.fullmatch(node.value)):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and (match := REFERENCE.fullmatch(node.value))
+        ):
             names.add(match[1])
     return {name for name in names if is_name(name)}

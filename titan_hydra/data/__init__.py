@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from .streams import Documents
     from .tokenizer import Tokenizer
 
-VALIDATION_SEED = 0  # seed of the order of held-out samples; it is the same for every job, so that held-out losses can be compared
+VALIDATION_SEED = (
+    0  # seed of the order of held-out samples; it is the same for every job, so that held-out losses can be compared
+)
 
 
 def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loader:
@@ -51,8 +53,13 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loade
     if data.name == "mixture":
         from .mixture import Mixture
 
-        parts = {name: _samples(f"data.mixture.{name}", part, wanted, _seed_of(name, seed)) for name, part in data.mixture.items()}
-        samples: Samples = Mixture(parts, {name: part.weight for name, part in data.mixture.items()}, global_batch, seed)
+        parts = {
+            name: _samples(f"data.mixture.{name}", part, wanted, _seed_of(name, seed))
+            for name, part in data.mixture.items()
+        }
+        samples: Samples = Mixture(
+            parts, {name: part.weight for name, part in data.mixture.items()}, global_batch, seed
+        )
     else:
         samples = _samples("data", data, wanted, seed)
     objective = resolve(OBJECTIVES[job.objective.name].build)(job)
@@ -97,7 +104,14 @@ def _samples(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samp
     from .streams import Streams
 
     return Streams(
-        built, wanted.tokenizer, wanted.slots, wanted.global_batch, data.seq_len, wanted.order(seed), data.shuffle_buffer, wanted.bad
+        built,
+        wanted.tokenizer,
+        wanted.slots,
+        wanted.global_batch,
+        data.seq_len,
+        wanted.order(seed),
+        data.shuffle_buffer,
+        wanted.bad,
     )
 
 
@@ -125,7 +139,9 @@ def open_tokens(key: str, source: FileSource, wanted: Wanted, seed: int) -> Samp
     from .items import TokenFiles
 
     job = wanted.job
-    return TokenFiles(*path_of(key, source, wanted.split), job.model.vocab_size, job.data.seq_len, wanted.order(seed), wanted.bad)
+    return TokenFiles(
+        *path_of(key, source, wanted.split), job.model.vocab_size, job.data.seq_len, wanted.order(seed), wanted.bad
+    )
 
 
 def draw_tokens(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Samples:

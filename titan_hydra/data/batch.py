@@ -15,7 +15,9 @@ class Dims:
     """The dimensions of a tensor along which a batch is cut."""
 
     samples: int = 0  # the dimension of samples, which microbatches cut
-    sequence: int | None = None  # the dimension that context parallelism cuts; None: there is none, or each rank needs all
+    sequence: int | None = (
+        None  # the dimension that context parallelism cuts; None: there is none, or each rank needs all
+    )
     host: bool = False  # whether the tensor stays on the host, as neither the model nor the loss reads it
 
 
@@ -58,7 +60,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device, without the tensors that stay on the host."""
-        return Batch({name: onto(device, tensor) for name, tensor in self.tensors.items() if not self.dims[name].host}, self.dims)
+        return Batch(
+            {name: onto(device, tensor) for name, tensor in self.tensors.items() if not self.dims[name].host}, self.dims
+        )
 
     def each(self, change: Callable[[torch.Tensor, Dims], torch.Tensor]) -> Batch:
         """Return the batch with `change(tensor, dims)` in place of every tensor."""

@@ -178,7 +178,9 @@ def column(record: object, text_key: str, where: str) -> str:
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: not a record but {type(record).__name__}")
     if text_key not in record:
-        raise ConfigError(f"{where}: no column {text_key!r}, but {', '.join(map(repr, record))}: set data.text_key (--text-key)")
+        raise ConfigError(
+            f"{where}: no column {text_key!r}, but {', '.join(map(repr, record))}: set data.text_key (--text-key)"
+        )
     if not isinstance(record[text_key], str):
         raise ConfigError(f"{where}: column {text_key!r} holds {type(record[text_key]).__name__}, not text")
     return record[text_key]

@@ -49,11 +49,19 @@ class TokenFiles(Numbered):
     that the other samples keep their numbers.
     """
 
-    def __init__(self, key: str, path: str | None, vocab_size: int, seq_len: int, seed: int | None, bad: BadShards | None = None):
+    def __init__(
+        self, key: str, path: str | None, vocab_size: int, seq_len: int, seed: int | None, bad: BadShards | None = None
+    ):
         """Read the headers. Raises ConfigError if a file does not match its header, or holds ids for which the model
         has no row.
         """
-        self.key, self.vocab_size, self.seq_len, self.seed, self.bad = key, vocab_size, seq_len, seed, bad or BadShards()
+        self.key, self.vocab_size, self.seq_len, self.seed, self.bad = (
+            key,
+            vocab_size,
+            seq_len,
+            seed,
+            bad or BadShards(),
+        )
         self.shards = [shard for file in self._files(path) if (shard := self._shard(file))]
         headers = [shard.header for shard in self.shards]
         if len({(header["tokenizer_sha256"], header["bos_id"], header["eos_id"]) for header in headers}) > 1:
@@ -123,13 +131,17 @@ class TokenFiles(Numbered):
             self.bad.add(error)
             return None
         if header["vocab_size"] > self.vocab_size:
-            raise ConfigError(f"{self.key}={file}: encoded with {header['vocab_size']} ids, more than model.vocab_size={self.vocab_size}")
+            raise ConfigError(
+                f"{self.key}={file}: encoded with {header['vocab_size']} ids, more than model.vocab_size={self.vocab_size}"
+            )
         tokens, dtype = header["tokens"], np.dtype(header["dtype"])
         size = file.stat().st_size if file.exists() else None
         usable = size == tokens * dtype.itemsize
         if not usable:
             found = "no such file" if size is None else f"{size} bytes"
-            self.bad.add(BadShard(file, f"{self.key}={file}: {found}, but {file.name}.json lists {tokens} tokens in {dtype}"))
+            self.bad.add(
+                BadShard(file, f"{self.key}={file}: {found}, but {file.name}.json lists {tokens} tokens in {dtype}")
+            )
         return Shard(file, header, usable)
 
     def _header(self, file: Path) -> dict:

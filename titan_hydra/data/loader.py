@@ -49,7 +49,13 @@ class Loader:
         """Create the loader. `collate` is the objective's function that makes a batch of samples; it runs in the loader's
         thread.
         """
-        self.samples, self.slots, self.global_batch, self.collate, self.prefetch = samples, slots, global_batch, collate, prefetch
+        self.samples, self.slots, self.global_batch, self.collate, self.prefetch = (
+            samples,
+            slots,
+            global_batch,
+            collate,
+            prefetch,
+        )
         self.signature = signature | samples.signature
         self.bad = bad  # shards that this rank could not read
         self.known = set[str]()  # names of bad shards that all ranks know
@@ -99,7 +105,9 @@ class Loader:
                 )
         saved = {int(slot): value for slot, value in state["slots"].items()}
         if missing := [slot for slot in self.slots if slot not in saved]:
-            raise ConfigError(f"the saved state of the data lacks slots {missing} of {self.signature['data.global_batch']}")
+            raise ConfigError(
+                f"the saved state of the data lacks slots {missing} of {self.signature['data.global_batch']}"
+            )
         self._halt()
         self.step, self.known = state["step"], set(state.get("bad", {}))
         self.bad.found = state.get("bad", {}) | self.bad.found

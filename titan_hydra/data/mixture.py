@@ -28,13 +28,17 @@ class Mixture:
         texts = {name: parts[name] for name in self.names if parts[name].tokenizer is not None}
         if len({(part.tokenizer, part.separators) for part in texts.values()}) > 1:
             hashes = ", ".join(f"{name} {part.tokenizer[:8]}" for name, part in texts.items())
-            raise ConfigError(f"data.mixture: sources with different tokenizers ({hashes}); their ids mean different text")
+            raise ConfigError(
+                f"data.mixture: sources with different tokenizers ({hashes}); their ids mean different text"
+            )
         self.separators: tuple[int | None, int | None] = (None, None)
         self.tokenizer: str | None = None
         for part in texts.values():
             self.separators, self.tokenizer = part.separators, part.tokenizer
         self.signature: dict[str, Any] = {f"data.mixture.{name}.weight": weights[name] for name in self.names}
-        self.signature |= {f"data.mixture.{name}.{key}": value for name in self.names for key, value in parts[name].signature.items()}
+        self.signature |= {
+            f"data.mixture.{name}.{key}": value for name in self.names for key, value in parts[name].signature.items()
+        }
         self.signature["data.mixture"] = self.names
 
     def choose(self, number: int) -> tuple[str, int]:

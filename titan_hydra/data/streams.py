@@ -62,7 +62,9 @@ class Streams:
         """Create the streams. Without a `seed`, units are read in their order."""
         self.signature = {"units": source.units, "tokenizer": tokenizer.sha256}
         self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
-        self.streams = {slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots}
+        self.streams = {
+            slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots
+        }
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         return {"tokens": self.streams[slot].sample()}
@@ -90,7 +92,14 @@ class Stream:
         buffer: int = 0,
         bad: BadShards | None = None,
     ):
-        self.source, self.tokenizer, self.slot, self.slots, self.seq_len, self.seed = source, tokenizer, slot, slots, seq_len, seed
+        self.source, self.tokenizer, self.slot, self.slots, self.seq_len, self.seed = (
+            source,
+            tokenizer,
+            slot,
+            slots,
+            seq_len,
+            seed,
+        )
         self.block, self.bad = max(buffer, 1), bad or BadShards()
         self.load(START)
 

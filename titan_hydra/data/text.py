@@ -48,7 +48,9 @@ class Hub:
         try:
             self.dataset = datasets.load_dataset(path, subset, split=split, streaming=True)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # OSError: offline, not found
-            raise ConfigError(f"{key}.path={path} subset={subset} split={split}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(
+                f"{key}.path={path} subset={subset} split={split}: {str(error).splitlines()[0]}"
+            ) from error
         self.text_key, self.where = data.text_key, f"{key}.path={path}"
         self.every = -(-slots // self.dataset.num_shards)
         self.units = self.dataset.num_shards * self.every
@@ -65,4 +67,6 @@ class Hub:
             rows = iter(self.dataset.shard(self.dataset.num_shards, shard).skip(start))
             yield from zip(range(start, 1 << 62, self.every), islice(rows, 0, None, self.every), strict=False)
         except Exception as error:  # each format and file system raises its own errors
-            raise BadShard(where, f"{where}: cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+            raise BadShard(
+                where, f"{where}: cannot be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            ) from error

@@ -95,14 +95,18 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
             return encoding.encode_ordinary(text)
         return [token for part in LONG_RUN.split(text) for token in encoding.encode_ordinary(part)]
 
-    sizes = np.array([*map(len, sorted(ranks, key=ranks.__getitem__)), *map(len, specials)])  # number of bytes of each id
+    sizes = np.array(
+        [*map(len, sorted(ranks, key=ranks.__getitem__)), *map(len, specials)]
+    )  # number of bytes of each id
 
     def locate(text: str) -> Located:
         if LONG_RUN.search(text):
             raise ValueError(f"{MANY_BLANKS:,} blanks in a row")
         ids = encoding.encode(text, allowed_special="all")
         ends = np.cumsum(sizes[ids])
-        first = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80  # whether a byte is the first of a character
+        first = (
+            np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
+        )  # whether a byte is the first of a character
         characters = np.cumsum(first)
         return Located(ids, characters[np.concatenate([[0], ends[:-1]])] - 1, characters[ends - 1])
 
@@ -131,7 +135,9 @@ def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
             + ("; for a tokenizer.json take tokenizer=hf" if path.suffix == ".json" else "")
         ) from error
     if len(ranks) < 256 or sorted(ranks.values()) != list(range(len(ranks))):
-        raise ConfigError(f"tokenizer.path={path}: a tokenizer.model ranks 256 bytes or more from 0 without gaps, this one {len(ranks)}")
+        raise ConfigError(
+            f"tokenizer.path={path}: a tokenizer.model ranks 256 bytes or more from 0 without gaps, this one {len(ranks)}"
+        )
     return ranks
 
 
@@ -161,14 +167,18 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
         begins, ends = np.array(found.offsets, dtype=np.int64).reshape(-1, 2).T
         return Located(found.ids, begins, ends)
 
-    bos, eos = (_special(tokenizer, names, path, key) for names, key in ((BOS_NAMES, "bos_token"), (EOS_NAMES, "eos_token")))
+    bos, eos = (
+        _special(tokenizer, names, path, key) for names, key in ((BOS_NAMES, "bos_token"), (EOS_NAMES, "eos_token"))
+    )
     if eos is None:
         raise ConfigError(
             f"tokenizer.path={path}: no end-of-text token: none of {', '.join(EOS_NAMES)}, "
             "and no eos_token in a tokenizer_config.json beside it"
         )
     model = spec["model"]
-    unknown = model["unk_id"] if model.get("unk_id") is not None else tokenizer.token_to_id(model.get("unk_token") or "")
+    unknown = (
+        model["unk_id"] if model.get("unk_id") is not None else tokenizer.token_to_id(model.get("unk_token") or "")
+    )
     return Tokenizer(
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),

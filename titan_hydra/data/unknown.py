@@ -60,14 +60,19 @@ def tokenizer_at(path: str) -> Tokenizer:
     return load(schema.Tokenizer(name="hf", path=path))
 
 
-def warning(key: str, value: str | None, tokenizer: schema.Tokenizer, read: Callable[[], Iterable[str]]) -> Iterator[Fault]:
+def warning(
+    key: str, value: str | None, tokenizer: schema.Tokenizer, read: Callable[[], Iterable[str]]
+) -> Iterator[Fault]:
     """Yield a warning if more than SHARE of the texts that `read` returns is unknown to a tokenizer. Texts that cannot
     be read give no warning, as another rule reports them.
     """
     if tokenizer.name != "hf" or not tokenizer.path:
         return  # a byte-level tokenizer, which can encode every text
     try:
-        found = count(tokenizer.path, tuple(text[:LENGTH].encode(errors="ignore").decode() for text in islice(read(), FILES * ROWS)))
+        found = count(
+            tokenizer.path,
+            tuple(text[:LENGTH].encode(errors="ignore").decode() for text in islice(read(), FILES * ROWS)),
+        )
     except Exception:  # files can be damaged in any way
         return
     if max(found.shares) > SHARE:

@@ -20,7 +20,9 @@ def main() -> None:
     """
     path, silent = Path(sys.argv[1]), float(sys.argv[2])
     port = path.read_text().rpartition(":")[2] if path.exists() else "0"
-    server = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1, heartbeat_timeout_ms=int(1000 * silent), join_timeout_ms=DAY)
+    server = LighthouseServer(
+        bind=f"127.0.0.1:{port}", min_replicas=1, heartbeat_timeout_ms=int(1000 * silent), join_timeout_ms=DAY
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, f"http://127.0.0.1:{server.address().rpartition(':')[2]}", durable=False)
     sys.stdin.read()  # returns when the parent ends

@@ -35,7 +35,9 @@ class Fragment:
 
     def weights(self) -> Tensor:
         """Return this rank's shards as one float32 vector on the host."""
-        return torch.cat([torch.zeros(0), *(local(parameter).reshape(-1).float().cpu() for parameter in self.parameters)])
+        return torch.cat(
+            [torch.zeros(0), *(local(parameter).reshape(-1).float().cpu() for parameter in self.parameters)]
+        )
 
     def set_weights(self, vector: Tensor) -> None:
         """Write a vector as returned by `weights` back to the shards."""

@@ -255,7 +255,9 @@ class PerStep(Groups):
         path, deadline = self.run.meetings / "lighthouse", time.monotonic() + limit
         while not path.exists():
             if time.monotonic() > deadline:
-                raise RunError(f"torchft's lighthouse did not start: {path} is not there; its errors are in submitit/parent.log")
+                raise RunError(
+                    f"torchft's lighthouse did not start: {path} is not there; its errors are in submitit/parent.log"
+                )
             time.sleep(POLL)
         return path.read_text()
 
@@ -284,7 +286,10 @@ class Handover(CheckpointTransport):
         """Receive another group's shards into new memory, so that a partial transfer leaves the present state
         untouched.
         """
-        received = [torch.zeros(len(COUNTS), dtype=torch.int64), *(torch.empty_like(tensor, device="cpu") for tensor in self.own())]
+        received = [
+            torch.zeros(len(COUNTS), dtype=torch.int64),
+            *(torch.empty_like(tensor, device="cpu") for tensor in self.own()),
+        ]
         for tensor in received:
             self.channel.recv([tensor], src_rank, tag=0).wait(timeout)
         counts, *tensors = received

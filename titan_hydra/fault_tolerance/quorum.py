@@ -154,7 +154,11 @@ class Board:
                 return None
             if (read_json(present) or {}).get("life") != self.life:
                 place.mkdir(exist_ok=True)
-                write_text(present, json.dumps({"life": self.life, "position": position, "address": self.address}), durable=False)
+                write_text(
+                    present,
+                    json.dumps({"life": self.life, "position": position, "address": self.address}),
+                    durable=False,
+                )
             self._close_if_all_are_there(place)
             time.sleep(POLL)
 

@@ -55,7 +55,13 @@ class Replicas(Groups):
         if run.rank == 0:
             host = os.environ.get("MASTER_ADDR", "127.0.0.1")
             self.store = open_store(host, None, timedelta(seconds=self.config.timeout_seconds))
-            self.board = Board(run.meetings, run.replica, self.config.replicas, self.config.timeout_seconds, f"{host}:{self.store.port}")
+            self.board = Board(
+                run.meetings,
+                run.replica,
+                self.config.replicas,
+                self.config.timeout_seconds,
+                f"{host}:{self.store.port}",
+            )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -124,7 +130,9 @@ class Replicas(Groups):
             if meeting is None:
                 return step, True
             if meeting.step < 0:
-                raise RunError("the group whose weights were being taken is gone, and there is no other to take them from")
+                raise RunError(
+                    "the group whose weights were being taken is gone, and there is no other to take them from"
+                )
             means = self._exchange(meeting, loss)
             if self._board("settle", meeting, self._all(means is not None)):
                 break
@@ -142,7 +150,12 @@ class Replicas(Groups):
         # a meeting that a stop had postponed has no loss
         known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}
         self.report(
-            "meeting", meeting.step, groups=len(self.members), joined=len(meeting.takers), **known, seconds=time.perf_counter() - began
+            "meeting",
+            meeting.step,
+            groups=len(self.members),
+            joined=len(meeting.takers),
+            **known,
+            seconds=time.perf_counter() - began,
         )
         return meeting.step, False
 
@@ -165,7 +178,9 @@ class Replicas(Groups):
                 offer.div_(len(meeting.donors))
             return offers
         except RuntimeError as error:  # gloo and the store have no others
-            print(f"meeting {meeting.number} after step {meeting.step} failed: {str(error).splitlines()[0]}", flush=True)
+            print(
+                f"meeting {meeting.number} after step {meeting.step} failed: {str(error).splitlines()[0]}", flush=True
+            )
             return None
 
     def _state(self, donates: bool) -> Iterator[Tensor]:

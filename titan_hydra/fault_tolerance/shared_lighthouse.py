@@ -33,7 +33,9 @@ from titan_hydra.runs.layout import Entry
 from .lighthouse import DAY
 from .quorum import once
 
-LIGHTHOUSE = Entry("lighthouse_<n>.json", "a rank 0", "host and port of the n-th lighthouse, and a counter that shows that it is alive")
+LIGHTHOUSE = Entry(
+    "lighthouse_<n>.json", "a rank 0", "host and port of the n-th lighthouse, and a counter that shows that it is alive"
+)
 POLL = 1.0  # seconds between two reads of the files
 ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to all processes of a rank
 
@@ -94,7 +96,9 @@ class Lighthouse:
 
     def take_over(self, number: int) -> None:
         """Serve, unless another process has become the lighthouse of this number."""
-        server = LighthouseServer(bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY)
+        server = LighthouseServer(
+            bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY
+        )
         mine = {"host": socket.gethostname(), "port": int(server.address().rpartition(":")[2]), "counter": 0}
         # The groups do not arrive together. So a heartbeat is sent for a group that does not exist; the first quorum is
         # delayed until that heartbeat is too old.
@@ -130,7 +134,10 @@ class Lighthouse:
             self.connections.add(task)
             try:
                 await asyncio.wait(
-                    [asyncio.ensure_future(passing) for passing in (copy(reader, far_writer), copy(far_reader, writer))],
+                    [
+                        asyncio.ensure_future(passing)
+                        for passing in (copy(reader, far_writer), copy(far_reader, writer))
+                    ],
                     return_when=asyncio.FIRST_COMPLETED,
                 )
             finally:
@@ -166,7 +173,10 @@ async def serve(folder: Path, silent: float, wait: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lighthouse = Lighthouse(folder, silent, wait)
     server = await asyncio.start_server(lighthouse.connect, "127.0.0.1", 0)
-    parent, watching = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read)), asyncio.ensure_future(lighthouse.watch())
+    parent, watching = (
+        asyncio.ensure_future(asyncio.to_thread(sys.stdin.read)),
+        asyncio.ensure_future(lighthouse.watch()),
+    )
     while not lighthouse.number and not parent.done() and not watching.done():
         await asyncio.sleep(POLL / 10)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)

@@ -86,7 +86,10 @@ def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
     memory.
     """
     own = range(rank, pp * stages, pp)
-    return [*((stage, "F") for stage in own for _ in range(number)), *((stage, "B") for stage in reversed(own) for _ in range(number))]
+    return [
+        *((stage, "F") for stage in own for _ in range(number)),
+        *((stage, "B") for stage in reversed(own) for _ in range(number)),
+    ]
 
 
 def interleaved(rank: int, pp: int, stages: int, number: int, zero_bubble: bool = False) -> Iterable[Step]:
@@ -161,7 +164,14 @@ def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
         return Held(weights[0], weights[0])
     if written := written_schedule(job):
         return _held(written[rank], weights)
-    return _held_by(known(job.pp_schedule.name), job.parallelism.pp, job.pp_schedule.stages_per_rank, microbatches(job), rank, weights)
+    return _held_by(
+        known(job.pp_schedule.name),
+        job.parallelism.pp,
+        job.pp_schedule.stages_per_rank,
+        microbatches(job),
+        rank,
+        weights,
+    )
 
 
 @cache
@@ -197,7 +207,10 @@ def idle_time(name: str, pp: int, stages: int, number: int) -> float:
 
 
 def play(
-    ranks: list[list[Action]], stages: int, seconds: Callable[[Action], float] = lambda action: TIME[action[1]], travel: float = 0.0
+    ranks: list[list[Action]],
+    stages: int,
+    seconds: Callable[[Action], float] = lambda action: TIME[action[1]],
+    travel: float = 0.0,
 ) -> list[list[tuple[float, Action]]]:
     """Simulate a schedule. Return when each action starts, if each rank runs its actions in order, each as soon as its
     inputs exist.
@@ -212,7 +225,10 @@ def play(
     while moved:
         moved = False
         for rank, actions in enumerate(ranks):
-            while len(played[rank]) < len(actions) and (ready := _ready(actions[len(played[rank])], ends, stages, travel)) is not None:
+            while (
+                len(played[rank]) < len(actions)
+                and (ready := _ready(actions[len(played[rank])], ends, stages, travel)) is not None
+            ):
                 action = actions[len(played[rank])]
                 start = max(ready, free[rank])
                 played[rank].append((start, action))

@@ -9,7 +9,11 @@ PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are 
 
 def data_sources(data: Data) -> dict[str, Any]:
     """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
-    return {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)} if data.name == "mixture" else {"data": data}
+    return (
+        {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)}
+        if data.name == "mixture"
+        else {"data": data}
+    )
 
 
 def shares(weights: list[float]) -> list[int]:

@@ -44,7 +44,9 @@ class SDPA(nn.Module):
         chosen = kernels(self.backend, call_on(q, v, causal, documents is not None))
         k, v, width = suited(chosen[0], q, k, v)
         with sdpa_kernel([BACKENDS[kernel] for kernel in chosen], set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v, documents, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+            out = F.scaled_dot_product_attention(
+                q, k, v, documents, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+            )
         return cut_to(OneLayout.apply(out), width)
 
 
@@ -67,7 +69,9 @@ def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool
 
 def check_attention(job: Job, device: torch.device) -> None:
     """Raise ConfigError if the kernel that a job names may not run on this device. Called before compilation."""
-    kernels(job.model.attention, call_of(job, device.type, machine_of(device.index or 0) if device.type == "cuda" else None))
+    kernels(
+        job.model.attention, call_of(job, device.type, machine_of(device.index or 0) if device.type == "cuda" else None)
+    )
 
 
 @constant_when_compiled
@@ -100,7 +104,9 @@ class OneLayout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
-        ctx.by_token = bool(out.stride(1) < out.stride(2))  # whether the order in memory is [batch, seq, heads, head_dim]
+        ctx.by_token = bool(
+            out.stride(1) < out.stride(2)
+        )  # whether the order in memory is [batch, seq, heads, head_dim]
         return out.view_as(out)
 
     @staticmethod

@@ -49,4 +49,6 @@ def sums_on_gpu(logits: Tensor) -> tuple[Tensor, Tensor]:
 def slopes_on_gpu(logits: Tensor, targets: Tensor, largest: Tensor, scales: Tensor, weights: Tensor) -> None:
     """Do what the operator `logits_to_slopes` does, to contiguous logits."""
     tokens, width = logits.shape
-    _slopes[(tokens, triton.cdiv(width, BLOCK))](logits, targets, largest, scales, weights, width, BLOCK=BLOCK, num_warps=8)
+    _slopes[(tokens, triton.cdiv(width, BLOCK))](
+        logits, targets, largest, scales, weights, width, BLOCK=BLOCK, num_warps=8
+    )

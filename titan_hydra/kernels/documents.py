@@ -92,7 +92,20 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # random state of the dropout, which is not used
     return flash_attention_backward(
-        gradient, q, k, v, out, sums, offsets, offsets, longest, longest, 0.0, True, state, torch.empty(0, device=q.device)
+        gradient,
+        q,
+        k,
+        v,
+        out,
+        sums,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        True,
+        state,
+        torch.empty(0, device=q.device),
     )
 
 

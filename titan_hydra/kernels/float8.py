@@ -24,7 +24,9 @@ def scales_of(bits: Tensor) -> tuple[Tensor, Tensor]:
     """
     exponent = (bits.clamp(min=SMALLEST) + 0x1FFFFF) >> 23
     finite = bits < INFINITY
-    scale, inverse = (torch.where(finite, power << 23, NAN).int().view(torch.float32) for power in (262 - exponent, exponent - 8))
+    scale, inverse = (
+        torch.where(finite, power << 23, NAN).int().view(torch.float32) for power in (262 - exponent, exponent - 8)
+    )
     return scale, inverse
 
 
@@ -44,7 +46,9 @@ def cast_columns(y: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     return (y * scale).t().contiguous().to(E4M3), inverse
 
 
-def rows_in_torch(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rows_in_torch(
+    parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what the operator `float8_rows` returns, computed with operations of torch."""
     y = joined_rows(parts)
     rstds = y.new_empty(0)
@@ -59,7 +63,9 @@ def rows_in_torch(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gate
     return (y * scale[:, None]).to(E4M3), inverse, bits.amax(0), rstds
 
 
-def columns_in_torch(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
+def columns_in_torch(
+    parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return what the operator `float8_columns` returns, computed with operations of torch."""
     y = joined_rows(parts)
     if norm is not None and rstds is not None:
@@ -91,7 +97,9 @@ def norm_backward_in_torch(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Ten
 
 
 @torch.library.custom_op("titan_hydra::float8_rows", mutates_args=())
-def float8_rows(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def float8_rows(
+    parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast several matrices of the same width as one matrix, with a scale for each row. If `norm`, the weight of an
     RMSNorm, is given, the matrix is normalized first; if `gated`, SwiGLU's product of its two halves is cast instead.
     Return the cast matrix, its factors, the maxima of its columns, and the factors of RMSNorm (one for each row).
@@ -104,7 +112,9 @@ def float8_rows(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
 
 
 @torch.library.custom_op("titan_hydra::float8_columns", mutates_args=())
-def float8_columns(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
+def float8_columns(
+    parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Cast several matrices of the same width as one matrix, with a scale for each column. `maxima`, and `rstds`, RMSNorm's
     factors, are those that `float8_rows` returned. Return the transpose and its factors.
     """

@@ -18,7 +18,9 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 TILE = 64  # columns of a tile that is stored transposed
 WIDEST = 16384  # elements of the widest row that fits a program's registers; wider rows are read twice, in parts
-KEPT = tl.constexpr(8192)  # elements of the longest norm's weight that stays in registers; a longer one is read again for each row
+KEPT = tl.constexpr(
+    8192
+)  # elements of the longest norm's weight that stays in registers; a longer one is read again for each row
 PART = 2048  # columns of one part of a row wider than WIDEST
 
 
@@ -89,7 +91,16 @@ def _rows(
 
 
 @triton.jit
-def _maxima(source, row_maxima, maxima, height, WIDTH: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def _maxima(
+    source,
+    row_maxima,
+    maxima,
+    height,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     largest = tl.zeros([COLUMNS], tl.int32)
     for i in range(ROWS):
@@ -114,7 +125,18 @@ def _parts(source, row_maxima, quantized, inverses, WIDTH: tl.constexpr, GATED: 
 
 @triton.jit
 def _columns(
-    source, norm, rstds, maxima, quantized, inverses, height, width, stride, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    source,
+    norm,
+    rstds,
+    maxima,
+    quantized,
+    inverses,
+    height,
+    width,
+    stride,
+    NORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -149,7 +171,15 @@ def _gated_tile(gates, gradient, row, column, height, WIDTH):
 
 @triton.jit
 def _gated_maxima(
-    gates, gradient, row_maxima, maxima, height, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TIMES: tl.constexpr
+    gates,
+    gradient,
+    row_maxima,
+    maxima,
+    height,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TIMES: tl.constexpr,
 ):
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     largest_u = tl.zeros([COLUMNS], tl.int32)
@@ -204,7 +234,18 @@ def _gated_backward(
 
 
 @triton.jit
-def _norm_backward(source, rstds, norm, gradient, result, partials, height, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _norm_backward(
+    source,
+    rstds,
+    norm,
+    gradient,
+    result,
+    partials,
+    height,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     if BLOCK <= KEPT:
@@ -234,7 +275,9 @@ def _rows_at_once(height: int) -> int:
     return min(32, max(4, triton.next_power_of_2(height // 512)))
 
 
-def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rows_on_gpu(
+    parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what the operator `float8_rows` returns, computed with kernels of Triton."""
     parts = [part.contiguous() for part in parts]
     device, width = parts[0].device, parts[0].shape[1] // (2 if gated else 1)
@@ -269,7 +312,9 @@ def rows_on_gpu(parts: Sequence[Tensor], norm: Tensor | None, eps: float, gated:
     return quantized, inverses, maxima, rstds
 
 
-def _cast_in_parts(source: Tensor, quantized: Tensor, inverses: Tensor, maxima: Tensor, width: int, gated: bool) -> None:
+def _cast_in_parts(
+    source: Tensor, quantized: Tensor, inverses: Tensor, maxima: Tensor, width: int, gated: bool
+) -> None:
     """Cast rows that are too wide for the registers of a program. One pass finds their maxima, a second one casts."""
     count, at_once, across = len(source), _rows_at_once(len(source)), triton.cdiv(width, PART)
     row_maxima = torch.zeros(count, dtype=torch.int32, device=source.device)
@@ -278,7 +323,9 @@ def _cast_in_parts(source: Tensor, quantized: Tensor, inverses: Tensor, maxima: 
     _parts[(count, across)](source, row_maxima, quantized, inverses, **options)
 
 
-def columns_on_gpu(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None) -> tuple[Tensor, Tensor]:
+def columns_on_gpu(
+    parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return what the operator `float8_columns` returns, computed with kernels of Triton."""
     parts = [part.contiguous() for part in parts]
     width, height = parts[0].shape[1], sum(map(len, parts))
@@ -305,14 +352,17 @@ def columns_on_gpu(parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None,
     return quantized, inverses
 
 
-def gated_backward_on_gpu(gates: Tensor, gradient: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def gated_backward_on_gpu(
+    gates: Tensor, gradient: Tensor, maxima: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what the operator `float8_gated_backward` returns, computed with kernels of Triton."""
     gates, gradient = gates.contiguous(), gradient.contiguous()
     height, width = gradient.shape
     device = gradient.device
     row_maxima, both = (torch.zeros(length, dtype=torch.int32, device=device) for length in (height, 2 * width))
     rows, columns, products = (
-        torch.empty(*shape, dtype=E4M3, device=device) for shape in ((height, 2 * width), (2 * width, height), (width, height))
+        torch.empty(*shape, dtype=E4M3, device=device)
+        for shape in ((height, 2 * width), (2 * width, height), (width, height))
     )
     inverses = [torch.empty(length, dtype=torch.float32, device=device) for length in (height, 2 * width, width)]
     across = triton.cdiv(width, TILE)
@@ -348,6 +398,16 @@ def norm_backward_on_gpu(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tenso
     programs = triton.cdiv(height, at_once)
     result, partials = torch.empty_like(x), torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](
-        x, rstds, norm, gradient, result, partials, height, WIDTH=width, BLOCK=block, ROWS=at_once, num_warps=_warps(block)
+        x,
+        rstds,
+        norm,
+        gradient,
+        result,
+        partials,
+        height,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=at_once,
+        num_warps=_warps(block),
     )
     return result, partials.sum(0).to(norm.dtype)

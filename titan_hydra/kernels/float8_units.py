@@ -24,7 +24,9 @@ def multiply(a: Cast, b: Cast, dtype: torch.dtype, emulate: bool, fast: bool = F
     """
     if emulate:
         return torch.mm(a[0].float() * a[1][:, None], (b[0].float() * b[1][:, None]).t()).to(dtype)
-    y = scaled_mm(a[0], b[0].t(), scale_a=a[1][:, None], scale_b=b[1][None], out_dtype=torch.bfloat16, use_fast_accum=fast)
+    y = scaled_mm(
+        a[0], b[0].t(), scale_a=a[1][:, None], scale_b=b[1][None], out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
     return y.to(dtype)
 
 
@@ -69,7 +71,9 @@ class Float8Linears(torch.autograd.Function):
         flat, d = matrix(x), matrix(gradient)
         rows, inverses, largest, _ = float8_rows([d], None, 0.0, False)
         dx, dnorm = into_input(ctx, flat, norm, rstds, (rows, inverses), weights, weight_maxima)
-        dweights = into_weights(ctx, float8_columns([d], largest, None, None), float8_columns([flat], maxima, norm, rstds), weights)
+        dweights = into_weights(
+            ctx, float8_columns([d], largest, None, None), float8_columns([flat], maxima, norm, rstds), weights
+        )
         return dx.view_as(x), dnorm, None, None, *dweights
 
 
@@ -77,7 +81,9 @@ class Float8SwiGLU(torch.autograd.Function):
     """Computes w2(silu(w1 x) * w3 x) of x [..., inputs]. If the weight of an RMSNorm is given, x is normalized first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Tensor | None, eps: float, emulate: bool, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, norm: Tensor | None, eps: float, emulate: bool, w1: Tensor, w3: Tensor, w2: Tensor
+    ) -> Tensor:
         rows, inverses, maxima, rstds = float8_rows([matrix(x)], norm, eps, False)
         cast, factors, weight_maxima, _ = float8_rows([w1, w3], None, 0.0, False)
         gates = multiply((rows, inverses), (cast, factors), x.dtype, emulate, fast=True)
@@ -93,7 +99,9 @@ class Float8SwiGLU(torch.autograd.Function):
         flat, d = matrix(x), matrix(gradient)
         rows, inverses, largest, _ = float8_rows([d], None, 0.0, False)
         product = multiply((rows, inverses), float8_columns([w2], last_maxima, None, None), x.dtype, ctx.emulate)
-        rows, inverses, columns, factors, products, product_factors = float8_gated_backward(gates, product, product_maxima)
+        rows, inverses, columns, factors, products, product_factors = float8_gated_backward(
+            gates, product, product_maxima
+        )
         (dw2,) = into_weights(ctx, float8_columns([d], largest, None, None), (products, product_factors), [w2])
         dx, dnorm = into_input(ctx, flat, norm, rstds, (rows, inverses), [w1, w3], weight_maxima)
         dw1, dw3 = into_weights(ctx, (columns, factors), float8_columns([flat], maxima, norm, rstds), [w1, w3])

@@ -102,7 +102,9 @@ def _update_on_gpu(
     rates = torch.stack([lr / (1 - beta1**number), (1 - beta2**number).sqrt()], 1).float()
     for tensors, own in zip(parameters, rates, strict=True):
         weight, remainder, gradient, mean, square = (tensor.view(-1) for tensor in tensors)
-        update_on_gpu(weight, remainder, gradient, mean, square, own, divisor, skipped, lr, beta1, beta2, eps, weight_decay)
+        update_on_gpu(
+            weight, remainder, gradient, mean, square, own, divisor, skipped, lr, beta1, beta2, eps, weight_decay
+        )
 
 
 def halve_into(master: Tensor, weight: Tensor, remainder: Tensor) -> None:

@@ -14,11 +14,27 @@ BLOCK = 512  # elements of a program: four per thread, as with eight a thread ne
 
 @triton.jit
 def _adamw(
-    uppers, lowers, gradients, means, squares, rates, divisor, skipped, decay, momentum, beta2, left2, eps, elements, BLOCK: tl.constexpr
+    uppers,
+    lowers,
+    gradients,
+    means,
+    squares,
+    rates,
+    divisor,
+    skipped,
+    decay,
+    momentum,
+    beta2,
+    left2,
+    eps,
+    elements,
+    BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < tl.where(tl.load(skipped) == 0.0, elements, 0)
-    bits = (tl.load(uppers + at, mask=here, other=0).to(tl.int32) << 16) + tl.load(lowers + at, mask=here, other=0).to(tl.int32)
+    bits = (tl.load(uppers + at, mask=here, other=0).to(tl.int32) << 16) + tl.load(lowers + at, mask=here, other=0).to(
+        tl.int32
+    )
     gradient = tl.div_rn(tl.load(gradients + at, mask=here, other=0.0).to(tl.float32), tl.load(divisor))
     mean, square = tl.load(means + at, mask=here, other=0.0), tl.load(squares + at, mask=here, other=0.0)
     mean = mean + (gradient - mean) * momentum

@@ -35,7 +35,10 @@ class Interrupts:
     @contextlib.contextmanager
     def counted(self) -> Iterator[Interrupts]:
         """Count signals while the block runs, then restore the previous handlers."""
-        before = {number: signal.signal(number, lambda got, frame: self.received.append(got)) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, lambda got, frame: self.received.append(got))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield self
         finally:
@@ -49,7 +52,12 @@ class Interrupts:
 
 
 def attach(
-    directory: Path, attempt: Path, steps: int, interrupts: Interrupts, parent: subprocess.Popen[Any] | None = None, label: str = ""
+    directory: Path,
+    attempt: Path,
+    steps: int,
+    interrupts: Interrupts,
+    parent: subprocess.Popen[Any] | None = None,
+    label: str = "",
 ) -> None:
     """Watch until all ranks of the attempt have ended.
 
@@ -58,7 +66,9 @@ def attach(
     """
     asked = killed = None
     with contextlib.ExitStack() as stack:
-        show: _Lines = stack.enter_context(_terminal(steps, label) if sys.stdout.isatty() else contextlib.nullcontext(_Lines()))
+        show: _Lines = stack.enter_context(
+            _terminal(steps, label) if sys.stdout.isatty() else contextlib.nullcontext(_Lines())
+        )
         echo = Echo(layout.LOG.of(attempt), show.line)
         while _running(attempt, parent):
             echo.more()
@@ -66,7 +76,9 @@ def attach(
             now = time.monotonic()
             if interrupts.received and asked is None:
                 asked = now
-                show.line(f"asking {stop(attempt, parent)} to save and stop at the end of this step; Ctrl-C again kills")
+                show.line(
+                    f"asking {stop(attempt, parent)} to save and stop at the end of this step; Ctrl-C again kills"
+                )
             too_long = asked is not None and now - asked > STOP_LIMIT and not saving(directory)
             if killed is None and (len(interrupts.received) > 1 or too_long):
                 killed = now

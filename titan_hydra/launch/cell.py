@@ -16,7 +16,13 @@ from titan_hydra.runs.cards import folder_of_card, read_card
 from titan_hydra.runs.rundir import State
 
 # Values of launch.retry; for each, the exit statuses of the failed runs that it starts again.
-RETRY = {"none": (), "oom": (Exit.OUT_OF_MEMORY,), "node": (Exit.UNHEALTHY, Exit.HANG), "failed": tuple(Exit), "all": tuple(Exit)}
+RETRY = {
+    "none": (),
+    "oom": (Exit.OUT_OF_MEMORY,),
+    "node": (Exit.UNHEALTHY, Exit.HANG),
+    "failed": tuple(Exit),
+    "all": tuple(Exit),
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,9 @@ class Cell:
 
     @property
     def nodes(self) -> int:
-        groups = 1 if runs_here(self.job) else self.job.fault_tolerance.replicas  # a replica group that is its own job has its own nodes
+        groups = (
+            1 if runs_here(self.job) else self.job.fault_tolerance.replicas
+        )  # a replica group that is its own job has its own nodes
         return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
 
     @property
@@ -77,7 +85,9 @@ def without_card(cells: list[Cell]) -> Iterator[Fault]:
             name = folder_of_card(cell.job).name
             line = f"titan certify {quoted(cell.overrides)}".rstrip()
             yield Fault(
-                "launch.require_card", True, f"{cell.directory.name}: its layout has no card {name} of this code and torch; make it: {line}"
+                "launch.require_card",
+                True,
+                f"{cell.directory.name}: its layout has no card {name} of this code and torch; make it: {line}",
             )
 
 

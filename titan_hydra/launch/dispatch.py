@@ -65,7 +65,9 @@ def begin(cells: list[Cell]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"{cells[0].runs}: {error.strerror}; free disk space, then the same command line continues", file=sys.stderr)
+        print(
+            f"{cells[0].runs}: {error.strerror}; free disk space, then the same command line continues", file=sys.stderr
+        )
         return Exit.BUG
     except KeyboardInterrupt:  # between two cells, or during a cell that runs in this process
         print("stopped; the same command line continues", file=sys.stderr)
@@ -85,7 +87,11 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
         if prediction and job.launch.oom_check != "off" and (fault := predict.objection(prediction)):
             refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
             (faults if refused else notices).append(fault)
-        where = f"   (cell {number} of {len(composed)}: {shown(redact(config.sweep.cell or ' '.join(typed)))})" if len(composed) > 1 else ""
+        where = (
+            f"   (cell {number} of {len(composed)}: {shown(redact(config.sweep.cell or ' '.join(typed)))})"
+            if len(composed) > 1
+            else ""
+        )
         lines += [f"{redact(str(fault))}{where}" for fault in faults]
         if not faults:
             cells.append(Cell(number, typed, job, rundir.directory_of(job), len(composed), prediction))
@@ -102,7 +108,9 @@ def without_twins(cells: list[Cell]) -> Iterable[Cell]:
         if twin is cell:
             yield cell
         else:
-            print(f"cell {cell.number} is the same experiment as cell {twin.number} ({twin.directory.name}): it runs once")
+            print(
+                f"cell {cell.number} is the same experiment as cell {twin.number} ({twin.directory.name}): it runs once"
+            )
 
 
 def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
@@ -111,7 +119,9 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
         if len(values := list(dict.fromkeys(attrgetter(key)(cell.job) for cell in cells))) > 1:
             yield Fault(key, values, "all cells of a command line must have the same value", legal=tuple(values))
     if cells[0].job.launch.packed and len({repr(cell.job.cluster) for cell in cells}) > 1:
-        yield Fault("launch.packed", True, "packed cells share one job, but their cluster settings differ", legal=(False,))
+        yield Fault(
+            "launch.packed", True, "packed cells share one job, but their cluster settings differ", legal=(False,)
+        )
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
@@ -122,7 +132,11 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
     for cell, state in zip(cells, states, strict=True):
         if launch.force and state.kind in ("running", "queued"):
             faults.append(
-                Fault("launch.force", True, f"{cell.directory.name} is {state.kind}; stop it first (titan cancel {cell.directory.name})")
+                Fault(
+                    "launch.force",
+                    True,
+                    f"{cell.directory.name} is {state.kind}; stop it first (titan cancel {cell.directory.name})",
+                )
             )
     faults += without_card(to_start(cells, states))
     faults += _executor(cells).check(cells, states)
@@ -130,7 +144,13 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
         start = to_start(cells, states)
         hours = gpu_hours(start)
         if hours is None:
-            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, "needs cluster.time_minutes: nothing else limits a job"))
+            faults.append(
+                Fault(
+                    "launch.max_gpu_hours",
+                    launch.max_gpu_hours,
+                    "needs cluster.time_minutes: nothing else limits a job",
+                )
+            )
         elif hours > launch.max_gpu_hours:
             reason = f"{counted(len(start), 'cell')} could take {hours:,.1f} GPU-hours"
             faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, reason))

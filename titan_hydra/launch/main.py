@@ -37,7 +37,11 @@ def launch(script: str) -> None:
     does.
     """
     own = Path(script).resolve().parent / "conf"
-    if own.is_dir() and own != CONF and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv[1:]):
+    if (
+        own.is_dir()
+        and own != CONF
+        and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv[1:])
+    ):
         sys.argv[1:1] = [f"--config-dir={own}"]
     try:
         sys.exit(main())
@@ -70,7 +74,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.status
     except PermissionError as error:  # for example, the runs belong to another user
-        print(denied(error, "paths.runs", Path(cells[0][0].paths.runs).expanduser() if cells else Path()), file=sys.stderr)
+        print(
+            denied(error, "paths.runs", Path(cells[0][0].paths.runs).expanduser() if cells else Path()), file=sys.stderr
+        )
         return 2
     except Exception as error:
         if full_error or not (line := explain(error)):

@@ -64,7 +64,10 @@ def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None
     titles = ["run", "cell", *numbers[:3], "state", numbers[3]]
     if any(cell.prediction for cell in cells):
         titles += PREDICTED
-        rows = [[*row, *(predict.line(cell.prediction) if cell.prediction else "----")] for row, cell in zip(rows, cells, strict=True)]
+        rows = [
+            [*row, *(predict.line(cell.prediction) if cell.prediction else "----")]
+            for row, cell in zip(rows, cells, strict=True)
+        ]
     print(*table(titles, rows, (*numbers, *PREDICTED[:1], *PREDICTED[2:]), ("cell", "run")), sep="\n")
     start = sum(cell.wants(state) for cell, state in zip(cells, states, strict=True))
     others = [state.kind for cell, state in zip(cells, states, strict=True) if not cell.wants(state)]
@@ -74,7 +77,9 @@ def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None
             [
                 f"{start} to start",
                 *(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others)),
-                f"at most {hours:,.1f} GPU-hours" if hours is not None else "no bound on GPU-hours without cluster.time_minutes",
+                f"at most {hours:,.1f} GPU-hours"
+                if hours is not None
+                else "no bound on GPU-hours without cluster.time_minutes",
             ]
         )
     )
@@ -85,22 +90,40 @@ def predicted(cells: list[Cell]) -> None:
     for cell in cells:
         if cell.prediction:
             gib, fits, rate, hours = predict.line(cell.prediction)
-            print(f"{cell.directory.name}: predicted {gib} GiB ({fits}), {rate} tokens/s/device, {hours} GPU-hours", flush=True)
+            print(
+                f"{cell.directory.name}: predicted {gib} GiB ({fits}), {rate} tokens/s/device, {hours} GPU-hours",
+                flush=True,
+            )
 
 
 def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> None:
     """Print a table of all cells of a submission with their states, and what to type next."""
     rows = []
     for cell, state in zip(cells, states, strict=True):
-        word = f"failed: {state.failure.line}" if state.failure else waiting(state) if state.kind in ("queued", "unknown") else state.kind
+        word = (
+            f"failed: {state.failure.line}"
+            if state.failure
+            else waiting(state)
+            if state.kind in ("queued", "unknown")
+            else state.kind
+        )
         rows.append([cell.directory.name, cell.name, cell.nodes, cell.ranks, state.job.id if state.job else "-", word])
-    print(*table(["run", "cell", "nodes", "ranks", "job", "state"], rows, ("nodes", "ranks"), ("cell", "run")), sep="\n")
+    print(
+        *table(["run", "cell", "nodes", "ranks", "job", "state"], rows, ("nodes", "ranks"), ("cell", "run")), sep="\n"
+    )
     kinds = [state.kind for state in states]
     print(", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
     target = folder.name if folder else cells[0].directory.name
-    for command, use in (("status", "the progress"), ("logs -f", "rank 0's output"), ("cancel", "stop them"), ("report", "the table")):
+    for command, use in (
+        ("status", "the progress"),
+        ("logs -f", "rank 0's output"),
+        ("cancel", "stop them"),
+        ("report", "the table"),
+    ):
         if folder or command != "report":
-            print(f"  titan {command}{where(cells[0])} {cells[0].directory.name if command == 'logs -f' else target}   {use}")
+            print(
+                f"  titan {command}{where(cells[0])} {cells[0].directory.name if command == 'logs -f' else target}   {use}"
+            )
     if "failed" in kinds:
         print("  failed cells start again only when asked: launch.retry=failed, or titan retry")
 
@@ -114,7 +137,9 @@ def waiting(state: State) -> str:
     """Return a phrase that explains why a run is not running yet, with the reason that its queue gives."""
     if state.kind == "unknown":
         return (
-            f"unknown (on {state.host}); nothing was started" if state.host else "unknown: its queue does not answer; nothing was started"
+            f"unknown (on {state.host}); nothing was started"
+            if state.host
+            else "unknown: its queue does not answer; nothing was started"
         )
     reason = state.job.why if state.job else ""
     start = state.job.start if state.job and state.job.start not in ("", "N/A", "Unknown") else ""
@@ -125,7 +150,9 @@ def result_line(directory: Path) -> str:
     """Return one line about a finished run."""
     result = layout.RESULT.read(directory)
     loss, rate = _number(result.get("final_loss"), "{:.4f}"), _number(result.get("tokens_per_second"), "{:,.0f}")
-    held_out = "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f}{lowest(result)})"
+    held_out = (
+        "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f}{lowest(result)})"
+    )
     return (
         f"{directory.name}: done, {result.get('steps')} steps, loss {loss}{held_out}, {rate} tokens/s per device "
         f"({layout.RESULT.of(directory)})"

@@ -60,7 +60,9 @@ def files(root: Path) -> list[str]:
         new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py")
         return sorted(name for name in {*tracked, *new} if os.path.lexists(root / name))
     package = root / "titan_hydra"
-    return sorted(str(file.relative_to(root)) for file in package.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    return sorted(
+        str(file.relative_to(root)) for file in package.rglob("*") if file.is_file() and "__pycache__" not in file.parts
+    )
 
 
 def copied(folder: Path) -> dict[str, Path]:
@@ -75,7 +77,9 @@ def copied(folder: Path) -> dict[str, Path]:
 
 def _git(root: Path, *arguments: str) -> list[str]:
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{root}: git: {error}") from error
     if done.returncode:

@@ -54,7 +54,9 @@ class Place:
     @classmethod
     def of(cls, variables: Sequence[str], torchrun: bool = False, job: str = "") -> Place:
         """Read a place from four environment variables: rank, number of ranks, rank on this host, ranks on this host."""
-        rank, ranks, local_rank, local_ranks = (int(os.environ.get(name, value)) for name, value in zip(variables, "0101", strict=True))
+        rank, ranks, local_rank, local_ranks = (
+            int(os.environ.get(name, value)) for name, value in zip(variables, "0101", strict=True)
+        )
         return cls(rank, ranks, local_rank, local_ranks, torchrun, job)
 
 
@@ -80,7 +82,9 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
         if not inline:
             said = error["traceback"] or f"{error['type']}: {error['message']}"
             print(f"{LAST_WORDS} {int(status)}\n{said}", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError):  # the disk may be full; the launcher then has the exit status of the process alone
+    with contextlib.suppress(
+        OSError
+    ):  # the disk may be full; the launcher then has the exit status of the process alone
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if inline:
@@ -88,7 +92,9 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
         return int(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # without cleaning up: a NCCL destructor or a data loader's thread could wait for ranks that have exited
+    os._exit(
+        status
+    )  # without cleaning up: a NCCL destructor or a data loader's thread could wait for ranks that have exited
 
 
 class Log(io.FileIO):
@@ -111,7 +117,9 @@ def own_process(log: Path) -> None:
         os.dup2(descriptor, target)
     os.close(descriptor)
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(Log(number, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True)
+        io.TextIOWrapper(
+            io.BufferedWriter(Log(number, "w", closefd=False)), "utf-8", "backslashreplace", line_buffering=True
+        )
         for number in (1, 2)
     )
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
@@ -142,7 +150,10 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     if layout.RESULT.read(directory).get("status") == "done":
         return None  # SLURM has requeued the job after the run was done
     os.environ.update(
-        RANK=str(group.rank), LOCAL_RANK=str(place.local_rank), WORLD_SIZE=str(group.ranks), LOCAL_WORLD_SIZE=str(place.local_ranks)
+        RANK=str(group.rank),
+        LOCAL_RANK=str(place.local_rank),
+        WORLD_SIZE=str(group.ranks),
+        LOCAL_WORLD_SIZE=str(place.local_ranks),
     )
     home, attempt = (folder, attempt) if submission else folders_of(replica, directory, attempt)
     attempt.mkdir(parents=True, exist_ok=True)
@@ -209,7 +220,9 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
     if place.ranks != ranks:
         raise ConfigError(f"{directory.name} needs {ranks} ranks, and {place.ranks} were started")
     if job.fault_tolerance.name != "off" and "MASTER_PORT" in os.environ:
-        raise ConfigError("replica groups cannot be started by one torchrun, which ends all ranks when one dies; launch.py starts them")
+        raise ConfigError(
+            "replica groups cannot be started by one torchrun, which ends all ranks when one dies; launch.py starts them"
+        )
     if place.job:
         return replica, place
     return place.rank // size, replace(place, rank=place.rank % size, ranks=size)
@@ -244,10 +257,14 @@ def _check_claim(attempt: Path, place: Place) -> str:
     """
     newest = newest_attempt(attempt.parents[1])
     if newest > int(attempt.name):
-        raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over")
+        raise ConfigError(
+            f"{attempt.parents[1].name}: attempt {attempt.name} is not the newest any more; attempt {newest} has taken over"
+        )
     owner = layout.CLAIM.read(attempt)
     if place.job and owner.get("job_id") not in (None, place.job):
-        raise ConfigError(f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {place.job}")
+        raise ConfigError(
+            f"{attempt.parents[1].name}: attempt {attempt.name} is that of job {owner['job_id']}, and this is {place.job}"
+        )
     submitted = owner.get("code")
     if submitted and place.local_rank == 0:
         from .snapshot import ROOT, copied
@@ -281,7 +298,9 @@ def _rendezvous(file: Path, place: Place, host: str) -> Store:
         if not _appears(file, START_LIMIT):
             raise NoRendezvous(f"rank 0 did not start within {START_LIMIT} s: see its log")
         host, port = file.read_text().split()
-        store = distributed.TCPStore(host, int(port), place.ranks, is_master=False, wait_for_workers=False, timeout=limit)
+        store = distributed.TCPStore(
+            host, int(port), place.ranks, is_master=False, wait_for_workers=False, timeout=limit
+        )
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     return store
 
@@ -299,7 +318,9 @@ def until_seen(file: Path, seconds: int = LATE) -> None:
     Raises Unhealthy after `seconds`: the fault is then in this host's view of the file system.
     """
     if not _appears(file, seconds):
-        raise Unhealthy(f"{socket.gethostname()}: {file} cannot be seen here after {seconds} s; is its file system mounted?")
+        raise Unhealthy(
+            f"{socket.gethostname()}: {file} cannot be seen here after {seconds} s; is its file system mounted?"
+        )
 
 
 def _appears(file: Path, seconds: float) -> bool:

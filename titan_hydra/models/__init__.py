@@ -14,7 +14,17 @@ from titan_hydra.config.schema import key
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Family", "Model", "build", "decoder_flops", "decoder_modules", "decoder_parameters", "family_of", "key", "register"]
+__all__ = [
+    "Family",
+    "Model",
+    "build",
+    "decoder_flops",
+    "decoder_modules",
+    "decoder_parameters",
+    "family_of",
+    "key",
+    "register",
+]
 
 
 def build(config: Model, seq_len: int) -> nn.Module:

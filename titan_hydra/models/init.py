@@ -17,7 +17,10 @@ from titan_hydra.config.model import Model
 
 CHUNK = 1 << 16  # elements that are drawn at a time, so that the int64 scratch memory (0.5 MiB) stays in a core's cache
 GPU_CHUNK = 1 << 22  # the same on a GPU, where 8 billion parameters in small chunks would be four million launches
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # prefixes that activation checkpointing and torch.compile add to names
+WRAPPERS = (
+    "_checkpoint_wrapped_module.",
+    "_orig_mod.",
+)  # prefixes that activation checkpointing and torch.compile add to names
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,9 @@ def init_weights(module: nn.Module, config: Model, seed: int) -> None:
     for name, parameter in module.named_parameters():
         fqn, (owner, _, leaf) = clean_name(name), name.rpartition(".")
         own = getattr(module.get_submodule(owner), "initial_std", {})  # an adapter's own; families do not list adapters
-        distribution = (Normal(own[leaf]) if own[leaf] else 0.0) if leaf in own else module.initial_distribution(fqn, config)
+        distribution = (
+            (Normal(own[leaf]) if own[leaf] else 0.0) if leaf in own else module.initial_distribution(fqn, config)
+        )
         fill(parameter, distribution, key_of_parameter(seed, fqn))
     reset_buffers(module)
 

@@ -91,7 +91,9 @@ class Decoder(nn.Module):
         result serves all layers.
         """
         call = Call(h.device.type, DTYPES[h.dtype], self.config.head_width)
-        return document_offsets(ends) if takes_offsets(self.config.attention, call) else document_mask(ends, self.seq_len)
+        return (
+            document_offsets(ends) if takes_offsets(self.config.attention, call) else document_mask(ends, self.seq_len)
+        )
 
     @staticmethod
     def initial_distribution(fqn: str, config: Model) -> Normal | float:
@@ -116,7 +118,10 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
 
-    normed = {"attention_norm": "attention", "ffn_norm": "feed_forward"}  # norms whose output a single module reads: that module
+    normed = {
+        "attention_norm": "attention",
+        "ffn_norm": "feed_forward",
+    }  # norms whose output a single module reads: that module
 
     def __init__(self, config: Model):
         super().__init__()
@@ -149,7 +154,9 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in "qk")
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in "qk"
+        )
         self.sdpa = SDPA(config.attention)
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:

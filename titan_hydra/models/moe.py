@@ -23,7 +23,13 @@ from titan_hydra.kernels.grouped import grouped_matmul
 from .layers import FeedForward
 from .sparse import SparseModel
 
-PARTS = ("attend", "feed_forward.router.rate", "feed_forward.router.plan", "feed_forward.experts.forward", "feed_forward.add_up")
+PARTS = (
+    "attend",
+    "feed_forward.router.rate",
+    "feed_forward.router.plan",
+    "feed_forward.experts.forward",
+    "feed_forward.add_up",
+)
 
 
 def set_experts(blocks: Any, config: SparseModel) -> None:
@@ -41,7 +47,9 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config)
-        self.shared_experts = FeedForward(config.dim, config.expert_dim * config.n_shared_experts) if config.n_shared_experts else None
+        self.shared_experts = (
+            FeedForward(config.dim, config.expert_dim * config.n_shared_experts) if config.n_shared_experts else None
+        )
         self.exchange = Local()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,11 +154,19 @@ class Router(nn.Module):
         """Return the experts of each token: the best of the best groups. A group's score is the sum of its best two."""
         config = self.config
         if self.balanced:
-            return torch.arange(len(scores) * config.experts_per_token, device=scores.device).view(len(scores), -1) % config.n_experts
+            return (
+                torch.arange(len(scores) * config.experts_per_token, device=scores.device).view(len(scores), -1)
+                % config.n_experts
+            )
         scores = scores if self.bias is None else scores + self.bias
         if config.topk_group < config.n_group:
             groups = scores.unflatten(-1, (config.n_group, -1))
-            best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1).topk(config.topk_group, -1, sorted=False).indices
+            best = (
+                groups.topk(min(2, groups.shape[-1]), -1)
+                .values.sum(-1)
+                .topk(config.topk_group, -1, sorted=False)
+                .indices
+            )
             allowed = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
             scores = groups.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(config.experts_per_token, -1, sorted=False).indices
@@ -173,7 +189,9 @@ class Router(nn.Module):
                 1, indices, torch.ones_like(indices, dtype=torch.float32)
             )
         )
-        return counts * (self.config.n_experts * self.config.sequence_balance * self.scale) / counts.sum(-1, keepdim=True)
+        return (
+            counts * (self.config.n_experts * self.config.sequence_balance * self.scale) / counts.sum(-1, keepdim=True)
+        )
 
 
 class Observed(torch.autograd.Function):
@@ -185,7 +203,9 @@ class Observed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, shares: Tensor, counts: Tensor, entropy: Tensor, excess: Tensor | None, *sums: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, scores: Tensor, shares: Tensor, counts: Tensor, entropy: Tensor, excess: Tensor | None, *sums: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(counts, entropy, excess)
         ctx.sums, ctx.shape = sums, shares.shape
         return scores.view_as(scores)

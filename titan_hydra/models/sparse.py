@@ -23,7 +23,9 @@ class SparseModel(Model):
     n_experts: int = key(..., "routed experts of a sparse block", EXPERTS)
     experts_per_token: int = key(..., "routed experts that each token passes", EXPERTS)
     expert_dim: int = key(..., "width of an expert's feed-forward", WIDTH)
-    n_shared_experts: int = key(0, "experts that every token passes, computed as one feed-forward of their joint width", NATURAL)
+    n_shared_experts: int = key(
+        0, "experts that every token passes, computed as one feed-forward of their joint width", NATURAL
+    )
     first_k_dense_replace: int = key(0, "number of first blocks whose feed-forward is dense", NATURAL)
     router: str = key("softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid"))
     norm_topk_prob: bool = key(True, "divide the scores of a token's experts by their sum")
@@ -62,7 +64,9 @@ class SparseModel(Model):
             return
         usable = self.n_experts // self.n_group * self.topk_group
         if self.experts_per_token > usable:
-            yield Fault("model.experts_per_token", self.experts_per_token, f"a token may use {usable} experts", legal=(usable,))
+            yield Fault(
+                "model.experts_per_token", self.experts_per_token, f"a token may use {usable} experts", legal=(usable,)
+            )
         if self.first_k_dense_replace >= self.n_layers:
             yield Fault(
                 "model.first_k_dense_replace",

@@ -30,15 +30,22 @@ RECORDED = 2000  # number of collectives that torch's recorder keeps
 WRITTEN = 400  # number of newest collectives, and of newest messages (sends and receives), in a dump
 RECORDERS = flight_recorders()
 FRAMES = 3  # number of innermost frames of a collective's stack in a dump, and of further frames outside torch
-MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)  # sends and receives over gloo, the newest last
-_counts: collections.Counter[tuple[str, int]] = collections.Counter()  # number of sends to, and receives from, each rank
+MESSAGES: collections.deque[dict[str, Any]] = collections.deque(
+    maxlen=WRITTEN
+)  # sends and receives over gloo, the newest last
+_counts: collections.Counter[tuple[str, int]] = (
+    collections.Counter()
+)  # number of sends to, and receives from, each rank
 _lock = threading.Lock()
 
 
 def configure(run: Run) -> None:
     """Enable torch's recorder. Call this before creating a process group, as torch reads these variables only once."""
     settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # path of NCCL's own dump, in new and older torch
+    for name in (
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    ):  # path of NCCL's own dump, in new and older torch
         settings[name] = str(run.attempt / "nccl_trace_")  # torch appends the rank; torchfrtrace reads it
     for name, value in settings.items():
         os.environ.setdefault(name, value)
@@ -55,9 +62,17 @@ def record_messages() -> None:
             for operation, work in zip(operations, works, strict=False):
                 kind, peer = operation.op.__name__, operation.peer
                 _counts[kind, peer] += 1
-                message = {"op": kind.removeprefix("i"), "peer": peer, "seq": _counts[kind, peer], "work": work, "time": time.time()}
+                message = {
+                    "op": kind.removeprefix("i"),
+                    "peer": peer,
+                    "seq": _counts[kind, peer],
+                    "work": work,
+                    "time": time.time(),
+                }
                 MESSAGES.append(message | {"size": list(operation.tensor.shape), "group": operation.group.group_name})
-            for message in list(MESSAGES)[-64:-16]:  # drops the handles of completed messages, which releases their tensors
+            for message in list(MESSAGES)[
+                -64:-16
+            ]:  # drops the handles of completed messages, which releases their tensors
                 if message["work"] is not None and message["work"].is_completed():
                     message["work"] = None
             return works
@@ -69,7 +84,9 @@ def record_messages() -> None:
 
 def progress() -> tuple:
     """Return a value that changes whenever a collective, a send or a receive begins or ends. This takes microseconds."""
-    states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]  # safe, as torch has just made these pickles itself
+    states = [
+        pickle.loads(dump(False, False, False)) for dump in RECORDERS
+    ]  # safe, as torch has just made these pickles itself
     return str([state.get("pg_status") for state in states]), sum(_counts.values())
 
 
@@ -89,7 +106,8 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
             "groups": groups_of_rank(mesh),
             "collectives": collectives(),
             "messages": [
-                {**message, "work": None, "done": message["work"] is None or message["work"].is_completed()} for message in list(MESSAGES)
+                {**message, "work": None, "done": message["work"] is None or message["work"].is_completed()}
+                for message in list(MESSAGES)
             ],
             "stacks": stacks_of_threads(error),
         }
@@ -101,7 +119,10 @@ def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
     ranks has the default group.)
     """
     found = {
-        group.group_name: {"mesh": group.group_desc.removeprefix("mesh_"), "ranks": sorted(process_groups.pg_group_ranks[group])}
+        group.group_name: {
+            "mesh": group.group_desc.removeprefix("mesh_"),
+            "ranks": sorted(process_groups.pg_group_ranks[group]),
+        }
         for group in list(process_groups.pg_map)
     }
     for name in mesh.world.mesh_dim_names if mesh is not None and mesh.world is not None else ():
@@ -148,7 +169,10 @@ def stacks_of_threads(error: BaseException | None) -> dict[str, list[str]]:
     stack is the one that raised it.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = {names.get(ident, str(ident)): _formatted(traceback.walk_stack(top))[::-1] for ident, top in sys._current_frames().items()}
+    found = {
+        names.get(ident, str(ident)): _formatted(traceback.walk_stack(top))[::-1]
+        for ident, top in sys._current_frames().items()
+    }
     if error is not None:
         found["MainThread"] = _formatted(traceback.walk_tb(error.__traceback__))
     return found

@@ -62,7 +62,9 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
         ranks = torch.full((1024,), float(run.rank), device=device)
         dist.all_reduce(ranks)
         if (ranks != run.world_size * (run.world_size - 1) / 2).any():
-            raise Unhealthy(f"{socket.gethostname()}: an all-reduce over {run.world_size} ranks gave a wrong sum on rank {run.rank}")
+            raise Unhealthy(
+                f"{socket.gethostname()}: an all-reduce over {run.world_size} ranks gave a wrong sum on rank {run.rank}"
+            )
 
     run_within(comm.health_check_seconds, f"the first collective over {run.world_size} ranks (rank {run.rank})", add_up)
 
@@ -93,7 +95,9 @@ def device_of(run: Run) -> torch.device:
             torch.empty(2**20, device=device)
         torch.cuda.synchronize()
     except RuntimeError as error:
-        raise Unhealthy(f"{socket.gethostname()}: device {index} does not start: {str(error).splitlines()[0]}") from error
+        raise Unhealthy(
+            f"{socket.gethostname()}: device {index} does not start: {str(error).splitlines()[0]}"
+        ) from error
     return device
 
 
@@ -138,7 +142,10 @@ def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
     try:
         run.store.wait(["health"], timedelta(seconds=seconds + 30))
     except RuntimeError:  # a DistStoreError after a time-out, for example
-        return {"fault": f"rank 0 did not report within {seconds + 30:.0f} s that all had started", "host": host_of(run, 0)}
+        return {
+            "fault": f"rank 0 did not report within {seconds + 30:.0f} s that all had started",
+            "host": host_of(run, 0),
+        }
     return json.loads(run.store.get("health"))
 
 
@@ -147,7 +154,11 @@ def judge(run: Run, seconds: float) -> dict:
     keys = [f"health/{rank}" for rank in range(run.world_size)]
     deadline = time.monotonic() + seconds
     reports: dict[int, dict] = {}
-    while len(reports) < run.world_size and time.monotonic() < deadline and not any(rank["fault"] for rank in reports.values()):
+    while (
+        len(reports) < run.world_size
+        and time.monotonic() < deadline
+        and not any(rank["fault"] for rank in reports.values())
+    ):
         for rank, key in enumerate(keys):
             if rank not in reports and run.store.check([key]):
                 reports[rank] = json.loads(run.store.get(key))

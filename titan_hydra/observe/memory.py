@@ -37,7 +37,13 @@ def explain_out_of_memory(run: Run, error: BaseException) -> None:
     for segment in memory_snapshot()["segments"]:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                frames = block.get("frames") or [{"filename": "not recorded after the first step", "line": 0, "name": ""}]
-                held["\n".join(f"    {frame['filename']}:{frame['line']} {frame['name']}" for frame in frames[:8])] += block["size"]
+                frames = block.get("frames") or [
+                    {"filename": "not recorded after the first step", "line": 0, "name": ""}
+                ]
+                held["\n".join(f"    {frame['filename']}:{frame['line']} {frame['name']}" for frame in frames[:8])] += (
+                    block["size"]
+                )
     top = [f"{size / 2**30:.3f} GiB\n{stack}" for stack, size in held.most_common(SHOWN)]
-    layout.MEMORY.of(run.attempt, run.rank).write_text("\n".join([str(error), "", *top, "", torch.cuda.memory_summary()]))
+    layout.MEMORY.of(run.attempt, run.rank).write_text(
+        "\n".join([str(error), "", *top, "", torch.cuda.memory_summary()])
+    )

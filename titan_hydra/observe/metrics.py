@@ -57,7 +57,9 @@ class Clock:
 
     def __init__(self) -> None:
         self.steps: list[float] = []  # seconds of every step of this process but the first
-        self.window: list[tuple[float, float]] = []  # seconds of (step, waiting for data) of each step since the last row
+        self.window: list[
+            tuple[float, float]
+        ] = []  # seconds of (step, waiting for data) of each step since the last row
         self.profiled = False  # whether a profiler is recording, which slows steps down
         self.disturbed = 0  # number of profiled steps since the last row
         self._first = True
@@ -79,7 +81,9 @@ class Clock:
         seconds = time.perf_counter() - self._began
         self.window.append((seconds, self._data))
         self.disturbed += self.profiled
-        if not self._first and not self.profiled:  # the first step includes compilation and the creation of memory pools and communicators
+        if (
+            not self._first and not self.profiled
+        ):  # the first step includes compilation and the creation of memory pools and communicators
             self.steps.append(seconds)
         self._first = False
 
@@ -100,7 +104,11 @@ class Rows:
                 self.waiting = self.waiting[self.file.write(self.waiting) :]
         except OSError as error:
             if not failed:
-                print(f"WARNING: {error}: {self.file.name}; its rows are kept until there is room", file=sys.stderr, flush=True)
+                print(
+                    f"WARNING: {error}: {self.file.name}; its rows are kept until there is room",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 class Metrics:
@@ -111,7 +119,9 @@ class Metrics:
         self.ranks = all_ranks(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
         self.parameters, formula = parameters, family_of(job.model).flops
-        self.flops = formula(job.model, job.data.seq_len, parameters) if formula else None  # FLOPs per token, forward and backward
+        self.flops = (
+            formula(job.model, job.data.seq_len, parameters) if formula else None
+        )  # FLOPs per token, forward and backward
         self.peak = job.metrics.peak_flops or peak_flops(device)
         self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
         self.rows: Rows | None = None  # None on ranks other than 0
@@ -120,7 +130,9 @@ class Metrics:
         self.losses: list[float] = []  # the loss of each step since the last row
         self.mean_loss: float | None = None  # `loss_mean` of the last row
         if run.rank == 0:
-            self.rows, self.events = (Rows(entry.of(run.directory), resumed_at) for entry in (layout.METRICS, layout.EVENTS))
+            self.rows, self.events = (
+                Rows(entry.of(run.directory), resumed_at) for entry in (layout.METRICS, layout.EVENTS)
+            )
             self.trackers = open_trackers(job, run, resumed_at)
 
     def due(self, step: int) -> bool:
@@ -141,7 +153,9 @@ class Metrics:
         self.mean_loss = sum(self.losses) / len(self.losses)
         self.losses.clear()
         memory, reserved = self._memory()
-        seconds, data_seconds = (sum(column) / len(self.clock.window) for column in zip(*self.clock.window, strict=True))
+        seconds, data_seconds = (
+            sum(column) / len(self.clock.window) for column in zip(*self.clock.window, strict=True)
+        )
         self.clock.window.clear()
         rate = self.tokens_per_step / seconds / self.ranks
         row = {
@@ -176,7 +190,9 @@ class Metrics:
             self.validation_loss = values["validation_loss"]
         if self.events:
             self.events.add(row := {"event": name, "step": step} | values)
-            shown = "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+            shown = "  ".join(
+                f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+            )
             print(f"{name:>10}  step {step}  {shown}", flush=True)
             self._track(trackable(row))
 
@@ -236,7 +252,9 @@ class Metrics:
         if self.device.type != "cuda":
             return None, None
         stats = torch.cuda.memory_stats(self.device)
-        peaks = torch.tensor([stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]], dtype=torch.float64, device=self.device)
+        peaks = torch.tensor(
+            [stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]], dtype=torch.float64, device=self.device
+        )
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         torch.cuda.reset_peak_memory_stats(self.device)
         active, reserved = (peaks / 2**30).tolist()

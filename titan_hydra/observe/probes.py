@@ -63,7 +63,9 @@ class Probes:
         local = local_part(tensor)
         call = self.calls[when, what, name]
         self.calls[when, what, name] += 1
-        self.seen[Observation(when, what, name, call)] = marks(local) if self.config.trace_activations else finite(local)
+        self.seen[Observation(when, what, name, call)] = (
+            marks(local) if self.config.trace_activations else finite(local)
+        )
 
     def after_backward(self, step: int) -> None:
         """Examine the gradients. Then write the step's rows to activations_<rank>.jsonl, and keep for `culprit` the
@@ -97,7 +99,10 @@ class Probes:
         """
         if not self.config.nan_hunt:
             return ""
-        bad = {Observation("parameter", "", name, 0): not_finite_part(value) for name, value in self.weights.named_parameters()} | self.bad
+        bad = {
+            Observation("parameter", "", name, 0): not_finite_part(value)
+            for name, value in self.weights.named_parameters()
+        } | self.bad
         timed = []
         for index, (seen, note) in enumerate(bad.items()):
             if note is not None:
@@ -141,7 +146,9 @@ def _entering(name: str, observe: Callable[..., Any], module: nn.Module, args: t
         if _floating(value):
             observe("forward", "in", name, value)
             if value.requires_grad:
-                value = value.view_as(value)  # a separate view, whose gradient comes from this module alone, not from other consumers
+                value = value.view_as(
+                    value
+                )  # a separate view, whose gradient comes from this module alone, not from other consumers
                 value.register_hook(partial(observe, "backward", "in", name))
         passed.append(value)
     return tuple(passed)
@@ -170,7 +177,9 @@ def finite(local: Tensor) -> Tensor:
 
 def marks(local: Tensor) -> Tensor:
     """Return [norm, upper half, lower half]: the halves of a 64-bit checksum, which changes with any single bit."""
-    norm = torch.linalg.vector_norm(local, dtype=torch.float64) if local.numel() else torch.zeros((), dtype=torch.float64)
+    norm = (
+        torch.linalg.vector_norm(local, dtype=torch.float64) if local.numel() else torch.zeros((), dtype=torch.float64)
+    )
     bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten().to(torch.int64)
     places = torch.arange(bits.numel(), device=bits.device) * 2 + 1
     sums = (bits * (places * ODD)).sum()  # sums wrap around, so their order makes no difference
@@ -185,7 +194,12 @@ def place_in_time(seen: Observation, index: int, modules: list[str]) -> tuple:
     place = place_in_order(seen.name, modules)
     place = LAST if place is None else place
     backwards = seen.when in ("backward", "gradient")
-    return PASSES.index(seen.when), seen.call, -place if backwards else place, -index if seen.when == "gradient" else index
+    return (
+        PASSES.index(seen.when),
+        seen.call,
+        -place if backwards else place,
+        -index if seen.when == "gradient" else index,
+    )
 
 
 def described(when: str, what: str, name: str) -> str:

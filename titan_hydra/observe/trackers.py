@@ -35,7 +35,9 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.has = resumed_at
-        self.writer = SummaryWriter(layout.TENSORBOARD.of(run.directory), purge_step=resumed_at + 1 if resumed_at else None)
+        self.writer = SummaryWriter(
+            layout.TENSORBOARD.of(run.directory), purge_step=resumed_at + 1 if resumed_at else None
+        )
 
     def log(self, row: dict[str, Any]) -> None:
         for key, value in row.items():
@@ -59,7 +61,9 @@ class WandB:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        os.environ.pop("WANDB_SERVICE", None)  # the wandb service of the parent process may still have the run of a killed attempt open
+        os.environ.pop(
+            "WANDB_SERVICE", None
+        )  # the wandb service of the parent process may still have the run of a killed attempt open
         keys: Any = job.metrics.wandb  # type: ignore[attr-defined]
         offline = keys.mode == "offline"
         for folder in layout.WANDB.of(run.directory).glob("offline-run-*") if offline else ():
@@ -83,7 +87,9 @@ class WandB:
     def log(self, row: dict[str, Any]) -> None:
         if row["step"] < self.run.step:  # online, the server already has the rows of earlier processes
             return
-        self.run.log({key: value for key, value in row.items() if key != "step" and value is not None}, step=row["step"])
+        self.run.log(
+            {key: value for key, value in row.items() if key != "step" and value is not None}, step=row["step"]
+        )
 
     def close(self) -> None:
         self.run.finish()
@@ -122,4 +128,8 @@ def recorded(directory: Path) -> Iterator[dict[str, Any]]:
 def trackable(row: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of a row. In the row of an event, their names begin with the name of the event."""
     prefix = f"{row['event']}/" if "event" in row else ""
-    return {name if name == "step" else prefix + name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {
+        name if name == "step" else prefix + name: value
+        for name, value in row.items()
+        if isinstance(value, int | float)
+    }

@@ -39,7 +39,11 @@ STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
 # Phases without a time limit: I/O depends on the file system, and a meeting depends on the slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
 HELD = ("meeting", "checkpoint")  # phases without a limit in which a rank may wait for another rank of its world
-AFTER = ("validation", "checkpoint", "end")  # phases after the step itself; the ranks have agreed before on whether to stop
+AFTER = (
+    "validation",
+    "checkpoint",
+    "end",
+)  # phases after the step itself; the ranks have agreed before on whether to stop
 BLOCKED = 30  # seconds after the limit at which a process is ended even if its main thread blocks this thread
 MARGIN = 5  # minimum seconds between a collective's time-out and the end of a rank without progress
 
@@ -69,8 +73,12 @@ class Watchdog:
         self.interval = max(1.0, run.world_size / BEATS)
         self.where = Position(0, "start", time.time(), 0)
         self.on_phase: Callable[[str, int, float], None] | None = None  # called when a phase begins (profiling=on)
-        self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)  # (step, time at which it began) of the last steps
-        self.asked = self.beaten = 0.0  # times (monotonic) of the first request to stop, and of the last heartbeat; 0: none
+        self.steps: collections.deque[tuple[int, float]] = collections.deque(
+            maxlen=20
+        )  # (step, time at which it began) of the last steps
+        self.asked = self.beaten = (
+            0.0  # times (monotonic) of the first request to stop, and of the last heartbeat; 0: none
+        )
         self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this one checks
         self.heard: float | None = None  # time in the neighbour's last heartbeat, by the neighbour's clock
         self.unheard = 0.0  # seconds since the neighbour's heartbeat last changed
@@ -107,7 +115,9 @@ class Watchdog:
         for end in (self.wakeup_reader, self.wakeup_writer):
             os.set_blocking(end, False)
         self.before = signal.set_wakeup_fd(self.wakeup_writer, warn_on_full_buffer=False)
-        os.register_at_fork(before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child)
+        os.register_at_fork(
+            before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child
+        )
         # True if the worker had registered the signal; then __exit__ registers it again.
         self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]
         # A signal reaches the wakeup descriptor only if it has a handler in Python.
@@ -120,7 +130,12 @@ class Watchdog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            cast(Any, error).facts = {"step": self.where.step, "phase": self.where.phase, **memory.facts(), **getattr(error, "facts", {})}
+            cast(Any, error).facts = {
+                "step": self.where.step,
+                "phase": self.where.phase,
+                **memory.facts(),
+                **getattr(error, "facts", {}),
+            }
             memory.explain_out_of_memory(self.run, error)
             if not isinstance(error, RunError):
                 self.dump(f"{type(error).__name__}: {error}", error)
@@ -228,7 +243,10 @@ class Watchdog:
             self.dump(f"no progress for {still:.0f} s")
         if self.asked and phase not in AFTER and now - self.asked > self.grace:
             self.mark_stopped("blocked")
-            self.end(Exit.REQUEUED, f"step {step} was not over {self.grace:.0f} s after the run was asked to stop; nothing more is saved")
+            self.end(
+                Exit.REQUEUED,
+                f"step {step} was not over {self.grace:.0f} s after the run was asked to stop; nothing more is saved",
+            )
         if self.run.world_size > 1 and phase not in UNLIMITED:
             if still > limit:
                 self.end(Exit.HANG, f"step {step}, {phase}: no progress for {still:.0f} s")
@@ -255,9 +273,18 @@ class Watchdog:
         self.dump(message)
         file = self.run.record_of(self.run.rank)
         record = read_json(file) or {}
-        error: dict[str, Any] = {"type": "Stuck", "message": message, "traceback": "", "time": time.time(), "secondary": True}
+        error: dict[str, Any] = {
+            "type": "Stuck",
+            "message": message,
+            "traceback": "",
+            "time": time.time(),
+            "secondary": True,
+        }
         error |= {"step": self.where.step, "phase": self.where.phase}
-        write_text(file, json.dumps({**record, "ended": time.time(), "exit_status": int(status), "error": error}, indent=2) + "\n")
+        write_text(
+            file,
+            json.dumps({**record, "ended": time.time(), "exit_status": int(status), "error": error}, indent=2) + "\n",
+        )
         print(f"{LAST_WORDS} {int(status)}\n{message}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(file=2, all_threads=True)

@@ -102,7 +102,9 @@ def _saved(config: OperatorCheckpoint, sparse: bool) -> frozenset:
 
 def keeping(others: Callable[[], tuple] | None) -> tuple:
     """Return the contexts of a forward and of its recomputation that make `keep` work, around those of `others`."""
-    return tuple(both(*pair) for pair in zip(kept(), others() if others else (nullcontext(), nullcontext()), strict=True))
+    return tuple(
+        both(*pair) for pair in zip(kept(), others() if others else (nullcontext(), nullcontext()), strict=True)
+    )
 
 
 @contextmanager

@@ -63,7 +63,9 @@ def breaks_refused(job: Job) -> Iterator[None]:
         why = re.search(r"Explanation: (.*)", text)
         reason = f"a block of {job.model.family} is more than one graph: {why[1] if why else text.splitlines()[0]}"
         where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
-        raise ConfigError(str(Fault("compile.name", job.compile.name, reason.rstrip(".") + where, legal=("off",)))) from error
+        raise ConfigError(
+            str(Fault("compile.name", job.compile.name, reason.rstrip(".") + where, legal=("off",)))
+        ) from error
 
 
 def compiled_parts(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -85,7 +87,9 @@ def place(mesh: Mesh) -> str:
     if mesh.world is None:
         return ""
     names = mesh.world.mesh_dim_names
-    return ", ".join(f"{name} {mesh.coordinate(name)} in group {mesh.world.get_group(name).group_name}" for name in names)
+    return ", ".join(
+        f"{name} {mesh.coordinate(name)} in group {mesh.world.get_group(name).group_name}" for name in names
+    )
 
 
 def function(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:

@@ -76,7 +76,9 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
         return Shard(0 if local_part(weight).shape[0] % own["efsdp"].size() == 0 else 1)
 
     if together := placed_on(own):
-        fully_shard(block, **options, shard_placement_fn=lambda weight: together(place(weight)) if weight in weights else None)
+        fully_shard(
+            block, **options, shard_placement_fn=lambda weight: together(place(weight)) if weight in weights else None
+        )
         return
     for layer in layers:
         fully_shard(layer.experts, **options | {"mesh": own}, shard_placement_fn=place)

@@ -35,7 +35,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
             continue
         ep = mesh.experts["ep"]
         for name, weight in list(layer.experts.named_parameters()):
-            layer.experts.register_parameter(name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None)))
+            layer.experts.register_parameter(
+                name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None))
+            )
         layer.experts.read = local_part
         layer.experts.dynamic = True  # for the compiler: the number of rows differs in each step
         layer.exchange = AllToAll(ep.get_group(), job.debug.balance_experts)
@@ -129,7 +131,9 @@ class Travel(torch.autograd.Function):
     """Sends rows in one direction of a route, and their gradients in the other."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Callable[[Tensor], Tensor], opposite: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, way: Callable[[Tensor], Tensor], opposite: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.opposite = opposite
         return way(rows)
 

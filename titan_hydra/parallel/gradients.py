@@ -40,7 +40,11 @@ def gradient_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGrou
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [_norm_on_cpu(x) for x in tensors] if tensors[0].device.type == "cpu" else foreach_norm(tensors, dtype=torch.float32)
+    return (
+        [_norm_on_cpu(x) for x in tensors]
+        if tensors[0].device.type == "cpu"
+        else foreach_norm(tensors, dtype=torch.float32)
+    )
 
 
 def _norm_on_cpu(x: torch.Tensor) -> torch.Tensor:
@@ -60,4 +64,8 @@ def _parts(gradient: torch.Tensor) -> int:
         return 1
     if any(placement.is_partial() for placement in gradient.placements):
         raise ValueError(f"a gradient was left unsummed over ranks: {gradient.placements}")
-    return math.prod(gradient.device_mesh.size(dim) for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return math.prod(
+        gradient.device_mesh.size(dim)
+        for dim, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    )

@@ -47,7 +47,11 @@ class LoraLinear(nn.Linear):
 
     def _here(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of a matrix. If it is replicated, each rank contributes a part of its gradient."""
-        return parameter.to_local() if parameter.placements[0].is_shard() else read_whole(parameter, self.reduce_dtype, Partial())
+        return (
+            parameter.to_local()
+            if parameter.placements[0].is_shard()
+            else read_whole(parameter, self.reduce_dtype, Partial())
+        )
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
@@ -68,9 +72,15 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
             owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
     wanted = {linear.name for linear in adapted(job)}
     for block in family_of(job.model).blocks(module).values():
-        found = [linear for name, linear in block.named_modules() if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in wanted]
+        found = [
+            linear
+            for name, linear in block.named_modules()
+            if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in wanted
+        ]
         if not found:
-            raise ConfigError(f"adapter={job.adapter.name}: a block of {job.model.family} has no linear {' or '.join(sorted(wanted))}")
+            raise ConfigError(
+                f"adapter={job.adapter.name}: a block of {job.model.family} has no linear {' or '.join(sorted(wanted))}"
+            )
         for linear in found:
             adapt(linear, job)
 

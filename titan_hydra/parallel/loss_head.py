@@ -53,7 +53,9 @@ def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tens
         return linear_cross_entropy(hidden, weight, targets, chunk)
     mesh = weight.device_mesh
     vocabulary = Vocabulary(mesh.get_group(), mesh.get_local_rank() * -(-weight.shape[0] // mesh.size()))
-    loss = linear_cross_entropy(hidden.to_local(grad_placements=[Partial()]), weight.to_local(), targets, chunk, vocabulary)
+    loss = linear_cross_entropy(
+        hidden.to_local(grad_placements=[Partial()]), weight.to_local(), targets, chunk, vocabulary
+    )
     return DTensor.from_local(loss, mesh, [Replicate()])
 
 
@@ -65,7 +67,9 @@ class Vocabulary:
     first: int
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None
+) -> Tensor:
     """Return the cross-entropy (fp32) of the logits hidden [batch, seq, dim] @ weight.T [dim, vocab]. If targets are
     [batch, seq], return the sum; if they are [batch, seq, 1], return the loss of each token. The loss of a negative
     target is 0.
@@ -73,8 +77,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
     Matmuls run in the dtype of the arguments, softmax and sums in float32.
     """
     if targets.dim() == 3:
-        return TokenCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary).view(targets.shape[:2])
-    return LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary, torch.is_grad_enabled())
+        return TokenCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary).view(
+            targets.shape[:2]
+        )
+    return LinearCrossEntropy.apply(
+        hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary, torch.is_grad_enabled()
+    )
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -86,7 +94,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None, train: bool) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None, train: bool
+    ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         if train:
             hidden_gradient = torch.empty_like(hidden)
@@ -108,7 +118,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return scaled(hidden_gradient, gradient, ctx.dtype), scaled(weight_gradient, gradient, ctx.dtype), None, None, None, None
+        return (
+            scaled(hidden_gradient, gradient, ctx.dtype),
+            scaled(weight_gradient, gradient, ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,7 +143,9 @@ class TokenCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None) -> Tensor:
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.chunk, ctx.vocabulary = chunk, vocabulary
         chunks = zip(hidden.split(chunk), targets.unsqueeze(1).split(chunk), strict=True)
@@ -153,7 +172,9 @@ def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, fa
     counts = targets >= 0
     if vocabulary is not None:
         targets = targets - vocabulary.first
-    here = counts & (targets >= 0) & (targets < logits.shape[1])  # whether this rank's part of the vocabulary has the target
+    here = (
+        counts & (targets >= 0) & (targets < logits.shape[1])
+    )  # whether this rank's part of the vocabulary has the target
     largest, sums = softmax_sums(logits)
     right = logits.gather(1, targets.where(here, 0)).float() * here
     if vocabulary is not None:

@@ -27,7 +27,12 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
@@ -119,7 +124,9 @@ def experts_mesh(degrees: Parallelism, device_type: str) -> DeviceMesh:
 
 def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     """Return the mesh of named dimensions."""
-    alone: dict[int | str, Any] = {name: own for name, size in sizes.items() if (own := _own_backend(device_type, size))}
+    alone: dict[int | str, Any] = {
+        name: own for name, size in sizes.items() if (own := _own_backend(device_type, size))
+    }
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=alone)
 
 

@@ -52,4 +52,6 @@ class _Norm(nn.RMSNorm):
     reduce_dtype: torch.dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.normalized_shape, read_whole(self.weight, self.reduce_dtype, self.gradient_arises), self.eps)
+        return F.rms_norm(
+            x, self.normalized_shape, read_whole(self.weight, self.reduce_dtype, self.gradient_arises), self.eps
+        )

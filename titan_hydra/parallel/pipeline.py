@@ -13,7 +13,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from titan_hydra.base.private import Action as TorchAction
-from titan_hydra.base.private import ComputationType, PipelineSchedule, PipelineScheduleRuntime, forget_forward, holds_sent, load_csv
+from titan_hydra.base.private import (
+    ComputationType,
+    PipelineSchedule,
+    PipelineScheduleRuntime,
+    forget_forward,
+    holds_sent,
+    load_csv,
+)
 from titan_hydra.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.job.batches import microbatch_size, microbatches
@@ -35,7 +42,9 @@ class Stage(PipelineStage):
     to a microbatch.
     """
 
-    def __init__(self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs):
+    def __init__(
+        self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs
+    ):
         hidden = hidden_state(job)
         # With given shapes, torch need not run the stage to infer them. Only the loss uses the last stage's output.
         super().__init__(
@@ -141,7 +150,10 @@ class Pipeline:
         measure: Summed,
     ):
         indices = stages_of_ranks(job)[mesh.coordinate("pp")]
-        self.stages = [Stage(module, index, mesh, job, device, first, inputs) for module, index in zip(modules, indices, strict=True)]
+        self.stages = [
+            Stage(module, index, mesh, job, device, first, inputs)
+            for module, index in zip(modules, indices, strict=True)
+        ]
         self.has_loss = self.stages[-1].is_last
         self.size = microbatch_size(job)
         self.device, self.loss, self.measure = device, loss, measure
@@ -209,7 +221,9 @@ def _computations(step: TorchAction) -> list[Action]:
     """Return the computations of a step of the schedule, without communication. If a step overlaps a forward with a
     backward, return both.
     """
-    parts = [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)]
+    parts = [
+        (part.stage_index, part.computation_type.value, part.microbatch_index) for part in step.sub_actions or (step,)
+    ]
     return [part for part in parts if part[1] in TIME]
 
 
@@ -226,8 +240,15 @@ def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[No
         return
     whole = schedule.pipeline_order_with_comms
     own = sorted({stage.stage_index for stage in stages})
-    gather, free = ([TorchAction(stage, kind) for stage in own] for kind in (ComputationType.UNSHARD, ComputationType.RESHARD))
-    forward = [part for action in whole[schedule.rank] for part in action.sub_actions or (action,) if part.computation_type in FORWARD]
+    gather, free = (
+        [TorchAction(stage, kind) for stage in own] for kind in (ComputationType.UNSHARD, ComputationType.RESHARD)
+    )
+    forward = [
+        part
+        for action in whole[schedule.rank]
+        for part in action.sub_actions or (action,)
+        if part.computation_type in FORWARD
+    ]
     schedule.pipeline_order_with_comms = whole | {schedule.rank: [*gather, *forward, *free]}
     try:
         yield

@@ -37,7 +37,10 @@ def with_experts(dense: Plan, norm: Norm) -> Plan:
     feed-forward; the router gets the rank's own tokens.
     """
     own = {name: style for name, style in dense.block.items() if not name.startswith("feed_forward")}
-    shared = {name.replace("feed_forward", "feed_forward.shared_experts"): dense.block[name] for name in dense.block.keys() - own.keys()}
+    shared = {
+        name.replace("feed_forward", "feed_forward.shared_experts"): dense.block[name]
+        for name in dense.block.keys() - own.keys()
+    }
     return Plan(dense.around, dense.block, {**own, **shared, "feed_forward.router": SplitTokens(norm.reduce_dtype)})
 
 

@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from titan_hydra.base import private
-from titan_hydra.base.private import OpOverload, OpSchema, OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh_op_strategy
+from titan_hydra.base.private import (
+    OpOverload,
+    OpSchema,
+    OpStrategy,
+    RuntimeSchemaInfo,
+    expand_to_full_mesh_op_strategy,
+)
 from titan_hydra.base.private import flash_on_cpu as FORWARD
 from titan_hydra.base.private import flash_on_cpu_backward as BACKWARD
 
@@ -34,7 +40,9 @@ def register_ring() -> None:
 
 def _forward_strategy(schema: OpSchema) -> OpStrategy:
     tensors = 5  # out, logsumexp; q, k, v
-    return expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, [[place] * tensors for place in PLACEMENTS], input_index=2)
+    return expand_to_full_mesh_op_strategy(
+        schema.get_mesh_from_args(), schema, [[place] * tensors for place in PLACEMENTS], input_index=2
+    )
 
 
 def _backward_strategy(schema: OpSchema) -> OpStrategy:
@@ -51,7 +59,9 @@ def _dispatch(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
     run = _forward if op is FORWARD else _backward
-    return dispatcher.wrap(run(info.compute_mesh, *info.local_args, **info.local_kwargs), info.output_sharding.output_spec)
+    return dispatcher.wrap(
+        run(info.compute_mesh, *info.local_args, **info.local_kwargs), info.output_sharding.output_spec
+    )
 
 
 def _forward(
@@ -66,7 +76,15 @@ def _forward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     return private.ring_forward(
-        mesh.get_group(), SEQ_DIM, FORWARD, query=query, key=key, value=value, is_causal=is_causal, dropout_p=dropout_p, scale=scale
+        mesh.get_group(),
+        SEQ_DIM,
+        FORWARD,
+        query=query,
+        key=key,
+        value=value,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=scale,
     )
 
 

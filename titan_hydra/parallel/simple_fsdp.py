@@ -62,7 +62,9 @@ def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
     if inner == Shard(0):  # tp has already split dim 0, so that FSDP's shards are strided parts of the whole
         placements = (*placements[:-1], StridedShard(0, split_factor=parameter.device_mesh.size()))
     both = mesh.world[(*mesh.fsdp.mesh_dim_names, *parameter.device_mesh.mesh_dim_names)]
-    return DTensor.from_local(local, both, (*placements, inner), run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return DTensor.from_local(
+        local, both, (*placements, inner), run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def placements_of(mesh: DeviceMesh) -> tuple[Placement, ...]:
@@ -101,7 +103,9 @@ class Gather:
             shape=torch.Size(shape),
             stride=torch.empty(shape, device="meta").stride(),
         )
-        return DTensor.from_local(self._whole(local), self.tp, (inner,), run_check=False, shape=parameter.shape, stride=parameter.stride())
+        return DTensor.from_local(
+            self._whole(local), self.tp, (inner,), run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
 
     def _whole(self, parameter: DTensor) -> torch.Tensor:
         replicated = redistribute(parameter, [Replicate()] * self.mesh.ndim, self.compute_dtype, self.reduce_dtype)

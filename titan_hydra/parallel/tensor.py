@@ -36,17 +36,25 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     # A head that returns the loss itself splits the vocabulary too, but returns no logits.
     logits_stay_split = job.parallelism.loss_parallel and job.loss.name == "cross_entropy"
     family = family_of(job.model)
-    plan = family.part("sharding")(replace(job.parallelism, loss_parallel=logits_stay_split), norm, formats.linears(job))
-    parallelize_module(module, tp, {name: style for name, style in plan.around.items() if getattr(module, name) is not None})
+    plan = family.part("sharding")(
+        replace(job.parallelism, loss_parallel=logits_stay_split), norm, formats.linears(job)
+    )
+    parallelize_module(
+        module, tp, {name: style for name, style in plan.around.items() if getattr(module, name) is not None}
+    )
     for block in family.blocks(module).values():
         parallelize_module(block, tp, plan.of(block))
     for name in plan.around:
         if isinstance(part := getattr(module, name), nn.Embedding):
             part.register_forward_hook(_arrived)
-    experts = {weight for layer in sparse_layers(module) for weight in layer.experts.parameters()}  # experts.py splits them later
+    experts = {
+        weight for layer in sparse_layers(module) for weight in layer.experts.parameters()
+    }  # experts.py splits them later
     for name, weight in module.named_parameters():
         if not isinstance(weight, DTensor) and weight not in experts:
-            raise ConfigError(f"parallelism.tp={tp.size()}: the sharding of {job.model.family} has no style for {name}; nearest legal: 1")
+            raise ConfigError(
+                f"parallelism.tp={tp.size()}: the sharding of {job.model.family} has no style for {name}; nearest legal: 1"
+            )
     overlap(tp, job)
 
 

@@ -17,7 +17,9 @@ class Whole(ParallelStyle):
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         hold_whole(module, mesh)
-        module.register_forward_pre_hook(lambda _, inputs: DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False))
+        module.register_forward_pre_hook(
+            lambda _, inputs: DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+        )
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
 
@@ -38,7 +40,9 @@ class WholeTree(ParallelStyle):
         if self.split:
             module.register_forward_hook(
                 lambda _, inputs, output: (
-                    DTensor.from_local(output, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
+                    DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+                    .redistribute(placements=[Shard(1)])
+                    .to_local()
                 )
             )
         return module
@@ -67,7 +71,9 @@ class SummedGradient(ParallelStyle):
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def summed(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            return DTensor.from_local(output, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+            return DTensor.from_local(output, mesh, [Replicate()], run_check=False).to_local(
+                grad_placements=[Partial()]
+            )
 
         module.register_forward_hook(summed)
         return module
@@ -76,7 +82,9 @@ class SummedGradient(ParallelStyle):
 def hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters over the mesh, in place. Nothing is communicated."""
     for own, parameter in list(module.named_parameters(recurse=False)):
-        module.register_parameter(own, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)))
+        module.register_parameter(
+            own, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None))
+        )
 
 
 def read_whole(weight: Any, reduce_dtype: torch.dtype, gradient: Placement) -> Tensor:
@@ -87,7 +95,9 @@ def read_whole(weight: Any, reduce_dtype: torch.dtype, gradient: Placement) -> T
     return replicated.to_local(grad_placements=[gradient])
 
 
-def redistribute(weight: Any, placements: list[Placement], forward_dtype: torch.dtype, backward_dtype: torch.dtype) -> Any:
+def redistribute(
+    weight: Any, placements: list[Placement], forward_dtype: torch.dtype, backward_dtype: torch.dtype
+) -> Any:
     """Redistribute a DTensor: it is gathered in `forward_dtype`, and its gradient is summed in `backward_dtype`.
 
     torch 2.12 sums in the dtype of the tensor itself and ignores `backward_dtype` (pytorch#182032). So the tensor is cast

@@ -15,7 +15,16 @@ from titan_hydra.job.ranks import all_ranks
 from . import time
 from .predict import changed
 
-RATES = ("bf16_tflops", "float8_tflops", "attention_tflops", "flash_tflops", "memory_tbs", "nvlink_gbs", "nic_gbs", "passes_per_second")
+RATES = (
+    "bf16_tflops",
+    "float8_tflops",
+    "attention_tflops",
+    "flash_tflops",
+    "memory_tbs",
+    "nvlink_gbs",
+    "nic_gbs",
+    "passes_per_second",
+)
 PULL = 1e-3  # weight of the penalty that keeps a rate near its start, so that a rate on which the runs hardly depend stays there
 STEPS = (0.5, 0.2, 0.05, 0.01)  # successive step sizes of the search, in natural logarithms of a rate
 
@@ -82,7 +91,9 @@ def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
     return Fit(best, told, runs, notes)
 
 
-def descend(start: dict[str, float], error: Callable[[dict[str, float]], float], together: Iterable[list[str]] = ()) -> dict[str, float]:
+def descend(
+    start: dict[str, float], error: Callable[[dict[str, float]], float], together: Iterable[list[str]] = ()
+) -> dict[str, float]:
     """Return the values of constants near `start` for which `error` is least: a search along each constant, in ever smaller
     steps. The constants of a list of `together` are changed by the same factor; by default each is changed alone.
     """
@@ -124,7 +135,19 @@ def as_yaml(found: Fit, name: str) -> str:
     for spec in fields(Hardware):
         value = {"name": name, "measured": True}.get(spec.name, getattr(found.hardware, spec.name))
         if value is not None:
-            text = f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
-            origin = "fitted" if spec.name in found.told else f"as {found.hardware.name}" if spec.name not in ("name", "measured") else ""
+            text = (
+                f"{value:.4g}"
+                if isinstance(value, float)
+                else str(value).lower()
+                if isinstance(value, bool)
+                else str(value)
+            )
+            origin = (
+                "fitted"
+                if spec.name in found.told
+                else f"as {found.hardware.name}"
+                if spec.name not in ("name", "measured")
+                else ""
+            )
             lines.append(f"{spec.name}: {text}".ljust(28) + f"# {origin}" if origin else f"{spec.name}: {text}")
     return "\n".join(lines) + "\n"

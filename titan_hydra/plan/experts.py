@@ -68,7 +68,9 @@ class ExpertShape:
         """Return the bytes of a token by which the peak of the backward exceeds `everything`. The peak is in the experts or,
         if the block is recomputed (`again`), at the point where rows are unpermuted.
         """
-        return self.rows * self.used * max(self.width, 2 * self.width - self.dim, again * (2 + (self.ep > 1)) * self.dim)
+        return (
+            self.rows * self.used * max(self.width, 2 * self.width - self.dim, again * (2 + (self.ep > 1)) * self.dim)
+        )
 
 
 def experts_of(job: Job) -> ExpertShape | None:
@@ -98,4 +100,6 @@ def shared_width(job: Job) -> int:
 def lighter(job: Job) -> float:
     """Return the number of parameters of a sparse block minus that of a dense one."""
     model = sparse(job)
-    return model.dim * (model.n_experts + 3 * (model.n_experts * model.expert_dim + shared_width(job) - model.ffn_width))
+    return model.dim * (
+        model.n_experts + 3 * (model.n_experts * model.expert_dim + shared_width(job) - model.ffn_width)
+    )

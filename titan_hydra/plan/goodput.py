@@ -17,7 +17,9 @@ from titan_hydra.config.schema import Job
 from titan_hydra.job.adapter import adapter_parameters, adapts
 from titan_hydra.job.dtypes import SIZE
 
-FAILURES = {"llama3": (419, 54 * 16384)}  # unexpected interruptions, and GPU-days in which they came (arXiv 2407.21783, table 5)
+FAILURES = {
+    "llama3": (419, 54 * 16384)
+}  # unexpected interruptions, and GPU-days in which they came (arXiv 2407.21783, table 5)
 # bytes per second that a device copies to pageable and to pinned memory of the host, while its neighbours do: assumed
 COPIED = {"async": 3e9, "async_pinned": 20e9}
 LONGEST = 700.0  # of an exponent, as exp() overflows beyond 709
@@ -85,7 +87,9 @@ def shares_of_groups(groups: int, interval: float, costs: Interruptions, wait: f
     """
     own, others = exp(-costs.restart / (groups * costs.between)), exp(-wait * (groups - 1) / (groups * costs.between))
     period = max(interval, costs.behind) + costs.held
-    return TimeShares(own * others * interval / period, own * others * (1 - interval / period), own * (1 - others), 1 - own)
+    return TimeShares(
+        own * others * interval / period, own * others * (1 - interval / period), own * (1 - others), 1 - own
+    )
 
 
 @dataclass(frozen=True)
@@ -149,27 +153,44 @@ class Site:
         if way.kind == "off":
             return Interruptions(self.between, restart, 0.0)
         save = self.save(way.groups)
-        return Interruptions(self.between, restart, *((save,) if way.kind == "sync" else (self.copy(way.kind, way.groups), save)))
+        return Interruptions(
+            self.between, restart, *((save,) if way.kind == "sync" else (self.copy(way.kind, way.groups), save))
+        )
 
     def steps(self, way: Way) -> int:
         """Return the steps between two saves."""
-        return max(ceil(daly_interval(self.costs(way)) / self.step) if way.interval is None else round(way.interval / self.step), 1)
+        return max(
+            ceil(daly_interval(self.costs(way)) / self.step)
+            if way.interval is None
+            else round(way.interval / self.step),
+            1,
+        )
 
     def shares(self, way: Way, steps: int | None = None) -> TimeShares:
         """Return the shares of time, with so many steps between two saves, or the way's own."""
         interval, costs = self.step * (steps or self.steps(way)), self.costs(way)
-        return shares_of_groups(way.groups, interval, costs, way.wait) if way.groups > 1 else shares_of_job(interval, costs)
+        return (
+            shares_of_groups(way.groups, interval, costs, way.wait)
+            if way.groups > 1
+            else shares_of_job(interval, costs)
+        )
 
 
 def ways(at: Site) -> Iterator[Way]:
     """Yield the job as it is configured, then with one improvement after another."""
     saves, groups = at.job.checkpoint, at.job.fault_tolerance
-    limits = [seconds for seconds in (saves.interval * at.step, 60 * (saves.interval_minutes or 0)) if seconds and saves.name != "off"]
+    limits = [
+        seconds
+        for seconds in (saves.interval * at.step, 60 * (saves.interval_minutes or 0))
+        if seconds and saves.name != "off"
+    ]
     way = Way(f"this job: checkpoint={saves.name}", saves.name, min(limits, default=at.job.steps * at.step))
     if groups.replicas > 1:
         often = groups.name == "torchft"  # a step that is given up is made again
         lost, wait = at.step * (1 if often else groups.sync_every), groups.timeout_seconds + at.step * often
-        yield replace(way, name=f"{way.name}, {groups.replicas} replica groups", groups=groups.replicas, lost=lost, wait=wait)
+        yield replace(
+            way, name=f"{way.name}, {groups.replicas} replica groups", groups=groups.replicas, lost=lost, wait=wait
+        )
         way = replace(way, name="without replica groups")
     yield way
     kinds = ["sync" if saves.name == "off" else saves.name] + ["async_pinned"] * (saves.name != "async_pinned")

@@ -36,7 +36,9 @@ class Term:
     tag: str = "counted"  # "counted" from shapes or "fitted" to measurements
 
 
-Moment = tuple[float, list[Term]]  # number of parameters that have a gradient by then, and the terms of temporary memory
+Moment = tuple[
+    float, list[Term]
+]  # number of parameters that have a gradient by then, and the terms of temporary memory
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Constants:
     reserve: float = 1.05
     logits: float | None = None  # bytes per logit at the loss; None: the number counted in `_head`
     kept_logits: float = 0  # bytes per logit that older pipeline schedules kept for all microbatches, twice
-    all_received: bool = False  # a stage allocates what it receives for all microbatches at once, as torch's does by itself
+    all_received: bool = (
+        False  # a stage allocates what it receives for all microbatches at once, as torch's does by itself
+    )
 
 
 def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = None) -> Peak:
@@ -89,12 +93,20 @@ def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = Non
 def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     """Return the terms of one pipeline rank at the largest of its moments."""
     world, parameters = shape.job.parallelism, sum(map(shape.parameters, shape.stages[rank]))
-    trained, share, of_gradient = shape.trained(shape.stages[rank]), shape.stored / shape.shards, shape.gradient / shape.shards
+    trained, share, of_gradient = (
+        shape.trained(shape.stages[rank]),
+        shape.stored / shape.shards,
+        shape.gradient / shape.shards,
+    )
     copied = shape.job.optimizer.masters == "whole" and not shape.wrapped and shape.used != shape.stored
     copies = trained * shape.used if copied else 0
     # frozen weights are in the compute dtype, and have no gradients or optimizer state
     frozen = parameters * shape.used / shape.shards if shape.adapter else 0
-    always = [Term("weights", trained * share + frozen), Term("optimizer", trained * share * shape.moments), Term("weight copies", copies)]
+    always = [
+        Term("weights", trained * share + frozen),
+        Term("optimizer", trained * share * shape.moments),
+        Term("weight copies", copies),
+    ]
     moments = [*_moments(shape, rank, parameters, constants)]
     sizes = [sum(term.bytes for term in moving) for _, moving in moments]
     live = max(having * of_gradient * shape.learned + size for (having, _), size in zip(moments, sizes, strict=True))
@@ -123,18 +135,33 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
     flying = in_flight(shape.job, rank, shape.layers)
     kept, others = saved(shape), _between_stages(shape, rank, constants)
-    started = in_flight(shape.job, rank, (1, *[0] * end)).most if 0 in stages else 0  # microbatches in flight on the first stage
+    started = (
+        in_flight(shape.job, rank, (1, *[0] * end)).most if 0 in stages else 0
+    )  # microbatches in flight on the first stage
     earlier = started * sum(one.layers[0] * saved(one) for one in shape.before)
     late = PIPELINE_SCHEDULES[shape.job.pp_schedule.name].late
     if end in stages:
         for head in _head(shape, rank, constants):
-            yield before, [Term(SAVED, flying.at_end * kept + earlier), *others, *_unsharded(shape, whole, None, not late), *head]
+            yield (
+                before,
+                [
+                    Term(SAVED, flying.at_end * kept + earlier),
+                    *others,
+                    *_unsharded(shape, whole, None, not late),
+                    *head,
+                ],
+            )
     # bytes of gradients of a block's linears: of their outputs and of their weights
     of_block = shape.used * (shape.tokens * sum(shape.outputs(shape.sequence)) + shape.whole)
     postponed = Term("postponed gradients", flying.postponed * of_block)
     for block in _block(shape):
         block.append(postponed)
-        first = [Term(SAVED, (flying.most - 1) * kept + earlier), *others, *_unsharded(shape, whole, shape.head, not late), *block]
+        first = [
+            Term(SAVED, (flying.most - 1) * kept + earlier),
+            *others,
+            *_unsharded(shape, whole, shape.head, not late),
+            *block,
+        ]
         last = [Term(SAVED, earlier), *others, *_unsharded(shape, whole, shape.whole, True), *block]
         yield before or (0 if pp else shape.head), first
         yield before or (0 if pp else parameters - shape.block - shape.embedding), last
@@ -157,7 +184,9 @@ def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: l
         (block,) = _block(one)
         for alive, having in ((depth - 1, done - left), (0, done - left + (depth - 1) * one.block)):
             reduced = unit.block if tower and alive == 0 else 0 if tower else one.block
-            blocks = 1 if tower or (alive == 0 and place == 0) else 2  # the model's first block has none to gather before it
+            blocks = (
+                1 if tower or (alive == 0 and place == 0) else 2
+            )  # the model's first block has none to gather before it
             weights = _unsharded(unit, unit.block, reduced, True, blocks)
             yield before or having, [Term(SAVED, earlier + alive * kept), *others, *weights, *block]
         left -= depth * one.block
@@ -178,14 +207,19 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
         gradients = earlier if reduced is None else earlier + own
         return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients)]
     kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
-    tied = 0 if shape.head else shape.used * shape.embedding  # a tied embedding belongs to the root module, which stays gathered
+    tied = (
+        0 if shape.head else shape.used * shape.embedding
+    )  # a tied embedding belongs to the root module, which stays gathered
     if reduced is None:
         # the fused loss runs before the all-gather's buffer is freed
         heads = 2 if shape.fused_loss else 1
         weights = shape.used * shape.head * heads + tied
         return [Term("gathered weights", shape.gathered * parameters if kept else weights)]
     weights = shape.gathered * parameters if kept else blocks * shape.gathered * shape.whole + tied
-    return [Term("gathered weights", weights), Term("unsharded gradients", shape.reduced * reduced * shape.learned + own)]
+    return [
+        Term("gathered weights", weights),
+        Term("unsharded gradients", shape.reduced * reduced * shape.learned + own),
+    ]
 
 
 def saved(shape: Shape) -> float:
@@ -196,10 +230,16 @@ def saved(shape: Shape) -> float:
     dim, width, mode = shape.residual, shape.ffn_width, mode_of(job)
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
     if shape.stack:
-        everything = used * (shape.stack.kept - shape.stack.again * shape.compiled + _mask(shape) / shape.tokens) + _attention(shape)
-    elif shape.compiled and shape.format and tp == 1:  # the compiler keeps the cast outputs of both norms and the cast input of w2
+        everything = used * (
+            shape.stack.kept - shape.stack.again * shape.compiled + _mask(shape) / shape.tokens
+        ) + _attention(shape)
+    elif (
+        shape.compiled and shape.format and tp == 1
+    ):  # the compiler keeps the cast outputs of both norms and the cast input of w2
         everything -= (2 * dim + width) * (used - shape.format.bytes)
-    if not shape.compiled and not shape.stack:  # eager keeps the activation and the float mask, which compiled code computes again
+    if (
+        not shape.compiled and not shape.stack
+    ):  # eager keeps the activation and the float mask, which compiled code computes again
         everything += used * (width + _mask(shape) / shape.tokens)
     everything += shape.experts.everything if shape.experts else 0
     if not mode.contexts:
@@ -312,7 +352,9 @@ def _block(shape: Shape) -> Iterator[list[Term]]:
     width = (5 if shape.compiled else 6) * shape.ffn_width
     feed_forward = used * (4 * shape.residual + _norms(shape) + _heads(shape) + width) + _attention(shape)
     if shape.experts:
-        feed_forward += shape.experts.everything + shape.experts.backward(mode_of(shape.job).budget is None and shape.whole_again > 0)
+        feed_forward += shape.experts.everything + shape.experts.backward(
+            mode_of(shape.job).budget is None and shape.whole_again > 0
+        )
     yield [Term("block's backward", shape.tokens * feed_forward + used * _mask(shape))]
     if has_ring(shape.job):
         attention = used * (3 * shape.residual + _norms(shape) / 2 + 5 * queries + 4 * keys) + _attention(shape)

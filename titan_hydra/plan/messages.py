@@ -16,10 +16,16 @@ def of_step(shape: Shape, rank: int) -> dict[str, float]:
     ends = (0 in stages) + (last in stages)
     split = [one for one in shape.before if one.job.parallelism.cp > 1]  # a tower's samples are whole
     earlier = sum(one.layers[0] * _context(one) for one in split) if 0 in stages else 0
-    neighbours = sum(other in range(last + 1) and other not in stages for stage in stages for other in (stage - 1, stage + 1))
+    neighbours = sum(
+        other in range(last + 1) and other not in stages for stage in stages for other in (stage - 1, stage + 1)
+    )
     sent = {
         "tp": times
-        * (blocks * sum(tensor(shape)) / (1 if layout.sequence_parallel else 2) + ends * _ends(shape) + _logits(shape) * (last in stages)),
+        * (
+            blocks * sum(tensor(shape)) / (1 if layout.sequence_parallel else 2)
+            + ends * _ends(shape)
+            + _logits(shape) * (last in stages)
+        ),
         "cp": times * (blocks * _context(shape) + earlier),
         "pp": times * 2 * neighbours * shape.tokens * shape.used * shape.residual,
         "ep": times * sparse * _experts(shape),
@@ -36,7 +42,10 @@ def tensor(shape: Shape) -> tuple[float, float]:
     """
     scatter = shape.tokens * shape.job.model.dim * shape.used
     gather = scatter * shape.sent / shape.used
-    gathers, scatters = (2 * shape.recomputes, int(shape.whole_again == 1))  # collectives that the backward's recomputation repeats
+    gathers, scatters = (
+        2 * shape.recomputes,
+        int(shape.whole_again == 1),
+    )  # collectives that the backward's recomputation repeats
     once, again = shape.halves * (gather + scatter), shape.halves / 2
     return once, once + again * (gathers * gather + scatters * scatter)
 

@@ -14,8 +14,22 @@ from titan_hydra.job.ranks import data_parallel, world_size
 
 from .published import Row, mode_of_row, overrides_of
 
-READ = ("model", "parallelism", "pp_schedule", "ac", "precision", "compile", "loss", "optimizer", "adapter", "debug.balance_experts")
-READ += ("data.local_batch", "data.document_mask")  # sections and keys on which a prediction depends, beside a row's own keys
+READ = (
+    "model",
+    "parallelism",
+    "pp_schedule",
+    "ac",
+    "precision",
+    "compile",
+    "loss",
+    "optimizer",
+    "adapter",
+    "debug.balance_experts",
+)
+READ += (
+    "data.local_batch",
+    "data.document_mask",
+)  # sections and keys on which a prediction depends, beside a row's own keys
 OWN = "titan_hydra"  # how the source of a row begins; published.yaml has a stack of this name
 
 

@@ -47,7 +47,13 @@ class Prediction:
         """Whether the job fits a device: yes, tight or no; None if the device's memory is unknown."""
         if self.capacity_gib is None:
             return None
-        return "yes" if self.peak.gib <= FITS * self.capacity_gib else "tight" if self.peak.gib <= TIGHT * self.capacity_gib else "no"
+        return (
+            "yes"
+            if self.peak.gib <= FITS * self.capacity_gib
+            else "tight"
+            if self.peak.gib <= TIGHT * self.capacity_gib
+            else "no"
+        )
 
     @property
     def band(self) -> float:
@@ -127,14 +133,21 @@ def _remedies(job: Job) -> Iterator[list[Change]]:
     together with smaller local batches.
     """
     modes: list[list[Change]] = [[("ac", job.ac.name, mode)] for mode in modes_that_keep_less(job.ac.name)]
-    losses: list[list[Change]] = [[("loss", job.loss.name, "linear_cross_entropy")]] * (job.loss.name == "cross_entropy")
+    losses: list[list[Change]] = [[("loss", job.loss.name, "linear_cross_entropy")]] * (
+        job.loss.name == "cross_entropy"
+    )
     whole = job.data.local_batch
-    sizes: list[list[Change]] = [[("data.local_batch", whole, size)] for size in range(whole - 1, 0, -1) if whole % size == 0]
+    sizes: list[list[Change]] = [
+        [("data.local_batch", whole, size)] for size in range(whole - 1, 0, -1) if whole % size == 0
+    ]
     shards = job.parallelism.dp_shard
     yield from [*modes, *losses, *sizes]
     yield from ([*mode, *loss, *size] for size in [[], *sizes] for mode in [*modes, []] for loss in [*losses, []])
     if shards > 1 or job.gpus == 1:
-        yield from ([("parallelism.dp_shard", shards, shards * times), ("gpus", job.gpus, job.gpus * times)] for times in (2, 4, 8, 16))
+        yield from (
+            [("parallelism.dp_shard", shards, shards * times), ("gpus", job.gpus, job.gpus * times)]
+            for times in (2, 4, 8, 16)
+        )
 
 
 def _with(job: Job, changes: list[Change]) -> Job:

@@ -72,8 +72,14 @@ def rows_of(file: Path | None = None) -> list[Row]:
             for source in content.get("sources", ())
             for row in source.get("rows", ())
         ]
-    if not isinstance(content, list) or not content or not all(isinstance(row, dict) and "id" in row for row in content):
-        raise ConfigError(f"--score {file}: is not a list of rows with an id each, as titan_hydra/assets/published.yaml has")
+    if (
+        not isinstance(content, list)
+        or not content
+        or not all(isinstance(row, dict) and "id" in row for row in content)
+    ):
+        raise ConfigError(
+            f"--score {file}: is not a list of rows with an id each, as titan_hydra/assets/published.yaml has"
+        )
     for row in content:
         stacks = [stack for stack in shipped["stacks"] if stack["match"] in str(row.get("source"))]
         row["stack"] = stacks[0] if stacks else {}
@@ -95,12 +101,18 @@ def score(row: Row) -> Scored:
     overrides = overrides_of(row, hardware, mode, timed=True)
     job = _composed(*overrides)
     shape = shape_of(job)
-    if _of_megatron(row) and job.parallelism.pp > 1:  # it sends weights and gradients while the pipeline fills and drains
+    if (
+        _of_megatron(row) and job.parallelism.pp > 1
+    ):  # it sends weights and gradients while the pipeline fills and drains
         shape = replace(shape, wrapped=False)
     apart = row.get("apart")
     if apart is None and "power limited" in row.get("device", ""):
         apart = "power-limited cards, as the source says"
-    said = mode_of_row(row) is not None and "graph" not in str(row.get("compile")) and "Simple" not in str(row.get("compile"))
+    said = (
+        mode_of_row(row) is not None
+        and "graph" not in str(row.get("compile"))
+        and "Simple" not in str(row.get("compile"))
+    )
     return Scored(
         row,
         tuple(overrides),
@@ -140,15 +152,31 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
     elif kind.startswith("hsdp"):
         replicas = max(dp // 8, 1)
     lines = ["data=synthetic", "comm=fake", f"hardware={hardware}", *_model(row), *_precision(row), f"ac={mode}"]
-    lines += [f"data.seq_len={row['seq_len']}", f"model.max_seq_len={row['seq_len']}", f"data.global_batch={row['global_batch']}"]
-    degrees = {"dp_replicate": replicas, "dp_shard": dp // replicas, "tp": tp, "cp": cp, "pp": pp, "ep": row.get("ep", 1)}
+    lines += [
+        f"data.seq_len={row['seq_len']}",
+        f"model.max_seq_len={row['seq_len']}",
+        f"data.global_batch={row['global_batch']}",
+    ]
+    degrees = {
+        "dp_replicate": replicas,
+        "dp_shard": dp // replicas,
+        "tp": tp,
+        "cp": cp,
+        "pp": pp,
+        "ep": row.get("ep", 1),
+    }
     lines += [f"gpus={row['gpus']}", *(f"parallelism.{name}={degree}" for name, degree in degrees.items())]
     if "ZeRO-2" in kind or (kind == "zero1" and not timed) or "never" in str(row.get("note")):
         lines.append("parallelism.reshard_after_forward=never")
     if pp > 1:
         stages = row.get("virtual_stages", 1)
-        lines += [f"pp_schedule={row.get('schedule', 'interleaved_1f1b' if stages > 1 else '1f1b')}", f"data.local_batch={samples}"]
-        lines += [f"pp_schedule.stages_per_rank={stages}"] * (stages > 1) + [f"pp_schedule.microbatches={samples // micro}"]
+        lines += [
+            f"pp_schedule={row.get('schedule', 'interleaved_1f1b' if stages > 1 else '1f1b')}",
+            f"data.local_batch={samples}",
+        ]
+        lines += [f"pp_schedule.stages_per_rank={stages}"] * (stages > 1) + [
+            f"pp_schedule.microbatches={samples // micro}"
+        ]
     else:
         lines.append(f"data.local_batch={max(min(micro, samples), 1)}")
     if _of_megatron(row):  # fused kernels, gathers behind matmuls, cuDNN's attention in its ring
@@ -171,7 +199,11 @@ def measured_speed(row: Row, job: Job) -> float:
         layers, dim = model.n_layers, model.dim
         flops = 96 * layers * dim**2 * (1 + length / (6 * dim) + model.vocab_size / (16 * layers * dim))
     else:  # Megatron: causal attention counts half
-        block = 2 * model.dim**2 * (1 + model.n_kv_heads / model.n_heads) + 3 * model.dim * model.ffn_width + length * model.dim
+        block = (
+            2 * model.dim**2 * (1 + model.n_kv_heads / model.n_heads)
+            + 3 * model.dim * model.ffn_width
+            + length * model.dim
+        )
         flops = 6 * (model.n_layers * block + model.dim * model.vocab_size)
     return row["tflops_per_gpu"] * 1e12 / flops
 

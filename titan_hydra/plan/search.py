@@ -74,7 +74,9 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
     if found and (reason := timed(found[0], exact=False).reason):
         raise NotPredictable(reason)
     fitting = [timed(one, exact=False) for one in found if one.fits != "no"]
-    ranked = sorted(fitting, key=lambda one: -one.speed.tokens_per_second) or sorted(found, key=lambda one: one.peak.gib)
+    ranked = sorted(fitting, key=lambda one: -one.speed.tokens_per_second) or sorted(
+        found, key=lambda one: one.peak.gib
+    )
     rows: dict[tuple[Any, ...], Row] = {}
     for one in ranked:
         row = Row(one)
@@ -101,7 +103,9 @@ def _points(job: Job) -> Iterator[Prediction]:
     for layout in _layouts(job):
         for batches in _batches(layout):
             last = next(_legal(batches, reversed(modes)), None)
-            if last and (memory := in_memory(last)).fits == "no":  # the common case: no mode of checkpointing makes it fit
+            if (
+                last and (memory := in_memory(last)).fits == "no"
+            ):  # the common case: no mode of checkpointing makes it fit
                 yield memory
             elif last:
                 yield next(one for one in map(in_memory, _legal(batches, modes)) if one.fits != "no")
@@ -135,7 +139,10 @@ def _schedules(job: Job) -> Iterator[Job]:
     for kind in PIPELINE_SCHEDULES.values():
         for chunks in (kind.stages_per_rank,) if kind.stages_per_rank else CHUNKS:
             if not kind.from_file and chunks * job.parallelism.pp <= job.model.n_layers:
-                yield changed(job, pp_schedule={"name": kind.name, "stages_per_rank": chunks, "split": [], "layers_per_stage": None})
+                yield changed(
+                    job,
+                    pp_schedule={"name": kind.name, "stages_per_rank": chunks, "split": [], "layers_per_stage": None},
+                )
 
 
 def _batches(job: Job) -> Iterator[Job]:

@@ -32,9 +32,8 @@ class Shape:
 
     job: Job
     linears: tuple[Linear, ...]  # the linears of a block
-    block: (
-        float  # parameters of a block; those of experts are scaled by shards / (ranks that shard experts), so that all divide by `shards`
-    )
+    # parameters of a block; those of experts are scaled by shards / (ranks that shard experts), so that all divide by `shards`
+    block: float
     dense: tuple[int, ...]  # number of dense blocks of each stage, in a model with experts
     lighter: float  # parameters that a dense block has less than `block`
     embedding: float
@@ -204,7 +203,9 @@ class Shape:
         """
         tp = self.job.parallelism.tp
         count = ADAPTERS[self.job.adapter.name].parameters
-        return sum(count(self.job.adapter, one.share("inputs", tp), one.share("outputs", tp)) for one in adapted(self.job))
+        return sum(
+            count(self.job.adapter, one.share("inputs", tp), one.share("outputs", tp)) for one in adapted(self.job)
+        )
 
     @cached_property
     def learned(self) -> float:
@@ -219,7 +220,11 @@ class Shape:
     def sizes(self) -> list[float]:
         """The products of the widths of a block's matmuls on this rank, in running order: half the FLOPs of a token."""
         experts = self.experts
-        routed = [experts.number * experts.dim / experts.sequence, *[experts.rows * experts.dim * experts.width] * 3] if experts else []
+        routed = (
+            [experts.number * experts.dim / experts.sequence, *[experts.rows * experts.dim * experts.width] * 3]
+            if experts
+            else []
+        )
         sizes = [one.size(self.job.parallelism.tp) for one in self.linears]
         return [*sizes[: self.after], *routed, *sizes[self.after :]]
 
@@ -232,7 +237,10 @@ class Shape:
         """Return the elements of a token in the outputs of a block's matmuls on this rank, in running order. Outputs of
         row-parallel linears are split over `rows` ranks.
         """
-        widths = [one.tokens * one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows) for one in self.linears]
+        widths = [
+            one.tokens * one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows)
+            for one in self.linears
+        ]
         return [*widths[: self.after], *(self.experts.outputs if self.experts else ()), *widths[self.after :]]
 
 
@@ -250,7 +258,9 @@ def shape_of(job: Job) -> Shape:
     if stacks and not family.linears(job.model):
         return _of_stacks(job, stacks)
     if family.takes != "tokens" and not stacks:
-        raise NotPredictable(f"model.family={job.model.family}: takes {family.takes}, and predictions know models of tokens alone")
+        raise NotPredictable(
+            f"model.family={job.model.family}: takes {family.takes}, and predictions know models of tokens alone"
+        )
     return _of_decoder(job, stacks)
 
 
@@ -265,7 +275,9 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
     layers = _layers(job) if pp else (model.n_layers,)
     less, dense = (lighter(job), experts.dense) if experts else (0, 0)
     block = (family.parameters(model) - towers - ends + dense * less) / model.n_layers
-    whole = sum(one.inputs * one.outputs for one in linears if one.whole) + (experts.number * model.dim if experts else 0)
+    whole = sum(one.inputs * one.outputs for one in linears if one.whole) + (
+        experts.number * model.dim if experts else 0
+    )
     block = (block - whole) / degrees.tp + whole
     samples, shards = microbatch_size(job), degrees.dp_shard * degrees.cp
     shape = Shape(

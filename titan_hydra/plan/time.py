@@ -25,7 +25,9 @@ from .shape import NotPredictable, Shape, shape_of
 BAND, UNMEASURED = 0.15, 0.20
 # bytes of the update's memory traffic per parameter: 28 for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
 TOKEN_BYTES = 36
-CAST_BYTES = 5  # memory traffic of a cast to Float8 with one scale: a bf16 element is read for the largest value, and to cast it
+CAST_BYTES = (
+    5  # memory traffic of a cast to Float8 with one scale: a bf16 element is read for the largest value, and to cast it
+)
 LATENCY = 0.01  # seconds of a step that no other term counts
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
 
@@ -35,7 +37,9 @@ class Factors:
     """Factors fitted to the paper's tables, unless a comment says otherwise."""
 
     eager: float = 4.0  # element-wise traffic of a block, in passes over its activations
-    compiled: float = 0.5  # the same for compiled code; the lower bound of the fit, as the fitted matmul rates include the rest
+    compiled: float = (
+        0.5  # the same for compiled code; the lower bound of the fit, as the fitted matmul rates include the rest
+    )
     # memory traffic of Float8 casts as a multiple of the count for tensorwise scaling (H200: 2.1; not fitted)
     cast: float = 2.0
     rowwise: float = 2.1  # ratio of the time of rowwise casts to that of tensorwise casts (H200: 120 against 56 ms)
@@ -43,7 +47,9 @@ class Factors:
     memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
     async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
-    contention: float = 0.35  # seconds that computation loses to a second of a collective at NVLink's rate, if both overlap
+    contention: float = (
+        0.35  # seconds that computation loses to a second of a collective at NVLink's rate, if both overlap
+    )
     straggler: float = 23e-6  # seconds that a collective waits for its last rank, for each node; nothing hides them
     message: float = 40e6  # bytes of a collective that reaches half of its link's rate
     launch: float = 2e-3  # seconds in which the host starts the kernels of a block's forward, in eager mode
@@ -98,7 +104,9 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
         parts["pipeline calls"] = _pipeline_calls(shape)
         earlier = [_sum(passes) for one, passes in kinds[:-1] for _ in range(one.layers[0])]
         first = Pair(*map(sum, zip(*earlier, strict=True))) if earlier else Pair(0, 0)
-        parts["pipeline idle"] = _span(shape, _sum(block), first, head, exact) * shape.rounds - (sum(parts.values()) - update)
+        parts["pipeline idle"] = _span(shape, _sum(block), first, head, exact) * shape.rounds - (
+            sum(parts.values()) - update
+        )
     parts["FSDP"] = sum(_fsdp(one, factors, _sum(passes)) for one, passes in kinds)
     step = sum(parts.values())
     return Speed(step, job.data.global_batch * job.data.seq_len / all_ranks(job) / step, parts)
@@ -152,7 +160,9 @@ def _element_wise(shape: Shape, factors: Factors) -> Pair:
 def _float8_casts(shape: Shape, factors: Factors) -> Pair:
     """Return the seconds of casts of activations and weights: memory traffic."""
     weights = _weight_casts(shape, factors)
-    inputs, outputs = ((casts * shape.tokens + weights) / _bandwidth(shape, factors) for casts in _casts(shape, factors))
+    inputs, outputs = (
+        (casts * shape.tokens + weights) / _bandwidth(shape, factors) for casts in _casts(shape, factors)
+    )
     return Pair(inputs, outputs + recomputed(shape).matmuls * inputs)
 
 
@@ -239,7 +249,9 @@ def head_passes(shape: Shape, factors: Factors) -> Pair:
     16 and 20 bytes of memory traffic per logit.
     """
     model, tokens = shape.job.model, shape.tokens
-    matmul = 2 * tokens * model.vocab_size * model.dim / shape.job.parallelism.tp / (shape.job.hardware.bf16_tflops * 1e12)
+    matmul = (
+        2 * tokens * model.vocab_size * model.dim / shape.job.parallelism.tp / (shape.job.hardware.bf16_tflops * 1e12)
+    )
     logits = tokens * shape.vocabulary * 4 / _bandwidth(shape, factors)
     return Pair(matmul + 4 * logits, 2 * matmul + 5 * logits)
 
@@ -281,7 +293,9 @@ def _rate(shape: Shape, linear: Linear) -> float:
     tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
     smallest = min(shape.tokens, linear.share("inputs", tp), linear.share("outputs", tp))
     fast = shape.format and linear.name not in precision.skip
-    top, half = (hardware.float8_tflops, hardware.small_float8) if fast else (hardware.bf16_tflops, hardware.small_matmul)
+    top, half = (
+        (hardware.float8_tflops, hardware.small_float8) if fast else (hardware.bf16_tflops, hardware.small_matmul)
+    )
     return top * 1e12 * smallest / (smallest + half) * (1 if precision.compute_dtype == "bfloat16" else 0.5)
 
 
@@ -326,7 +340,12 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
     if not shape.format:
         return 0.0
     weights = sum(one.size(shape.job.parallelism.tp) for one in shape.linears)
-    return CAST_BYTES * weights * (1 if shape.one_scale else factors.rowwise) / (shape.shards if shape.gathered < shape.used else 1)
+    return (
+        CAST_BYTES
+        * weights
+        * (1 if shape.one_scale else factors.rowwise)
+        / (shape.shards if shape.gathered < shape.used else 1)
+    )
 
 
 def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:
@@ -402,7 +421,9 @@ def _span(shape: Shape, block: Pair, first: Pair, head: Pair, exact: bool) -> fl
     backward[0] += first.backward
     forward[last] += head.forward
     backward[last] += head.backward
-    half = [(seconds + call) / 2 for seconds in backward]  # if a schedule splits the backward in two passes: seconds of each
+    half = [
+        (seconds + call) / 2 for seconds in backward
+    ]  # if a schedule splits the backward in two passes: seconds of each
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
     second = call if splits_backward(job) else 0
     most = max(sum(forward[stage] + backward[stage] + second for stage in stages) for stages in shape.stages)

@@ -38,7 +38,11 @@ class Band:
     @property
     def departure(self) -> str:
         """The first step outside the band, and the difference there."""
-        size = "not a number" if math.isnan(self.difference) else f"{self.difference:+.2%} (more than {self.tolerance:.2%})"
+        size = (
+            "not a number"
+            if math.isnan(self.difference)
+            else f"{self.difference:+.2%} (more than {self.tolerance:.2%})"
+        )
         return f"step {self.step}, {size.replace('-', chr(0x2212)).replace('%', ' %')}"
 
     def __str__(self) -> str:
@@ -51,7 +55,9 @@ def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
     if not steps:
         return None
     reference, own = [baseline.losses[step] for step in steps], [cell.losses[step] for step in steps]
-    for step, off, allowed in zip(steps, off_by(reference, own), tolerances(reference, coarser(baseline, cell)), strict=True):
+    for step, off, allowed in zip(
+        steps, off_by(reference, own), tolerances(reference, coarser(baseline, cell)), strict=True
+    ):
         if not abs(off) <= allowed:  # not `>`, so that NaN counts as outside
             return Band(step, off, allowed, len(steps))
     return Band(compared=len(steps))
@@ -69,7 +75,9 @@ def tolerances(reference: list[float], precision: str) -> list[float]:
     to batch, as training amplifies rounding. The first row is logged before any update.
     """
     noise = noise_of(tuple(reference))
-    return [rounding(precision) + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)]
+    return [
+        rounding(precision) + SHARE * sigma / (abs(loss) or 1.0) for sigma, loss in zip(noise, reference, strict=True)
+    ]
 
 
 @lru_cache(maxsize=4)  # all cells of a report are compared with one baseline

@@ -10,7 +10,15 @@ EXACT = ("start", "routing", "drift", "rounded")
 
 def card_page(card: dict[str, Any]) -> str:
     """Return the page of a certificate."""
-    parts = (_head(card), _prediction(card), _reduction(card), _proofs(card), _runs(card), _measured(card), _made_with(card))
+    parts = (
+        _head(card),
+        _prediction(card),
+        _reduction(card),
+        _proofs(card),
+        _runs(card),
+        _measured(card),
+        _made_with(card),
+    )
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -62,7 +70,9 @@ def _proofs(card: dict[str, Any]) -> Iterator[str]:
     yield "|" + "---|" * (len(COLUMNS) + len(EXACT) + 4)
     for small in card["reduced"]:
         for proof in small["proofs"]:
-            columns = " | ".join(f"{_number(proof[name]['difference'])} of {proof[name]['bound']:g}" for name in COLUMNS)
+            columns = " | ".join(
+                f"{_number(proof[name]['difference'])} of {proof[name]['bound']:g}" for name in COLUMNS
+            )
             exact = " | ".join(str(proof[name]) for name in EXACT)
             passed = "yes" if proof["passed"] else "**no**"
             yield f"| {proof['name']} | {proof['ranks']} | {columns} | {_number(proof['band'])} | {exact} | {passed} |"

@@ -50,7 +50,9 @@ class ReportCell:
     load: dict[str, float] = field(default_factory=dict)  # "cores" of the machine, load averages at "start" and "end"
     unreadable: tuple[str, ...] = ()  # damaged files and rows, which were left out
     repeat: bool = False  # whether it is the second run of the baseline, at the end of a packed sweep
-    members: dict[str, ReportCell] = field(default_factory=dict)  # of a `Mean`: its cells, by the value of the key that differs
+    members: dict[str, ReportCell] = field(
+        default_factory=dict
+    )  # of a `Mean`: its cells, by the value of the key that differs
 
     @property
     def single(self) -> list[ReportCell]:
@@ -116,7 +118,9 @@ class ReportCell:
     rate = property(lambda self: self.numbers.get("tokens_per_second"))  # median over the steady steps, per device
     iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # interquartile range over the same steps
     noise = iqr  # rates that differ by less are indistinguishable
-    measured = property(lambda self: self.numbers.get("measured_steps"))  # number of steps (or rows) over which the rate is the median
+    measured = property(
+        lambda self: self.numbers.get("measured_steps")
+    )  # number of steps (or rows) over which the rate is the median
     memory = property(lambda self: self.numbers.get("memory_gib"))  # peak GiB reserved, the largest over all ranks
     mfu = property(lambda self: self.numbers.get("mfu"))
     parameters = property(lambda self: self.result.get("parameters"))
@@ -130,7 +134,9 @@ class ReportCell:
     @property
     def busy(self) -> bool:
         """Whether other programs shared the run's machine, as its load exceeded its cores."""
-        return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get("cores", 1)
+        return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get(
+            "cores", 1
+        )
 
     def column(self, name: str, first: int = 0) -> Mapping[int, float]:
         """Return a column of metrics.jsonl by step; with `first`, only of the newest layout and without its first row."""
@@ -228,7 +234,11 @@ class ReportCell:
 
     @property
     def dirty(self) -> bool:
-        ours = [name for name in self.env.get("git_untracked") or [] if name.startswith(("titan_hydra/", "conf/", "launch.py"))]
+        ours = [
+            name
+            for name in self.env.get("git_untracked") or []
+            if name.startswith(("titan_hydra/", "conf/", "launch.py"))
+        ]
         return bool(self.env.get("git_diff") or ours)
 
     @property
@@ -283,7 +293,9 @@ class Mean(ReportCell):
         errors = self._merged(lambda cell: cell.means, error_of)
         return {} if None in errors.values() else errors
 
-    def _merged(self, curve_of: Callable[[ReportCell], Mapping[int, float]], by: Callable[[list[float]], float | None]) -> dict[int, float]:
+    def _merged(
+        self, curve_of: Callable[[ReportCell], Mapping[int, float]], by: Callable[[list[float]], float | None]
+    ) -> dict[int, float]:
         curves = [curve for cell in self.members.values() if not cell.state.failure and (curve := curve_of(cell))]
         steps = set.intersection(*map(set, curves)) if curves else set()
         return {step: by([curve[step] for curve in curves]) for step in sorted(steps)}
@@ -306,7 +318,10 @@ def gather(selection: Selection) -> list[ReportCell]:
     entries: list[dict[str, Any]] = selection.sweep.get("cells", [{}] * len(selection.cells))
     repeats = [bool(entry.get("repeat")) for entry in entries]
     now_of = inspect_all([chosen.directory for chosen in selection.cells])
-    return [replace(read_cell(chosen, now), repeat=repeat) for chosen, now, repeat in zip(selection.cells, now_of, repeats, strict=False)]
+    return [
+        replace(read_cell(chosen, now), repeat=repeat)
+        for chosen, now, repeat in zip(selection.cells, now_of, repeats, strict=False)
+    ]
 
 
 def read_cell(chosen: RunCell, now: State) -> ReportCell:
@@ -318,7 +333,11 @@ def read_cell(chosen: RunCell, now: State) -> ReportCell:
     rows, damaged = layout.METRICS.rows(chosen.directory)
     events, other = layout.EVENTS.rows(chosen.directory)
     rank = layout.RANK.read(layout.ATTEMPT.of(chosen.directory, now.attempt))
-    unreadable = [f"rows of {file}: {count}" for file, count in ((layout.METRICS.name, damaged), (layout.EVENTS.name, other)) if count]
+    unreadable = [
+        f"rows of {file}: {count}"
+        for file, count in ((layout.METRICS.name, damaged), (layout.EVENTS.name, other))
+        if count
+    ]
     if not environment and layout.ENV.of(chosen.directory).exists():
         unreadable.append(layout.ENV.name)
     result = layout.RESULT.read(chosen.directory) if now.kind == "done" else {}

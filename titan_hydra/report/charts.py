@@ -96,7 +96,11 @@ def bar_charts(report: Report) -> Iterator[Bars]:
     speeds, memory = [], []
     for number, row in enumerate(report.rows):
         cell = row.cell
-        what = [row.speed, "baseline" if row is report.reference else None, "loss left the band" if row.flagged else None]
+        what = [
+            row.speed,
+            "baseline" if row is report.reference else None,
+            "loss left the band" if row.flagged else None,
+        ]
         spread = error_of(cell.of("rate")) if isinstance(cell, Mean) else cell.iqr and cell.iqr / 2
         speeds.append(Bar(number, cell.rate, row.rate, ", ".join(filter(None, what)), spread))
         change = percent(cell.memory / reference - 1) if cell.memory and reference and not row.baseline else ""
@@ -107,7 +111,13 @@ def bar_charts(report: Report) -> Iterator[Bars]:
         yield Bars("throughput", "Throughput", unit, speeds)
     if any(bar.value is not None and isfinite(bar.value) for bar in memory):
         limits = {row.cell.config.get("cluster.device_memory_gib") for row in report.rows} - {None}
-        yield Bars("memory", "Peak memory", "GiB reserved, the largest over all ranks", memory, limits.pop() if len(limits) == 1 else None)
+        yield Bars(
+            "memory",
+            "Peak memory",
+            "GiB reserved, the largest over all ranks",
+            memory,
+            limits.pop() if len(limits) == 1 else None,
+        )
 
 
 def curves(report: Report) -> Iterator[Lines]:
@@ -131,7 +141,9 @@ def drawn(report: Report) -> list[Lines]:
     return [chart for chart in curves(report) if chart.lines]
 
 
-def lines_of(report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], Mapping[int, float]]) -> Lines:
+def lines_of(
+    report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], Mapping[int, float]]
+) -> Lines:
     """Chart `values` by step: a line for each row that has at least two finite values and has not failed."""
     lines = []
     for number, row in enumerate(report.rows):
@@ -170,7 +182,12 @@ def sizes(report: Report) -> Iterator[Lines]:
     chart is empty if all rows have the same FLOPs, or the same parameters.
     """
     for name, title, over, of in (
-        ("compute", "Held-out loss against compute", "training FLOPs", lambda cell: (cell.flops or 0) * (cell.tokens or 0)),
+        (
+            "compute",
+            "Held-out loss against compute",
+            "training FLOPs",
+            lambda cell: (cell.flops or 0) * (cell.tokens or 0),
+        ),
         ("parameters", "Held-out loss against parameters", "parameters", lambda cell: cell.parameters or 0),
     ):
         points = [

@@ -18,7 +18,9 @@ from titan_hydra.config.sweep import differing, key_of
 from .cells import ReportCell
 
 # What each key of config.json changes. If a section states `changes` for all its keys, the section is one entry.
-CHANGES = {name: changes for key in known_keys() if not is_dataclass(kind_of(key)) for name, changes in [changes_of(key)]}
+CHANGES = {
+    name: changes for key in known_keys() if not is_dataclass(kind_of(key)) for name, changes in [changes_of(key)]
+}
 WORK = [name for name, changes in CHANGES.items() if "work" in changes]  # must be equal to compare tokens/s
 LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes]  # must be equal to compare losses
 HELD_OUT = [name for name, changes in CHANGES.items() if changes == "held-out loss"]
@@ -65,7 +67,11 @@ def value_of(cell: ReportCell, key: str) -> object:
         return ((key, "{}"),)
     if key in cell.config:
         return as_typed(value) if isinstance(value, list | dict) else value
-    own = ((name, repr(value)) for name, value in cell.config.items() if name.startswith(f"{key}.") and _name_of(name) == key)
+    own = (
+        (name, repr(value))
+        for name, value in cell.config.items()
+        if name.startswith(f"{key}.") and _name_of(name) == key
+    )
     return tuple(own) or UNKNOWN
 
 
@@ -104,7 +110,9 @@ def even(cells: list[ReportCell], swept: set[str]) -> bool:
     tokens = [(cell.config.get("data.global_batch") or 0) * (cell.config.get("data.seq_len") or 0) for cell in cells]
     if len(set(tokens)) == 1:
         return True
-    return len({total / (cell.gpus or 1) for total, cell in zip(tokens, cells, strict=True)}) == 1 and on_purpose("gpus", swept)
+    return len({total / (cell.gpus or 1) for total, cell in zip(tokens, cells, strict=True)}) == 1 and on_purpose(
+        "gpus", swept
+    )
 
 
 def swept_keys(overrides: list[list[str]]) -> set[str]:
@@ -116,7 +124,9 @@ def refuse(found: list[Difference], allowed: set[str]) -> None:
     """Raise ConfigError with a line for each difference, except those on purpose, those in `allowed`, and those that
     change only the held-out loss.
     """
-    unknown = [key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))]
+    unknown = [
+        key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))
+    ]
     if unknown:
         known = (*EQUAL, *PLACE, "versions")
         hint = did_you_mean(suggest(unknown[0], known), otherwise=f"; there are {', '.join(known)}")

@@ -95,7 +95,10 @@ def _table(report: Report) -> dict[str, Any]:
     return {
         "head": [{"title": title, "word": title in WORDS} for title, *_ in report.columns],
         "rows": rows,
-        "notes": [{"text": note, "bad": "left the baseline" in note} for note in filter(None, (*report.notes, report.left_out))],
+        "notes": [
+            {"text": note, "bad": "left the baseline" in note}
+            for note in filter(None, (*report.notes, report.left_out))
+        ],
     }
 
 
@@ -103,11 +106,16 @@ def data(report: Report) -> dict[str, Any]:
     """Return the data of the charts: the runs, with their colours and coordinates, and the charts themselves."""
     report = report.drawn
     drawn: list[dict[str, Any]] = [{"kind": "bars", **asdict(chart)} for chart in charts.bar_charts(report)]
-    drawn += [{"kind": "histogram" if chart.name == "step_seconds" else "lines", **asdict(chart)} for chart in charts.drawn(report)]
+    drawn += [
+        {"kind": "histogram" if chart.name == "step_seconds" else "lines", **asdict(chart)}
+        for chart in charts.drawn(report)
+    ]
     drawn += [pipeline(number, one) for number, one in enumerate(timeline.pipelines(report), start=1)]
     for chart in drawn:
         for one in (*chart.get("lines", ()), *chart.get("bars", ())):
-            one.update({name: [digits(value) for value in values] for name, values in one.items() if isinstance(values, list)})
+            one.update(
+                {name: [digits(value) for value in values] for name, values in one.items() if isinstance(values, list)}
+            )
             one.update({name: None for name, value in one.items() if isinstance(value, float) and not isfinite(value)})
     runs = [_run(look, row, report) for look, row in zip(charts.looks(report), report.rows, strict=True)]
     return {"runs": runs, "charts": drawn}
@@ -136,8 +144,18 @@ def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
 
 def _run(look: charts.Look, row: ReportRow, report: Report) -> dict[str, Any]:
     """Return the data of a row of the table: label, look of its lines, coordinates of its steps on each axis."""
-    axes = {axis: [digits(place) for place in charts.thin(list(row.cell.places(axis).values()), report)] for axis in charts.AXES}
-    return {"label": row.label, **asdict(look), "reference": row.baseline, "partial": row.cell.partial, "flagged": row.flagged, **axes}
+    axes = {
+        axis: [digits(place) for place in charts.thin(list(row.cell.places(axis).values()), report)]
+        for axis in charts.AXES
+    }
+    return {
+        "label": row.label,
+        **asdict(look),
+        "reference": row.baseline,
+        "partial": row.cell.partial,
+        "flagged": row.flagged,
+        **axes,
+    }
 
 
 def more(report: Report) -> dict[str, Any]:
@@ -149,8 +167,15 @@ def _differing(report: Report) -> dict[str, list[Any]]:
     """Return a table of the keys in which the cells' configurations differ, without the groups in QUIET."""
     rows = [row for row in report.rows if row.cell.config]
     every = {key: None for row in rows for key in row.cell.config}  # each key once, in the order of config.json
-    keys = [key for key in every if key.partition(".")[0] not in QUIET and len({_value(row.cell.config.get(key)) for row in rows}) > 1]
-    return {"head": ["", *keys], "rows": [[row.label, *(_value(row.cell.config.get(key)) for key in keys)] for row in rows if keys]}
+    keys = [
+        key
+        for key in every
+        if key.partition(".")[0] not in QUIET and len({_value(row.cell.config.get(key)) for row in rows}) > 1
+    ]
+    return {
+        "head": ["", *keys],
+        "rows": [[row.label, *(_value(row.cell.config.get(key)) for key in keys)] for row in rows if keys],
+    }
 
 
 def environment(report: Report) -> dict[str, Any]:
@@ -175,7 +200,11 @@ def environment(report: Report) -> dict[str, Any]:
     facts = {name: values for name, values in facts.items() if set(values) != {NONE}}
     alike = {name: max(set(values) - {NONE}) for name, values in facts.items() if len(set(values) - {NONE}) == 1}
     others = [name for name in facts if name not in alike]
-    apart = [[row.label, *(facts[name][place] for name in others)] for place, row in enumerate(report.rows)] if others else []
+    apart = (
+        [[row.label, *(facts[name][place] for name in others)] for place, row in enumerate(report.rows)]
+        if others
+        else []
+    )
     return {"alike": list(alike.items()), "apart": {"head": ["", *others], "rows": apart}}
 
 
@@ -192,7 +221,9 @@ def commands(report: Report) -> Iterable[str]:
     typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
         for one in row.cell.single:
-            implied = any(key_of(word) == "sweeps" for word in one.overrides)  # then the sweep's file sets overrides that were not typed
+            implied = any(
+                key_of(word) == "sweeps" for word in one.overrides
+            )  # then the sweep's file sets overrides that were not typed
             words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"
             yield f"python launch.py {quoted(words)}".rstrip()

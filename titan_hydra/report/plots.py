@@ -32,7 +32,11 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
 
     origin, report = "  \N{MIDDLE DOT}  ".join(filter(None, (report.left_out, report.origin))), report.drawn
     makers = [(chart.name, lambda chart=chart: draw_bars(report, chart)) for chart in charts.bar_charts(report)]
-    makers += [(chart.name, lambda chart=chart: lines(report, chart, axis, log)) for chart in charts.drawn(report) if chart.name in FILES]
+    makers += [
+        (chart.name, lambda chart=chart: lines(report, chart, axis, log))
+        for chart in charts.drawn(report)
+        if chart.name in FILES
+    ]
     makers += [
         (f"pipeline-{number}", lambda one=one: timeline.draw_timeline(one, *figure(1.7 + 0.34 * len(one.ranks))))
         for number, one in enumerate(timeline.pipelines(report), start=1)
@@ -47,7 +51,9 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
 def save_figure(drawn: Figure, folder: Path, name: str) -> Iterator[Path]:
     """Write a figure as PNG and as SVG, without a date, and yield the files."""
     for ending in ("png", "svg"):
-        drawn.savefig(folder / f"{name}.{ending}", metadata={"Date": None} if ending == "svg" else None, facecolor="white")
+        drawn.savefig(
+            folder / f"{name}.{ending}", metadata={"Date": None} if ending == "svg" else None, facecolor="white"
+        )
         yield folder / f"{name}.{ending}"
 
 
@@ -88,13 +94,23 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
             hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}
             axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1, **hatch)
         if known and bar.spread and isfinite(bar.spread):
-            axes.plot([bar.value - bar.spread, bar.value + bar.spread], [place, place], color=LIGHT["ink"], linewidth=1.1)
+            axes.plot(
+                [bar.value - bar.spread, bar.value + bar.spread], [place, place], color=LIGHT["ink"], linewidth=1.1
+            )
         _annotate(axes, place, width, bar, row)
         if known and row is report.reference:
             axes.axvline(bar.value, color=LIGHT["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     if chart.limit:
         axes.axvline(chart.limit, color=LIGHT["red"], linewidth=1)
-        axes.text(chart.limit, -0.62, f"a device has {chart.limit:g} ", ha="right", va="bottom", color=LIGHT["red"], fontsize=8.5)
+        axes.text(
+            chart.limit,
+            -0.62,
+            f"a device has {chart.limit:g} ",
+            ha="right",
+            va="bottom",
+            color=LIGHT["red"],
+            fontsize=8.5,
+        )
     axes.set_yticks(range(len(chart.bars)), [short(row.label) for row in report.rows], color=LIGHT["ink"])
     axes.set_ylim(len(chart.bars) - 0.4, -0.6)
     axes.set_xlim(left=0)
@@ -128,7 +144,9 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
     drawn, axes = figure(3.4 + 0.1 * (len(chart.lines) + len(chart.bands)))
     styles = charts.looks(report)
     for name, steps, limit in chart.bands:
-        axes.fill_between(report.baseline.cell.on(axis, steps), limit, color=LIGHT["rule"], alpha=0.4, linewidth=0, label=name)
+        axes.fill_between(
+            report.baseline.cell.on(axis, steps), limit, color=LIGHT["rule"], alpha=0.4, linewidth=0, label=name
+        )
     for one in chart.lines:
         row = report.rows[one.row] if one.row >= 0 else None
         style = styles[one.row] if row else Look("base", "dash")
@@ -158,7 +176,15 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
     if chart.over == "step" and axis == "step":
         axes.locator_params(axis="x", integer=True)
     axes.set_title(chart.title, loc="left", pad=22)
-    axes.annotate(chart.unit, (0, 1), (0, 8), xycoords="axes fraction", textcoords="offset points", color=LIGHT["soft"], fontsize=8.5)
+    axes.annotate(
+        chart.unit,
+        (0, 1),
+        (0, 8),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        color=LIGHT["soft"],
+        fontsize=8.5,
+    )
     axes.set_xlabel(AXES[axis] if chart.over == "step" else chart.over, loc="left")
     axes.grid(axis="y")
     return drawn

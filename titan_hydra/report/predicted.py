@@ -30,7 +30,10 @@ def with_predictions(report: Report) -> Report:
     found = [prediction(row.cell.directory, rates) for row in report.rows]
     if not any(isinstance(one, Prediction) for one in found):
         raise ConfigError(f"--predicted: {found[0]}")
-    rows = [replace(row, prediction=one if isinstance(one, Prediction) else None) for row, one in zip(report.rows, found, strict=True)]
+    rows = [
+        replace(row, prediction=one if isinstance(one, Prediction) else None)
+        for row, one in zip(report.rows, found, strict=True)
+    ]
     return replace(report, rows=rows)
 
 
@@ -58,7 +61,11 @@ def measured_rows(report: Report) -> list[dict[str, Any]]:
     day = datetime.now(UTC).date()
     return [
         row_of(job, cell.directory.name)
-        | {"source": f"{OWN}, {cell.directory.name}", "known": day, "device": f"{cell.result['world_size']} x {cell.result['device']}"}
+        | {
+            "source": f"{OWN}, {cell.directory.name}",
+            "known": day,
+            "device": f"{cell.result['world_size']} x {cell.result['device']}",
+        }
         | {"tokens_per_second_per_gpu": round(cell.rate, 1)}
         | ({"memory_gib": round(cell.memory, 2)} if cell.memory else {})
         for job, cell in zip(jobs, cells, strict=True)

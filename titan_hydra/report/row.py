@@ -26,7 +26,9 @@ class ReportRow:
     difference: float | None = None  # relative difference of tokens/s from the baseline's
     noise: float | None = None  # relative difference that is not distinguishable from noise
     doubt: str = ""  # FEW_STEPS or NOISE; "" if the difference is reliable
-    change: tuple[float, float | None] | None = None  # of a `Mean`: difference of its loss from the baseline's, standard error
+    change: tuple[float, float | None] | None = (
+        None  # of a `Mean`: difference of its loss from the baseline's, standard error
+    )
     band: Band | None = None
     prediction: Prediction | None = None
 
@@ -88,7 +90,12 @@ COLUMNS: tuple[Column, ...] = (
     ("goodput", "goodput", lambda row: _number(row.cell.goodput, ".1%"), lambda row: row.cell.goodput),
     ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
     ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
-    ("lowest held out", "lowest_held_out_loss", lambda row: _lowest(row), lambda row: row.cell.lowest and row.cell.lowest[0]),
+    (
+        "lowest held out",
+        "lowest_held_out_loss",
+        lambda row: _lowest(row),
+        lambda row: row.cell.lowest and row.cell.lowest[0],
+    ),
     ("mean loss", "mean_loss", lambda row: row.loss("loss"), lambda row: row.cell.loss),
     ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
     ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
@@ -102,9 +109,24 @@ COLUMNS: tuple[Column, ...] = (
     ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
 )
 PREDICTED: tuple[Column, ...] = (  # further columns of --predicted
-    ("predicted tokens/s", "predicted_tokens_per_second", lambda row: _number(row.predicted_rate, ",.0f"), lambda row: row.predicted_rate),
-    ("to prediction", "to_prediction_percent", lambda row: percent(row.to_prediction), lambda row: truncated_percent(row.to_prediction)),
-    ("predicted GiB", "predicted_memory_gib", lambda row: _number(row.predicted_gib, ".1f"), lambda row: row.predicted_gib),
+    (
+        "predicted tokens/s",
+        "predicted_tokens_per_second",
+        lambda row: _number(row.predicted_rate, ",.0f"),
+        lambda row: row.predicted_rate,
+    ),
+    (
+        "to prediction",
+        "to_prediction_percent",
+        lambda row: percent(row.to_prediction),
+        lambda row: truncated_percent(row.to_prediction),
+    ),
+    (
+        "predicted GiB",
+        "predicted_memory_gib",
+        lambda row: _number(row.predicted_gib, ".1f"),
+        lambda row: row.predicted_gib,
+    ),
 )
 WORDS = ("technique", "loss in band", "commit", "torch", "device")  # titles of the columns that are aligned left
 
@@ -126,7 +148,11 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
         doubt = FEW_STEPS
     elif difference is not None and noise is not None and abs(difference) < noise:
         doubt = NOISE
-    comparable = not cell.lost and cell.members.keys() == baseline.members.keys() and compare.same(cell, baseline, compare.LEARNING)
+    comparable = (
+        not cell.lost
+        and cell.members.keys() == baseline.members.keys()
+        and compare.same(cell, baseline, compare.LEARNING)
+    )
     own_band = band(baseline, cell) if comparable else None
     return ReportRow(cell, label, False, difference, noise, doubt, loss_change(cell, baseline), own_band)
 
@@ -142,7 +168,10 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
     every = [*cell.members.values(), *baseline.members.values()]
     alike = all(one.held_out is not None and compare.same(one, every[0], compare.HELD_OUT) for one in every)
     name = "held_out" if alike else "loss"
-    a, b = ({value: loss for value, one in side.members.items() if (loss := getattr(one, name)) is not None} for side in (cell, baseline))
+    a, b = (
+        {value: loss for value, one in side.members.items() if (loss := getattr(one, name)) is not None}
+        for side in (cell, baseline)
+    )
     if not a or not b:
         return None
     if a.keys() == b.keys():

@@ -29,7 +29,9 @@ def serve(make: Callable[[], Report], port: int) -> None:
     try:
         server = ThreadingHTTPServer((LOOPBACK, port), functools.partial(Handler, pages))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--port={port}: {getattr(error, 'strerror', None) or error}; --port 0 takes one that is free") from error
+        raise ConfigError(
+            f"--port={port}: {getattr(error, 'strerror', None) or error}; --port 0 takes one that is free"
+        ) from error
     with server:
         server.daemon_threads = True
         print(f"http://{LOOPBACK}:{server.server_port}/{word}/   (Ctrl-C ends it)", flush=True)

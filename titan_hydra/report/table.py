@@ -65,7 +65,11 @@ class Report:
         """
         again = any(cell.state.attempt > 1 for row in self.rows for cell in row.cell.single)
         left_out = {*self.shared, *([] if again else ["goodput"])}
-        return [column for column in self.every if any(column[2](row) is not None for row in self.rows) and column[0] not in left_out]
+        return [
+            column
+            for column in self.every
+            if any(column[2](row) is not None for row in self.rows) and column[0] not in left_out
+        ]
 
     @property
     def every(self) -> tuple[Column, ...]:
@@ -85,7 +89,9 @@ class Report:
         parts = [*models] if len(models) == 1 else []
         for title, form in (("GPUs", "{} ranks"), ("device", "{}"), ("torch", "torch {}"), ("commit", "commit {}")):
             if title in self.shared:
-                parts.append("1 rank" if (title, self.shared[title]) == ("GPUs", "1") else form.format(self.shared[title]))
+                parts.append(
+                    "1 rank" if (title, self.shared[title]) == ("GPUs", "1") else form.format(self.shared[title])
+                )
         return ", ".join(parts)
 
     @property
@@ -110,7 +116,16 @@ class Report:
     def notes(self) -> list[str]:
         """The notes below the table."""
         counted = [self.waiting] if self.waiting else []
-        return [*counted, *self._states(), *self._noise(), *self._bands(), *self._drift(), *self._slow(), *self._mixed(), *self._forced()]
+        return [
+            *counted,
+            *self._states(),
+            *self._noise(),
+            *self._bands(),
+            *self._drift(),
+            *self._slow(),
+            *self._mixed(),
+            *self._forced(),
+        ]
 
     def _slow(self) -> list[str]:
         return [
@@ -125,12 +140,15 @@ class Report:
             cell, steps = row.cell, row.cell.config.get("steps")
             if isinstance(cell, Mean):
                 notes += [
-                    f"{row.label}: {self.over}={value}: {one.word}" + (", and left out" if one.rate is None else " so far")
+                    f"{row.label}: {self.over}={value}: {one.word}"
+                    + (", and left out" if one.rate is None else " so far")
                     for value, one in cell.members.items()
                     if not one.done
                 ]
             elif cell.partial:
-                notes.append(f"* {row.label}: {cell.word} at step {cell.step} of {steps}; over {cell.measured} logged rows so far")
+                notes.append(
+                    f"* {row.label}: {cell.word} at step {cell.step} of {steps}; over {cell.measured} logged rows so far"
+                )
             elif cell.state.failure:
                 notes.append(f"{row.label}: {cell.word} after step {cell.step}: {cell.state.failure.line}")
             elif cell.state.damage:
@@ -155,8 +173,14 @@ class Report:
         loads = [one.load for row in busy for one in row.cell.single if one.busy]
         if busy:
             most = max(max(load.get("start", 0), load.get("end", 0)) for load in loads)
-            whose = ", ".join(row.label for row in busy) if len(busy) < len(self.rows) or len(busy) == 1 else f"all {len(busy)} cells"
-            notes.append(f"{whose}: other programs used the machine too (load up to {most:.1f} on {loads[0]['cores']:.0f} cores)")
+            whose = (
+                ", ".join(row.label for row in busy)
+                if len(busy) < len(self.rows) or len(busy) == 1
+                else f"all {len(busy)} cells"
+            )
+            notes.append(
+                f"{whose}: other programs used the machine too (load up to {most:.1f} on {loads[0]['cores']:.0f} cores)"
+            )
         return notes
 
     def _bands(self) -> list[str]:
@@ -171,7 +195,9 @@ class Report:
         for cell in self.repeats:
             if cell.rate and reference:
                 drift = percent(cell.rate / reference - 1)
-                notes.append(f"baseline again at the end: {drift}; a difference of this size may come from the nodes alone")
+                notes.append(
+                    f"baseline again at the end: {drift}; a difference of this size may come from the nodes alone"
+                )
             else:
                 notes.append(f"baseline again at the end: {cell.word}")
         return notes
@@ -191,7 +217,9 @@ class Report:
             if held_out:
                 lost.append("held-out losses are not compared")
             why = " (on purpose)" if difference.purpose else "" if held_out else " (allowed)"
-            runs = {} if self.over and difference.purpose else difference.values  # means are named by what a sweep varies
+            runs = (
+                {} if self.over and difference.purpose else difference.values
+            )  # means are named by what a sweep varies
             values = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in runs.items())
             if lost or not difference.purpose:
                 notes.append(": ".join(filter(None, (f"{difference.key} differs{why}", values, ", ".join(lost)))))
@@ -199,7 +227,11 @@ class Report:
 
 
 def build(
-    selection: Selection, cells: list[ReportCell], baseline: str | None = None, allowed: Set[str] = frozenset(), over: str | None = None
+    selection: Selection,
+    cells: list[ReportCell],
+    baseline: str | None = None,
+    allowed: Set[str] = frozenset(),
+    over: str | None = None,
 ) -> Report:
     """Compare the cells of a selection. Raises ConfigError if it has none, or if they differ in a key that must be
     equal and is not in `allowed`.
@@ -214,7 +246,9 @@ def build(
     sweep = selection.manifest is not None
     swept = compare.swept_keys([cell.overrides for cell in cells]) if sweep else set()
     known = [
-        (cell, label) for cell, label in zip(cells, labels(cells, sweep), strict=True) if cell.rate is not None or cell.loss is not None
+        (cell, label)
+        for cell, label in zip(cells, labels(cells, sweep), strict=True)
+        if cell.rate is not None or cell.loss is not None
     ]
     found = compare.differences([cell for cell, _ in known], [label for _, label in known], swept)
     allowed = {*allowed, *([over] if over else [])}

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"F": ("blue", "paleblue"), "B": ("orange", "paleorange"), "I": ("orange", "paleorange"), "W": ("green", "palegreen")}
+COLOURS = {
+    "F": ("blue", "paleblue"),
+    "B": ("orange", "paleorange"),
+    "I": ("orange", "paleorange"),
+    "W": ("green", "palegreen"),
+}
 NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
 
 
@@ -42,7 +47,10 @@ class Timeline:
         found = []
         for rank, played in enumerate(self.ranks):
             chunks = sorted({stage for _, (stage, _, _) in played})
-            found += [Box(rank, start, kind, number, COLOURS[kind][min(chunks.index(stage), 1)]) for start, (stage, kind, number) in played]
+            found += [
+                Box(rank, start, kind, number, COLOURS[kind][min(chunks.index(stage), 1)])
+                for start, (stage, kind, number) in played
+            ]
         return found
 
     @property
@@ -81,7 +89,9 @@ def pipelines(report: Report) -> list[Timeline]:
             if not recorded:
                 print(f"{row.label}: no timeline of the pipeline, as the run recorded no schedule", file=sys.stderr)
                 continue
-            actions = tuple(tuple((one["stage"], one["kind"], one["microbatch"]) for one in rank) for rank in recorded["ranks"])
+            actions = tuple(
+                tuple((one["stage"], one["kind"], one["microbatch"]) for one in rank) for rank in recorded["ranks"]
+            )
             groups[row.cell.config.get("pp_schedule.name"), actions].append(row.label)
     found = []
     for (name, actions), labels in groups.items():
@@ -96,7 +106,15 @@ def draw_timeline(pipeline: Timeline, drawn: Figure, axes: Axes) -> Figure:
     width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # typographic points for a unit of time
     axes.barh(range(count), pipeline.end, height=0.8, color=LIGHT["wash"], zorder=0)
     for box in pipeline.boxes:
-        axes.barh(box.rank, box.length, left=box.start, height=0.8, color=LIGHT[box.colour], edgecolor=LIGHT["paper"], linewidth=0.5)
+        axes.barh(
+            box.rank,
+            box.length,
+            left=box.start,
+            height=0.8,
+            color=LIGHT[box.colour],
+            edgecolor=LIGHT["paper"],
+            linewidth=0.5,
+        )
         if width * box.length > 6 * len(str(box.microbatch)):
             axes.text(
                 box.start + box.length / 2,

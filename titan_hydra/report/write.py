@@ -77,7 +77,10 @@ def report_document(report: Report) -> dict[str, Any]:
         }
         for row in report.rows
     ]
-    repeats = [{"directory": cell.directory.name, "tokens_per_second": cell.rate, "state": cell.word} for cell in report.repeats]
+    repeats = [
+        {"directory": cell.directory.name, "tokens_per_second": cell.rate, "state": cell.word}
+        for cell in report.repeats
+    ]
     return {
         "name": report.name,
         "command": report.command,

@@ -23,7 +23,17 @@ from .records import flat
 
 # Keys that change what is learned alone, and yet which code a step runs.
 ALSO = ("optimizer.name", "data.global_batch", "train.sources")
-MEASURED = ("steps", "final_loss", "validation_loss", "tokens_per_second", "mfu", "memory_gib", "goodput", "device", "world_size")
+MEASURED = (
+    "steps",
+    "final_loss",
+    "validation_loss",
+    "tokens_per_second",
+    "mfu",
+    "memory_gib",
+    "goodput",
+    "device",
+    "world_size",
+)
 
 
 def layout_hash(job: Job) -> str:
@@ -34,7 +44,11 @@ def layout_hash(job: Job) -> str:
     chosen = {
         key: value
         for key, value in values.items()
-        if key in ALSO or ((key not in known or known[key].metadata["identity"]) and {*changes_of(key)[1].split()} & {"technique", "work"})
+        if key in ALSO
+        or (
+            (key not in known or known[key].metadata["identity"])
+            and {*changes_of(key)[1].split()} & {"technique", "work"}
+        )
     }
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]
 

@@ -45,13 +45,23 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 
-def write_manifest(path: Path, step: int, world_size: int, sums: dict[str, tuple[int, int]], held_out: float | None = None) -> None:
+def write_manifest(
+    path: Path, step: int, world_size: int, sums: dict[str, tuple[int, int]], held_out: float | None = None
+) -> None:
     """Write the manifest of a step. `sums` gives (size, CRC-32) of every file by name; `held_out` is the held-out loss of
     the step's weights, if it was measured.
     """
     files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sums.items())}
     text = json.dumps(
-        {"format": 1, "step": step, "world_size": world_size, "time": time.time(), "validation_loss": held_out, "files": files}, indent=1
+        {
+            "format": 1,
+            "step": step,
+            "world_size": world_size,
+            "time": time.time(),
+            "validation_loss": held_out,
+            "files": files,
+        },
+        indent=1,
     )
     with layout.MANIFEST.of(path).open("w") as file:
         file.write(text + "\n")
@@ -141,8 +151,14 @@ def asked_for(run: Path, step: str | None) -> Path:
         raise ConfigError(str(Fault("--step", step, f"{run.name} has no such checkpoint", legal=legal)))
     loss, lowest = lowest_held_out(run)
     if found is None or held_out_loss(found) > (inf if loss is None else loss):
-        reason = "no held-out loss was measured" if loss is None else f"the lowest held-out loss, {loss:.4f} of step {lowest}, is not kept"
-        raise ConfigError(str(Fault("--step", step, f"{reason}; checkpoint.keep_best=true keeps it", legal=tuple(there))))
+        reason = (
+            "no held-out loss was measured"
+            if loss is None
+            else f"the lowest held-out loss, {loss:.4f} of step {lowest}, is not kept"
+        )
+        raise ConfigError(
+            str(Fault("--step", step, f"{reason}; checkpoint.keep_best=true keeps it", legal=tuple(there)))
+        )
     return found
 
 

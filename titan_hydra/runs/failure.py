@@ -106,7 +106,9 @@ def _is_secondary(error: BaseException) -> bool:
     """Whether an exception only reports that another rank has failed."""
     if type(error).__name__ in DISTRIBUTED or isinstance(error, ConnectionError):
         return True
-    return type(error) is RuntimeError and bool(re.search(SECONDARY, str(error)) or re.search(f"(?i:{TIMED_OUT})", str(error)))
+    return type(error) is RuntimeError and bool(
+        re.search(SECONDARY, str(error)) or re.search(f"(?i:{TIMED_OUT})", str(error))
+    )
 
 
 def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
@@ -148,7 +150,11 @@ def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
         line = f"rank {late[0]} was late: in step {beat['step']}, {beat['phase']}; {line}"
         return replace(failure, rank=late[0], line=line, host=ranks[late[0]].host)
     missing = ", ".join(str(rank.rank) for rank in ranks if rank.killed)
-    return replace(failure, line=f"{failure.line}; rank {missing} was still waiting: see the end of its log") if missing else failure
+    return (
+        replace(failure, line=f"{failure.line}; rank {missing} was still waiting: see the end of its log")
+        if missing
+        else failure
+    )
 
 
 def _without_ranks(attempt: Path) -> Failure | None:
@@ -178,7 +184,10 @@ class Ended:
         """Return all ranks of an attempt. A rank without any record was still starting."""
         records = layout.RANK.read_all(attempt)
         seen = dict(enumerate(layout.RANKS.read(attempt).get("ranks", []))) or known
-        return [cls.of(attempt, rank, records.get(rank, {}), seen.get(rank, {})) for rank in range(1 + max([*seen, *records], default=-1))]
+        return [
+            cls.of(attempt, rank, records.get(rank, {}), seen.get(rank, {}))
+            for rank in range(1 + max([*seen, *records], default=-1))
+        ]
 
     @classmethod
     def of(cls, attempt: Path, rank: int, said: dict[str, Any], seen: dict[str, Any]) -> Ended:
@@ -187,8 +196,21 @@ class Ended:
         if said.get("exit_status") in STOPPED:
             error = None
         status = said.get("exit_status", seen.get("exit_status"))
-        time, host = error["time"] if error else seen.get("ended", 0.0), (error or {}).get("host") or said.get("host") or seen.get("host")
-        return cls(attempt, rank, status, error, time, bool(seen.get("killed")), seen.get("order", 0), "exit_status" in said, host)
+        time, host = (
+            error["time"] if error else seen.get("ended", 0.0),
+            (error or {}).get("host") or said.get("host") or seen.get("host"),
+        )
+        return cls(
+            attempt,
+            rank,
+            status,
+            error,
+            time,
+            bool(seen.get("killed")),
+            seen.get("order", 0),
+            "exit_status" in said,
+            host,
+        )
 
     @property
     def silent(self) -> bool:
@@ -219,10 +241,19 @@ class Ended:
         if self.status == Exit.BUG and re.search(r"^Timeout \(\d", text, re.M):
             return Exit.HANG, f"rank {self.rank} was stuck, and its watchdog ended it", text, self.log
         if self.status < 0:
-            who = " (somebody's, or the kernel's when the machine ran out of memory)" if self.status == -signal.SIGKILL else ""
+            who = (
+                " (somebody's, or the kernel's when the machine ran out of memory)"
+                if self.status == -signal.SIGKILL
+                else ""
+            )
             return Exit.BUG, f"rank {self.rank} was killed by signal {-self.status}{who}", text, self.log
         if self.status == Exit.UNHEALTHY:
-            return Exit.UNHEALTHY, f"{self.host} is lost: rank {self.rank} has not ended, and nothing was heard of it", text, self.log
+            return (
+                Exit.UNHEALTHY,
+                f"{self.host} is lost: rank {self.rank} has not ended, and nothing was heard of it",
+                text,
+                self.log,
+            )
         status = self.status if self.status in KIND_OF else Exit.BUG
         return status, f"rank {self.rank} ended with status {self.status} and without a word", text, self.log
 

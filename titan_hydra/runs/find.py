@@ -63,9 +63,15 @@ def select_runs(target: str, runs: Path) -> Selection:
     if latest := [found for found in named.values() if found.name == target]:
         return latest[-1]
     # If all runs of a sweep have this name (as after `-m name=...`), the newest such sweep is meant, not single runs.
-    whole = [folder for folder in named if {cell.directory.name.rpartition("-")[0] for cell in named[folder].cells} == {target}]
+    whole = [
+        folder
+        for folder in named
+        if {cell.directory.name.rpartition("-")[0] for cell in named[folder].cells} == {target}
+    ]
     inside = {cell.directory for folder in whole for cell in named[folder].cells}
-    every = {run: run.name.rpartition("-")[::2] for run in all_runs(runs) if run not in inside}  # the name and the hash of each
+    every = {
+        run: run.name.rpartition("-")[::2] for run in all_runs(runs) if run not in inside
+    }  # the name and the hash of each
     matches = [run for run, (name, digest) in every.items() if target in (run.name, name) or digest.startswith(target)]
     matches += whole[-1:] or [folder for folder in named if folder.name.startswith(target)]
     if len(matches) == 1:
@@ -109,7 +115,9 @@ def all_runs(runs: Path) -> list[Path]:
 
 def sweeps(runs: Path) -> list[Path]:
     """Return the folders of all sweeps in a folder of runs, the one with the newest manifest first."""
-    return sorted((file.parent for file in layout.SWEEPS.of(runs).glob(f"*/{layout.SWEEP.name}")), key=written, reverse=True)
+    return sorted(
+        (file.parent for file in layout.SWEEPS.of(runs).glob(f"*/{layout.SWEEP.name}")), key=written, reverse=True
+    )
 
 
 def written(folder: Path) -> float:

@@ -17,7 +17,9 @@ from . import layout
 
 # torch's description of a group outside the mesh: that of the checkpoints, which a thread may use at any time
 OTHER = "undefined"
-Operation = dict[str, Any]  # group, mesh, ranks, seq, op, sizes, done, time, stack; for a message between two ranks also peer
+Operation = dict[
+    str, Any
+]  # group, mesh, ranks, seq, op, sizes, done, time, stack; for a message between two ranks also peer
 Series = tuple[Any, ...]
 
 
@@ -57,7 +59,10 @@ class Dump:
         """Whether the main thread is inside a collective. (A rank may also have begun collectives for which it does not
         wait yet.)
         """
-        return any("/torch/distributed/" in frame or "wait_tensor" in frame for frame in self.content["stacks"].get("MainThread", []))
+        return any(
+            "/torch/distributed/" in frame or "wait_tensor" in frame
+            for frame in self.content["stacks"].get("MainThread", [])
+        )
 
     def in_step(self, step: int) -> list[Operation]:
         """Return the operations of a step; [] if its beginning is no longer recorded."""
@@ -118,7 +123,9 @@ def verdict(attempt: Path) -> Verdict | None:
         ((rank, usual),) = skipped.items()
         return _described(attempt, dumps, waits, Wait(rank, rank, usual), left_out=True)
     others = {wait.other for wait in waits}
-    late = others - {wait.rank for wait in waits} or {rank for rank in others if rank in dumps and not dumps[rank].blocked}
+    late = others - {wait.rank for wait in waits} or {
+        rank for rank in others if rank in dumps and not dumps[rank].blocked
+    }
     if late:
         mine = [wait for wait in waits if wait.other in late]
         first = min(mine, key=lambda wait: wait.operation["time"] if wait.other in dumps else -wait.operation["time"])
@@ -156,7 +163,9 @@ def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
 def _described(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, left_out: bool) -> Verdict:
     """Describe the rank that the others wait for."""
     rank, dump = wait.other, dumps.get(wait.other)
-    content = dump.content if dump else max((other.content for other in dumps.values()), key=lambda content: content["step"])
+    content = (
+        dump.content if dump else max((other.content for other in dumps.values()), key=lambda content: content["step"])
+    )
     host = content["host"] if dump else layout.RANK.read(attempt, rank).get("host")
     name, when = f"Rank {rank} on {host}" if host else f"Rank {rank}", f"at step {content['step']}, {content['phase']}"
     line = f"it {'left out' if left_out else 'has not begun'} {wait}"
@@ -194,7 +203,11 @@ def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
     """Describe the state of every rank, for a hang without a late rank: no rank is behind, or the waits form a circle
     and no omitted operation was found.
     """
-    line = "the ranks wait for one another: one has left out an operation, or their operations differ" if waits else "no rank is behind"
+    line = (
+        "the ranks wait for one another: one has left out an operation, or their operations differ"
+        if waits
+        else "no rank is behind"
+    )
     text = f"{line[0].upper()}{line[1:]}."
     for rank, dump in sorted(dumps.items()):
         text += f"\n  rank {rank}: step {dump.content['step']}, {dump.content['phase']}, since {clock(dump.content['since'])}"

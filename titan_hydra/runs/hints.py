@@ -38,7 +38,10 @@ def hint(failure: Failure) -> str:
         case Kind.OUT_OF_MEMORY if failure.rank is None:
             return f"more memory of the host{f' for the job, as {own},' if own else ''} or a smaller data.prefetch"
         case Kind.OUT_OF_MEMORY:
-            return next(less_memory(job), "more ranks that share the parameters (parallelism.dp_shard) or the layers (parallelism.tp)")
+            return next(
+                less_memory(job),
+                "more ranks that share the parameters (parallelism.dp_shard) or the layers (parallelism.tp)",
+            )
         case Kind.HANG:
             return f"titan logs {quoted([str(directory)])} --hang"
         case Kind.NOT_FINITE:

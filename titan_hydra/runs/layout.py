@@ -39,7 +39,10 @@ class Entry:
     def all(self, folder: Path) -> dict[int, Path]:
         """Return the paths of this kind in a folder by number, ascending. Copies such as 1.bak are left out."""
         pattern = re.compile(re.sub("<.+>", "(0|[1-9][0-9]*)", self.name.rstrip("/")))
-        found = {path.relative_to(folder).as_posix(): path for path in folder.glob(re.sub("<.+>", "*", self.name.rstrip("/")))}
+        found = {
+            path.relative_to(folder).as_posix(): path
+            for path in folder.glob(re.sub("<.+>", "*", self.name.rstrip("/")))
+        }
         return dict(sorted((int(match[1]), path) for name, path in found.items() if (match := pattern.fullmatch(name))))
 
     @cached_property

@@ -25,13 +25,20 @@ def folder_of(cells: list[Any]) -> Path | None:
         return None
     job, rows = cells[0].job, [entry_of(cell) for cell in cells]
     name = re.sub(r"[^\w.=+,-]+", "-", job.sweep.name or "sweep")
-    about = {"name": name, "command": list(map(redact, sys.argv[1:])), "baseline": job.sweep.baseline, "packed": job.launch.packed}
+    about = {
+        "name": name,
+        "command": list(map(redact, sys.argv[1:])),
+        "baseline": job.sweep.baseline,
+        "packed": job.launch.packed,
+    }
     sweeps = layout.SWEEPS.of(cells[0].runs)
     for folder in sorted(sweeps.glob(f"{name}-*"), reverse=True):
         content = layout.SWEEP.read(folder)
         known = [cell for cell in content.get("cells", []) if not cell.get("repeat")]
         if content.get("name") == name and [cell["hash"] for cell in known] == [cell["hash"] for cell in rows]:
-            layout.SWEEP.write(folder, {**content, **about, "cells": rows + [cell for cell in content["cells"] if cell.get("repeat")]})
+            layout.SWEEP.write(
+                folder, {**content, **about, "cells": rows + [cell for cell in content["cells"] if cell.get("repeat")]}
+            )
             return folder
     mine = new_folder(sweeps, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     layout.SWEEP.write(mine, {**about, "created": time.time(), "user": getpass.getuser(), "cells": rows})

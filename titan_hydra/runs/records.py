@@ -49,5 +49,7 @@ def _born(pid: int) -> str | None:
 def _started(pid: int) -> str | None:
     """Return the second at which a process started, from `ps`, as macOS has no /proc. None in the same cases as `_born`."""
     command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
-    state, _, second = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().partition(" ")
+    state, _, second = (
+        subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().partition(" ")
+    )
     return second.strip() if second and not state.startswith("Z") else None

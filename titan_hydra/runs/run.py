@@ -74,4 +74,8 @@ def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path
     """Return the run folder and the attempt folder of a replica group. Group 0 has the run's own folders; the other
     groups have replicas/<g> in these.
     """
-    return (layout.REPLICA.of(directory, replica), layout.REPLICA.of(attempt, replica)) if replica else (directory, attempt)
+    return (
+        (layout.REPLICA.of(directory, replica), layout.REPLICA.of(attempt, replica))
+        if replica
+        else (directory, attempt)
+    )

@@ -38,7 +38,9 @@ from .records import alive, this_process
 from .run import homes_of, newest_attempt
 
 REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted
-SILENCE = 120  # seconds without a write into its attempt's folder after which a run on another host counts as interrupted
+SILENCE = (
+    120  # seconds without a write into its attempt's folder after which a run on another host counts as interrupted
+)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,9 @@ def heard_of_ranks(attempt: Path) -> bool:
     )
 
 
-def claim(directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object) -> Path | None:
+def claim(
+    directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object
+) -> Path | None:
     """Claim attempt `number` of a run. Return its folder, or None if another launcher was faster; the caller then reads
     the state again.
 
@@ -331,7 +335,9 @@ def _git(*arguments: str) -> str | None:
         return None
     try:
         command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, errors="replace").stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30, errors="replace"
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

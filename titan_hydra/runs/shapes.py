@@ -34,9 +34,14 @@ def test_of(kind: Any) -> Test:
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         kind = Fields({}, typing.get_type_hints(kind))
     if isinstance(kind, Fields):
-        needed, tests = kind.needed.keys(), {name: test_of(inner) for name, inner in (kind.needed | kind.others).items()}
+        needed, tests = (
+            kind.needed.keys(),
+            {name: test_of(inner) for name, inner in (kind.needed | kind.others).items()},
+        )
         return lambda value: (
-            isinstance(value, dict) and needed <= value.keys() and all(tests[name](inner) for name, inner in value.items() if name in tests)
+            isinstance(value, dict)
+            and needed <= value.keys()
+            and all(tests[name](inner) for name, inner in value.items() if name in tests)
         )
     outer: Any
     if isinstance(kind, Each):
@@ -76,5 +81,7 @@ PLAIN: dict[Any, Test] = {
     type(None): lambda value: value is None,
     Any: lambda value: True,
     Moment: lambda value: is_number(value) and 0 <= value < 2**36,
-    Place: lambda value: is_text(value) and len(value) < 4096 and all(len(part.encode()) < 256 for part in value.split("/")),
+    Place: lambda value: (
+        is_text(value) and len(value) < 4096 and all(len(part.encode()) < 256 for part in value.split("/"))
+    ),
 }

@@ -55,10 +55,14 @@ class RunRow:
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """Add the option --runs."""
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of run directories (default: runs)")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of run directories (default: runs)"
+    )
 
 
-def add_target(parser: argparse.ArgumentParser, default: str = "the newest sweep, or all runs where there is none") -> None:
+def add_target(
+    parser: argparse.ArgumentParser, default: str = "the newest sweep, or all runs where there is none"
+) -> None:
     """Add the argument that selects runs, and the option --runs."""
     parser.add_argument(
         "target",
@@ -85,7 +89,9 @@ def choose(target: str | None, runs: Path) -> Selection:
     if not Path(target).exists() and target not in [find.sweep(folder).name for folder in newest]:
         for folder in newest:
             cells = find.sweep(folder).cells
-            if named := [cell for cell, name in zip(cells, short_names(cells), strict=True) if target in (cell.name, name)]:
+            if named := [
+                cell for cell, name in zip(cells, short_names(cells), strict=True) if target in (cell.name, name)
+            ]:
                 return Selection(target, named)
     selection = find.select_runs(target, runs)
     if len(selection.cells) == 1 and (directory := selection.cells[0].directory).is_dir():
@@ -124,7 +130,8 @@ def look(cells: list[RunCell]) -> tuple[list[RunRow], dict[str, Queue]]:
     queues = ask([cell.directory for cell in cells])
     names, now = short_names(cells), rundir.file_time(cells[0].directory.parent) if cells else 0.0
     return [
-        _row(name, cell.directory, rundir.inspect(cell.directory, queues), now) for name, cell in zip(names, cells, strict=True)
+        _row(name, cell.directory, rundir.inspect(cell.directory, queues), now)
+        for name, cell in zip(names, cells, strict=True)
     ], queues
 
 
@@ -146,7 +153,9 @@ def short_names(cells: list[RunCell]) -> list[str]:
         twins.setdefault(name, []).append(index)
     for same in twins.values():
         if len(same) > 1:
-            for index, changes in zip(same, map(" ".join, differing([overrides[index] for index in same])), strict=True):
+            for index, changes in zip(
+                same, map(" ".join, differing([overrides[index] for index in same])), strict=True
+            ):
                 names[index] = (changes or names[index]) if len(twins) == 1 else f"{names[index]} {changes}".rstrip()
     return names
 
@@ -186,7 +195,9 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
         if beat:  # the present time by the clock of rank 0's host: its last heartbeat, plus the age of that file
             now = beat["time"] + file_now - modified(layout.BEAT.of(attempt))
         # Whether the newest attempt has logged a step, so that the time of its steps is known.
-        steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(layout.RANK.of(attempt))
+        steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(
+            layout.RANK.of(attempt)
+        )
         silent = silence(beat, now, last["step_seconds"] if steady else None)
         phase = beat.get("phase", "start")
         if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through these phases
@@ -220,7 +231,9 @@ def modified(file: Path) -> float:
 
 def _best(home: Path) -> str | None:
     found = checkpoints.best(layout.CHECKPOINTS.of(home))
-    return f"best: step {checkpoints.step_of(found)}, held out {checkpoints.held_out_loss(found):.4f}" if found else None
+    return (
+        f"best: step {checkpoints.step_of(found)}, held out {checkpoints.held_out_loss(found):.4f}" if found else None
+    )
 
 
 def jobs_of(directory: Path, state: State) -> list[tuple[Path, int, State]]:

@@ -39,7 +39,9 @@ def generate(
     ids, last = beginning(checkpoint, words), ends(words)
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
-        raise ConfigError(f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}")
+        raise ConfigError(
+            f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}"
+        )
     model = load_model(reader_of(checkpoint), config, seq_len, dtype)
     new: list[int] = []
     text = ""
@@ -76,7 +78,9 @@ def device_here() -> torch.device:
 
 
 @torch.no_grad()
-def continuation(model: nn.Module, ids: list[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
+def continuation(
+    model: nn.Module, ids: list[int], count: int, temperature: float, top_k: int, seed: int
+) -> Iterator[int]:
     """Yield the tokens that follow `ids`, one by one."""
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
     generator = torch.Generator().manual_seed(seed)

@@ -61,7 +61,9 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
                 write_result(job, directory, hash_of(run.home), result)
 
 
-def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack) -> Loop:
+def _begin(
+    job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack
+) -> Loop:
     """Build all that the steps use, in the state of the step to continue from. `opened` closes it at its end."""
     device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
     trainer = build(job, device)
@@ -97,7 +99,12 @@ def _begin(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], G
             from titan_hydra.parallel.pipeline import actions_of_ranks
 
             record_schedule(layout.SCHEDULE.of(run.home), actions_of_ranks(trainer.step.schedule, job))
-        print("\n".join([start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device), *few_cores(device)]), flush=True)
+        print(
+            "\n".join(
+                [start_line(job, trainer, start), *trainer.notes, *slow_formats(job, device), *few_cores(device)]
+            ),
+            flush=True,
+        )
     return Loop(trainer, groups, loader, held_out, checkpointer, metrics, watch, start)
 
 
@@ -124,7 +131,13 @@ class Loop:
     ) -> None:
         """Keep what `_begin` has built. `start` is the step to continue from."""
         self.trainer, self.groups, self.loader, self.held_out = trainer, groups, loader, held_out
-        self.checkpointer, self.metrics, self.watch, self.start, self.job = checkpointer, metrics, watch, start, trainer.job
+        self.checkpointer, self.metrics, self.watch, self.start, self.job = (
+            checkpointer,
+            metrics,
+            watch,
+            start,
+            trainer.job,
+        )
         self.probes = Probes(self.job, watch.run, trainer.model, trainer.masters.weights)
         self.profiler = Profiler(self.job.profiling, watch.run, trainer.device, metrics, watch)
         self.settled = False  # whether the first step of this process, which may be slow, is done
@@ -168,7 +181,9 @@ class Loop:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.watch.at("checkpoint")
             self.checkpointer.finish_pending()
-            raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}")
+            raise NotFinite(
+                f"step {step}: loss {loss}, gradient norm {norm}; the update was not made{self.probes.culprit()}"
+            )
 
     def validate(self, step: int) -> float:
         """If a validation is due, measure the held-out loss, always on the same samples, and record it and the time
@@ -227,7 +242,9 @@ def listen(trainer: Trainer) -> None:
     """
     rank = os.getpid()
     for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda received, _: trainer.stop_requested.append(received) if os.getpid() == rank else None)
+        signal.signal(
+            number, lambda received, _: trainer.stop_requested.append(received) if os.getpid() == rank else None
+        )
 
 
 def start_line(job: Job, trainer: Trainer, start: int) -> str:

@@ -46,11 +46,15 @@ class Muon(torch.optim.Muon):
             matrices = [matrix for matrix in options["params"] if matrix.grad is not None]
             for start in range(0, len(matrices), ranks):
                 batch = matrices[start : start + ranks]
-                directions = self.orthogonal(batch, [self.direction(matrix, options, keep) for matrix in batch], options)
+                directions = self.orthogonal(
+                    batch, [self.direction(matrix, options, keep) for matrix in batch], options
+                )
                 for matrix, direction in zip(batch, directions, strict=True):
                     rate = muon_adjust_lr(options["lr"], options["adjust_lr_fn"], matrix.shape[-2:])
                     local = local_part(matrix.detach())
-                    local.mul_(1 - keep * options["lr"] * options["weight_decay"]).sub_(direction.float() * (keep * rate))
+                    local.mul_(1 - keep * options["lr"] * options["weight_decay"]).sub_(
+                        direction.float() * (keep * rate)
+                    )
 
     def direction(self, matrix: nn.Parameter, options: dict[str, Any], keep: Tensor | float) -> Tensor:
         """Return this rank's shard of the gradient with Nesterov momentum, in bfloat16 for the orthogonalization."""
@@ -62,7 +66,9 @@ class Muon(torch.optim.Muon):
         momentum.lerp_(gradient, keep * (1 - options["momentum"]))
         return gradient.lerp(momentum, options["momentum"]).bfloat16()
 
-    def orthogonal(self, matrices: list[nn.Parameter], directions: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    def orthogonal(
+        self, matrices: list[nn.Parameter], directions: list[Tensor], options: dict[str, Any]
+    ) -> list[Tensor]:
         """Return this rank's shards of orthogonalized matrices. There is at most one matrix for each rank of the group:
         rank i computes the i-th.
         """
@@ -83,7 +89,9 @@ class Muon(torch.optim.Muon):
             direction.flatten() if same_copy(matrix, rank, owner) else nothing
             for owner, (matrix, direction) in enumerate(zip(matrices, directions, strict=True))
         ]
-        sizes = [elements_of(part) if same_copy(own, rank, other) else 0 for other, part in enumerate(parts)] or [0] * len(ranks)
+        sizes = [elements_of(part) if same_copy(own, rank, other) else 0 for other, part in enumerate(parts)] or [
+            0
+        ] * len(ranks)
         received = self.exchange([*given, *[nothing] * (len(ranks) - len(given))], sizes)
         answers = [nothing] * len(ranks)
         if own is not None:

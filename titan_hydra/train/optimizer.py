@@ -39,7 +39,11 @@ def muon(model: nn.Module, config: MuonAndAdamW, mesh: Mesh) -> list[torch.optim
         (matrices if parameter.ndim >= 2 and name.startswith("layers.") else others).append(parameter)
     optimizers: list[torch.optim.Optimizer] = [_adamw(others, config)]
     if matrices:
-        optimizers.append(Muon(matrices, mesh.stage, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay))
+        optimizers.append(
+            Muon(
+                matrices, mesh.stage, lr=config.muon_lr, momentum=config.muon_momentum, weight_decay=config.weight_decay
+            )
+        )
     return optimizers
 
 
@@ -47,7 +51,10 @@ def sgd(model: nn.Module, config: SGD, mesh: Mesh) -> list[torch.optim.Optimizer
     """Build SGD for all parameters. It is not fused, as torch's fused SGD does not support DTensors."""
     return [
         torch.optim.SGD(
-            _groups(list(model.parameters()), config), lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay
+            _groups(list(model.parameters()), config),
+            lr=config.lr,
+            momentum=config.sgd_momentum,
+            weight_decay=config.weight_decay,
         )
     ]
 

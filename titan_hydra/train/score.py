@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint import initial
-from titan_hydra.checkpoint.convert import find_checkpoint, find_section, read_model_config, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.convert import (
+    find_checkpoint,
+    find_section,
+    read_model_config,
+    read_tokenizer_config,
+    reader_of,
+)
 from titan_hydra.checkpoint.folder import Folder
 from titan_hydra.config.family import family_of
 from titan_hydra.config.schema import Tokenizer
@@ -20,7 +26,9 @@ from titan_hydra.data.files import texts
 
 from .generate import load_model
 
-TOGETHER = 1000  # number of texts that are sorted by length at a time, so that the texts of a forward are about equally long
+TOGETHER = (
+    1000  # number of texts that are sorted by length at a time, so that the texts of a forward are about equally long
+)
 LOGITS = 2**28  # maximum number of logits in a forward, unless a single text needs more
 
 
@@ -38,7 +46,10 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
     else:
         checkpoint = find_checkpoint(place)
         config, reader = read_model_config(checkpoint), reader_of(checkpoint)
-        words, at_most = tokenizer.load(read_tokenizer_config(checkpoint)), find_section("data", checkpoint)[1].get("seq_len")
+        words, at_most = (
+            tokenizer.load(read_tokenizer_config(checkpoint)),
+            find_section("data", checkpoint)[1].get("seq_len"),
+        )
     if family_of(config).takes != "tokens":
         raise ConfigError(f"{place}: model.family={config.family}: takes {family_of(config).takes}, not text alone")
     context = context or at_most or config.max_seq_len
@@ -50,14 +61,20 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
     while some := list(islice(rows, TOGETHER)):
         model = model or load_model(reader, config, context, dtype)
         nats = _score([np.array(ids) for _, ids in some], model, context, LOGITS // config.vocab_size)
-        yield from ({"row": row, "nats": total, "tokens": len(ids) - 1} for (row, ids), total in zip(some, nats, strict=True))
+        yield from (
+            {"row": row, "nats": total, "tokens": len(ids) - 1} for (row, ids), total in zip(some, nats, strict=True)
+        )
     if model is None:
         raise ConfigError(f"{file}: no text in it")
 
 
 def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) -> list[float]:
     """Return the sum of the losses of each row; a forward takes at most `room` tokens, or one window."""
-    parts = [(number, row[begin:end], first - begin) for number, row in enumerate(rows) for begin, first, end in windows(len(row), context)]
+    parts = [
+        (number, row[begin:end], first - begin)
+        for number, row in enumerate(rows)
+        for begin, first, end in windows(len(row), context)
+    ]
     parts.sort(key=lambda part: -len(part[1]))
     totals = [0.0] * len(rows)
     while parts:
@@ -87,4 +104,6 @@ def token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
     the host.
     """
     tokens = tokens.long().to(next(model.parameters()).device)
-    return F.cross_entropy(model(tokens[:, :-1]).float().transpose(1, 2), tokens[:, 1:], reduction="none").double().cpu()
+    return (
+        F.cross_entropy(model(tokens[:, :-1]).float().transpose(1, 2), tokens[:, 1:], reduction="none").double().cpu()
+    )

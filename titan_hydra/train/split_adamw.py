@@ -72,4 +72,6 @@ def gradient_of(parameter: Tensor) -> Tensor:
     unsharded.)
     """
     gradient: Any = parameter.grad
-    return (gradient.redistribute(placements=parameter.placements) if isinstance(parameter, DTensor) else gradient).contiguous()
+    return (
+        gradient.redistribute(placements=parameter.placements) if isinstance(parameter, DTensor) else gradient
+    ).contiguous()

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from titan_hydra.parallel.pipeline import Inputs, Pipeline, Summed
 
 
-def build_step(stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, objective: Objective) -> Plain | Pipeline:
+def build_step(
+    stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, objective: Objective
+) -> Plain | Pipeline:
     """Build the object that runs a local batch by `forward_backward` or `forward`, pipelined or not."""
     loss, measure = (compile.function(function, job.compile) for function in (objective.loss, objective.measure))
     if mesh.degrees.pp == 1:
         return Plain(stages[0], objective.inputs, loss, measure)
-    from titan_hydra.parallel.pipeline import Pipeline  # importing it takes a second, which jobs without a pipeline save
+    from titan_hydra.parallel.pipeline import (
+        Pipeline,
+    )  # importing it takes a second, which jobs without a pipeline save
 
     microbatch = objective.example(microbatch_size(job))
     first, _ = objective.inputs(context_parallel.shard_batch(microbatch, mesh).tensors)

@@ -51,7 +51,9 @@ class Trainer:
     parameters: int  # number of parameters of the whole model, over all ranks
     notes: list[str] = field(default_factory=list)  # lines for the log about how the model was changed
     stop_requested: list[int] = field(default_factory=list)  # signals received
-    progress: Callable[[], None] = lambda: None  # called for every local batch, to show the watchdog that the rank is not stuck
+    progress: Callable[[], None] = lambda: (
+        None
+    )  # called for every local batch, to show the watchdog that the rank is not stuck
     groups: Groups = field(default_factory=Groups)  # the run's replica groups
     balance: experts.Balance | None = None  # balance of the experts in the last step
 
@@ -147,7 +149,9 @@ class Parts:
     def trainer(self, device: torch.device) -> Trainer:
         """Build the trainer, once the stages have memory."""
         job, model, objective = self.job, whole(self.stages).train(), build_objective(self.job)
-        masters = split_masters(model, job) if job.optimizer.masters == "split" else separate(model, self.mesh, job.precision)
+        masters = (
+            split_masters(model, job) if job.optimizer.masters == "split" else separate(model, self.mesh, job.precision)
+        )
         step = build_step(self.stages, self.mesh, job, device, objective)
         optimizers = build_optimizers(masters.weights, job.optimizer, self.mesh)
         return Trainer(job, self.mesh, device, objective, model, masters, step, optimizers, self.parameters, self.notes)

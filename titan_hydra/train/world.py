@@ -146,7 +146,9 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
     if host != "127.0.0.1":
         return dist.TCPStore(host, 0, ranks, True, limit, wait_for_workers=False)
     listener = socket.create_server((host, 0))
-    return dist.TCPStore(host, listener.getsockname()[1], ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        host, listener.getsockname()[1], ranks, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def steady_timeout(job: Job) -> int:

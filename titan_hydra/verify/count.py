@@ -45,7 +45,10 @@ def count_rank(job: Job, rank: int) -> Counted:
         job = copy.deepcopy(job)
         job.data.global_batch = 2 * samples_at_once(job)
         found = count_rank(job, rank)
-        return Counted(found.live, {name: sent * (rounds / 2 if name != "dp_replicate" else 1) for name, sent in found.messages.items()})
+        return Counted(
+            found.live,
+            {name: sent * (rounds / 2 if name != "dp_replicate" else 1) for name, sent in found.messages.items()},
+        )
     stages, family = stage_count(job) if job.parallelism.pp > 1 else 1, family_of(job.model)
     if not family.linears(job.model) or job.model.n_layers <= DEPTHS[-1] * stages:
         return _count(job, rank)
@@ -56,7 +59,8 @@ def count_rank(job: Job, rank: int) -> Counted:
         return a + (b - a) * further
 
     return Counted(
-        extrapolated(few.live, more.live), {name: extrapolated(sent, more.messages[name]) for name, sent in few.messages.items()}
+        extrapolated(few.live, more.live),
+        {name: extrapolated(sent, more.messages[name]) for name, sent in few.messages.items()},
     )
 
 

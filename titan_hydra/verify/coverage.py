@@ -38,7 +38,10 @@ class Coverage:
         chosen = f"the {whole} cases" if ran + out == whole else f"the {ran + out} chosen of {whole} cases"
         why = f"; {out} left out: {keys} have keys that the model has not, {out - keys} are refused" if out else ""
         longer = "".join(f"; sequences are longer than twice {key}={width}" for key, width in self.windows.items())
-        return [f"covers {ran} of {chosen}{why}{longer}", *(f"  {number:>4}  {reason}" for reason, number in self.left_out.most_common())]
+        return [
+            f"covers {ran} of {chosen}{why}{longer}",
+            *(f"  {number:>4}  {reason}" for reason, number in self.left_out.most_common()),
+        ]
 
 
 def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path | None, steps: int) -> Coverage:
@@ -51,7 +54,9 @@ def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path 
         try:
             job = job_of(own, steps)
             if case.reference == "float64" and not str(family_of(job.model).model).startswith("titan_hydra.models."):
-                raise ConfigError(f"model.family={job.model.family}: has no float64 reference; only the package's own families have one")
+                raise ConfigError(
+                    f"model.family={job.model.family}: has no float64 reference; only the package's own families have one"
+                )
             reference_of(own, steps)
         except ConfigError as error:
             found.left_out[_reason(str(error))] += 1
@@ -59,7 +64,9 @@ def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path 
         found.windows |= windows_of(job.model)
         found.cases.append(replace(own, base=(*own.base, *_lengthened(job.data.seq_len, windows_of(job.model)))))
     if not found.cases:
-        raise ConfigError(f"none of {counted(found.left_out.total(), 'case')} can run: {found.left_out.most_common(1)[0][0]}")
+        raise ConfigError(
+            f"none of {counted(found.left_out.total(), 'case')} can run: {found.left_out.most_common(1)[0][0]}"
+        )
     return found
 
 

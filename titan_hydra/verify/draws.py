@@ -22,7 +22,9 @@ def disturb(trainer: Trainer, seed: int) -> None:
     for parameter in trainer.masters.weights.parameters():
         value = master_of(parameter)
         up = torch.rand(value.shape, generator=dice).to(value.device) < 0.5
-        value = torch.where(up, value.nextafter(value.new_tensor(math.inf)), value.nextafter(value.new_tensor(-math.inf)))
+        value = torch.where(
+            up, value.nextafter(value.new_tensor(math.inf)), value.nextafter(value.new_tensor(-math.inf))
+        )
         if is_split(parameter):
             halve_into(value, parameter.data, lower_half(parameter))
         else:
@@ -53,4 +55,9 @@ class CutLinears(TorchFunctionMode):
     def cut(self, size: int) -> list[int]:
         """Return random sizes that sum to `size`, each from 0.5 to 1.5 times the mean size."""
         even, off = size // self.parts, size // self.parts // 4
-        return [end - start for start, end in pairwise((0, *(even * i + self.dice.randint(-off, off) for i in range(1, self.parts)), size))]
+        return [
+            end - start
+            for start, end in pairwise(
+                (0, *(even * i + self.dice.randint(-off, off) for i in range(1, self.parts)), size)
+            )
+        ]

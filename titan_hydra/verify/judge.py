@@ -20,7 +20,12 @@ from .reference import Trace
 # Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry, the largest
 # difference of any step.
 Differences = dict[str, dict[str, float]]
-TIGHT = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-2, "weights": 1e-3}  # differences that pass without measuring a band
+TIGHT = {
+    "loss": 1e-5,
+    "norm": 1e-5,
+    "gradients": 1e-2,
+    "weights": 1e-3,
+}  # differences that pass without measuring a band
 # Factors of the spread. For layouts that differ by rounding alone, a parameter's difference was 0.3 to 1.3 times the
 # largest of the draws. Loss and norm are single numbers: all draws may be close to each other by chance.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
@@ -40,7 +45,9 @@ class Outcome:
     start: int  # number of initial tensors that differ in any bit
     routing: int  # number of values that differ: experts' loads in any step, routers' biases after the last step
     drift: int  # number of shards whose copies on several ranks differ in any bit after the last step
-    rounded: int  # number of gradients summed in bfloat16, and of reductions in another dtype, against the configuration
+    rounded: (
+        int  # number of gradients summed in bfloat16, and of reductions in another dtype, against the configuration
+    )
     band: float = 0.0  # largest difference, relative to the measured band; 0: none was measured
     error: str = ""  # why the case failed before its end
 
@@ -69,7 +76,9 @@ class Outcome:
     @property
     def worst(self) -> str:
         """The parameters with the largest differences of gradient and of weight, or the error."""
-        gradients, weights = (max(self.differences[column].items(), key=lambda item: item[1])[0] for column in ("gradients", "weights"))
+        gradients, weights = (
+            max(self.differences[column].items(), key=lambda item: item[1])[0] for column in ("gradients", "weights")
+        )
         return self.error or f"gradient of {gradients}, weight {weights}"
 
     @property
@@ -88,7 +97,12 @@ class Outcome:
     @property
     def counts(self) -> dict[str, int]:
         """The numbers that must be 0 and are not, by column."""
-        found = {"start": self.start, "routing": self.routing * self.case.routing, "copies": self.drift, "rounded": self.rounded}
+        found = {
+            "start": self.start,
+            "routing": self.routing * self.case.routing,
+            "copies": self.drift,
+            "rounded": self.rounded,
+        }
         return {column: number for column, number in found.items() if number}
 
     def __repr__(self) -> str:
@@ -115,21 +129,29 @@ def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:
     return {
         "loss": {"loss": _largest(run.losses, reference.losses)},
         "norm": {"norm": _largest(run.norms, reference.norms)},
-        "gradients": {name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()},
-        "weights": {name: _moved(run.weights[name], weight, start[name], steps) for name, weight in reference.weights.items()},
+        "gradients": {
+            name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()
+        },
+        "weights": {
+            name: _moved(run.weights[name], weight, start[name], steps) for name, weight in reference.weights.items()
+        },
     }
 
 
 def lost(case: Case, error: str) -> Outcome:
     """Return the outcome of a case that has failed: every difference is infinite."""
-    return Outcome(case, {column: {"": math.inf} for column in ("loss", "norm", "gradients", "weights")}, 0, 0, 0, 0, error=error)
+    return Outcome(
+        case, {column: {"": math.inf} for column in ("loss", "norm", "gradients", "weights")}, 0, 0, 0, 0, error=error
+    )
 
 
 def rounds_alike(job: Job, reference: Job) -> bool:
     """Whether a layout rounds like its reference except for the order of sums, so that its band can be measured on the
     reference.
     """
-    precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]  # a gather in Float8 rounds nothing more
+    precisions = [
+        {**vars(one.precision), "float8_all_gather": False} for one in (job, reference)
+    ]  # a gather in Float8 rounds nothing more
     return precisions[0] == precisions[1] and job.optimizer.masters == reference.optimizer.masters
 
 
@@ -151,7 +173,10 @@ def flips(reference: Trace, optimizer: str) -> dict[str, float]:
     if optimizer == "sgd":
         return {}
     moved = {name: (weight - reference.start[name]).double() for name, weight in reference.weights.items()}
-    return {name: (2 / len(reference.losses) * move.abs().max() / move.norm().clamp(min=1e-30)).item() for name, move in moved.items()}
+    return {
+        name: (2 / len(reference.losses) * move.abs().max() / move.norm().clamp(min=1e-30)).item()
+        for name, move in moved.items()
+    }
 
 
 def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> float:
@@ -160,7 +185,8 @@ def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> f
     """
     room = {"weights": once}
     return max(
-        value / max(tight, MULTIPLE[column] * spread.get(column, {}).get(name, 0.0) + room.get(column, {}).get(name, 0.0))
+        value
+        / max(tight, MULTIPLE[column] * spread.get(column, {}).get(name, 0.0) + room.get(column, {}).get(name, 0.0))
         for column, tight in TIGHT.items()
         for name, value in found[column].items()
     )
@@ -171,7 +197,12 @@ def misrouted(run: Trace, reference: Trace) -> int:
     that differ at the end.
     """
     steps = zip(run.loads, reference.loads, strict=False)
-    tokens = sum(one != other for ours, theirs in steps for layer in theirs for one, other in zip(ours[layer], theirs[layer], strict=True))
+    tokens = sum(
+        one != other
+        for ours, theirs in steps
+        for layer in theirs
+        for one, other in zip(ours[layer], theirs[layer], strict=True)
+    )
     return tokens + sum(not torch.equal(run.biases[name], bias) for name, bias in reference.biases.items())
 
 
@@ -191,7 +222,10 @@ def _relative(difference: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def _largest(values: list[float], references: list[float]) -> float:
-    return max(_finite(abs(value - reference) / max(abs(reference), 1e-30)) for value, reference in zip(values, references, strict=True))
+    return max(
+        _finite(abs(value - reference) / max(abs(reference), 1e-30))
+        for value, reference in zip(values, references, strict=True)
+    )
 
 
 def _finite(value: float) -> float:

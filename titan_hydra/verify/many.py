@@ -16,16 +16,27 @@ BY_TWO = "data.local_batch=2"
 COARSE: dict[str, Any] = {**BF16}
 
 
-def many(what: str, degrees: dict[str, int], *more: str, base: tuple[str, ...] = (), samples: int = 16, **options: Any) -> Case:
+def many(
+    what: str, degrees: dict[str, int], *more: str, base: tuple[str, ...] = (), samples: int = 16, **options: Any
+) -> Case:
     """Return a case whose ranks are threads. Each data-parallel rank has its part of `samples` as one local batch, unless
     `more` sets another. Its cluster is one of nodes, as this machine may not start so many processes.
     """
     ranks = prod(degree for name, degree in degrees.items() if name != "ep")
     layout = [f"parallelism.{name}={degree}" for name, degree in degrees.items()]
     local = samples // (degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1))
-    name = ", ".join([f"{ranks} ranks", *([what] if what else []), *(f"{name} {degree}" for name, degree in degrees.items())])
+    name = ", ".join(
+        [f"{ranks} ranks", *([what] if what else []), *(f"{name} {degree}" for name, degree in degrees.items())]
+    )
     overrides = ("cluster=slurm", "parallelism=single", *layout, f"data.local_batch={local}", *more)
-    return case(name, ranks, *overrides, base=(*base, *SMALL, f"data.global_batch={samples}"), threads=True, **{"slow": True} | options)
+    return case(
+        name,
+        ranks,
+        *overrides,
+        base=(*base, *SMALL, f"data.global_batch={samples}"),
+        threads=True,
+        **{"slow": True} | options,
+    )
 
 
 # fmt: off

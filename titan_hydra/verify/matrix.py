@@ -59,7 +59,9 @@ SPLIT = BF16 | {"base": HALVED}
 LAYOUTS_IN_BF16 = (("tp 2", 2, "tp"), ("pp 2", 2, "pp"), ("fsdp 4, tp 2", 4, "fsdp_tp"))
 
 
-def in_bf16(what: str, *base: str, layouts: Iterable[tuple[str, int, str]] = LAYOUTS_IN_BF16, slow: bool = False, **options) -> list[Case]:
+def in_bf16(
+    what: str, *base: str, layouts: Iterable[tuple[str, int, str]] = LAYOUTS_IN_BF16, slow: bool = False, **options
+) -> list[Case]:
     """Return a case in bf16 for each layout (name, ranks, option of `parallelism`) of what `base` trains; those of four
     ranks are slow.
 

@@ -69,7 +69,13 @@ class ModuleVerdict:
 class Training:
     """A subject in training: on a rank of a mesh or, without a mesh, in one process."""
 
-    def __init__(self, subject: Subject, mesh: DeviceMesh | None = None, dtype: torch.dtype | None = None, seed: int | None = None):
+    def __init__(
+        self,
+        subject: Subject,
+        mesh: DeviceMesh | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int | None = None,
+    ):
         torch.manual_seed(0)
         self.subject, self.mesh, self.dtype = subject, mesh, dtype
         model = subject.model().train()
@@ -157,8 +163,12 @@ def verify_module(place: str, steps: int) -> ModuleVerdict:
     subject = load_subject(place)
     rows, parts = len(next(iter(subject.batch(1).values()))), subject.parts * subject.accumulation
     if rows % parts:
-        reason = f"{rows} samples cannot be split evenly over {subject.parts} ranks in {subject.accumulation} microbatches"
-        raise ConfigError(str(Fault("accumulation", subject.accumulation, reason, legal=tuple(divisors(rows // subject.parts)))))
+        reason = (
+            f"{rows} samples cannot be split evenly over {subject.parts} ranks in {subject.accumulation} microbatches"
+        )
+        raise ConfigError(
+            str(Fault("accumulation", subject.accumulation, reason, legal=tuple(divisors(rows // subject.parts))))
+        )
     config = to_dict(compose_job("precision=fp32"))
     with tempfile.TemporaryDirectory() as folder:
         jobs = [(place, steps, config)]
@@ -175,8 +185,15 @@ def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, in
     subject, kind = load_subject(place), "float64"
     try:
         exact = _train_alone(subject, steps, torch.float64)
-    except (RuntimeError, TypeError, ValueError) as error:  # a kernel without float64, or a dtype that the module has fixed
-        exact, kind = _train_alone(subject, steps, None), f"its own dtype, as float64 fails: {str(error).splitlines()[0]}"
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # a kernel without float64, or a dtype that the module has fixed
+        exact, kind = (
+            _train_alone(subject, steps, None),
+            f"its own dtype, as float64 fails: {str(error).splitlines()[0]}",
+        )
     spread: Differences = {}
     single: set[str] = set()
     for seed in SEEDS:
@@ -230,7 +247,11 @@ def _train_layout(device: torch.device, folder: str, jobs: list[tuple[str, int, 
         checks += [_start(trace, reference), _copies(trace.weights), _dtypes(dtypes, subject, trace, single)]
         checks.append(_resume(subject, mesh, state, training, steps))
     if dist.get_rank() == 0:
-        gradients = {name: (value, _allowed("gradients", name, spread)) for name, value in worst["gradients"].items()} if norms else {}
+        gradients = (
+            {name: (value, _allowed("gradients", name, spread)) for name, value in worst["gradients"].items()}
+            if norms
+            else {}
+        )
         found = {"reference": kind, "checks": [vars(check) for check in checks], "gradients": gradients}
         Path(folder, "found.json").write_text(json.dumps(found))
 
@@ -252,7 +273,9 @@ def _columns(worst: Differences, spread: Differences, norms: list[float | str]) 
         where = name if column in ("gradients", "weights") else ""
         unknown = next((norm for norm in norms if isinstance(norm, str)), None) if column == "norm" else None
         if unknown is not None:
-            checks.append(Check(column, "", "", f"give Subject.norm, as torch.nn.utils.get_total_norm raises {unknown}", None))
+            checks.append(
+                Check(column, "", "", f"give Subject.norm, as torch.nn.utils.get_total_norm raises {unknown}", None)
+            )
         else:
             checks.append(Check(column, f"{value:.1e}", f"{allowed:.1e}", where, value <= allowed))
     return checks
@@ -260,13 +283,18 @@ def _columns(worst: Differences, spread: Differences, norms: list[float | str]) 
 
 def _start(trace: Trace, reference: Trace) -> Check:
     """Count the parameters that start from other bits."""
-    other = [name for name, value in reference.start.items() if not torch.equal(trace.start[name].to(value.dtype), value)]
+    other = [
+        name for name, value in reference.start.items() if not torch.equal(trace.start[name].to(value.dtype), value)
+    ]
     return Check("start", str(len(other)), "0", ", ".join(other[:3]), not other)
 
 
 def _copies(weights: dict[str, Tensor]) -> Check:
     """Count the parameters that differ between ranks after the last step. A collective."""
-    own = {name: hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for name, value in weights.items()}
+    own = {
+        name: hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, value in weights.items()
+    }
     apart = [name for name in own if len({other[name] for other in _gathered(own)}) > 1]
     return Check("copies", str(len(apart)), "0", ", ".join(apart[:3]), not apart)
 
@@ -292,7 +320,9 @@ def _resume(subject: Subject, mesh: DeviceMesh, state: Any, training: Training, 
     pairs = zip(training.model.named_parameters(), again.model.parameters(), strict=True)
     other = [name for (name, one), two in pairs if not torch.equal(local_part(one), local_part(two))]
     other = sorted({name for names in _gathered(other) for name in names})
-    return Check("resume", f"{len(other)} differ" if other else "same bits", "same bits", ", ".join(other[:3]), not other)
+    return Check(
+        "resume", f"{len(other)} differ" if other else "same bits", "same bits", ", ".join(other[:3]), not other
+    )
 
 
 def _joined(loss: float, mesh: DeviceMesh, subject: Subject, reference: float) -> float:
@@ -345,7 +375,9 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _looks_rounded(gradient: Tensor) -> bool:
     """Whether a float32 tensor lacks the bits that bfloat16 lacks. Zeros prove nothing."""
-    return gradient.dtype == torch.float32 and bool(gradient.any()) and torch.equal(gradient, gradient.bfloat16().float())
+    return (
+        gradient.dtype == torch.float32 and bool(gradient.any()) and torch.equal(gradient, gradient.bfloat16().float())
+    )
 
 
 def _read(value: Tensor) -> float:

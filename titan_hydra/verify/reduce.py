@@ -16,7 +16,15 @@ from titan_hydra.config.operation import Checkpoint, Debug, Hardware, Launch, Me
 from titan_hydra.config.parts import HubSource
 from titan_hydra.config.registry import DATA_SOURCES, PIPELINE_SCHEDULES
 from titan_hydra.config.rules.checks import check
-from titan_hydra.config.schema import ActivationCheckpoint, Compile, Loss, Parallelism, PipelineSchedule, Precision, Tokenizer
+from titan_hydra.config.schema import (
+    ActivationCheckpoint,
+    Compile,
+    Loss,
+    Parallelism,
+    PipelineSchedule,
+    Precision,
+    Tokenizer,
+)
 from titan_hydra.job.batches import local_batches
 from titan_hydra.job.freeze import freeze
 from titan_hydra.job.pipeline import stage_count
@@ -46,7 +54,19 @@ SIZES = {
 }
 RATES = {"adamw": 2e-3, "muon": 2e-3, "sgd": 0.05}  # learning rates with which a few steps move the weights
 # Keys that reductions do not list, as they change neither what is computed nor how.
-BESIDE = ("name", "notes", "checkpoint.", "cluster.", "hardware.", "launch.", "sweep.", "paths.", "metrics.", "validation.", "profiling.")
+BESIDE = (
+    "name",
+    "notes",
+    "checkpoint.",
+    "cluster.",
+    "hardware.",
+    "launch.",
+    "sweep.",
+    "paths.",
+    "metrics.",
+    "validation.",
+    "profiling.",
+)
 # Weights rounded to Float8 with one scale for the whole tensor differ as soon as the largest element does.
 ONE_SCALE = {"loss": 1e-4, "norm": 5e-4, "gradients": 0.25, "weights": 0.5}
 
@@ -87,7 +107,13 @@ def _degrees(job: Job, most: int) -> Iterator[dict[str, int]]:
             name = max((name for name in names if not (written and name == "pp")), key=degrees.get, default=None)
             if name is None or degrees[name] == 2:
                 raise ConfigError(
-                    str(Fault("pp_schedule", job.pp_schedule.name, f"its file is for {degrees['pp']} pipeline ranks, which are too many"))
+                    str(
+                        Fault(
+                            "pp_schedule",
+                            job.pp_schedule.name,
+                            f"its file is for {degrees['pp']} pipeline ranks, which are too many",
+                        )
+                    )
                 )
             degrees[name] = degrees[name] // 2 if degrees[name] % 2 == 0 else 2
         yield degrees
@@ -115,7 +141,9 @@ def _reduced_to(job: Job, degrees: dict[str, int]) -> Job:
     small.optimizer.lr = RATES.get(job.optimizer.name, job.optimizer.lr)
     if job.compile.name != "off":
         small.compile.backend = "aot_eager"
-        small.precision = _without_format(small.precision)  # an emulated format rounds in other places if it is compiled
+        small.precision = _without_format(
+            small.precision
+        )  # an emulated format rounds in other places if it is compiled
     elif job.precision.converter:
         small.precision.emulate = True
     small.steps, small.notes = STEPS_OF_PROOF, ""
@@ -188,7 +216,9 @@ def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
     number format of its linears with float32 between them, as one rounding more or less changes an 8-bit value.
     """
     sparse, muon = small.model.sparse, small.optimizer.name == "muon"
-    exact = {"gradients": 5e-5 if sparse else 1e-5} | ({"loss": 1e-4, "norm": 1e-4, "weights": 0.5, "routing": False} if muon else {})
+    exact = {"gradients": 5e-5 if sparse else 1e-5} | (
+        {"loss": 1e-4, "norm": 1e-4, "weights": 0.5, "routing": False} if muon else {}
+    )
     plain = copy.deepcopy(small)
     plain.precision = from_dict(Precision, {"name": "fp32", "compute_dtype": "float32", "param_dtype": "float32"})
     plain.optimizer.masters = "whole"
@@ -196,7 +226,12 @@ def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
     if small.precision.compute_dtype != "float32":
         half = copy.deepcopy(small)
         half.precision = _without_format(small.precision)
-        coarse = BF16 | {"norm": 2e-3, "gradients": 0.2 if sparse else 2e-2, "weights": 0.5 if muon else 0.3, "routing": not sparse}
+        coarse = BF16 | {
+            "norm": 2e-3,
+            "gradients": 0.2 if sparse else 2e-2,
+            "weights": 0.5 if muon else 0.3,
+            "routing": not sparse,
+        }
         variants.append(("bfloat16", half, coarse))
     if job.precision.converter:
         format = copy.deepcopy(small)
@@ -207,7 +242,12 @@ def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
         variants.append((job.precision.converter, format, bounds | {"routing": not sparse}))
     for kind, variant, bounds in variants:
         one = alone(variant)
-        options: dict[str, Any] = {**bounds, "base": (identity(one),), "uneven_mask": True, "documents": job.data.document_mask}
+        options: dict[str, Any] = {
+            **bounds,
+            "base": (identity(one),),
+            "uneven_mask": True,
+            "documents": job.data.document_mask,
+        }
         yield Proof(Case(f"{name}, {kind}", world_size(variant), (), **options), variant, one)
 
 

@@ -99,7 +99,11 @@ def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tupl
         sees = sees & (documents.unsqueeze(2) == documents.unsqueeze(1))
     x = weights["tok_embeddings.weight"][batch["tokens"]]
     for layer in range(model.n_layers):
-        block = {name.removeprefix(f"layers.{layer}."): value for name, value in weights.items() if name.startswith(f"layers.{layer}.")}
+        block = {
+            name.removeprefix(f"layers.{layer}."): value
+            for name, value in weights.items()
+            if name.startswith(f"layers.{layer}.")
+        }
         attend = latent_attention if "attention.wkv_a.weight" in block else attention
         x = x + attend(block, rms_norm(x, block["attention_norm.weight"], model.norm_eps), positions, sees, model)
         h = rms_norm(x, block["ffn_norm.weight"], model.norm_eps)
@@ -133,7 +137,10 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
             for name, index in (("wq", head), ("wk", shared), ("wv", shared))
         )
         if "attention.q_norm.weight" in block:
-            q, k = (rms_norm(one, block[f"attention.{name}_norm.weight"], model.norm_eps) for name, one in (("q", q), ("k", k)))
+            q, k = (
+                rms_norm(one, block[f"attention.{name}_norm.weight"], model.norm_eps)
+                for name, one in (("q", q), ("k", k))
+            )
         scores = _rotate(q, positions, model) @ _rotate(k, positions, model).transpose(1, 2) / math.sqrt(width)
         outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ v)
     return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
@@ -212,8 +219,12 @@ def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
     rotated.
     """
     half = x.shape[-1] // 2
-    angles = positions.double().unsqueeze(-1) * torch.tensor([yarn_frequency(i, half, model) for i in range(half)], dtype=torch.float64)
-    turned = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    angles = positions.double().unsqueeze(-1) * torch.tensor(
+        [yarn_frequency(i, half, model) for i in range(half)], dtype=torch.float64
+    )
+    turned = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.view_as_real(turned).flatten(-2)
 
 
@@ -226,7 +237,8 @@ def yarn_frequency(i: int, half: int, model: Sparse) -> float:
     if yarn.factor == 1:
         return value
     fast, slow = (
-        half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta) for turns in (yarn.beta_fast, yarn.beta_slow)
+        half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta)
+        for turns in (yarn.beta_fast, yarn.beta_slow)
     )  # indices of the pairs that rotate beta_fast and beta_slow times
     fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
     stretched = min(max((i - fast) / max(slow - fast, 1e-3), 0), 1)
@@ -241,7 +253,9 @@ def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
     pair.
     """
     half = x.shape[-1] // 2
-    angles = positions.double().unsqueeze(-1) * torch.tensor([frequency(i, half, model) for i in range(half)], dtype=torch.float64)
+    angles = positions.double().unsqueeze(-1) * torch.tensor(
+        [frequency(i, half, model) for i in range(half)], dtype=torch.float64
+    )
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
@@ -254,7 +268,9 @@ def frequency(i: int, half: int, model: Model) -> float:
         return value
     if length > scaling.original_max_seq_len / scaling.low_freq_factor:
         return value / scaling.factor
-    smooth = (scaling.original_max_seq_len / length - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = (scaling.original_max_seq_len / length - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     return (1 - smooth) * value / scaling.factor + smooth * value
 
 
@@ -273,7 +289,9 @@ def _rate(step: int, steps: int, config: Any) -> float:
         return 1.0
     progress = begun / decay
     shape = "cosine" if config.name == "cosine" else config.decay_type
-    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}[shape]
+    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}[
+        shape
+    ]
     return config.min_factor + (1 - config.min_factor) * left
 
 

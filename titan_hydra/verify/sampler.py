@@ -65,10 +65,24 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
     )
     shape = _experts(dice) if sparse else _shape(dice)
     base = (*shape, *learning(dice, optimizer), f"precision={precision}", f"data.global_batch={global_batch}")
-    tolerances = dice.choice((BF16, BF16_COARSE)) if precision == "bf16" else MUON if optimizer == "muon" else SPARSE if sparse else EXACT
+    tolerances = (
+        dice.choice((BF16, BF16_COARSE))
+        if precision == "bf16"
+        else MUON
+        if optimizer == "muon"
+        else SPARSE
+        if sparse
+        else EXACT
+    )
     maskable = degrees["cp"] == 1 or "parallelism.cp_rotate=ulysses" in layout
     return Case(
-        f"random {index}", ranks, layout, base, uneven_mask=dice.random() < 0.5, documents=maskable and dice.random() < 0.3, **tolerances
+        f"random {index}",
+        ranks,
+        layout,
+        base,
+        uneven_mask=dice.random() < 0.5,
+        documents=maskable and dice.random() < 0.3,
+        **tolerances,
     )
 
 
@@ -93,7 +107,11 @@ def _shape(dice: random.Random) -> tuple[str, ...]:
 def _experts(dice: random.Random) -> tuple[str, ...]:
     """Draw the shapes of a model with experts, and a sequence length."""
     groups, family = dice.choice((1, 2, 4)), dice.choice((MOE, LATENT))
-    yarn = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", f"model.yarn.temperature={dice.choice((0.7, 1.0))}")
+    yarn = (
+        "model.yarn.factor=8",
+        "model.yarn.original_max_seq_len=16",
+        f"model.yarn.temperature={dice.choice((0.7, 1.0))}",
+    )
     return (
         *family,
         *(yarn if family is LATENT and dice.random() < 0.5 else ()),
@@ -141,7 +159,9 @@ def technique(dice: random.Random, degrees: dict[str, int]) -> Iterator[str]:
     if dice.random() < 0.4:
         yield from ("loss=linear_cross_entropy", f"loss.chunk_tokens={dice.choice((7, 50, 100))}")
     if degrees["tp"] > 1:
-        yield from (f"parallelism.{name}={dice.choice((True, False))}" for name in ("sequence_parallel", "loss_parallel"))
+        yield from (
+            f"parallelism.{name}={dice.choice((True, False))}" for name in ("sequence_parallel", "loss_parallel")
+        )
     if degrees["cp"] > 1:
         yield f"parallelism.cp_rotate={(rotate := dice.choice(('allgather', 'alltoall', 'ulysses')))}"
         if rotate != "ulysses":

@@ -30,14 +30,26 @@ class Subject:
     mesh: dict[str, int]  # sizes of the mesh's dimensions by name; their product is the number of ranks
     model: Callable[[], nn.Module]  # the whole module; its weights are the same at every call
     parallelize: Callable[[nn.Module, DeviceMesh], nn.Module]  # this rank's part of it
-    batch: Callable[[int], dict[str, Tensor]]  # the whole batch of a step; the first dimension of each tensor is that of samples
-    loss: Callable[[nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor]  # loss of some samples; no mesh: in one process
+    batch: Callable[
+        [int], dict[str, Tensor]
+    ]  # the whole batch of a step; the first dimension of each tensor is that of samples
+    loss: Callable[
+        [nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor
+    ]  # loss of some samples; no mesh: in one process
     split: tuple[str, ...] = ()  # dimensions of the mesh whose ranks get different samples; the outer one comes first
-    losses: Literal["mean", "sum"] = "mean"  # how losses of parts make that of the whole; `mean`: ranks average gradients
+    losses: Literal["mean", "sum"] = (
+        "mean"  # how losses of parts make that of the whole; `mean`: ranks average gradients
+    )
     accumulation: int = 1  # microbatches of a step
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # default: SGD of all parameters, with a rate of 0.1
-    norm: Callable[[nn.Module, DeviceMesh], Tensor] | None = None  # the gradient's norm; default: that of torch.nn.utils
-    whole: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None  # a shard that is no DTensor, as the whole tensor; a collective
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = (
+        None  # default: SGD of all parameters, with a rate of 0.1
+    )
+    norm: Callable[[nn.Module, DeviceMesh], Tensor] | None = (
+        None  # the gradient's norm; default: that of torch.nn.utils
+    )
+    whole: Callable[[str, Tensor, DeviceMesh], Tensor] | None = (
+        None  # a shard that is no DTensor, as the whole tensor; a collective
+    )
     reduce_dtype: str = "float32"  # the dtype in which FSDP2 shall sum gradients
 
     @property
@@ -73,7 +85,9 @@ def load_subject(place: str) -> Subject:
     subject = getattr(module, name)
     for dimension in subject.split:
         if dimension not in subject.mesh:
-            raise ConfigError(str(Fault(f"{name}.split", dimension, "is no dimension of the mesh", legal=tuple(subject.mesh))))
+            raise ConfigError(
+                str(Fault(f"{name}.split", dimension, "is no dimension of the mesh", legal=tuple(subject.mesh)))
+            )
     return subject
 
 

@@ -76,7 +76,9 @@ class RankTurns:
         rank, name = self.own.rank, group.group_name
         self.arrivals[rank][name] += 1
         key = name, self.arrivals[rank][name]
-        meeting = self.meetings.setdefault(key, OpenCollective(collective, f"{sorted(dist.get_process_group_ranks(group))}"))
+        meeting = self.meetings.setdefault(
+            key, OpenCollective(collective, f"{sorted(dist.get_process_group_ranks(group))}")
+        )
         if described_call(collective) != described_call(meeting.collective):
             raise RuntimeError(
                 f"rank {rank} calls {described_call(collective)} where ranks {meeting.waiting} call {described_call(meeting.collective)}, "
@@ -106,7 +108,10 @@ class RankTurns:
     def next(self) -> None:
         """Give the turn to the next thread that can continue. If there is none, all ranks have ended, or they fail."""
         if not self.ready and len(self.ended) < len(self.gates):
-            lines = [f"ranks {one.waiting} wait in {described_call(one.collective)} of ranks {one.group}" for one in self.meetings.values()]
+            lines = [
+                f"ranks {one.waiting} wait in {described_call(one.collective)} of ranks {one.group}"
+                for one in self.meetings.values()
+            ]
             self.fail(Stuck("\n".join([f"ranks that have ended: {sorted(self.ended)}", *lines])))
         if self.ready:
             self.gates[self.ready.popleft()].release()

@@ -74,7 +74,9 @@ class MemoryTracker(TorchDispatchMode):
     def count(self, leaves: list) -> None:
         """Count a collective by its arguments and results. An operator without a process group (a wait) is not one."""
         for dimension in {self.groups[name] for leaf in leaves if (name := _name_of_group(leaf)) in self.groups}:
-            self.messages[dimension] += max(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+            self.messages[dimension] += max(
+                leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)
+            )
 
 
 def _names_of_groups(mesh: Mesh) -> dict[str, str]:

@@ -61,7 +61,12 @@ def reference_of(case: Case, steps: int = STEPS) -> Job:
 
 
 def trace(
-    job: Job, device: torch.device, case: Case | None = None, seed: int | None = None, mesh: Mesh | None = None, resumed: bool = False
+    job: Job,
+    device: torch.device,
+    case: Case | None = None,
+    seed: int | None = None,
+    mesh: Mesh | None = None,
+    resumed: bool = False,
 ) -> Trace:
     """Train a job as `train` does, and return the values to compare, as whole tensors, on every rank. A collective.
 
@@ -98,7 +103,9 @@ def trace(
         held_out.close()
     result.weights = _of_all_stages(trainer, master_of)
     stored = trainer.model.state_dict()
-    result.biases = _join(trainer, {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored})
+    result.biases = _join(
+        trainer, {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored}
+    )
     result.drift = drift(trainer)
     result.rounded += rounded(trainer, result.gradients)
     return result
@@ -143,7 +150,11 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None
     # A zero gradient, such as that of an adapter's A in the first step, proves nothing.
     moving = {name: gradient for name, gradient in gradients.items() if gradient.any()}
-    return sum(torch.equal(gradient, gradient.bfloat16().float()) for name, gradient in moving.items() if not alone or alone not in name)
+    return sum(
+        torch.equal(gradient, gradient.bfloat16().float())
+        for name, gradient in moving.items()
+        if not alone or alone not in name
+    )
 
 
 def drift(trainer: Trainer) -> int:
@@ -164,7 +175,10 @@ def drift(trainer: Trainer) -> int:
 
 def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return `value` of each parameter of the model, as whole tensors by name. A collective."""
-    return _join(trainer, {name: _whole(value(parameter)).clone() for name, parameter in trainer.masters.weights.named_parameters()})
+    return _join(
+        trainer,
+        {name: _whole(value(parameter)).clone() for name, parameter in trainer.masters.weights.named_parameters()},
+    )
 
 
 def _join(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
@@ -224,13 +238,17 @@ def verify(cases: Iterable[Case], steps: int = STEPS, bands_of_failed: bool = Tr
     return prove(cases, jobs, {key: (case, reference_of(case, steps)) for key, case in firsts.items()}, bands_of_failed)
 
 
-def prove(cases: list[Case], jobs: list[Job], references: dict[str, tuple[Case, Job]], bands_of_failed: bool = True) -> list[Outcome]:
+def prove(
+    cases: list[Case], jobs: list[Job], references: dict[str, tuple[Case, Job]], bands_of_failed: bool = True
+) -> list[Outcome]:
     """Run the job of each case, and each reference once, by `reference_key`. Returns an outcome for each case."""
     by_ranks: dict[tuple[bool, int], list[tuple[int, Case, dict]]] = defaultdict(list)
     for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
         by_ranks[case.threads, case.ranks].append((number, case, to_dict(job)))
     with tempfile.TemporaryDirectory() as folder:
-        share_over_cores(_run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()])
+        share_over_cores(
+            _run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()]
+        )
         for (threads, ranks), own in sorted(by_ranks.items()):
             _run_all(1 if threads else ranks, _run_in_threads if threads else _run_cases, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
@@ -243,7 +261,9 @@ def prove(cases: list[Case], jobs: list[Job], references: dict[str, tuple[Case, 
             if wanted and not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
                 judged[reference_key(case), job.parallelism.tp].append(number)
         if judged:
-            draws = [(numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()]
+            draws = [
+                (numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()
+            ]
             share_over_cores(_run_draws, folder, draws)
         return [_read(folder, number, case) for number, case in enumerate(cases)]
 
@@ -266,7 +286,9 @@ def _run_all(ranks: int, run: Callable[..., None], folder: str, jobs: list[tuple
             if not jobs:
                 raise
             number, case, _ = jobs[0]
-            if isinstance(error, Crashed) and number != crashed:  # tried again: torch 2.13's gloo sometimes corrupts the heap
+            if (
+                isinstance(error, Crashed) and number != crashed
+            ):  # tried again: torch 2.13's gloo sometimes corrupts the heap
                 crashed = number
                 continue
             jobs = jobs[1:]
@@ -337,7 +359,9 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
             with CutLinears(tp, seed or 0) if tp > 1 else contextlib.nullcontext():
                 spread = widen(spread, differ(trace(job, device, case, seed), reference, draw=True))
             outcomes = [_read(folder, number, case) for number in numbers]
-            outcomes = [dataclasses.replace(outcome, band=beyond(outcome.differences, spread, once)) for outcome in outcomes]
+            outcomes = [
+                dataclasses.replace(outcome, band=beyond(outcome.differences, spread, once)) for outcome in outcomes
+            ]
             for number, outcome in zip(numbers, outcomes, strict=True):
                 _write(folder, number, outcome)
             _tell(f"band of {case.name}, tp {tp}: {' '.join(f'{outcome.band:.2g}' for outcome in outcomes)}")
@@ -352,7 +376,9 @@ def _tell(line: str) -> None:
 
 def reference_key(case: Case) -> str:
     """Return a text that is equal for cases which share a reference."""
-    return hashlib.sha256(repr((case.base, case.uneven_mask, case.documents, case.validated, case.reference)).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        repr((case.base, case.uneven_mask, case.documents, case.validated, case.reference)).encode()
+    ).hexdigest()[:16]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

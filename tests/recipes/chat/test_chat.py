@@ -38,7 +38,12 @@ def talk(job, tmp_path):
     the conversations are too long.
     """
     rows = [
-        {"messages": [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": f"{number} " * (number % 20 + 1)}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Say {number}"},
+                {"role": "assistant", "content": f"{number} " * (number % 20 + 1)},
+            ]
+        }
         for number in range(90)
     ]
     rows[33]["messages"][1]["content"] = rows[71]["messages"][1]["content"] = "long " * 100
@@ -47,7 +52,9 @@ def talk(job, tmp_path):
     (tmp_path / "b.jsonl").write_text("\n\n".join(lines[40:]))
 
     def make(seed=0, **keys):
-        made = job(seed, **{"name": "chat", "path": str(tmp_path / "*.jsonl"), "seq_len": 96, "document_mask": True} | keys)
+        made = job(
+            seed, **{"name": "chat", "path": str(tmp_path / "*.jsonl"), "seq_len": 96, "document_mask": True} | keys
+        )
         made.objective.name = "sft"
         return made
 
@@ -66,7 +73,9 @@ def take(job, ranks, steps, state=None):
         if state:
             loader.load(state)
         batches = [loader.next().tensors for _ in range(steps)]
-        parts.append({name: np.stack([batch[name].numpy() for batch in batches]) for name in batches[0] if name != "ends"})
+        parts.append(
+            {name: np.stack([batch[name].numpy() for batch in batches]) for name in batches[0] if name != "ends"}
+        )
         states.append(loader.state())
         loader.close()
     whole = {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
@@ -90,7 +99,9 @@ def test_goes_on_exactly_from_a_saved_state_on_other_ranks(talk, prefetch):
     for ranks in (1, 4):
         _, state = take(talk(prefetch=prefetch), ranks, 13)
         assert set(state["slots"]["0"]) == {"window", "first"}
-        assert same(take(talk(prefetch=prefetch), 2, 10, state)[0], {name: values[13:] for name, values in whole.items()})
+        assert same(
+            take(talk(prefetch=prefetch), 2, 10, state)[0], {name: values[13:] for name, values in whole.items()}
+        )
 
 
 def conversations(batches):
@@ -108,11 +119,16 @@ def test_an_epoch_has_every_conversation_once_and_whole_and_the_next_one_in_anot
     samples = loader.samples
     epochs = []
     for epoch in range(2):
-        found = [turns for window in range(4 * epoch, 4 * epoch + 4) for sample in samples.packed(window) for turns in sample]
+        found = [
+            turns for window in range(4 * epoch, 4 * epoch + 4) for sample in samples.packed(window) for turns in sample
+        ]
         assert len(found) == 88
         epochs.append([tuple(turns.tokens) for turns in found])
     everything = {tuple(samples.reader.turns(number).tokens) for number in range(90)}
-    assert set(epochs[0]) == set(epochs[1]) == {tokens for tokens in everything if len(tokens) <= 97} and epochs[0] != epochs[1]
+    assert (
+        set(epochs[0]) == set(epochs[1]) == {tokens for tokens in everything if len(tokens) <= 97}
+        and epochs[0] != epochs[1]
+    )
     sizes = [sum(len(turns.tokens) for turns in sample) for window in range(4) for sample in samples.packed(window)]
     assert max(sizes) <= 97 and sum(sizes) / 97 / len(sizes) > 0.8
 
@@ -122,7 +138,9 @@ def test_labels_are_the_next_tokens_of_the_assistant_within_a_conversation(talk)
     batches, _ = take(job, 1, 10)
     loader = data.build(job, 0, 1)
     words = loader.samples.reader.tokenizer
-    tokens, labels, documents, positions = (batches[name].reshape(40, 96) for name in ("tokens", "labels", "documents", "positions"))
+    tokens, labels, documents, positions = (
+        batches[name].reshape(40, 96) for name in ("tokens", "labels", "documents", "positions")
+    )
     learned = labels != IGNORED
     assert np.array_equal(labels[:, :-1][learned[:, :-1]], tokens[:, 1:][learned[:, :-1]])
     begins = np.diff(documents, axis=1, prepend=-1) == 1
@@ -151,9 +169,15 @@ def test_what_is_too_long_is_counted_and_no_limit_holds_for_it(talk):
     for _ in range(40):
         loader.next()
     news = loader.news()
-    assert len(news) == len({name for name in news if name.startswith("left out: data, conversations ")}) and 1 <= len(news) <= 2
+    assert (
+        len(news) == len({name for name in news if name.startswith("left out: data, conversations ")})
+        and 1 <= len(news) <= 2
+    )
     assert sum(int(reason.split()[0]) for reason in news.values()) == 2
-    assert all("conversations with more than data.seq_len=96 + 1 tokens, as " in reason and ".jsonl:" in reason for reason in news.values())
+    assert all(
+        "conversations with more than data.seq_len=96 + 1 tokens, as " in reason and ".jsonl:" in reason
+        for reason in news.values()
+    )
     loader.take_news(news)
     assert loader.news() == {}
 
@@ -171,7 +195,9 @@ def test_rows_share_a_sample_with_room_of_every_unit():
     class Wide(Turns):
         size = property(lambda self: {"tokens": len(self.tokens), "width": 4 if len(self.tokens) < 4 else 1})
 
-    packed = first_fit([Wide(np.zeros(length, np.int32), np.ones(length, bool)) for length in (2, 5, 3, 1)], {"tokens": 10, "width": 6})
+    packed = first_fit(
+        [Wide(np.zeros(length, np.int32), np.ones(length, bool)) for length in (2, 5, 3, 1)], {"tokens": 10, "width": 6}
+    )
     assert [[len(one.tokens) for one in sample] for sample in packed] == [[5, 3], [2], [1]]
 
 
@@ -189,24 +215,51 @@ def broken(dice):
             (text + dice.choice("}]x"), "not a JSON line"),
             (dice.choice(["[" * 100_000, '{"a":' * 100_000]), "not a JSON line"),
             (dice.choice(["1", "null", '"Hi"', "[]", "1e999"]), "not a record"),
-            (dice.choice(["{}", '{"text": "Hi"}', '{"messages": {}}', '{"messages": []}', '{"messages": "Hi"}']), "no list of messages"),
+            (
+                dice.choice(["{}", '{"text": "Hi"}', '{"messages": {}}', '{"messages": []}', '{"messages": "Hi"}']),
+                "no list of messages",
+            ),
             (say(dice.choice([None, 1, "Hi", []]), assistant), "message 1 is "),
             (say(user, {"content": "Hello."}), "message 2 has no role"),
             (say({"role": dice.choice([1, None, "", []]), "content": "Hi"}, assistant), "message 1 has no role"),
-            (say(user, {"role": "assistant", "content": dice.choice([None, 1, {}, [1], [{"type": "image"}]])}), "as content, not text"),
+            (
+                say(user, {"role": "assistant", "content": dice.choice([None, 1, {}, [1], [{"type": "image"}]])}),
+                "as content, not text",
+            ),
             (say(user), "no message of the assistant"),
             (say(user, {"role": "assistant", "content": "x", "tool_calls": {"a": 1}}), "not a list"),
             (
-                say(user, {"role": "assistant", "content": "x", "tool_calls": [dice.choice([1, {}, {"function": "f"}])]}),
+                say(
+                    user, {"role": "assistant", "content": "x", "tool_calls": [dice.choice([1, {}, {"function": "f"}])]}
+                ),
                 "name of a function",
             ),
-            (say(user, {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}), "not JSON"),
+            (
+                say(
+                    user,
+                    {
+                        "role": "assistant",
+                        "content": "x",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    },
+                ),
+                "not JSON",
+            ),
             (say(user, assistant, tools=dice.choice(["{", 1, [1], {"a": 1}])), "its tools are not"),
-            (say(user, {"role": "assistant", "content": dice.choice(["<|eot_id|>", "a <|begin_of_text|>"])}), "it holds <|"),
+            (
+                say(user, {"role": "assistant", "content": dice.choice(["<|eot_id|>", "a <|begin_of_text|>"])}),
+                "it holds <|",
+            ),
             (say({"role": "user<|eot_id|>", "content": "x"}, assistant), "it holds <|eot_id|>"),
-            (say(user, {"role": "assistant", "content": dice.choice(["\ud800", "a\udfffb"])}), "half of a surrogate pair"),
+            (
+                say(user, {"role": "assistant", "content": dice.choice(["\ud800", "a\udfffb"])}),
+                "half of a surrogate pair",
+            ),
             (say(user, {"role": "assistant", "content": "a\ufdd0b"}), "U+FDD0"),
-            (say(user, {"role": "assistant", "content": "2", "reasoning": "1 + 1"}), "the template refuses it: llama3 has no place"),
+            (
+                say(user, {"role": "assistant", "content": "2", "reasoning": "1 + 1"}),
+                "the template refuses it: llama3 has no place",
+            ),
             (say(user, {"role": "assistant", "content": "2", "reasoning": 1}), "as reasoning, not text"),
         ]
     )
@@ -219,7 +272,9 @@ def damaged(tmp_path):
     places = set(dice.sample(range(1, 540), 500))
     for number in range(540):
         row, reason = broken(dice) if number in places else (json.dumps(GOOD), None)
-        lines.append(row.encode("utf-8", "surrogatepass") if number % 7 else row.encode("utf-8", "surrogatepass") + b" ")
+        lines.append(
+            row.encode("utf-8", "surrogatepass") if number % 7 else row.encode("utf-8", "surrogatepass") + b" "
+        )
         if reason:
             reasons[f"{tmp_path / 'damaged.jsonl'}:{number + 1}"] = reason
     bad = sorted(places)[3]
@@ -235,7 +290,11 @@ def test_every_malformed_row_is_counted_with_its_line(talk, tmp_path, damaged):
     found = loader.state()["bad"]
     assert found.keys() == damaged.keys() and len(found) == 500
     for place, reason in damaged.items():
-        assert found[place].startswith(f"{place}: ") and reason in found[place] and "\n" not in found[place], (place, reason, found[place])
+        assert found[place].startswith(f"{place}: ") and reason in found[place] and "\n" not in found[place], (
+            place,
+            reason,
+            found[place],
+        )
 
 
 def test_the_first_malformed_row_is_refused_where_none_may_be_left_out(talk, tmp_path, damaged):
@@ -261,7 +320,9 @@ def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path, mon
     assert faults(*words)[0].startswith(f"data.chat_template={own}: line 1: ")
     monkeypatch.setattr(rows, "TRIED", 0.2)
     own.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
-    assert faults(*words)[0].startswith(f"data.chat_template={own}: it has not ended after 0.2 s on the first conversation")
+    assert faults(*words)[0].startswith(
+        f"data.chat_template={own}: it has not ended after 0.2 s on the first conversation"
+    )
     monkeypatch.undo()
     own.unlink()
     os.mkfifo(own)  # opening it would block
@@ -283,8 +344,12 @@ def test_a_file_without_a_row_is_one_line(tmp_path, source):
 
 
 def test_sources_of_text_do_not_suit_the_objective():
-    assert faults("objective=sft")[0].startswith("data.name=embedded: objective=sft needs trained and documents of each sample")
-    with pytest.raises(ConfigError, match=r"data.train_on=last: data.name=embedded does not read it; chat or embedded_chat would"):
+    assert faults("objective=sft")[0].startswith(
+        "data.name=embedded: objective=sft needs trained and documents of each sample"
+    )
+    with pytest.raises(
+        ConfigError, match=r"data.train_on=last: data.name=embedded does not read it; chat or embedded_chat would"
+    ):
         compose_job("data=embedded", "data.train_on=last")
 
 
@@ -302,10 +367,14 @@ def test_conversations_of_several_sources_are_mixed(talk, tmp_path):
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize(("added", "said"), [([], "its <|im_start|> is 12 unknown tokens of "), (["<|im_start|>", "<|im_end|>"], None)])
+@pytest.mark.parametrize(
+    ("added", "said"), [([], "its <|im_start|> is 12 unknown tokens of "), (["<|im_start|>", "<|im_end|>"], None)]
+)
 def test_a_mark_that_the_tokenizer_does_not_know_is_a_fault(tmp_path, added, said, pairs):
     """With one token per letter, for instance, most of the learned tokens would be the unknown tokens of `<|im_end|>`."""
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "A": 2, "C": 3}, unk_token="<unk>"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "A": 2, "C": 3}, unk_token="<unk>")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     words.add_special_tokens(["</s>", *added])
     words.save(str(tmp_path / "tokenizer.json"))

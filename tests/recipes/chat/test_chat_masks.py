@@ -40,7 +40,9 @@ MULTIPLY = {
 
 
 def turns(*contents, **more):
-    return {"messages": [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]} | more
+    return {
+        "messages": [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]
+    } | more
 
 
 PLAIN = [
@@ -116,7 +118,10 @@ def learned(reader, row):
     """Return the text that is learned, one piece for each run of tokens."""
     found = reader.encode(read(row))
     edges = np.flatnonzero(np.diff(found.trained, prepend=False, append=False))
-    return [reader.tokenizer.decode(found.tokens[begin:end].tolist()) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    return [
+        reader.tokenizer.decode(found.tokens[begin:end].tolist())
+        for begin, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
 
 
 def test_the_package_has_six_templates_with_tags():
@@ -158,7 +163,11 @@ def test_masks_are_those_of_transformers(exported, hf, name, kind):
 def test_without_tags_the_text_tells(hf, name, expected):
     assert learned(reader(hf, name, change=without_tags), PLAIN[1]) == expected
     assert learned(reader(hf, name), PLAIN[1]) == expected
-    assert learned(reader(hf, name, "last", without_tags), PLAIN[1]) == learned(reader(hf, name, "last"), PLAIN[1]) == expected[1:]
+    assert (
+        learned(reader(hf, name, "last", without_tags), PLAIN[1])
+        == learned(reader(hf, name, "last"), PLAIN[1])
+        == expected[1:]
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in template.BUILT_IN if name != "qwen3"])
@@ -186,21 +195,28 @@ def test_ranges_of_tokens_that_leave_out_blanks_do_no_harm(hf, tmp_path):
 
 def test_reasoning_is_learned_and_that_of_earlier_turns_stays_out(hf):
     assert learned(reader(hf, "qwen3"), THOUGHT) == ["2<|im_end|>", "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"]
-    assert learned(reader(hf, "qwen3", "last", without_tags), THOUGHT) == ["<think>\nTwo and two.\n</think>\n\n4<|im_end|>"]
+    assert learned(reader(hf, "qwen3", "last", without_tags), THOUGHT) == [
+        "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
+    ]
 
 
 def test_a_template_that_tells_nothing_is_refused(hf):
     """Without tags, and with reasoning that is removed when the next question comes, the template does not show which
     text is the assistant's.
     """
-    with pytest.raises(ConfigError, match=r"qwen3: it has no {% generation %} tags.*message 2.*Take train_on=last or all"):
+    with pytest.raises(
+        ConfigError, match=r"qwen3: it has no {% generation %} tags.*message 2.*Take train_on=last or all"
+    ):
         reader(hf, "qwen3", change=without_tags).encode(read(THOUGHT))
     assert len(learned(reader(hf, "qwen3", "all", without_tags), THOUGHT)) == 1
 
 
 def test_calls_are_learned_and_results_are_not(hf):
     pieces = learned(reader(hf, "chatml"), CALLS)
-    assert pieces == ['<tool_call>\n{"name": "multiply", "arguments": {"b": 7, "a": 6}}\n</tool_call><|im_end|>', "It is 42.<|im_end|>"]
+    assert pieces == [
+        '<tool_call>\n{"name": "multiply", "arguments": {"b": 7, "a": 6}}\n</tool_call><|im_end|>',
+        "It is 42.<|im_end|>",
+    ]
     quoted = json.loads(json.dumps(CALLS))
     quoted["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"b": 7, "a": 6}'
     assert learned(reader(hf, "chatml"), quoted | {"tools": json.dumps([MULTIPLY])}) == pieces
@@ -210,7 +226,10 @@ def test_tokens_are_those_of_the_whole_text_also_where_a_beginning_has_others():
     """The newlines at the end of the header and at the start of the answer are one token, which does not occur if only
     the beginning is tokenized.
     """
-    ours, row = reader(EMBEDDED, "llama3", change=lambda text: without_tags(text).replace(" | trim", "")), turns("Hi", "\nHello.")
+    ours, row = (
+        reader(EMBEDDED, "llama3", change=lambda text: without_tags(text).replace(" | trim", "")),
+        turns("Hi", "\nHello."),
+    )
     found, words = ours.encode(read(row)), ours.tokenizer
     assert found.tokens.tolist() == words.locate(template._plain(ours.template.render(read(row)))).ids
     prompt = words.locate(ours.template.render(read(turns("Hi")), prompt=True)).ids
@@ -235,7 +254,9 @@ def test_a_template_that_is_broken_or_breaks_out_is_refused(source, line):
 
 def test_the_template_comes_from_the_tokenizers_own_files(hf, tmp_path):
     source = TemplateSource("chat")
-    with pytest.raises(ConfigError, match=r"data.chat_template=null: no template came with .*nearest legal: chatml or gemma or"):
+    with pytest.raises(
+        ConfigError, match=r"data.chat_template=null: no template came with .*nearest legal: chatml or gemma or"
+    ):
         template.load_template("data", source, hf)
     config = tmp_path / "tokenizer_config.json"
     own = schema.Tokenizer(name="hf", path=str(tmp_path / "tokenizer.json"))
@@ -245,7 +266,10 @@ def test_the_template_comes_from_the_tokenizers_own_files(hf, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("b {{ eos_token }}{{ strftime_now('%d %b %Y') }}")
     assert template.load_template("data", source, own).render(read(PLAIN[0])) == "b 26 Jul 2024"
     source.chat_template = str(tmp_path / "chat_template.jinjo")
-    with pytest.raises(ConfigError, match=r"data.chat_template=.*jinjo: No such file or directory; nearest legal: .*chat_template.jinja"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.chat_template=.*jinjo: No such file or directory; nearest legal: .*chat_template.jinja",
+    ):
         template.load_template("data", source, own)
     source.chat_template = "phi"
     assert template.load_template("data", source, own).render(read(PLAIN[0])).startswith("<|user|>\nHi<|end|>")

@@ -18,13 +18,22 @@ def test_a_conversation_is_shown_with_what_is_learned(capsys):
     shown = capsys.readouterr().out
     assert ">>>The capital of Iceland is Reykjavik.<|eot_id|><<<<|start_header_id|>user" in shown
     assert "369 conversations: 0 cannot be used, 0 have more than data.seq_len=256 + 1 tokens" in shown
-    assert "about 82 samples an epoch" in shown and "20.5 steps with data.global_batch=4" in shown and "learned, %  conversations" in shown
+    assert (
+        "about 82 samples an epoch" in shown
+        and "20.5 steps with data.global_batch=4" in shown
+        and "learned, %  conversations" in shown
+    )
     assert not shown.endswith("\n\n")
 
 
 def test_what_cannot_be_used_is_counted(tmp_path, capsys):
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    rows = [json.dumps({"messages": turns}), "{", json.dumps({"messages": [*turns, *turns * 9]}), json.dumps({"messages": turns[:1]})]
+    rows = [
+        json.dumps({"messages": turns}),
+        "{",
+        json.dumps({"messages": [*turns, *turns * 9]}),
+        json.dumps({"messages": turns[:1]}),
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     words = ["data", "show", "data=chat", f"data.path={tmp_path}/a.jsonl", "data.seq_len=64"]
     assert cli.main(words) == 0

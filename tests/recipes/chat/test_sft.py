@@ -71,7 +71,9 @@ class Recording(SupervisedFineTuning):
 
 def test_every_layout_learns_what_one_process_learns():
     cases = [case(name, ranks, *words, base=SMALL, gradients=2e-5) for name, (ranks, *words) in LAYOUTS.items()]
-    cases.append(case("against float64", 1, "parallelism=single", "data.local_batch=16", base=SMALL, reference="float64"))
+    cases.append(
+        case("against float64", 1, "parallelism=single", "data.local_batch=16", base=SMALL, reference="float64")
+    )
     for outcome in verify(cases, steps=2):
         assert outcome.passed, outcome
 
@@ -91,7 +93,9 @@ def alone(job, batch):
             places = batch["documents"][row] == document
             with torch.no_grad():
                 logits = model(batch["tokens"][row, places][None])[0]
-            losses[row, places] = F.cross_entropy(logits, batch["labels"][row, places], reduction="none", ignore_index=IGNORED)
+            losses[row, places] = F.cross_entropy(
+                logits, batch["labels"][row, places], reduction="none", ignore_index=IGNORED
+            )
     return losses
 
 
@@ -159,7 +163,11 @@ def test_masked_labels_give_no_gradient():
     logits = torch.randn(*batch["labels"].shape, job.model.vocab_size, requires_grad=True)
     objective.loss(logits, batch.tensors).backward()
     moved, counts = logits.grad.abs().sum(-1) > 0, batch["labels"] != IGNORED
-    assert torch.equal(moved, counts) and 0 < counts.sum() < counts.numel() and objective.count(batch.tensors) == counts.sum()
+    assert (
+        torch.equal(moved, counts)
+        and 0 < counts.sum() < counts.numel()
+        and objective.count(batch.tensors) == counts.sum()
+    )
 
 
 def test_the_assistants_words_are_learned_and_the_users_are_not(tiny, run_job):
@@ -215,18 +223,25 @@ def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job
             losses.append(cross_entropy(model(first, **others), sample["labels"]).item())
             counts.append(objective.count(sample.tensors).item())
     mean = sum(losses) / sum(counts)
-    assert sum(loss / count for loss, count in zip(losses, counts, strict=True)) / len(losses) != pytest.approx(mean, rel=1e-4)
+    assert sum(loss / count for loss, count in zip(losses, counts, strict=True)) / len(losses) != pytest.approx(
+        mean, rel=1e-4
+    )
     assert json.loads((directory / "result.json").read_text())["validation_loss"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_from_the_command_line_to_an_answer(tmp_path, capsys):
     words = ["experiment=sft_laptop", "steps=30", "gpus=1", f"paths.runs={tmp_path}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, ROOT / "launch.py", *words], capture_output=True, text=True, check=False, env=environment)
+    run = subprocess.run(
+        [sys.executable, ROOT / "launch.py", *words], capture_output=True, text=True, check=False, env=environment
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     directory = next(path for path in tmp_path.iterdir() if not path.name.startswith("_"))
     capsys.readouterr()
-    assert cli.main(["chat", str(directory), "--prompt", "What is 3 + 4?", "--temperature", "0", "--max-tokens", "30"]) == 0
+    assert (
+        cli.main(["chat", str(directory), "--prompt", "What is 3 + 4?", "--temperature", "0", "--max-tokens", "30"])
+        == 0
+    )
     answer = capsys.readouterr().out
     assert answer.strip() and "<|" not in answer and "What is 3 + 4?" not in answer
     assert cli.main(["convert", str(directory), "--to", "hf", str(tmp_path / "exported")]) == 0
@@ -250,7 +265,9 @@ def test_the_template_is_that_of_the_heaviest_source_with_one(tmp_path):
         "b": {"name": "embedded", "weight": 9.0},
         "c": {"name": "embedded_chat", "chat_template": "own.jinja", "weight": 2.0},
     }
-    (tmp_path / "config.json").write_text(json.dumps({"data": {"name": "mixture", "mixture": parts}, "tokenizer": {"name": "embedded"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"data": {"name": "mixture", "mixture": parts}, "tokenizer": {"name": "embedded"}})
+    )
     assert read_template(tmp_path).source == "own"
 
 
@@ -277,7 +294,11 @@ def is_right(job, batch, rows):
     with torch.no_grad():
         logits = model(batch["tokens"], positions=batch["positions"], ends=batch["ends"])
     losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none", ignore_index=IGNORED)
-    return set(texts) <= answers and len(texts) > 7 and torch.allclose(losses.view_as(batch["labels"]), alone(job, batch), atol=2e-6)
+    return (
+        set(texts) <= answers
+        and len(texts) > 7
+        and torch.allclose(losses.view_as(batch["labels"]), alone(job, batch), atol=2e-6)
+    )
 
 
 @pytest.mark.parametrize("fault", ["none", "mask ahead", "mask behind", "documents see each other"])
@@ -294,7 +315,9 @@ def test_planted_faults_are_found(fault, monkeypatch, tmp_path):
     rows = [json.loads(line)["messages"] for line in CONVERSATIONS.read_text().splitlines()]
     rows = [row for row in rows if not any("tool_calls" in message for message in row)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    job = compose_job("debug=tiny", "precision=fp32", "data=chat", f"data.path={tmp_path}/chat.jsonl", "data.seq_len=128")
+    job = compose_job(
+        "debug=tiny", "precision=fp32", "data=chat", f"data.path={tmp_path}/chat.jsonl", "data.seq_len=128"
+    )
     batch = data.build(job, 0, 1).next()
     if fault == "documents see each other":
         monkeypatch.setattr(layers, "document_offsets", lambda ends: None)

@@ -7,7 +7,16 @@ import torch
 
 LETTERS = [chr(code) for code in range(33, 127)] + ["\u0120"]
 MERGES = ("r e", "re d</w>", "c a", "ca t</w>")
-CLIP_WORDS = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "re", "red</w>", "ca", "cat</w>", "<|startoftext|>", "<|endoftext|>"]
+CLIP_WORDS = [
+    *LETTERS,
+    *(f"{letter}</w>" for letter in LETTERS),
+    "re",
+    "red</w>",
+    "ca",
+    "cat</w>",
+    "<|startoftext|>",
+    "<|endoftext|>",
+]
 T5_WORDS = ["<pad>", "</s>", "<unk>", "\u2581red", "\u2581cat", "\u2581", *LETTERS]
 BEGIN, END = len(CLIP_WORDS) - 2, len(CLIP_WORDS) - 1
 ROOM = 24  # tokens of a caption that CLIP reads
@@ -18,11 +27,21 @@ def write_encoders(folder, end=2, dtype=torch.float32, shift=0.1159):
     """Write CLIP, T5, the autoencoder of four channels and a factor of 2, and the tokenizers. `end` is the end of text
     that CLIP's config.json names: FLUX.1's says 2, as all of that time.
     """
-    transformers = pytest.importorskip("transformers", reason="transformers, which writes and reads the encoders, is not installed")
-    diffusers = pytest.importorskip("diffusers", reason="diffusers, which writes and reads the autoencoder, is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers, which writes and reads the encoders, is not installed"
+    )
+    diffusers = pytest.importorskip(
+        "diffusers", reason="diffusers, which writes and reads the autoencoder, is not installed"
+    )
     t5 = transformers.T5EncoderModel(
         transformers.T5Config(
-            vocab_size=len(T5_WORDS), d_model=WIDTH, d_kv=8, d_ff=40, num_layers=2, num_heads=3, feed_forward_proj="gated-gelu"
+            vocab_size=len(T5_WORDS),
+            d_model=WIDTH,
+            d_kv=8,
+            d_ff=40,
+            num_layers=2,
+            num_heads=3,
+            feed_forward_proj="gated-gelu",
         )
     )
     clip = transformers.CLIPTextModel(

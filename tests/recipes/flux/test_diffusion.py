@@ -96,7 +96,11 @@ def test_layouts_learn_the_same_in_bf16(awake, slow):
 
 def test_every_parameter_has_a_gradient_and_the_loss_is_that_of_float64(awake):
     job = reference_of(case("", 1, base=SMALL), steps=1)
-    model, batch, objective = models.build(job.model, job.data.seq_len), data.build(job, 0, 1).next(), build_objective(job)
+    model, batch, objective = (
+        models.build(job.model, job.data.seq_len),
+        data.build(job, 0, 1).next(),
+        build_objective(job),
+    )
     init_weights(model, job.model, job.seed)
     first, others = objective.inputs(batch.tensors)
     loss = objective.loss(model(first, **others), batch.tensors) / objective.count(batch.tensors)
@@ -147,7 +151,9 @@ def test_a_resumed_run_goes_on_bitwise(run_job, tmp_path):
 
 
 def test_the_captioned_images_are_learned(run_job):
-    losses = run_job.losses(run_job(compose_job("experiment=flux_laptop", "gpus=1", "steps=40", "validation.interval=40")))
+    losses = run_job.losses(
+        run_job(compose_job("experiment=flux_laptop", "gpus=1", "steps=40", "validation.interval=40"))
+    )
     assert losses[40] < 0.5 * losses[1]
 
 
@@ -168,7 +174,10 @@ def test_draws_follow_from_seed_and_sample_alone():
 def test_captions_are_left_out_as_often_as_asked_and_for_each_encoder_apart():
     job = compose_job("experiment=flux_laptop", "gpus=1", "data.caption_dropout=0.3", "data.local_batch=2000")
     batch, empty = data.build(job, 0, 1).next(), images.spoken("", job.model)
-    left = [(batch["text"] == torch.from_numpy(empty.text)).flatten(1).all(1), (batch["pooled"] == torch.from_numpy(empty.pooled)).all(1)]
+    left = [
+        (batch["text"] == torch.from_numpy(empty.text)).flatten(1).all(1),
+        (batch["pooled"] == torch.from_numpy(empty.pooled)).all(1),
+    ]
     rates = [mask.double().mean().item() for mask in (*left, left[0] & left[1])]
     assert rates == pytest.approx([0.3, 0.3, 0.09], abs=0.04)
     assert batch["time"].mean().item() == pytest.approx(0.5, abs=0.03)
@@ -235,7 +244,10 @@ def test_synthetic_images_survive_their_autoencoder():
             "parallelism.cp=2: 9 tokens of text cannot be cut into 2 parts\n"
             "parallelism.cp=2: 9 tokens of the image cannot be cut into 2 parts",
         ),
-        (["adapter=lora"], "adapter.name=lora: model.family=flux has blocks of two kinds, which get no adapters; nearest legal: none"),
+        (
+            ["adapter=lora"],
+            "adapter.name=lora: model.family=flux has blocks of two kinds, which get no adapters; nearest legal: none",
+        ),
         (["data.caption_dropout=1.5"], "data.caption_dropout=1.5: must be from 0 to 1; nearest legal: 1"),
     ],
 )

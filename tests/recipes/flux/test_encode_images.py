@@ -15,7 +15,14 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.recipes.flux.images import CAPTIONS, picture
 from titan_hydra.recipes.flux.sample import as_bytes
 
-MODEL = ("model=flux_debug", "model.channels=4", "model.text_dim=24", "model.pooled_dim=24", "data.seq_len=24", "gpus=1")
+MODEL = (
+    "model=flux_debug",
+    "model.channels=4",
+    "model.text_dim=24",
+    "model.pooled_dim=24",
+    "data.seq_len=24",
+    "gpus=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +36,16 @@ def folder(tmp_path_factory):
         Image.fromarray(pixels if number % 2 else pixels[:, 4:28]).save(folder / f"{number}.png")
         rows.append({"image": f"{number}.png", "caption": caption})
     (folder / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["encode-images", str(folder / "images.jsonl"), "--encoders", str(encoders), "--size", "16", "--text-len", "8"]
+    words = [
+        "encode-images",
+        str(folder / "images.jsonl"),
+        "--encoders",
+        str(encoders),
+        "--size",
+        "16",
+        "--text-len",
+        "8",
+    ]
     for dtype in ("float32", "bfloat16"):
         assert cli.main([*words, str(folder / dtype), "--batch", "4", "--per-file", "5", "--dtype", dtype]) == 0
     return folder
@@ -43,7 +59,11 @@ def test_encoded_before_the_run_is_encoded_in_it(folder):
     before = data.build(encoded(folder / "float32"), 0, 1).next()
     during = data.build(
         compose_job(
-            "data=image_files", *MODEL, "data.local_batch=9", f"data.path={folder / 'images.jsonl'}", f"data.encoders={folder / 'encoders'}"
+            "data=image_files",
+            *MODEL,
+            "data.local_batch=9",
+            f"data.path={folder / 'images.jsonl'}",
+            f"data.encoders={folder / 'encoders'}",
         ),
         0,
         1,
@@ -83,7 +103,10 @@ def test_a_run_on_them_draws_with_the_same_encoders(folder, run_job, tmp_path, c
 
 def test_what_does_not_fit_is_one_line(folder, tmp_path, capsys):
     for words, line in (
-        (["data.path=" + str(tmp_path)], f"data.path={tmp_path}: has no complete images.json; `titan encode-images` writes it last"),
+        (
+            ["data.path=" + str(tmp_path)],
+            f"data.path={tmp_path}: has no complete images.json; `titan encode-images` writes it last",
+        ),
         (["validation=on"], "data.validation_path=null: validation=on with data=encoded_images needs it"),
         (["data.path=null"], "data.path=null: data=encoded_images needs it"),
         (
@@ -98,7 +121,13 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path, capsys):
     with pytest.raises(ConfigError) as error:
         compose_job("data=image_files", *MODEL, f"data.path={tmp_path / 'none.jsonl'}")
     assert str(error.value) == "data.encoders=null: data=image_files needs it"
-    words = ["encode-images", str(tmp_path / "none.jsonl"), str(tmp_path / "out"), "--encoders", str(folder / "encoders")]
+    words = [
+        "encode-images",
+        str(tmp_path / "none.jsonl"),
+        str(tmp_path / "out"),
+        "--encoders",
+        str(folder / "encoders"),
+    ]
     assert cli.main(words) == 2 and "none.jsonl:1: is not" in capsys.readouterr().err
     (tmp_path / "none.jsonl").write_text('{"image": "none.png", "caption": "a"}')
     assert cli.main(words) == 2 and "none.png is not there" in capsys.readouterr().err

@@ -21,7 +21,9 @@ from titan_hydra.recipes.flux.config import FluxConfig
 from titan_hydra.recipes.flux.model import Flux
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("flux_debug", None), ("flux_schnell", 11_891_178_560), ("flux_dev", 11_901_408_320)])
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("flux_debug", None), ("flux_schnell", 11_891_178_560), ("flux_dev", 11_901_408_320)]
+)
 def test_the_number_of_parameters_is_known_without_torch(name, parameters):
     job = compose_job("data=synthetic_images", f"model={name}", "gpus=1", "comm=fake", "cluster.device_memory_gib=1000")
     with torch.device("meta"):
@@ -44,7 +46,9 @@ def test_flops_are_those_that_torch_counts():
             torch.rand(1),
             torch.zeros(1, image, 3),
         ).sum().backward()
-    first = 2 * (image * job.model.patch_width + text_len * job.model.text_dim + 256 + job.model.pooled_dim) * job.model.dim
+    first = (
+        2 * (image * job.model.patch_width + text_len * job.model.text_dim + 256 + job.model.pooled_dim) * job.model.dim
+    )
     counted = counter.get_total_flops() + first  # inputs have no gradient, so there is no matmul for it
     assert models.family_of(job.model).flops(job.model, seq_len, 0) * seq_len == pytest.approx(counted, rel=0.01)
 
@@ -73,7 +77,13 @@ def inputs(samples=2, side=3, tokens=5):
     """Return latents, text, pooled, time and positions for `theirs`."""
     rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     positions = torch.stack((torch.zeros(side, side), rows, columns), dim=-1).view(-1, 3)
-    return torch.randn(samples, side * side, 16), torch.randn(samples, tokens, 24), torch.randn(samples, 20), torch.rand(samples), positions
+    return (
+        torch.randn(samples, side * side, 16),
+        torch.randn(samples, tokens, 24),
+        torch.randn(samples, 20),
+        torch.rand(samples),
+        positions,
+    )
 
 
 @pytest.mark.parametrize("guided", [False, True])
@@ -113,8 +123,12 @@ def test_it_computes_what_diffusers_computes_and_weights_go_there_and_back(guide
         torch.testing.assert_close(parameter.grad, gradients.pop(names.name(name)), rtol=1e-4, atol=1e-5 * scale)
     assert not gradients
     assert cli.main(["convert", str(tmp_path / "transformer"), "--from", "hf", str(tmp_path / "ours")]) == 0
-    assert cli.main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back"), "--dtype", "float32"]) == 0
-    before, after = (load_file(tmp_path / folder / "diffusion_pytorch_model.safetensors") for folder in ("transformer", "back"))
+    assert (
+        cli.main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back"), "--dtype", "float32"]) == 0
+    )
+    before, after = (
+        load_file(tmp_path / folder / "diffusion_pytorch_model.safetensors") for folder in ("transformer", "back")
+    )
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert type(reference).from_pretrained(tmp_path / "back").config.guidance_embeds is guided
 
@@ -167,7 +181,9 @@ def test_kernels_that_take_the_same_queries_take_gradients_of_one_layout(compile
     """For these kernels torch keeps one graph of cuDNN's backward. If the gradients had two kinds of strides, half of
     them would be wrong.
     """
-    job = compose_job("data=synthetic_images", "model=flux_debug", "gpus=1", "model.n_layers=3", "model.double_layers=1")
+    job = compose_job(
+        "data=synthetic_images", "model=flux_debug", "gpus=1", "model.n_layers=3", "model.double_layers=1"
+    )
     config, tokens, text = job.model, 16, job.model.text_len
     model = models.build(config, tokens + text)
     strides = Strides()

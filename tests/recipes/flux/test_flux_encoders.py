@@ -120,7 +120,10 @@ def test_names_and_configurations_as_published(folder, tools):
     weights["text_model.embeddings.position_ids"] = torch.arange(ROOM)[None]
     save_file(weights, clip / "model.safetensors", {"format": "pt"})
     for part in (clip, t5):
-        config = json.loads((part / "config.json").read_text()) | {"torch_dtype": "bfloat16", "tie_word_embeddings": False}
+        config = json.loads((part / "config.json").read_text()) | {
+            "torch_dtype": "bfloat16",
+            "tie_word_embeddings": False,
+        }
         del config["dtype"]
         (part / "config.json").write_text(json.dumps(config | {"transformers_version": "4.43.3"}))
     found, expected = Encoders(folder, CPU).captions(TEXTS, 8), tools.captions(TEXTS, 8)
@@ -131,7 +134,13 @@ def test_clips_words_are_the_same_from_both_formats(folder, tools):
     shutil.rmtree(folder / "tokenizer")
     tools.clip_words.save_pretrained(folder / "tokenizer")
     assert not (folder / "tokenizer/merges.txt").exists() and len(MERGES) == 4
-    for text, ids in (("Red CAT", [RED, CAT]), ("  red\n cat ", [RED, CAT]), ("!!", [0, 95]), ("redcat", None), ("it's", None)):
+    for text, ids in (
+        ("Red CAT", [RED, CAT]),
+        ("  red\n cat ", [RED, CAT]),
+        ("!!", [0, 95]),
+        ("redcat", None),
+        ("it's", None),
+    ):
         found = [one.clip_words(text).input_ids for one in (tools, Encoders(folder, CPU))]
         assert found[0] == found[1] and found[0][0] == BEGIN and found[0][-1] == END, text
         assert ids is None or found[0][1:-1] == ids
@@ -167,16 +176,40 @@ def with_an_index_of_pickles(folder):
 DAMAGE = {
     "no folder": (shutil.rmtree, "/text_encoder: has no config.json"),
     "no configuration": (lambda folder: (folder / "vae/config.json").unlink(), "/vae: has no config.json"),
-    "half a configuration": (lambda folder: (folder / "vae/config.json").write_text("{"), "/vae: cannot be read (It looks like"),
+    "half a configuration": (
+        lambda folder: (folder / "vae/config.json").write_text("{"),
+        "/vae: cannot be read (It looks like",
+    ),
     "a weight less": (without_a_weight, "/text_encoder: final_layer_norm.bias is missing, or has another shape than"),
-    "another width of T5": (with_other_shapes("text_encoder_2", d_ff=41), ".layer.1.DenseReluDense.wi_0.weight is missing, or has"),
-    "other latents": (with_other_shapes("vae", latent_channels=5), "/vae: decoder.conv_in.weight is missing, or has another shape"),
+    "another width of T5": (
+        with_other_shapes("text_encoder_2", d_ff=41),
+        ".layer.1.DenseReluDense.wi_0.weight is missing, or has",
+    ),
+    "other latents": (
+        with_other_shapes("vae", latent_channels=5),
+        "/vae: decoder.conv_in.weight is missing, or has another shape",
+    ),
     "pickles": (with_pickles_alone, "/text_encoder_2: cannot be read (Error no file named model.safetensors"),
-    "an index of pickles": (with_an_index_of_pickles, "/model.safetensors.index.json: names files that are not safetensors"),
-    "half a file": (lambda folder: (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"half"), "/vae: cannot be read ("),
-    "no merges": (lambda folder: (folder / "tokenizer/merges.txt").unlink(), "/tokenizer: has no tokenizer.json or vocab.json with"),
-    "half a tokenizer": (lambda folder: (folder / "tokenizer/vocab.json").write_text("{"), "/tokenizer: cannot be read ("),
-    "no T5 tokenizer": (lambda folder: (folder / "tokenizer_2/tokenizer.json").unlink(), "/tokenizer_2: has no tokenizer.json"),
+    "an index of pickles": (
+        with_an_index_of_pickles,
+        "/model.safetensors.index.json: names files that are not safetensors",
+    ),
+    "half a file": (
+        lambda folder: (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"half"),
+        "/vae: cannot be read (",
+    ),
+    "no merges": (
+        lambda folder: (folder / "tokenizer/merges.txt").unlink(),
+        "/tokenizer: has no tokenizer.json or vocab.json with",
+    ),
+    "half a tokenizer": (
+        lambda folder: (folder / "tokenizer/vocab.json").write_text("{"),
+        "/tokenizer: cannot be read (",
+    ),
+    "no T5 tokenizer": (
+        lambda folder: (folder / "tokenizer_2/tokenizer.json").unlink(),
+        "/tokenizer_2: has no tokenizer.json",
+    ),
 }
 
 
@@ -192,13 +225,20 @@ def test_what_cannot_be_read_is_one_line(folder, capfd, name):
 
 def test_missing_libraries_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(ConfigError, match=r"is read by transformers and diffusers: pip install -e '\.\[images\]' \(") as error:
+    with pytest.raises(
+        ConfigError, match=r"is read by transformers and diffusers: pip install -e '\.\[images\]' \("
+    ) as error:
         Encoders(tmp_path, CPU)
     assert "\n" not in str(error.value)
     monkeypatch.setattr(images, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
-        compose_job("model=flux_debug", "data=image_files", f"data.path={tmp_path}/a.jsonl", f"data.encoders={tmp_path}")
-    assert "data.name=image_files: needs diffusers and transformers: pip install -e '.[images]'" in str(error.value).splitlines()
+        compose_job(
+            "model=flux_debug", "data=image_files", f"data.path={tmp_path}/a.jsonl", f"data.encoders={tmp_path}"
+        )
+    assert (
+        "data.name=image_files: needs diffusers and transformers: pip install -e '.[images]'"
+        in str(error.value).splitlines()
+    )
 
 
 def test_what_needs_no_encoders_imports_no_libraries():

@@ -28,7 +28,9 @@ def test_a_linear_that_computes_more_or_sees_few_rows_stays(kernels):
     """FLUX's modulations split their output. They and its embedders get one row per sample, which are too few for the
     matmul of the weight's gradient.
     """
-    model, (line, *_) = converted(compose_job("model=flux_debug", "data=synthetic_images", *EMULATED, f"precision.kernels={kernels}"))
+    model, (line, *_) = converted(
+        compose_job("model=flux_debug", "data=synthetic_images", *EMULATED, f"precision.kernels={kernels}")
+    )
     plain = {name for name, module in model.named_modules() if type(module) in (nn.Linear, Modulation)}
     assert plain == {
         name
@@ -36,7 +38,11 @@ def test_a_linear_that_computes_more_or_sees_few_rows_stays(kernels):
         if isinstance(module, nn.Linear)
         and ("modulation" in name or name.split(".")[0] in ("time_in", "vector_in", "guidance_in", "output"))
     }
-    assert "(one row a sample)" in line and "(a Modulation, with a forward of its own)" in line and "layers.*.heads.wq" in line
+    assert (
+        "(one row a sample)" in line
+        and "(a Modulation, with a forward of its own)" in line
+        and "layers.*.heads.wq" in line
+    )
 
 
 def test_its_linears_are_cast_by_themselves():
@@ -54,7 +60,13 @@ def test_captions_for_text_encoders(tmp_path, letters):
     (tmp_path / "encoders" / "tokenizer_2").mkdir(parents=True)
     shutil.copy(letters, tmp_path / "encoders" / "tokenizer_2" / "tokenizer.json")
     lines = tmp_path / "images.jsonl"
-    own = ("model=flux_debug", "data=image_files", f"data.path={lines}", "objective=diffusion", f"data.encoders={tmp_path}/encoders")
+    own = (
+        "model=flux_debug",
+        "data=image_files",
+        f"data.path={lines}",
+        "objective=diffusion",
+        f"data.encoders={tmp_path}/encoders",
+    )
     lines.write_text("\n".join(json.dumps({"image": "a.png", "caption": text}) for text in ROWS[::-1]))
     (line,) = warned(*own)
     assert f"unknown to the tokenizer {tmp_path}/encoders/tokenizer_2/tokenizer.json, most often" in line
@@ -81,13 +93,17 @@ def test_images_are_encoded_in_a_stream_of_their_own(monkeypatch):
     monkeypatch.setattr(encode, "Encoders", lambda *_: tools)
     monkeypatch.setattr(encode, "captioned", lambda _: [("image", "caption")])
     monkeypatch.setattr(encode, "caption_of", lambda *_: Caption(np.zeros(2), np.zeros(2)))
-    monkeypatch.setattr(encode, "encoded", lambda *_: (seen.append(entered[-1].priority if entered else "the step's"), row)[1])
+    monkeypatch.setattr(
+        encode, "encoded", lambda *_: (seen.append(entered[-1].priority if entered else "the step's"), row)[1]
+    )
     monkeypatch.setattr(encode, "CaptionedImages", lambda read, *_: read)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     model = SimpleNamespace(latent_side=lambda length: 2, text_len=4)
-    wanted = SimpleNamespace(job=SimpleNamespace(model=model, data=SimpleNamespace(seq_len=8, shuffle=True)), split="train")
+    wanted = SimpleNamespace(
+        job=SimpleNamespace(model=model, data=SimpleNamespace(seq_len=8, shuffle=True)), split="train"
+    )
     read = encode.open_image_files("data", SimpleNamespace(encoders="", path="", caption_dropout=0.0), wanted, 0)
     read(0)
     assert seen == [-1]

@@ -31,7 +31,9 @@ def caption(value):
 @pytest.mark.parametrize("shift", [0.0, 1.15])
 def test_a_straight_flow_ends_at_its_image_in_any_number_of_steps(shift):
     for steps in (1, 7):
-        found = flow(Straight(), torch.randn(2, 4, 8), [caption(0.5), caption(-2)], caption(0), times(steps, shift), 1.0)
+        found = flow(
+            Straight(), torch.randn(2, 4, 8), [caption(0.5), caption(-2)], caption(0), times(steps, shift), 1.0
+        )
         torch.testing.assert_close(found, torch.tensor([0.5, -2.0]).view(2, 1, 1).expand(2, 4, 8), rtol=1e-5, atol=1e-5)
 
 
@@ -48,8 +50,22 @@ def test_times_fall_from_noise_to_image():
 
 
 def test_a_run_draws_its_prompts(run_job, tmp_path, capsys):
-    run = run_job(compose_job("experiment=flux_laptop", "gpus=1", "steps=1", "data.local_batch=2", "validation.steps=1"))
-    words = ["sample", str(run), "--prompt", "a red circle", "A blue Cross!", "--steps", "2", "--guidance", "2", "--to", str(tmp_path)]
+    run = run_job(
+        compose_job("experiment=flux_laptop", "gpus=1", "steps=1", "data.local_batch=2", "validation.steps=1")
+    )
+    words = [
+        "sample",
+        str(run),
+        "--prompt",
+        "a red circle",
+        "A blue Cross!",
+        "--steps",
+        "2",
+        "--guidance",
+        "2",
+        "--to",
+        str(tmp_path),
+    ]
     assert cli.main(words) == 0
     assert [file.name for file in sorted(tmp_path.glob("*.png"))] == ["01-a-red-circle.png", "02-a-blue-cross.png"]
     before = (tmp_path / "01-a-red-circle.png").read_bytes()

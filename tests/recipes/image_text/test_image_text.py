@@ -45,7 +45,9 @@ LAYOUTS = {
 
 
 def prove(base, layouts):
-    for outcome in verify([case(name, ranks, *words, base=base, gradients=2e-5) for name, (ranks, *words) in layouts.items()], steps=2):
+    for outcome in verify(
+        [case(name, ranks, *words, base=base, gradients=2e-5) for name, (ranks, *words) in layouts.items()], steps=2
+    ):
         assert outcome.passed, outcome
 
 
@@ -88,7 +90,9 @@ def test_ranks_without_images_stay_in_the_collectives(tmp_path, parallelism):
     text = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 3
     half = {f"{number:03}.json": json.dumps({"parts": [{"text": text}]}).encode() for number in range(8, 32)}
     images = {
-        f"{number:03}.{kind}": content for number in range(8) for kind, content in (("png", png(16, 24, number)), ("txt", text.encode()))
+        f"{number:03}.{kind}": content
+        for number in range(8)
+        for kind, content in (("png", png(16, 24, number)), ("txt", text.encode()))
     }
     file = tar(tmp_path / "images.tar", images | half)
     base = (
@@ -100,12 +104,21 @@ def test_ranks_without_images_stay_in_the_collectives(tmp_path, parallelism):
         "objective.image_patches=32",
     )
     job = compose_job(
-        "debug=tiny", "model=llama3_vision_debug", *base, "data.local_batch=4", "data.global_batch=16", "gpus=4", "parallelism=fsdp"
+        "debug=tiny",
+        "model=llama3_vision_debug",
+        *base,
+        "data.local_batch=4",
+        "data.global_batch=16",
+        "gpus=4",
+        "parallelism=fsdp",
     )
     loaders = [data.build(job, rank, 4) for rank in range(4)]
     found = [[bool((loader.next()["images"] >= 0).any()) for loader in loaders] for _ in range(2)]
     assert found == [[True, True, False, False], [False] * 4]
-    prove(("model=llama3_vision_debug", *SMALL, *base), {"ranks without": (4, f"parallelism={parallelism}", "data.local_batch=4")})
+    prove(
+        ("model=llama3_vision_debug", *SMALL, *base),
+        {"ranks without": (4, f"parallelism={parallelism}", "data.local_batch=4")},
+    )
 
 
 def plain(tower, vision, pixels):
@@ -120,7 +133,9 @@ def plain(tower, vision, pixels):
     x = x.flatten(1).T
     for block in tower.blocks:
         y = F.layer_norm(x, x.shape[1:], block.attention_norm.weight, block.attention_norm.bias, 1e-6)
-        q, k, v = (linear(y).view(len(y), vision.n_heads, -1).transpose(0, 1) for linear in (block.wq, block.wk, block.wv))
+        q, k, v = (
+            linear(y).view(len(y), vision.n_heads, -1).transpose(0, 1) for linear in (block.wq, block.wk, block.wv)
+        )
         scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1)
         x = x + block.wo((scores @ v).transpose(0, 1).reshape(len(y), -1))
         y = F.layer_norm(x, x.shape[1:], block.ffn_norm.weight, block.ffn_norm.bias, 1e-6)
@@ -180,13 +195,17 @@ def test_the_number_of_parameters_is_known_without_torch(name):
     job = compose_job(f"model={name}", "objective=image_text", "data=synthetic_image_text", "cluster=slurm")
     with torch.device("meta"):
         model = models.family_of(job.model).part("model")(job.model, 128)
-    assert models.family_of(job.model).parameters(job.model) == sum(parameter.numel() for parameter in model.parameters())
+    assert models.family_of(job.model).parameters(job.model) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 def test_a_table_is_resized_as_torch_does():
     for number in (1, 3, 5, 8, 16, 37):
         ours = resized(torch.arange(number), torch.tensor(number), 8) @ torch.eye(8)
-        theirs = F.interpolate(torch.eye(8)[None, None], (number, 8), mode="bilinear", align_corners=False, antialias=True)[0, 0]
+        theirs = F.interpolate(
+            torch.eye(8)[None, None], (number, 8), mode="bilinear", align_corners=False, antialias=True
+        )[0, 0]
         torch.testing.assert_close(ours, theirs)
 
 
@@ -236,7 +255,10 @@ def test_documents_of_texts_and_images_in_turn(tmp_path):
     first, second = 1 + len(one), 1 + len(one) + 6 + len(two)
     assert places[first : first + 6].tolist() == [*range(6)] and places[second : second + 2].tolist() == [6, 7]
     assert batch["images"][0].tolist() == [0] * 6 + [1] * 2 + [2] + [-1] * 7
-    assert batch["cells"][0, :8].tolist() == [[row, column, 2, 3] for row in range(2) for column in range(3)] + [[0, 0, 1, 2], [0, 1, 1, 2]]
+    assert batch["cells"][0, :8].tolist() == [[row, column, 2, 3] for row in range(2) for column in range(3)] + [
+        [0, 0, 1, 2],
+        [0, 1, 1, 2],
+    ]
     asked = batch["labels"][0]
     assert asked[asked != IGNORED].tolist() == one + two + eos + three + eos
 
@@ -256,7 +278,9 @@ def test_documents_of_texts_and_images_in_turn(tmp_path):
 )
 def test_what_is_no_sample_is_one_line(tmp_path, members, reason):
     file = tar(tmp_path / "a.tar", members)
-    job = compose_job("debug=tiny", "model=qwen3_vision_debug", "data=image_text", f"data.path={file}", "data.seq_len=256")
+    job = compose_job(
+        "debug=tiny", "model=qwen3_vision_debug", "data=image_text", f"data.path={file}", "data.seq_len=256"
+    )
     with pytest.raises(ConfigError) as error:
         data.build(job, 0, 1).next()
     assert str(error.value).startswith(reason.format(file=file)) and "\n" not in str(error.value)
@@ -292,7 +316,10 @@ def test_what_is_no_sample_is_one_line(tmp_path, members, reason):
     ],
 )
 def test_what_does_not_go_together_is_one_line(words, line):
-    words = {word.partition("=")[0]: word for word in ("debug=tiny", "model=llama3_vision_debug", "data=synthetic_image_text", *words)}
+    words = {
+        word.partition("=")[0]: word
+        for word in ("debug=tiny", "model=llama3_vision_debug", "data=synthetic_image_text", *words)
+    }
     with pytest.raises(ConfigError) as error:
         compose_job(*words.values())
     assert str(error.value) == line
@@ -337,7 +364,11 @@ def test_a_damaged_image_is_black_where_that_is_allowed(tmp_path):
     )
     loader = data.build(job, 0, 1)
     batch = loader.next()
-    assert not batch["patches"][0, :100].any() and batch["patches"][0, 100:104].any() and (batch["places"][0] >= 0).sum() == 104
+    assert (
+        not batch["patches"][0, :100].any()
+        and batch["patches"][0, 100:104].any()
+        and (batch["places"][0] >= 0).sum() == 104
+    )
     assert [*loader.news().values()] == [f"{tmp_path}/a.tar:/x: cannot be decoded: image file is truncated"]
 
 
@@ -348,7 +379,9 @@ def test_a_camera_that_was_turned_is_turned_back(tmp_path):
     pixels[:, 20:] = 255
     Image.fromarray(pixels).save(out, "jpeg", exif=exif, quality=95)
     members = {"x.txt": b"a", "x.jpg": out.getvalue()}
-    job = compose_job("debug=tiny", "model=qwen3_vision_debug", "data=image_text", f"data.path={tar(tmp_path / 'a.tar', members)}")
+    job = compose_job(
+        "debug=tiny", "model=qwen3_vision_debug", "data=image_text", f"data.path={tar(tmp_path / 'a.tar', members)}"
+    )
     batch = data.build(job, 0, 1).next()
     assert batch["cells"][0, 0].tolist() == [0, 0, 10, 2]
     assert batch["patches"][0, :10].float().mean() < 5 and batch["patches"][0, 10:20].float().mean() > 250

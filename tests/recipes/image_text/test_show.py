@@ -20,7 +20,10 @@ def test_images_are_shown_by_their_sizes(capsys):
     assert capsys.readouterr().err.startswith("objective.image_patches=")
     assert cli.main([*words, "--row", "5"]) == 0
     shown = capsys.readouterr().out
-    assert "[image of 7 x 3 patches]>>>green in black<<<[image of" in shown and "10,000 documents: 0 cannot be used, 0 have more" in shown
+    assert (
+        "[image of 7 x 3 patches]>>>green in black<<<[image of" in shown
+        and "10,000 documents: 0 cannot be used, 0 have more" in shown
+    )
     assert "or objective.patches=128 patches" in shown and "patches  documents" in shown
 
 

@@ -90,7 +90,9 @@ def base(name, file, seq_len=192):
 
 
 def prove(base, layouts):
-    for outcome in verify([case(name, ranks, *words, base=base, gradients=2e-5) for name, (ranks, *words) in layouts.items()], steps=2):
+    for outcome in verify(
+        [case(name, ranks, *words, base=base, gradients=2e-5) for name, (ranks, *words) in layouts.items()], steps=2
+    ):
         assert outcome.passed, outcome
 
 
@@ -104,7 +106,10 @@ def test_policies_are_the_same_on_every_layout(rollouts):
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layouts_learn_the_same_in_bf16(pairs, rollouts, slow):
-    cases = [*in_bf16("dpo", *base("preference", pairs, 64)), *in_bf16("policy", *base("rollouts", rollouts, 32), loss=1e-3)]
+    cases = [
+        *in_bf16("dpo", *base("preference", pairs, 64)),
+        *in_bf16("policy", *base("rollouts", rollouts, 32), loss=1e-3),
+    ]
     for outcome in verify([one for one in cases if one.slow is slow], steps=2):
         assert outcome.passed, outcome
 
@@ -133,7 +138,10 @@ def test_preference_is_the_papers_formula(pairs, loss):
         tokens, documents = sample["tokens"].long(), sample["documents"]
         for first in range(0, int(documents.max()), 2):
             sides = [documents == first + side for side in (0, 1)]
-            margins = [sum(plain(model, tokens[side], sample["trained"][side])) - sample["reference"][side].sum() for side in sides]
+            margins = [
+                sum(plain(model, tokens[side], sample["trained"][side])) - sample["reference"][side].sum()
+                for side in sides
+            ]
             expected -= torch.nn.functional.logsigmoid(0.3 * (margins[0] - margins[1]))
             number += 1
     assert number > 8 and objective.count(batch.tensors) == number
@@ -178,10 +186,14 @@ def test_losses_of_tokens_hold_no_logits_and_are_the_plain_ones():
     hidden, weight = torch.randn(3, 33, 48, requires_grad=True), torch.randn(1031, 48, requires_grad=True)
     labels, weights = torch.randint(1031, (3, 33)), torch.randn(3, 33)
     labels[torch.rand(3, 33) < 0.3] = IGNORED
-    plain = torch.nn.functional.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none").view(3, 33)
+    plain = torch.nn.functional.cross_entropy(
+        (hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(3, 33)
     theirs = torch.autograd.grad((plain * weights).sum(), (hidden, weight))
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
         ours = loss_head.linear_cross_entropy(hidden, weight, labels.unsqueeze(-1), chunk=10)
     torch.testing.assert_close(ours, plain)
     assert max(saved) == weight.numel()
@@ -196,7 +208,10 @@ def test_losses_of_tokens_hold_no_logits_and_are_the_plain_ones():
             ["parallelism=cp", "parallelism.cp_rotate=ulysses", "gpus=2"],
             "parallelism.cp=2: objective=dpo sums over whole documents; nearest legal: 1",
         ),
-        (["data.document_mask=false"], "data.document_mask=false: objective=dpo compares documents; nearest legal: true"),
+        (
+            ["data.document_mask=false"],
+            "data.document_mask=false: objective=dpo compares documents; nearest legal: true",
+        ),
         (
             ["model=qwen3_moe_debug", "model.sequence_balance=0.01"],
             "model.sequence_balance=0.01: it is scaled like a token's loss, and objective=dpo has none; nearest legal: 0",
@@ -287,12 +302,18 @@ def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tm
 
 
 def test_likelihoods_have_the_shapes_of_real_batches(pairs, rollouts):
-    for job in (compose_job("debug=tiny", *base("preference", pairs)), compose_job("debug=tiny", *base("rollouts", rollouts))):
+    for job in (
+        compose_job("debug=tiny", *base("preference", pairs)),
+        compose_job("debug=tiny", *base("rollouts", rollouts)),
+    ):
         objective, real = build_objective(job), data.build(job, 0, 1).next()
         assert isinstance(objective, Likelihood)
         example = objective.example(job.data.global_batch)
         shapes = [
-            {name: (tensor.shape[: 1 if name == "ends" else None], tensor.dtype) for name, tensor in batch.tensors.items()}
+            {
+                name: (tensor.shape[: 1 if name == "ends" else None], tensor.dtype)
+                for name, tensor in batch.tensors.items()
+            }
             for batch in (real, example)
         ]
         assert shapes[0] == shapes[1]

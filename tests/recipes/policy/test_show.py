@@ -16,10 +16,19 @@ def test_pairs_and_rollouts_are_shown(tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n" + json.dumps(pair | {"chosen": 5}))
     assert cli.main(["data", "show", "data=preference", f"data.path={tmp_path}/pairs.jsonl"]) == 0
     shown = capsys.readouterr().out
-    assert ">>>42<|eot_id|><<<<|begin_of_text|>" in shown and ">>>36<|eot_id|><<<" in shown and "2 pairs: 1 cannot be used" in shown
-    (tmp_path / "drawn.jsonl").write_text(json.dumps({"tokens": [300, 301, 302], "old_logprobs": [-0.4], "advantages": 0.8}))
+    assert (
+        ">>>42<|eot_id|><<<<|begin_of_text|>" in shown
+        and ">>>36<|eot_id|><<<" in shown
+        and "2 pairs: 1 cannot be used" in shown
+    )
+    (tmp_path / "drawn.jsonl").write_text(
+        json.dumps({"tokens": [300, 301, 302], "old_logprobs": [-0.4], "advantages": 0.8})
+    )
     assert cli.main(["data", "show", "data=rollouts", f"data.path={tmp_path}/drawn.jsonl"]) == 0
-    assert "1 rollouts: 0 cannot be used" in (shown := capsys.readouterr().out) and "3 tokens, 33.3% of them learned" in shown
+    assert (
+        "1 rollouts: 0 cannot be used" in (shown := capsys.readouterr().out)
+        and "3 tokens, 33.3% of them learned" in shown
+    )
 
 
 def test_what_the_tokenizer_does_not_know_of_pairs_is_a_warning(tmp_path, letters, capsys):

@@ -13,7 +13,12 @@ def adapted_linears_exist(job: Job) -> Iterator[Fault]:
     """Every name in adapter.linears is that of a linear of the family's blocks."""
     known = [linear.name for linear in family_of(job.model).linears(job.model)]
     if wrong := [name for name in job.adapter.linears if name not in known]:
-        yield Fault("adapter.linears", job.adapter.linears, f"{job.model.family} has no linear {wrong[0]}", legal=(f"[{','.join(known)}]",))
+        yield Fault(
+            "adapter.linears",
+            job.adapter.linears,
+            f"{job.model.family} has no linear {wrong[0]}",
+            legal=(f"[{','.join(known)}]",),
+        )
 
 
 def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
@@ -22,7 +27,9 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
         return
     adapter = f"adapter={job.adapter.name}"
     if job.model.sparse:
-        yield Fault("adapter.name", job.adapter.name, f"experts of {job.model.family} have no adapters", legal=("none",))
+        yield Fault(
+            "adapter.name", job.adapter.name, f"experts of {job.model.family} have no adapters", legal=("none",)
+        )
     if job.precision.converter:
         yield Fault("precision.converter", job.precision.converter, f"{adapter} needs plain linears", legal=("null",))
     if job.parallelism.backend != "fsdp2":
@@ -33,7 +40,12 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
             legal=("fsdp2",),
         )
     if job.loss.name == "linear_cross_entropy":
-        yield Fault("loss.name", job.loss.name, f"it computes the gradient of the head, which {adapter} freezes", legal=("cross_entropy",))
+        yield Fault(
+            "loss.name",
+            job.loss.name,
+            f"it computes the gradient of the head, which {adapter} freezes",
+            legal=("cross_entropy",),
+        )
     if job.fault_tolerance.name != "off":
         yield Fault(
             "fault_tolerance.name",
@@ -42,7 +54,12 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
             legal=("off",),
         )
     if job.checkpoint.export_dtype:
-        yield Fault("checkpoint.export_dtype", job.checkpoint.export_dtype, f"{adapter} is exported by titan convert", legal=("null",))
+        yield Fault(
+            "checkpoint.export_dtype",
+            job.checkpoint.export_dtype,
+            f"{adapter} is exported by titan convert",
+            legal=("null",),
+        )
     if not set(job.checkpoint.exclude_from_loading) >= set(LOADED):
         yield Fault(
             "checkpoint.exclude_from_loading",

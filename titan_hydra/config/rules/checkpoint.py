@@ -16,7 +16,9 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
     if config.name == "off" and config.export_dtype:
         yield Fault("checkpoint.export_dtype", config.export_dtype, "checkpoint=off writes nothing", legal=("null",))
     if config.keep_best and job.validation.name == "off":
-        yield Fault("checkpoint.keep_best", True, "the lowest held-out loss is measured only with validation=on", legal=(False,))
+        yield Fault(
+            "checkpoint.keep_best", True, "the lowest held-out loss is measured only with validation=on", legal=(False,)
+        )
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:
@@ -32,6 +34,10 @@ def initial_weights_are_there(job: Job) -> Iterator[Fault]:
         return
     steps = ("", "step-*/", "checkpoints/step-*/")
     if not any(any(folder.glob(f"{step}.metadata")) for step in steps) and not any(folder.glob("*.safetensors")):
-        yield Fault("checkpoint.initial_load_path", path, "no complete checkpoint folder, no run with one, and no *.safetensors")
+        yield Fault(
+            "checkpoint.initial_load_path", path, "no complete checkpoint folder, no run with one, and no *.safetensors"
+        )
     elif not set(LOADED) <= set(left_out) and not any(any(folder.glob(f"{step}rank_*.json")) for step in steps):
-        yield Fault("checkpoint.exclude_from_loading", left_out, f"{path} holds only weights", legal=(f"[{','.join(LOADED)}]",))
+        yield Fault(
+            "checkpoint.exclude_from_loading", left_out, f"{path} holds only weights", legal=(f"[{','.join(LOADED)}]",)
+        )

@@ -68,12 +68,19 @@ def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
     elif free:
         fixed = -world_size(job)
         yield Fault(
-            "gpus", job.gpus, f"cannot be divided by {fixed}, the product of the other degrees", legal=multiples_around(job.gpus, fixed)
+            "gpus",
+            job.gpus,
+            f"cannot be divided by {fixed}, the product of the other degrees",
+            legal=multiples_around(job.gpus, fixed),
         )
     elif world_size(job) != job.gpus:
-        product = " x ".join(f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1)
+        product = " x ".join(
+            f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1
+        )
         ranks = world_size(job)
-        yield Fault("gpus", job.gpus, f"the degrees need {counted(ranks, 'rank')} ({product or 'all are 1'})", legal=(ranks,))
+        yield Fault(
+            "gpus", job.gpus, f"the degrees need {counted(ranks, 'rank')} ({product or 'all are 1'})", legal=(ranks,)
+        )
 
 
 # --- keys that mean something beyond their range ----------------------------------------------------------------------
@@ -86,7 +93,9 @@ def secrets_stay_out(job: Job) -> Iterator[Fault]:
     """The configuration holds no secret, as every run directory and report shows it. Ranks get secrets from the
     launcher's environment, which they inherit.
     """
-    for key, what in redact.found(to_dict(job), dict(os.environ)):  # the environment is copied once, as it is read for every text
+    for key, what in redact.found(
+        to_dict(job), dict(os.environ)
+    ):  # the environment is copied once, as it is read for every text
         yield Fault(
             key,
             "...",
@@ -132,14 +141,21 @@ VALUES.extend(cluster.RULES)
 def family_can_be_split_over_tensor_ranks(job: Job) -> Iterator[Fault]:
     """Tensor parallelism needs a plan for the family's modules, which only the family can give."""
     if job.parallelism.tp > 1 and family_of(job.model).sharding is None:
-        yield Fault("parallelism.tp", job.parallelism.tp, f"family {job.model.family} has no tensor-parallel sharding", legal=(1,))
+        yield Fault(
+            "parallelism.tp",
+            job.parallelism.tp,
+            f"family {job.model.family} has no tensor-parallel sharding",
+            legal=(1,),
+        )
 
 
 @rule(LAYOUT)
 def family_can_be_cut_into_stages(job: Job) -> Iterator[Fault]:
     """A stage of a pipeline passes one tensor to the next, so blocks that pass on two cannot be cut into stages."""
     if job.parallelism.pp > 1 and not family_of(job.model).pipeline:
-        yield Fault("parallelism.pp", job.parallelism.pp, f"family {job.model.family} cannot be cut into stages", legal=(1,))
+        yield Fault(
+            "parallelism.pp", job.parallelism.pp, f"family {job.model.family} cannot be cut into stages", legal=(1,)
+        )
 
 
 @rule(LAYOUT)
@@ -175,14 +191,25 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
     model = job.model
     if model.n_heads % model.n_kv_heads:
         yield Fault(
-            "model.n_kv_heads", model.n_kv_heads, f"{counted(model.n_heads, 'head')} cannot share it evenly", legal=divisors(model.n_heads)
+            "model.n_kv_heads",
+            model.n_kv_heads,
+            f"{counted(model.n_heads, 'head')} cannot share it evenly",
+            legal=divisors(model.n_heads),
         )
     if model.head_dim and model.head_dim % 2:
-        yield Fault("model.head_dim", model.head_dim, "must be even (RoPE rotates pairs)", legal=(model.head_dim - 1, model.head_dim + 1))
+        yield Fault(
+            "model.head_dim",
+            model.head_dim,
+            "must be even (RoPE rotates pairs)",
+            legal=(model.head_dim - 1, model.head_dim + 1),
+        )
     elif not model.head_dim and (model.dim % model.n_heads or model.dim // model.n_heads % 2):
         legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
         yield Fault(
-            "model.n_heads", model.n_heads, f"width {model.dim} must split into heads of an even width (RoPE rotates pairs)", legal=legal
+            "model.n_heads",
+            model.n_heads,
+            f"width {model.dim} must split into heads of an even width (RoPE rotates pairs)",
+            legal=legal,
         )
 
 
@@ -194,9 +221,19 @@ def sequence_divides_over_its_ranks(job: Job) -> Iterator[Fault]:
     seq_len, cp, tp = job.data.seq_len, job.parallelism.cp, job.parallelism.tp
     parts = lcm(job.parallelism.sequence_parts, cp * (tp if job.parallelism.sequence_parallel else 1))
     if seq_len % parts:
-        yield Fault("data.seq_len", seq_len, f"cannot be cut into {parts} parts (cp {cp}, tp {tp})", legal=multiples_around(seq_len, parts))
+        yield Fault(
+            "data.seq_len",
+            seq_len,
+            f"cannot be cut into {parts} parts (cp {cp}, tp {tp})",
+            legal=multiples_around(seq_len, parts),
+        )
     if seq_len > job.model.max_seq_len:
-        yield Fault("data.seq_len", seq_len, f"longer than model.max_seq_len {job.model.max_seq_len}", legal=(job.model.max_seq_len,))
+        yield Fault(
+            "data.seq_len",
+            seq_len,
+            f"longer than model.max_seq_len {job.model.max_seq_len}",
+            legal=(job.model.max_seq_len,),
+        )
 
 
 LAYOUT.extend([pipeline.pipeline_is_laid_out, *experts.LAYOUT])
@@ -243,7 +280,12 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
         return
     ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"
     if job.data.document_mask:
-        yield Fault("data.document_mask", True, f"{ring} cannot mask documents, parallelism.cp_rotate=ulysses can", legal=(False,))
+        yield Fault(
+            "data.document_mask",
+            True,
+            f"{ring} cannot mask documents, parallelism.cp_rotate=ulysses can",
+            legal=(False,),
+        )
     if mode_of(job).budget:
         yield Fault("ac.name", job.ac.name, f"the compiler cannot estimate the memory of {ring}", legal=("op", "lean"))
 
@@ -266,7 +308,10 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
         return
     if job.parallelism.reshard_after_forward == "always":
         yield Fault(
-            "parallelism.reshard_after_forward", "always", f"{job.pp_schedule.name} would compute wrong gradients", legal=("never",)
+            "parallelism.reshard_after_forward",
+            "always",
+            f"{job.pp_schedule.name} would compute wrong gradients",
+            legal=("never",),
         )
     if job.ac.name != "none":  # with ac=full, torch 2.13 recomputed each block 11 times, 10 of them at once in memory
         yield Fault(
@@ -277,7 +322,10 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
         )
     if job.compile.name != "off":
         yield Fault(
-            "compile.name", job.compile.name, f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse", legal=("off",)
+            "compile.name",
+            job.compile.name,
+            f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse",
+            legal=("off",),
         )
 
 
@@ -300,7 +348,12 @@ def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
 def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
     """The first profiled step is a step of the run; otherwise the run would end without a trace."""
     if job.profiling.name == "on" and job.profiling.first_step > job.steps:
-        yield Fault("profiling.first_step", job.profiling.first_step, f"the run has {counted(job.steps, 'step')}", legal=(job.steps,))
+        yield Fault(
+            "profiling.first_step",
+            job.profiling.first_step,
+            f"the run has {counted(job.steps, 'step')}",
+            legal=(job.steps,),
+        )
 
 
 @rule(RECIPE)
@@ -368,7 +421,9 @@ def warnings(job: Job) -> Iterator[Fault]:
     """
     if job.lr_scheduler.warmup_steps > job.steps:
         yield Fault(
-            "lr_scheduler.warmup_steps", job.lr_scheduler.warmup_steps, f"more than steps={job.steps}: optimizer.lr is never reached"
+            "lr_scheduler.warmup_steps",
+            job.lr_scheduler.warmup_steps,
+            f"more than steps={job.steps}: optimizer.lr is never reached",
         )
     yield from data.corpus_fills_a_step(job)
     yield from data.sources_find_little_wrong(job)

@@ -16,7 +16,9 @@ def nodes_can_be_counted(job: Job) -> Iterator[Fault]:
     """
     executor = job.cluster.executor
     if not EXECUTORS[executor].here and job.cluster.gpus_per_node is None:
-        yield Fault("cluster.gpus_per_node", None, f"cluster.executor={executor} needs it: the number of nodes follows from it")
+        yield Fault(
+            "cluster.gpus_per_node", None, f"cluster.executor={executor} needs it: the number of nodes follows from it"
+        )
 
 
 def executor_takes_its_keys(job: Job) -> Iterator[Fault]:
@@ -29,11 +31,18 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
     """Whole nodes are allocated: the ranks fit on one node, or are a multiple of a node's devices."""
     if job.comm.name == "fake":  # one process, whatever the number of ranks
         if not 0 <= job.comm.rank < job.gpus:
-            yield Fault("comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1))
+            yield Fault(
+                "comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1)
+            )
         return
     executor = job.cluster.executor
     if EXECUTORS[executor].single and job.gpus != 1:
-        yield Fault("gpus", job.gpus, f"cluster.executor={executor} runs one rank in this process; use local for more", legal=(1,))
+        yield Fault(
+            "gpus",
+            job.gpus,
+            f"cluster.executor={executor} runs one rank in this process; use local for more",
+            legal=(1,),
+        )
     node = job.cluster.gpus_per_node or (devices_here() if runs_here(job) else None)
     if not node:
         return

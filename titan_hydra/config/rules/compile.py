@@ -33,7 +33,10 @@ def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
         yield Fault("compile.name", job.compile.name, "parallelism.async_tp=true needs the compiler", legal=("block",))
     if not job.parallelism.sequence_parallel or job.parallelism.tp == 1:
         yield Fault(
-            "parallelism.async_tp", True, "has nothing to overlap without tp ranks and parallelism.sequence_parallel", legal=(False,)
+            "parallelism.async_tp",
+            True,
+            "has nothing to overlap without tp ranks and parallelism.sequence_parallel",
+            legal=(False,),
         )
 
 
@@ -67,8 +70,18 @@ def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
     compiled, so that the rows of the TorchTitan paper can be tried.
     """
     compiled = job.compile.name == "block" and job.comm.name != "fake"
-    if job.parallelism.tp > 1 and compiled and recomputed_share(job) and not versions().get("torch", "").startswith("2.11."):
-        yield Fault("ac.name", job.ac.name, "this torch cannot compile it together with tensor parallelism", legal=("op", "lean", "none"))
+    if (
+        job.parallelism.tp > 1
+        and compiled
+        and recomputed_share(job)
+        and not versions().get("torch", "").startswith("2.11.")
+    ):
+        yield Fault(
+            "ac.name",
+            job.ac.name,
+            "this torch cannot compile it together with tensor parallelism",
+            legal=("op", "lean", "none"),
+        )
 
 
 def saved_operators_are_names(job: Job) -> Iterator[Fault]:
@@ -76,7 +89,9 @@ def saved_operators_are_names(job: Job) -> Iterator[Fault]:
     chosen: list[str] = getattr(job.ac, "save_ops", [])
     for name in chosen:
         if not re.fullmatch(r"\w+\.\w+(\.\w+)?", name):
-            yield Fault("ac.save_ops", chosen, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default"))
+            yield Fault(
+                "ac.save_ops", chosen, f"{name} is not an operator's name", legal=("aten.mm", "aten.max.default")
+            )
 
 
 RECIPE = [

@@ -4,7 +4,17 @@ from collections.abc import Iterator
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.files import PACKED, expand, home, kind, missing, similar, tokenizer_file, unread, vocabulary_size
+from titan_hydra.config.files import (
+    PACKED,
+    expand,
+    home,
+    kind,
+    missing,
+    similar,
+    tokenizer_file,
+    unread,
+    vocabulary_size,
+)
 from titan_hydra.config.registry import DATA_SOURCES, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.job.sources import PERIOD, data_sources, shares
@@ -16,7 +26,9 @@ def mixture_has_weighted_sources(job: Job) -> Iterator[Fault]:
     if job.data.name != "mixture":
         return
     if not parts:
-        yield Fault("data.mixture", "{}", "data=mixture needs sources: +data.mixture={NAME: {weight: 1, name: embedded}}")
+        yield Fault(
+            "data.mixture", "{}", "data=mixture needs sources: +data.mixture={NAME: {weight: 1, name: embedded}}"
+        )
         return
     for name, share in zip(parts, shares([part.weight for part in parts.values()]), strict=True):
         if not share:
@@ -28,7 +40,9 @@ def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
     if not job.data.shuffle_buffer:
         return
     if not job.data.shuffle:
-        yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, "data.shuffle=false keeps documents in order", legal=(0,))
+        yield Fault(
+            "data.shuffle_buffer", job.data.shuffle_buffer, "data.shuffle=false keeps documents in order", legal=(0,)
+        )
     names = sorted({source.name for source in data_sources(job.data).values()})
     if not any(DATA_SOURCES[name].documents for name in names):
         whole = f"data={' and '.join(names)} is shuffled as a whole"
@@ -47,7 +61,9 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
             if not source.validation_path:
                 yield Fault(f"{key}.validation_path", None, f"validation=on with data={source.name} needs it")
             else:
-                yield from _are_there(f"{key}.validation_path", source.validation_path, record.suffixes, job.data.max_bad_shards)
+                yield from _are_there(
+                    f"{key}.validation_path", source.validation_path, record.suffixes, job.data.max_bad_shards
+                )
 
 
 def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
@@ -72,7 +88,11 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
         return
     usable = [file for file in found if kind(file) in suffixes]
     if not found:
-        yield Fault(key, path, "no file in it", ()) if home(path).is_dir() else Fault(key, path, "no such file", similar(path))
+        yield (
+            Fault(key, path, "no file in it", ())
+            if home(path).is_dir()
+            else Fault(key, path, "no such file", similar(path))
+        )
     elif not usable:
         yield Fault(key, path, unread(found[0], suffixes))
     elif not any(file.stat().st_size for file in usable):
@@ -88,7 +108,10 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
 
 def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
     """Every token id has a row in the embedding. The embedding may have more rows: vocabularies are often padded."""
-    if not any(DATA_SOURCES[source.name].documents or DATA_SOURCES[source.name].encodes for source in data_sources(job.data).values()):
+    if not any(
+        DATA_SOURCES[source.name].documents or DATA_SOURCES[source.name].encodes
+        for source in data_sources(job.data).values()
+    ):
         return  # no text is encoded; the .bin is checked against its own header when it is opened
     file = tokenizer_file(job.tokenizer)
     if job.tokenizer.name != "embedded" and not job.tokenizer.path:
@@ -103,7 +126,9 @@ def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
         yield Fault("tokenizer.path", job.tokenizer.path, reason)
     else:
         if size > job.model.vocab_size:
-            yield Fault("model.vocab_size", job.model.vocab_size, f"the tokenizer {file.name} has {size} ids", legal=(size,))
+            yield Fault(
+                "model.vocab_size", job.model.vocab_size, f"the tokenizer {file.name} has {size} ids", legal=(size,)
+            )
 
 
 def sources_find_nothing_wrong(job: Job) -> Iterator[Fault]:

@@ -25,9 +25,16 @@ def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
     model, degrees, ep = sparse(job), job.parallelism, job.parallelism.ep
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     if ranks % ep:
-        yield Fault("parallelism.ep", ep, f"dp_shard x cp x tp = {ranks} cannot be divided by it", legal=expert_degrees(job, ranks))
+        yield Fault(
+            "parallelism.ep",
+            ep,
+            f"dp_shard x cp x tp = {ranks} cannot be divided by it",
+            legal=expert_degrees(job, ranks),
+        )
     elif model.n_experts % ep:
-        yield Fault("parallelism.ep", ep, f"{model.n_experts} experts cannot be split over it", legal=expert_degrees(job, ranks))
+        yield Fault(
+            "parallelism.ep", ep, f"{model.n_experts} experts cannot be split over it", legal=expert_degrees(job, ranks)
+        )
 
 
 def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
@@ -58,7 +65,9 @@ def rows_of_experts_are_aligned(job: Job) -> Iterator[Fault]:
     step = 16 // SIZE[job.precision.compute_dtype]
     for key, width in (("model.expert_dim", sparse(job).expert_dim), ("model.dim", job.model.dim)):
         if width % step:
-            yield Fault(key, width, f"experts need multiples of {step}, which are 16 bytes", legal=multiples_around(width, step))
+            yield Fault(
+                key, width, f"experts need multiples of {step}, which are 16 bytes", legal=multiples_around(width, step)
+            )
 
 
 def tokens_of_experts_are_split(job: Job) -> Iterator[Fault]:
@@ -66,7 +75,9 @@ def tokens_of_experts_are_split(job: Job) -> Iterator[Fault]:
     if not job.model.sparse:
         return
     if job.parallelism.tp > 1 and not job.parallelism.sequence_parallel:
-        yield Fault("parallelism.sequence_parallel", False, "experts need tokens that are split over tp ranks", legal=(True,))
+        yield Fault(
+            "parallelism.sequence_parallel", False, "experts need tokens that are split over tp ranks", legal=(True,)
+        )
     if job.parallelism.backend == "simple_fsdp" and job.parallelism.ep * job.parallelism.tp > 1:
         yield Fault(
             "parallelism.backend",
@@ -81,14 +92,22 @@ def experts_are_trained_by_one_group(job: Job) -> Iterator[Fault]:
     would have different biases.
     """
     if job.model.sparse and job.fault_tolerance.name != "off":
-        yield Fault("fault_tolerance.name", job.fault_tolerance.name, "replica groups do not share the loads of experts", legal=("off",))
+        yield Fault(
+            "fault_tolerance.name",
+            job.fault_tolerance.name,
+            "replica groups do not share the loads of experts",
+            legal=("off",),
+        )
 
 
 def fake_experts_have_kernels(job: Job) -> Iterator[Fault]:
     """On tensors without data, torch supports its grouped matmul only in bfloat16."""
     if job.model.sparse and job.comm.name == "fake" and job.precision.compute_dtype != "bfloat16":
         yield Fault(
-            "precision.compute_dtype", job.precision.compute_dtype, "comm=fake computes experts only in bfloat16", legal=("bfloat16",)
+            "precision.compute_dtype",
+            job.precision.compute_dtype,
+            "comm=fake computes experts only in bfloat16",
+            legal=("bfloat16",),
         )
 
 

@@ -34,13 +34,26 @@ def of_a_rank(job: Job) -> dict[str, float]:
     """Return the least bytes that a rank takes, by the key with which each part grows. The bytes under
     data.global_batch are on the host, all others on the device.
     """
-    layout, model, stored, used = job.parallelism, job.model, SIZE[job.precision.param_dtype], SIZE[job.precision.compute_dtype]
+    layout, model, stored, used = (
+        job.parallelism,
+        job.model,
+        SIZE[job.precision.param_dtype],
+        SIZE[job.precision.compute_dtype],
+    )
     moments, gradient = OPTIMIZERS[job.optimizer.name].moments(job.optimizer), SIZE[gradient_dtype(job)]
-    ranks, whole, adapters = layout.dp_shard * layout.cp * layout.tp * layout.pp, _parameters(model) or 0, adapter_parameters(job)
+    ranks, whole, adapters = (
+        layout.dp_shard * layout.cp * layout.tp * layout.pp,
+        _parameters(model) or 0,
+        adapter_parameters(job),
+    )
     tokens = microbatch_size(job) * job.data.seq_len / layout.cp / layout.tp
     logits = model.vocab_size if job.loss.name == "cross_entropy" else 0
     return {
-        "model.name": ((adapters * stored * (2 + moments) + whole * used) if adapters else whole * (stored * (1 + moments) + gradient))
+        "model.name": (
+            (adapters * stored * (2 + moments) + whole * used)
+            if adapters
+            else whole * (stored * (1 + moments) + gradient)
+        )
         / ranks,
         "data.local_batch": tokens * (model.n_layers / layout.pp * model.dim + logits) * used,
         "data.global_batch": local_batches(job) * job.data.local_batch * job.data.seq_len * 16,
@@ -70,7 +83,9 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
         most = max(PROCESSES_PER_CORE * available, 16)
         if ranks > most and not job.cluster.gpus_per_node:
             legal = (most // job.fault_tolerance.replicas,)
-            yield Fault("gpus", job.gpus, f"{ranks:,} processes, but this machine has {counted(available, 'core')}", legal)
+            yield Fault(
+                "gpus", job.gpus, f"{ranks:,} processes, but this machine has {counted(available, 'core')}", legal
+            )
         else:
             yield from _too_much(job, needs | {"gpus": PROCESS}, ranks, of_this_machine(), "this machine")
 

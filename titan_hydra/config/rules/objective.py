@@ -29,7 +29,9 @@ def objective_suits_the_model(job: Job) -> Iterator[Fault]:
     if makes != takes:
         legal = tuple(name for name, record in OBJECTIVES.items() if record.makes == takes)
         suited = " or ".join(name for name, family in FAMILIES.items() if family.takes == makes)
-        reason = f"makes {makes} of samples, for model.family={suited}, and model.family={job.model.family} takes {takes}"
+        reason = (
+            f"makes {makes} of samples, for model.family={suited}, and model.family={job.model.family} takes {takes}"
+        )
         yield Fault("objective.name", job.objective.name, reason, legal=legal)
 
 

@@ -37,7 +37,9 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
             return f"stage {stage} does not run the forward of every microbatch"
         if of["I"] != of["W"] or of["B"] & of["I"] or of["B"] | of["I"] != of["F"]:
             return f"stage {stage} must run B, or I and W, for every microbatch once"
-    last = [number for actions in ranks for stage, kind, number in actions if (stage, kind) == (stage_count(job) - 1, "F")]
+    last = [
+        number for actions in ranks for stage, kind, number in actions if (stage, kind) == (stage_count(job) - 1, "F")
+    ]
     if last != sorted(last):  # torch looks up a microbatch's loss by its position in this order
         return "the last stage must run the forwards in the order of the microbatches"
     for actions, played in zip(ranks, play(ranks, stage_count(job)), strict=True):
@@ -132,7 +134,12 @@ def split_covers_the_model(job: Job) -> Iterator[Fault]:
         elif any(names.index(a) >= names.index(b) for a, b in zip(schedule.split, schedule.split[1:], strict=False)):
             yield Fault("pp_schedule.split", schedule.split, "the names must be in the order of the model")
         if schedule.layers_per_stage is not None:
-            yield Fault("pp_schedule.layers_per_stage", schedule.layers_per_stage, "pp_schedule.split already sets it", legal=(None,))
+            yield Fault(
+                "pp_schedule.layers_per_stage",
+                schedule.layers_per_stage,
+                "pp_schedule.split already sets it",
+                legal=(None,),
+            )
     elif (per_stage := schedule.layers_per_stage) is not None and (per_stage < 1 or -(-layers // per_stage) != stages):
         legal = tuple(number for number in range(1, layers + 1) if -(-layers // number) == stages)
         yield Fault(
@@ -152,7 +159,12 @@ def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:
         why = microbatch_objection(job, batch) or f"cannot be cut into {least} microbatches"
         yield Fault("data.local_batch", batch, f"too few samples to cut into microbatches: {why}", legal=(least,))
     elif batch % number:
-        yield Fault("pp_schedule.microbatches", number, f"data.local_batch {batch} cannot be cut into so many", legal=tuple(choices))
+        yield Fault(
+            "pp_schedule.microbatches",
+            number,
+            f"data.local_batch {batch} cannot be cut into so many",
+            legal=tuple(choices),
+        )
     elif why := microbatch_objection(job, number):
         yield Fault("pp_schedule.microbatches", number, why, legal=tuple(choices))
 

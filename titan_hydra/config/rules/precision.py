@@ -42,7 +42,12 @@ def float8_faults(job: Job) -> Iterator[Fault]:
         reason = "they compute several modules in one, and the probes of debug hook modules inside the blocks"
         yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
     if precision.recipe != "rowwise":
-        yield Fault("precision.kernels", precision.kernels, "such kernels exist only for precision.recipe=rowwise", legal=("torchao",))
+        yield Fault(
+            "precision.kernels",
+            precision.kernels,
+            "such kernels exist only for precision.recipe=rowwise",
+            legal=("torchao",),
+        )
     elif job.parallelism.tp > 1:
         reason = f"they cast whole rows, which parallelism.tp={job.parallelism.tp} splits"
         yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
@@ -54,12 +59,18 @@ def _without_rows(job: Job) -> str | None:
     """
     step, shards = FORMATS["float8"].step, job.parallelism.dp_shard * job.parallelism.cp
     skipped = [part for name in job.precision.skip if (part := name.rpartition(".")[2])]
-    for linear in sorted(family_of(job.model).linears(job.model), key=lambda linear: linear.share("outputs", job.parallelism.tp)):
+    for linear in sorted(
+        family_of(job.model).linears(job.model), key=lambda linear: linear.share("outputs", job.parallelism.tp)
+    ):
         if linear.inputs % step or linear.outputs % step or any(part in linear.name for part in skipped):
             continue
         rows = int(linear.share("outputs", job.parallelism.tp))
         each = ceil(rows / shards)
-        return f"{shards} ranks share {rows} rows of {linear.name}, and some would have none" if each * (shards - 1) >= rows else None
+        return (
+            f"{shards} ranks share {rows} rows of {linear.name}, and some would have none"
+            if each * (shards - 1) >= rows
+            else None
+        )
     return None
 
 
@@ -89,7 +100,9 @@ def emulation_is_eager(job: Job) -> Iterator[Fault]:
     places, except the casts of our own kernels, which are opaque to it.
     """
     if job.precision.emulate and job.compile.name != "off" and not is_opaque(job):
-        yield Fault("precision.emulate", True, f"compile={job.compile.name} would round in other places", legal=(False,))
+        yield Fault(
+            "precision.emulate", True, f"compile={job.compile.name} would round in other places", legal=(False,)
+        )
 
 
 def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
@@ -100,7 +113,12 @@ def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
     if job.parallelism.tp == 1 or format is None:
         return
     if not format.tensor_parallel:
-        yield Fault("parallelism.tp", job.parallelism.tp, f"{format.name} linears are not split over ranks; FSDP shards them", legal=(1,))
+        yield Fault(
+            "parallelism.tp",
+            job.parallelism.tp,
+            f"{format.name} linears are not split over ranks; FSDP shards them",
+            legal=(1,),
+        )
     if has_one_scale(job) and not precision.emulate and precision.skip != ["output"]:
         reason = f"under tp the linears of a block share an input in {format.name}"
         yield Fault("precision.skip", precision.skip, reason, legal=("[output]",))

@@ -33,7 +33,12 @@ def fragments_are_whole_layers(job: Job) -> Iterator[Fault]:
 def torchft_is_there(job: Job) -> Iterator[Fault]:
     """torchft is installed in this Python, which the ranks of replica groups use too."""
     if job.fault_tolerance.name == "torchft" and not PathFinder.find_spec("torchft", sys.path):
-        yield Fault("fault_tolerance.name", "torchft", "is not installed: pip install -e '.[torchft]'", legal=("local_sgd", "diloco"))
+        yield Fault(
+            "fault_tolerance.name",
+            "torchft",
+            "is not installed: pip install -e '.[torchft]'",
+            legal=("local_sgd", "diloco"),
+        )
 
 
 def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
@@ -41,11 +46,23 @@ def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
     if job.fault_tolerance.name == "off":
         return
     if job.launch.packed:
-        yield Fault("launch.packed", True, "replica groups are jobs of their own, which run at the same time", legal=(False,))
+        yield Fault(
+            "launch.packed", True, "replica groups are jobs of their own, which run at the same time", legal=(False,)
+        )
     if EXECUTORS[executor := job.cluster.executor].single and job.fault_tolerance.replicas > 1:
-        yield Fault("cluster.executor", executor, "runs one process, and each replica group needs at least one", legal=("local",))
+        yield Fault(
+            "cluster.executor",
+            executor,
+            "runs one process, and each replica group needs at least one",
+            legal=("local",),
+        )
     if job.comm.name == "fake":
-        yield Fault("comm.name", "fake", "replica groups need real processes, and fake process groups run one rank", legal=("default",))
+        yield Fault(
+            "comm.name",
+            "fake",
+            "replica groups need real processes, and fake process groups run one rank",
+            legal=("default",),
+        )
 
 
 def too_many(job: Job, node: int) -> Fault:

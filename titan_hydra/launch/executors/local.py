@@ -39,14 +39,21 @@ class Processes(Executor):
 
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
         """Run a claimed attempt to its end."""
-        with interrupts.counted():  # before `start` imports: Python can lose a KeyboardInterrupt that comes during an import
+        with (
+            interrupts.counted()
+        ):  # before `start` imports: Python can lose a KeyboardInterrupt that comes during an import
             parent = self.start(cell.directory, attempt, cell.job)
             attach(cell.directory, attempt, cell.job.steps, interrupts, parent, cell.label)
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
         """Yield a fault for each key that has a meaning for batch jobs alone."""
         if cells[0].job.launch.packed:
-            yield Fault("launch.packed", True, "applies to batch jobs: on this machine cells run one after another anyway", legal=(False,))
+            yield Fault(
+                "launch.packed",
+                True,
+                "applies to batch jobs: on this machine cells run one after another anyway",
+                legal=(False,),
+            )
         if (parallel := max(cell.job.cluster.max_parallel for cell in cells)) > 1:
             yield Fault("cluster.max_parallel", parallel, "cells run one after another on this machine", legal=(0, 1))
 
@@ -79,7 +86,11 @@ class Processes(Executor):
                 whom = "its launcher"
             else:
                 whom = stop(attempt) if started(attempt) else None
-            print(f"{row.cell}: asked {whom} to save and stop at the end of this step" if whom else f"{row.cell}: ended by itself")
+            print(
+                f"{row.cell}: asked {whom} to save and stop at the end of this step"
+                if whom
+                else f"{row.cell}: ended by itself"
+            )
 
 
 class Inline(Processes):
@@ -92,7 +103,9 @@ class Inline(Processes):
         status = worker.run_rank(str(cell.directory), int(attempt.name), inline=True)
         if status == 130:
             raise KeyboardInterrupt
-        if status == Exit.REQUEUED:  # the trainer has handled this process's SIGTERM; counting it prevents further cells
+        if (
+            status == Exit.REQUEUED
+        ):  # the trainer has handled this process's SIGTERM; counting it prevents further cells
             interrupts.received.append(signal.SIGTERM)
 
 

@@ -96,5 +96,8 @@ def tell(cell: Cell) -> State:
     elif state.kind == "failed":
         show.failure(cell.directory, state.failure)
     else:
-        print(f"{cell.directory.name}: {show.last_word(cell.directory, state)}; the same command line resumes it", file=sys.stderr)
+        print(
+            f"{cell.directory.name}: {show.last_word(cell.directory, state)}; the same command line resumes it",
+            file=sys.stderr,
+        )
     return state

@@ -32,7 +32,9 @@ from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
 
 GRACE = 1.5  # seconds in which the other ranks may end by themselves after one has failed
-GRACE_STOPPED = 60.0  # the same seconds after a rank has stopped on request, as the others may still write their checkpoint
+GRACE_STOPPED = (
+    60.0  # the same seconds after a rank has stopped on request, as the others may still write their checkpoint
+)
 # The ranks are asked to save and stop this many seconds before the time limit; a tenth of the limit, if that is less.
 LAST_MINUTE = 60
 VARIABLES = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
@@ -41,7 +43,9 @@ YEAR = 365 * 24 * 60  # minutes that submitit is given as the limit of a job wit
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
     """Start all ranks of an attempt. Return their parent process, which ends when all ranks have ended."""
-    executor = RanksExecutor(layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)])
+    executor = RanksExecutor(
+        layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)]
+    )
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
     job_of_ranks: Any = executor.submit(run_here, str(directory), int(attempt.name))
     return process_of(job_of_ranks)
@@ -141,7 +145,9 @@ class Ranks(Controller):
                 rank.update(exit_status=task.returncode, ended=time.time())
                 self.record()
                 if task.returncode:
-                    group.deadline = min(group.deadline, now + (GRACE_STOPPED if task.returncode == Exit.REQUEUED else GRACE))
+                    group.deadline = min(
+                        group.deadline, now + (GRACE_STOPPED if task.returncode == Exit.REQUEUED else GRACE)
+                    )
 
     def end_others(self, group: Group) -> None:
         """Send SIGKILL to a group's running ranks, as a rank inside a collective reacts to nothing else. A SIGQUIT before
@@ -174,7 +180,9 @@ class Ranks(Controller):
                 "SUBMITIT_LOCAL_GLOBALID": str(number),
                 "SUBMITIT_LOCAL_JOB_ID": self.pid,
             }
-            self.tasks[number] = subprocess.Popen(self.command, env=environment, stdout=self.stdouts[number], stderr=self.stderrs[number])
+            self.tasks[number] = subprocess.Popen(
+                self.command, env=environment, stdout=self.stdouts[number], stderr=self.stderrs[number]
+            )
             self.ranks[number] = {**process(self.tasks[number].pid), "restarts": group.restarts}
         self.record()
 
@@ -191,7 +199,13 @@ def lighthouse(attempt: Path, silent: int) -> subprocess.Popen[Any]:
     """Start torchft's lighthouse. It drops a replica group that has sent no heartbeat for `silent` seconds, and ends when
     this process ends.
     """
-    command = [sys.executable, "-m", "titan_hydra.fault_tolerance.lighthouse", str(layout.MEETINGS.of(attempt) / "lighthouse"), str(silent)]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_hydra.fault_tolerance.lighthouse",
+        str(layout.MEETINGS.of(attempt) / "lighthouse"),
+        str(silent),
+    ]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 

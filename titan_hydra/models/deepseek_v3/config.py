@@ -16,19 +16,29 @@ from titan_hydra.models.sparse import SparseModel, active_parameters, shared_lin
 @dataclass
 class Yarn:
     factor: float = key(1.0, "divisor of the low frequencies (YaRN, arXiv 2309.00071); 1 disables YaRN", Interval(1))
-    beta_fast: float = key(32.0, "frequencies with more rotations than this over original_max_seq_len are not scaled", POSITIVE)
-    beta_slow: float = key(1.0, "frequencies with fewer rotations than this over original_max_seq_len are divided by `factor`", POSITIVE)
-    temperature: float = key(1.0, "attention's logits are multiplied by (1 + 0.1 * temperature * ln(factor)) squared", NOT_NEGATIVE)
+    beta_fast: float = key(
+        32.0, "frequencies with more rotations than this over original_max_seq_len are not scaled", POSITIVE
+    )
+    beta_slow: float = key(
+        1.0, "frequencies with fewer rotations than this over original_max_seq_len are divided by `factor`", POSITIVE
+    )
+    temperature: float = key(
+        1.0, "attention's logits are multiplied by (1 + 0.1 * temperature * ln(factor)) squared", NOT_NEGATIVE
+    )
     original_max_seq_len: int = key(4096, "sequence length of pre-training, before YaRN", COUNT)
 
 
 @dataclass
 class DeepSeekV3Config(SparseModel):
     float32_router: ClassVar[bool] = True
-    q_lora_rank: int = key(0, "width of the latent from which queries are computed; 0: computed from the residual stream", NATURAL)
+    q_lora_rank: int = key(
+        0, "width of the latent from which queries are computed; 0: computed from the residual stream", NATURAL
+    )
     kv_lora_rank: int = key(..., "width of the latent from which keys and values are computed", WIDTH)
     qk_nope_head_dim: int = key(..., "width of the part of a query and a key that is not rotated", WIDTH)
-    qk_rope_head_dim: int = key(..., "width of the part of a query that is rotated, and of the rotated key that all heads share", WIDTH)
+    qk_rope_head_dim: int = key(
+        ..., "width of the part of a query that is rotated, and of the rotated key that all heads share", WIDTH
+    )
     v_head_dim: int = key(..., "width of a head's value", WIDTH)
     yarn: Yarn = key(Yarn, "YaRN: scales rotary frequencies for longer sequences than in pre-training")
 
@@ -50,10 +60,15 @@ class DeepSeekV3Config(SparseModel):
         yield from super().faults()
         turned, value = self.qk_rope_head_dim, self.v_head_dim
         if turned % 2:
-            yield Fault("model.qk_rope_head_dim", turned, "must be even (RoPE rotates pairs)", legal=(turned - 1, turned + 1))
+            yield Fault(
+                "model.qk_rope_head_dim", turned, "must be even (RoPE rotates pairs)", legal=(turned - 1, turned + 1)
+            )
         if self.n_kv_heads != self.n_heads:
             yield Fault(
-                "model.n_kv_heads", self.n_kv_heads, "latent attention computes a key and a value for each head", legal=(self.n_heads,)
+                "model.n_kv_heads",
+                self.n_kv_heads,
+                "latent attention computes a key and a value for each head",
+                legal=(self.n_heads,),
             )
         if self.head_dim is not None:
             reason = "qk_nope_head_dim, qk_rope_head_dim and v_head_dim are the widths of a head"
@@ -62,7 +77,11 @@ class DeepSeekV3Config(SparseModel):
             reason = "a value may not be wider than a query (qk_nope_head_dim + qk_rope_head_dim)"
             yield Fault("model.v_head_dim", value, reason, legal=(self.head_width,))
         if self.yarn.beta_slow >= self.yarn.beta_fast:
-            yield Fault("model.yarn.beta_slow", self.yarn.beta_slow, f"must be less than model.yarn.beta_fast={self.yarn.beta_fast}")
+            yield Fault(
+                "model.yarn.beta_slow",
+                self.yarn.beta_slow,
+                f"must be less than model.yarn.beta_fast={self.yarn.beta_fast}",
+            )
 
 
 def parameters(config: DeepSeekV3Config) -> int:
@@ -70,7 +89,9 @@ def parameters(config: DeepSeekV3Config) -> int:
     queries, heads = config.n_heads * config.head_width, config.n_heads
     from_stream = config.dim * queries if not config.q_lora_rank else config.q_lora_rank * (config.dim + 1 + queries)
     latent = config.dim * (config.kv_lora_rank + config.qk_rope_head_dim) + config.kv_lora_rank
-    of_heads = heads * (config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim) + config.v_head_dim * config.dim)
+    of_heads = heads * (
+        config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim) + config.v_head_dim * config.dim
+    )
     return sparse_parameters(config, from_stream + latent + of_heads)
 
 

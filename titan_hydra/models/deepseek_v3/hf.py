@@ -9,7 +9,16 @@ from pathlib import Path
 import torch
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.models.hf import DECODER, EXPERTS, HuggingFace, decoder_from_config, decoder_to_config, only_these, only_values, rope_of
+from titan_hydra.models.hf import (
+    DECODER,
+    EXPERTS,
+    HuggingFace,
+    decoder_from_config,
+    decoder_to_config,
+    only_these,
+    only_values,
+    rope_of,
+)
 
 from .config import DeepSeekV3Config, Yarn
 
@@ -36,9 +45,19 @@ SAME = (  # keys that have Hugging Face's names
     "qk_rope_head_dim",
     "v_head_dim",
 )
-KEYS = {"n_experts": "n_routed_experts", "experts_per_token": "num_experts_per_tok", "expert_dim": "moe_intermediate_size"}
+KEYS = {
+    "n_experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+}
 KEYS |= {name: name for name in SAME}
-ONLY = {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True}
+ONLY = {
+    "model_type": "deepseek_v3",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+}
 BIAS_UPDATE_RATE = 1e-3  # the paper's rate, as config.json has none
 
 
@@ -104,7 +123,9 @@ def _yarn(rope: dict, file: Path) -> Yarn:
         raise ConfigError(f"{file}: rope_type={kind}: only yarn or default can be converted")
     temperature = rope.get("mscale_all_dim")
     if not temperature or rope.get("mscale") != temperature:
-        raise ConfigError(f"{file}: mscale={rope.get('mscale')}: only the value of mscale_all_dim can be converted, which is {temperature}")
+        raise ConfigError(
+            f"{file}: mscale={rope.get('mscale')}: only the value of mscale_all_dim can be converted, which is {temperature}"
+        )
     only_values(rope, file, {"attention_factor": None, "truncate": True})
     return Yarn(
         factor=float(rope["factor"]),

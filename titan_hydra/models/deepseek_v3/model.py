@@ -55,7 +55,9 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
         config, (batch, seq, _) = self.config, x.shape
         # The number of heads is -1: under tensor parallelism the linears return only this rank's heads.
-        q = (self.wq_b(self.q_norm(self.wq_a(x))) if config.q_lora_rank else self.wq(x)).view(batch, seq, -1, config.head_width)
+        q = (self.wq_b(self.q_norm(self.wq_a(x))) if config.q_lora_rank else self.wq(x)).view(
+            batch, seq, -1, config.head_width
+        )
         latent, shared = self.wkv_a(x).split((config.kv_lora_rank, config.qk_rope_head_dim), -1)
         kv = self.wkv_b(self.kv_norm(latent)).view(batch, seq, -1, config.qk_nope_head_dim + config.v_head_dim)
         k, v = kv.split((config.qk_nope_head_dim, config.v_head_dim), -1)

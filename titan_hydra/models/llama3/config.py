@@ -14,15 +14,23 @@ from titan_hydra.config.ranges import COUNT, POSITIVE, WIDTH, Interval
 
 @dataclass
 class RopeScaling:
-    factor: float = key(8.0, "factor that stretches low frequencies (Llama 3.1: 8, Llama 3.2: 32); 1 turns scaling off", Interval(1))
-    low_freq_factor: float = key(1.0, "wavelengths above original_max_seq_len / low_freq_factor are stretched fully", POSITIVE)
-    high_freq_factor: float = key(4.0, "wavelengths below original_max_seq_len / high_freq_factor are not changed", POSITIVE)
+    factor: float = key(
+        8.0, "factor that stretches low frequencies (Llama 3.1: 8, Llama 3.2: 32); 1 turns scaling off", Interval(1)
+    )
+    low_freq_factor: float = key(
+        1.0, "wavelengths above original_max_seq_len / low_freq_factor are stretched fully", POSITIVE
+    )
+    high_freq_factor: float = key(
+        4.0, "wavelengths below original_max_seq_len / high_freq_factor are not changed", POSITIVE
+    )
     original_max_seq_len: int = key(8192, "sequence length before the stretch", COUNT)
 
 
 @dataclass
 class Llama3Config(Model):
-    ffn_dim_multiplier: float = key(1.0, "multiplies the feed-forward width 8/3 * dim", Interval(0, 1000, open_low=True))
+    ffn_dim_multiplier: float = key(
+        1.0, "multiplies the feed-forward width 8/3 * dim", Interval(0, 1000, open_low=True)
+    )
     multiple_of: int = key(256, "the feed-forward width is rounded up to a multiple of this", WIDTH)
     rope_scaling: RopeScaling = key(RopeScaling, "Llama 3.1's stretch of the rotary frequencies")
 

@@ -24,12 +24,16 @@ def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
         around={
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual),
             "norm": norm,
-            "output": ColwiseParallel(input_layouts=residual, output_layouts=logits, use_local_output=not config.loss_parallel),
+            "output": ColwiseParallel(
+                input_layouts=residual, output_layouts=logits, use_local_output=not config.loss_parallel
+            ),
         },
         block={
             "attention_norm": norm,
             # The input is gathered once for wq, wk and wv. Positions and documents are whole on every rank.
-            "attention": linears.prepare(input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None)),
+            "attention": linears.prepare(
+                input_layouts=(residual, None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
             "attention.wq": linears.colwise(),
             "attention.wk": linears.colwise(),
             "attention.wv": linears.colwise(),

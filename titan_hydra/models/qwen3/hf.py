@@ -15,7 +15,11 @@ NAMES = DECODER | {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "
 
 def to_config(config: Qwen3Config, dtype: torch.dtype) -> dict:
     """Return the config.json of a Qwen3ForCausalLM, without token ids."""
-    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False} | decoder_to_config(config, dtype)
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "use_sliding_window": False,
+    } | decoder_to_config(config, dtype)
 
 
 def from_config(data: dict, file: Path) -> Qwen3Config:

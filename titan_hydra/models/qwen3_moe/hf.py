@@ -7,12 +7,26 @@ from pathlib import Path
 import torch
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.models.hf import EXPERTS, HuggingFace, decoder_from_config, decoder_to_config, only_these, only_values, rope_of
+from titan_hydra.models.hf import (
+    EXPERTS,
+    HuggingFace,
+    decoder_from_config,
+    decoder_to_config,
+    only_these,
+    only_values,
+    rope_of,
+)
 from titan_hydra.models.qwen3.hf import NAMES
 
 from .config import Qwen3MoeConfig
 
-PLAIN = {"router": "softmax", "n_shared_experts": 0, "routed_scaling_factor": 1.0, "n_group": 1, "router_bias_update_rate": 0.0}
+PLAIN = {
+    "router": "softmax",
+    "n_shared_experts": 0,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "router_bias_update_rate": 0.0,
+}
 
 
 def to_config(config: Qwen3MoeConfig, dtype: torch.dtype) -> dict:

@@ -80,7 +80,11 @@ def linears(job: Job) -> Linears:
 
 def float8_linears() -> Linears:
     """Return torchao's styles, which gather Float8."""
-    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+    from torchao.float8.float8_tensor_parallel import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
 
     return Linears(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
 

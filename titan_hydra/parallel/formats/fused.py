@@ -80,7 +80,9 @@ def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
     the log. Raises ConfigError if the compiler of the kernels is not installed and `emulate` is false.
     """
     if not emulate and find_spec("triton") is None:
-        raise ConfigError("precision.kernels=fused: the package triton, which compiles them, is not installed; nearest legal: torchao")
+        raise ConfigError(
+            "precision.kernels=fused: the package triton, which compiles them, is not installed; nearest legal: torchao"
+        )
     modules: dict[str, Any] = dict(model.named_modules())
     names = {modules[name]: name for name in chosen}
     joined: dict[nn.Module, str] = {}
@@ -100,7 +102,9 @@ def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
             if getattr(module, reader) in joined and type(getattr(module, norm)) is nn.RMSNorm:
                 getattr(module, norm).__class__ = DeferredNorm
                 joined[getattr(module, reader)] += f" after {norm}"
-    return [f"cast together: {', '.join(kinds(joined.values())) or 'none'}; each by itself: {', '.join(kinds(names.values())) or 'none'}"]
+    return [
+        f"cast together: {', '.join(kinds(joined.values())) or 'none'}; each by itself: {', '.join(kinds(names.values())) or 'none'}"
+    ]
 
 
 def declared(module: nn.Module, attribute: str) -> Any:

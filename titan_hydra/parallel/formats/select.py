@@ -68,7 +68,9 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for part in precision.skip:
         if not any(part in name for name in names):
-            raise ConfigError(f"precision.skip={part}: no linear's name contains it; nearest legal: {', '.join(kinds(names))}")
+            raise ConfigError(
+                f"precision.skip={part}: no linear's name contains it; nearest legal: {', '.join(kinds(names))}"
+            )
     few = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "per_sample", False))
     left = {}
     for name in names:
@@ -85,19 +87,28 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
             left[name] = "one row a sample"
     chosen = [name for name in names if name not in left]
     if not chosen:
-        raise ConfigError(f"precision={precision.name}: converts no linear ({'; '.join(grouped(left))}); nearest legal: bf16")
-    experts = dict.fromkeys(name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.dim() == 3)
+        raise ConfigError(
+            f"precision={precision.name}: converts no linear ({'; '.join(grouped(left))}); nearest legal: bf16"
+        )
+    experts = dict.fromkeys(
+        name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.dim() == 3
+    )
     return chosen, left | dict.fromkeys(experts, f"grouped matmuls, computed in {precision.compute_dtype}")
 
 
 def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
     """Return lines for the log: how many linears were converted, their names, and the other linears with the reason."""
-    return [f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"]
+    return [
+        f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"
+    ]
 
 
 def grouped(left: dict[str, str]) -> list[str]:
     """Return one text for each reason, with the names to which the reason applies."""
-    return [f"{', '.join(kinds(name for name in left if left[name] == reason))} ({reason})" for reason in dict.fromkeys(left.values())]
+    return [
+        f"{', '.join(kinds(name for name in left if left[name] == reason))} ({reason})"
+        for reason in dict.fromkeys(left.values())
+    ]
 
 
 def kinds(names: Iterable[str]) -> list[str]:

@@ -9,7 +9,9 @@ from titan_hydra.data.tokenizer import Tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the question; the run's chat template is applied to it")
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="the question; the run's chat template is applied to it"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -84,7 +84,10 @@ def parse(line: bytes) -> Conversation:
     row = record_of(line)
     messages = row.get("messages", row.get("conversations"))
     if not isinstance(messages, list) or not messages:
-        raise ValueError("no list of messages under 'messages' (or 'conversations')" + (", but " + ", ".join(map(repr, row))) * bool(row))
+        raise ValueError(
+            "no list of messages under 'messages' (or 'conversations')"
+            + (", but " + ", ".join(map(repr, row))) * bool(row)
+        )
     return conversation(messages, row.get("tools"))
 
 
@@ -114,7 +117,9 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ValueError(f"message {number} has no role")
     calls = message.get("tool_calls") or []
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
         content = "".join(part["text"] for part in content)
     if content is None and calls:
         content = ""

@@ -31,11 +31,19 @@ SHOWN = 5  # number of unusable rows that are printed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand and options of `titan data`."""
     commands = parser.add_subparsers(dest="data_command", required=True)
-    show = commands.add_parser("show", help="print a row with its learned tokens marked, and lengths, shares and the steps of an epoch")
-    show.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=...")
-    show.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py")
+    show = commands.add_parser(
+        "show", help="print a row with its learned tokens marked, and lengths, shares and the steps of an epoch"
+    )
+    show.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=..."
+    )
+    show.add_argument(
+        "--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py"
+    )
     show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row to show (default: 1)")
-    show.add_argument("--split", choices=("train", "validation"), default="train", help="split whose rows are shown (default: train)")
+    show.add_argument(
+        "--split", choices=("train", "validation"), default="train", help="split whose rows are shown (default: train)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -96,8 +104,12 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
     yield from (f"  {line}" for line in bad[:SHOWN])
     if not short:
         shortest = min((len(one.tokens) for one in turns), default=0)
-        raise ConfigError(f"data.seq_len={data.seq_len}: none of the {rows} is left, the shortest has {shortest} tokens")
-    tokens, trained = (sum(counts) for counts in zip(*((len(one.tokens), int(one.trained.sum())) for one in short), strict=True))
+        raise ConfigError(
+            f"data.seq_len={data.seq_len}: none of the {rows} is left, the shortest has {shortest} tokens"
+        )
+    tokens, trained = (
+        sum(counts) for counts in zip(*((len(one.tokens), int(one.trained.sum())) for one in short), strict=True)
+    )
     windows = [short[begin : begin + WINDOW] for begin in range(0, len(short), WINDOW)]
     packed = sum(len(first_fit(window, samples.room)) for window in windows)
     unknown = sum(int((one.tokens == samples.reader.tokenizer.unknown).sum()) for one in short)

@@ -16,10 +16,16 @@ class SupervisedFineTuning(Language):
 
     def blank_sample(self) -> Sample:
         length = self.job.data.seq_len + 1
-        return {"tokens": np.zeros(length, np.int32), "trained": np.zeros(length, bool), "documents": np.zeros(length, np.int32)}
+        return {
+            "tokens": np.zeros(length, np.int32),
+            "trained": np.zeros(length, bool),
+            "documents": np.zeros(length, np.int32),
+        }
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
-        tokens, trained, documents = (np.stack([sample[name] for sample in samples]) for name in ("tokens", "trained", "documents"))
+        tokens, trained, documents = (
+            np.stack([sample[name] for sample in samples]) for name in ("tokens", "trained", "documents")
+        )
         begins = np.diff(documents, axis=1, prepend=-1) != 0
         labels = np.where(trained & ~begins, tokens, IGNORED)[:, 1:]
         arrays = {"tokens": tokens[:, :-1].astype(np.int64), "labels": labels.astype(np.int64)}

@@ -117,7 +117,13 @@ class Chat:
     separators = (None, None)  # no separator tokens, as `documents` numbers the documents
 
     def __init__(self, key: str, reader: ConversationReader, wanted: Wanted, seed: int):
-        self.key, self.reader, self.seq_len, self.seed, self.bad = key, reader, wanted.job.data.seq_len, wanted.order(seed), wanted.bad
+        self.key, self.reader, self.seq_len, self.seed, self.bad = (
+            key,
+            reader,
+            wanted.job.data.seq_len,
+            wanted.order(seed),
+            wanted.bad,
+        )
         self.tokenizer = reader.tokenizer.sha256
         self.room = {"tokens": self.seq_len + 1}  # capacity of a sample, by unit
         self.limit = f"data.seq_len={self.seq_len} + 1 tokens"  # the capacity as messages print it
@@ -168,15 +174,22 @@ class Chat:
         if long and epoch == 0:
             where, tokens = long[0]
             name = f"{UNLIMITED}{self.key}, conversations {first + 1} to {min(first + WINDOW, rows)}"
-            self.bad.add(BadShard(name, f"{len(long)} conversations with more than {self.limit}, as {where} with {tokens:,}"))
+            self.bad.add(
+                BadShard(name, f"{len(long)} conversations with more than {self.limit}, as {where} with {tokens:,}")
+            )
         packed = first_fit(turns, self.room)
-        return [packed[index if self.seed is None else permute(index, len(packed), self.seed, window, 0)] for index in range(len(packed))]
+        return [
+            packed[index if self.seed is None else permute(index, len(packed), self.seed, window, 0)]
+            for index in range(len(packed))
+        ]
 
     def _filled(self, together: list[Turns]) -> dict[str, np.ndarray]:
         """Return the arrays of one sample from its conversations."""
         room = self.seq_len + 1 - sum(len(turns.tokens) for turns in together)
         values = {name: np.zeros(room, dtype=np.float32) for name in together[0].values}
-        rest = Turns(np.full(room, self.reader.tokenizer.eos_id, dtype=np.int32), np.zeros(room, dtype=bool), values=values)
+        rest = Turns(
+            np.full(room, self.reader.tokenizer.eos_id, dtype=np.int32), np.zeros(room, dtype=bool), values=values
+        )
         parts = [*together, rest]
         lengths = [length for part in parts for length in part.documents or (len(part.tokens),)]
         return {
@@ -206,7 +219,9 @@ def first_fit(turns: list[Turns], room: dict[str, int]) -> list[list[Turns]]:
 def open_chat(key: str, source: ConversationSource, wanted: Wanted, seed: int) -> Chat:
     """Open the conversations of data=chat or data=embedded_chat."""
     own = template.load_template(key, source, wanted.job.tokenizer)
-    return Chat(key, ConversationReader(open_rows(key, source, wanted), own, wanted.tokenizer, source.train_on), wanted, seed)
+    return Chat(
+        key, ConversationReader(open_rows(key, source, wanted), own, wanted.tokenizer, source.train_on), wanted, seed
+    )
 
 
 def place_of_rows(key: str, source: schema.Source, split: str) -> tuple[str, str | None]:
@@ -266,7 +281,11 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
         elif len(found) == 1:
             yield Fault(f"{key}.path", path, "no row in it")
     except template.TookTooLong:
-        yield Fault(f"{key}.chat_template", value, f"it has not ended after {TRIED} s on the first {what}; does it loop for ever?")
+        yield Fault(
+            f"{key}.chat_template",
+            value,
+            f"it has not ended after {TRIED} s on the first {what}; does it loop for ever?",
+        )
     except ConfigError as error:
         yield Fault(f"{key}.chat_template", value, str(error).removeprefix(f"{key}.chat_template={value}: "))
     except ValueError as error:
@@ -274,7 +293,9 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
             yield Fault(f"{key}.path", path, f"its first {what}: {error}")
 
 
-def _refuse_unknown_marks(key: str, source: TemplateSource, job: schema.Job, own: template.Template, texts: list[str]) -> None:
+def _refuse_unknown_marks(
+    key: str, source: TemplateSource, job: schema.Job, own: template.Template, texts: list[str]
+) -> None:
     """Raise ConfigError if the tokenizer does not know a mark of the template (`<|im_end|>`). What is learned would
     then mostly be the unknown token.
     """
@@ -298,7 +319,10 @@ def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: 
     """Yield a warning if the tokenizer encodes much of the first rows as unknown tokens. Unusable rows are skipped."""
 
     def of_file(file: Path) -> Iterator[str]:
-        own, lines = template.load_template(key, source, job.tokenizer), ConversationFiles([file], BadShards(1), unknown.ROWS)
+        own, lines = (
+            template.load_template(key, source, job.tokenizer),
+            ConversationFiles([file], BadShards(1), unknown.ROWS),
+        )
         for number in range(len(lines)):
             with contextlib.suppress(ValueError):
                 yield from texts(own, source, lines.row(number)[1])

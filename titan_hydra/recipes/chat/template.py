@@ -33,7 +33,10 @@ from .conversations import Conversation
 from .sources import TemplateSource
 
 BUILT_IN = {file.stem: file for file in sorted((Path(__file__).parent / "assets/templates").glob("*.jinja"))}
-BEGIN, END = "\ufdd0", "\ufdd1"  # marks around the assistant's text: noncharacters of Unicode, which texts do not contain
+BEGIN, END = (
+    "\ufdd0",
+    "\ufdd1",
+)  # marks around the assistant's text: noncharacters of Unicode, which texts do not contain
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # the date that templates get, as a run must not depend on the present day; the default of Llama 3's template
 TODAY = date(2024, 7, 26)
@@ -116,7 +119,10 @@ class Template:
         """
         try:
             return self.compiled.render(
-                messages=conversation.messages, tools=conversation.tools or None, add_generation_prompt=prompt, **self.names
+                messages=conversation.messages,
+                tools=conversation.tools or None,
+                add_generation_prompt=prompt,
+                **self.names,
             )
         except jinja2.sandbox.SecurityError as error:
             raise ConfigError(f"{self.where}: it is not allowed in a template: {error}") from error
@@ -143,7 +149,9 @@ class Template:
         if self.tagged:
             before = _spans(self.render(_beginning(conversation, turns[-1]))) if train_on == "last" else []
             return text, _spans(marked)[len(before) :]
-        return text, [self._difference(conversation, turn, text) for turn in (turns[-1:] if train_on == "last" else turns)]
+        return text, [
+            self._difference(conversation, turn, text) for turn in (turns[-1:] if train_on == "last" else turns)
+        ]
 
     def _difference(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int]:
         """Return the range of a turn's message in the text of the conversation, from the comparison of two texts. The
@@ -182,7 +190,11 @@ def _spans(marked: str) -> Spans:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """Format JSON for templates as transformers does: with unsorted keys, and without escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -210,11 +222,20 @@ def special_names(config: schema.Tokenizer) -> dict[str, str]:
         return {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
     beside = tokenizer_file(config).with_name("tokenizer_config.json")
     if beside.is_file():
-        named = {key: value for key, value in json.loads(beside.read_text(encoding="utf-8")).items() if key.endswith("_token") and value}
+        named = {
+            key: value
+            for key, value in json.loads(beside.read_text(encoding="utf-8")).items()
+            if key.endswith("_token") and value
+        }
         return {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
-    added = {token["content"] for token in json.loads(tokenizer_file(config).read_text(encoding="utf-8")).get("added_tokens", [])}
+    added = {
+        token["content"]
+        for token in json.loads(tokenizer_file(config).read_text(encoding="utf-8")).get("added_tokens", [])
+    }
     usual = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES}
-    return {key: name for key, names in usual.items() if (name := next((name for name in names if name in added), None))}
+    return {
+        key: name for key, names in usual.items() if (name := next((name for name in names if name in added), None))
+    }
 
 
 def _read(key: str, name: str) -> str:

@@ -8,7 +8,10 @@ from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
 
 COMMANDS = {
     "sample": (f"{__name__}.sample_command", "draw images with the model of a run or checkpoint"),
-    "encode-images": (f"{__name__}.encode_command", "write latents and embeddings of captioned images, for data=encoded_images"),
+    "encode-images": (
+        f"{__name__}.encode_command",
+        "write latents and embeddings of captioned images, for data=encoded_images",
+    ),
 }
 RENAMED = {"data encode-images": "encode-images"}
 GIVEN = ("latents", "noise", "time", "text", "pooled")
@@ -63,4 +66,6 @@ register(
         beside="the frozen text encoders and the autoencoder, in float32",
     )
 )
-register(DataSourceKind("synthetic_images", f"{__name__}.images:draw_images", CaptionSource, documents=False, gives=GIVEN))
+register(
+    DataSourceKind("synthetic_images", f"{__name__}.images:draw_images", CaptionSource, documents=False, gives=GIVEN)
+)

@@ -25,7 +25,9 @@ class FluxConfig(Model):
         Interval(0, 10_000),
     )
     channels: int = key(16, "channels of the autoencoder's latents", WIDTH)
-    text_len: int = key(512, "tokens of a caption; the other tokens of data.seq_len, a square number, are the image's", COUNT)
+    text_len: int = key(
+        512, "tokens of a caption; the other tokens of data.seq_len, a square number, are the image's", COUNT
+    )
     text_dim: int = key(4096, "width of the text encoder's embeddings", WIDTH)
     pooled_dim: int = key(768, "width of the pooled embedding of a caption", WIDTH)
     rope_first: int = key(
@@ -35,7 +37,9 @@ class FluxConfig(Model):
         Interval(0, 1_000_000),
     )
     guidance: float | None = key(
-        None, "guidance strength, an input of a guidance-distilled model; null: the model has no such input", NOT_NEGATIVE
+        None,
+        "guidance strength, an input of a guidance-distilled model; null: the model has no such input",
+        NOT_NEGATIVE,
     )
 
     @property
@@ -61,7 +65,11 @@ class FluxConfig(Model):
         return PATCH * isqrt(max(seq_len - self.text_len, 0))
 
     def arithmetic(self) -> dict[str, Any]:
-        return super().arithmetic() | dict.fromkeys(("text_len", "vocab_size", "norm_eps")) | {"guidance": self.guidance is not None}
+        return (
+            super().arithmetic()
+            | dict.fromkeys(("text_len", "vocab_size", "norm_eps"))
+            | {"guidance": self.guidance is not None}
+        )
 
     def faults(self) -> Iterator[Fault]:
         """RoPE rotates each element of a head, in pairs, by one of three coordinates. Attention has no grouped queries."""
@@ -74,7 +82,12 @@ class FluxConfig(Model):
                 legal=tuple(sorted(legal, key=lambda width: abs(width - self.rope_first))[:2]),
             )
         if self.double_layers > self.n_layers:
-            yield Fault("model.double_layers", self.double_layers, f"the model has {self.n_layers} blocks", legal=(self.n_layers,))
+            yield Fault(
+                "model.double_layers",
+                self.double_layers,
+                f"the model has {self.n_layers} blocks",
+                legal=(self.n_layers,),
+            )
         if self.n_kv_heads != self.n_heads:
             yield Fault("model.n_kv_heads", self.n_kv_heads, "each query head has its own keys", legal=(self.n_heads,))
         if self.tie_embeddings:
@@ -122,15 +135,29 @@ def stacks_of_flux(job: Any) -> tuple[Stack, ...]:
     # q, k, v and the output of attention; the feed-forward before and after its activation. A single-stream block modulates
     # once, and joins attention's output with the feed-forward.
     return (
-        Stack(config.double_layers, double, parameters_of(config)[0], 14 * dim + 2 * width + copied * dim, 2 * dim, dim),
-        Stack(config.n_layers - config.double_layers, single, parameters_of(config)[1], 11 * dim + 2 * width, dim, 3 * dim + width),
+        Stack(
+            config.double_layers, double, parameters_of(config)[0], 14 * dim + 2 * width + copied * dim, 2 * dim, dim
+        ),
+        Stack(
+            config.n_layers - config.double_layers,
+            single,
+            parameters_of(config)[1],
+            11 * dim + 2 * width,
+            dim,
+            3 * dim + width,
+        ),
     )
 
 
 def parameters_of(config: FluxConfig) -> tuple[int, int]:
     """Return the numbers of parameters of a double-stream and of a single-stream block."""
     dim, width = config.dim, config.ffn_width
-    double = 12 * dim * dim + 2 * (4 * dim * dim + 2 * dim * width) + 2 * (6 * dim + 4 * dim + width + dim) + 4 * config.head_width
+    double = (
+        12 * dim * dim
+        + 2 * (4 * dim * dim + 2 * dim * width)
+        + 2 * (6 * dim + 4 * dim + width + dim)
+        + 4 * config.head_width
+    )
     single = 3 * dim * dim + 4 * dim * dim + 2 * dim * width + 3 * dim + 3 * dim + width + dim + 2 * config.head_width
     return double, single
 
@@ -154,7 +181,13 @@ def matrices(config: FluxConfig) -> tuple[int, int, int, int, int]:
     block = 4 * dim * dim + 2 * dim * width  # attention, feed-forward
     embeddings = (TIME * dim + dim * dim) * (1 if config.guidance is None else 2) + config.pooled_dim * dim + dim * dim
     modulations = double * 12 * dim * dim + single * 3 * dim * dim + 2 * dim * dim
-    return double * block + 2 * config.patch_width * dim, double * block + config.text_dim * dim, single * block, modulations, embeddings
+    return (
+        double * block + 2 * config.patch_width * dim,
+        double * block + config.text_dim * dim,
+        single * block,
+        modulations,
+        embeddings,
+    )
 
 
 def flops(config: FluxConfig, seq_len: int, parameters: int) -> int:

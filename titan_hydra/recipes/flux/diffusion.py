@@ -58,7 +58,9 @@ class Diffusion(Objective):
     def inputs(self, batch: Tensors) -> tuple[torch.Tensor, Tensors]:
         dtype, time = getattr(torch, self.job.precision.compute_dtype), batch["time"][:, None, None]
         mixed = (1 - time) * batch["latents"] + time * batch["noise"]
-        others = {name: batch[name].to(dtype) for name in ("text", "pooled")} | {name: batch[name] for name in ("time", "positions")}
+        others = {name: batch[name].to(dtype) for name in ("text", "pooled")} | {
+            name: batch[name] for name in ("time", "positions")
+        }
         if self.model.guidance is not None:
             others["guidance"] = torch.full_like(batch["time"], self.model.guidance)
         return mixed.to(dtype), others

@@ -125,8 +125,13 @@ def open_image_files(key: str, source: ImageFilesSource, wanted: Wanted, seed: i
 
     def read(index: int) -> Example:
         with torch.cuda.stream(stream):
-            row = {name: tensor[0].cpu().numpy() for name, tensor in encoded([listed[index]], tools, side, model.text_len).items()}
+            row = {
+                name: tensor[0].cpu().numpy()
+                for name, tensor in encoded([listed[index]], tools, side, model.text_len).items()
+            }
         return Example(row["mean"], row["std"], Caption(row["text"], row["pooled"]))
 
     empty = caption_of("", tools, model.text_len)
-    return CaptionedImages(read, len(listed), empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split)
+    return CaptionedImages(
+        read, len(listed), empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split
+    )

@@ -25,7 +25,9 @@ class Encoders:
             import diffusers
             import transformers
         except ImportError as error:
-            raise ConfigError(f"{folder}: is read by transformers and diffusers: pip install -e '.[images]' ({error})") from error
+            raise ConfigError(
+                f"{folder}: is read by transformers and diffusers: pip install -e '.[images]' ({error})"
+            ) from error
         for library in (diffusers, transformers):  # what they warn about is an error here, of one line
             library.utils.logging.set_verbosity_error()
             library.utils.logging.disable_progress_bar()
@@ -72,7 +74,9 @@ def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json")
     for index in folder.glob("*.index.json"):  # use_safetensors does not keep a pickle out that it names
-        if not all(str(name).endswith(".safetensors") for name in (read_json(index) or {}).get("weight_map", {}).values()):
+        if not all(
+            str(name).endswith(".safetensors") for name in (read_json(index) or {}).get("weight_map", {}).values()
+        ):
             raise ConfigError(f"{index}: names files that are not safetensors")
     told = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
     module, found = from_folder(kind, folder, dtype=torch.float32, **told)

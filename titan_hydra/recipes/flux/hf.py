@@ -98,9 +98,18 @@ def from_config(data: dict, file: Path) -> FluxConfig:
     """Return the model section for a FluxTransformer2DModel's config.json. Raises ConfigError for values that this
     model does not support.
     """
-    heads, width, (first, rows, columns) = data["num_attention_heads"], data["attention_head_dim"], data.get("axes_dims_rope", (16, 56, 56))
-    given = data | {"out_channels": data.get("out_channels") or data["in_channels"], "axes_dims_rope": [first, rows, columns]}
-    only_values(given, file, {"patch_size": 1, "out_channels": data["in_channels"], "axes_dims_rope": [first, rows, rows]})
+    heads, width, (first, rows, columns) = (
+        data["num_attention_heads"],
+        data["attention_head_dim"],
+        data.get("axes_dims_rope", (16, 56, 56)),
+    )
+    given = data | {
+        "out_channels": data.get("out_channels") or data["in_channels"],
+        "axes_dims_rope": [first, rows, columns],
+    }
+    only_values(
+        given, file, {"patch_size": 1, "out_channels": data["in_channels"], "axes_dims_rope": [first, rows, rows]}
+    )
     guided, layers = data.get("guidance_embeds", False), data["num_layers"] + data["num_single_layers"]
     return FluxConfig(
         name=file.parent.name,

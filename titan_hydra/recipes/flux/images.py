@@ -60,7 +60,16 @@ class Example:
 class CaptionedImages(Numbered):
     """Samples by number, made from `size` examples, which `read` returns by index. `empty` is the empty caption."""
 
-    def __init__(self, read: Callable[[int], Example], size: int, empty: Caption, seed: int, shuffle: bool, dropout: float, split: str):
+    def __init__(
+        self,
+        read: Callable[[int], Example],
+        size: int,
+        empty: Caption,
+        seed: int,
+        shuffle: bool,
+        dropout: float,
+        split: str,
+    ):
         self.read, self.size, self.empty, self.seed, self.shuffle = read, size, empty, seed, shuffle
         self.dropout, self.held_out = dropout, split != "train"
         self.signature = {"images": size}
@@ -98,12 +107,16 @@ class EncodedImages:
         from safetensors.torch import load_file
 
         self.open = functools.lru_cache(OPEN_FILES)(lambda number: safe_open(files[number], framework="pt"))
-        self.empty = Caption(*(tensor.float().numpy() for _, tensor in sorted(load_file(folder / EMPTY).items(), reverse=True)))
+        self.empty = Caption(
+            *(tensor.float().numpy() for _, tensor in sorted(load_file(folder / EMPTY).items(), reverse=True))
+        )
 
     def read(self, index: int) -> Example:
         number, place = place_in(self.ends, index)
         file = self.open(number)
-        mean, std, text, pooled = (file.get_slice(name)[place].float().numpy() for name in ("mean", "std", "text", "pooled"))
+        mean, std, text, pooled = (
+            file.get_slice(name)[place].float().numpy() for name in ("mean", "std", "text", "pooled")
+        )
         return Example(mean, std, Caption(text, pooled))
 
 
@@ -119,7 +132,11 @@ def faults(key: str, source: EncodedImagesSource, job: Job) -> Iterator[Fault]:
     """Yield why the model cannot train on the encoded images of a source: another size, or other encoders."""
     model: Any = job.model
     side = model.latent_side(job.data.seq_len)
-    needed = {"mean": [model.channels, side, side], "text": [model.text_len, model.text_dim], "pooled": [model.pooled_dim]}
+    needed = {
+        "mean": [model.channels, side, side],
+        "text": [model.text_len, model.text_dim],
+        "pooled": [model.pooled_dim],
+    }
     for name in ("path", "validation_path") if job.validation.name == "on" else ("path",):
         if not (path := getattr(source, name)):
             if name == "validation_path":
@@ -134,7 +151,9 @@ def faults(key: str, source: EncodedImagesSource, job: Job) -> Iterator[Fault]:
         for tensor, shape in needed.items():
             if shapes.get(tensor) != shape:
                 yield Fault(
-                    f"{key}.{name}", str(folder), f"{tensor} of an image is {shapes.get(tensor)}; data.seq_len and the model need {shape}"
+                    f"{key}.{name}",
+                    str(folder),
+                    f"{tensor} of an image is {shapes.get(tensor)}; data.seq_len and the model need {shape}",
                 )
 
 
@@ -161,7 +180,9 @@ def open_encoded(key: str, source: EncodedImagesSource, wanted: Wanted, seed: in
     """Open images that were encoded before the run."""
     place, path = path_of(key, source, wanted.split)
     images = EncodedImages(place, home(path))
-    return CaptionedImages(images.read, images.ends[-1], images.empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split)
+    return CaptionedImages(
+        images.read, images.ends[-1], images.empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split
+    )
 
 
 COLOURS = {
@@ -189,7 +210,9 @@ def draw_images(key: str, source: CaptionSource, wanted: Wanted, seed: int) -> C
         pixels = picture(CAPTIONS[index], side * CELL, wanted.drawn(seed))
         return Example(to_cells(pixels, model.channels), 0.0, spoken(CAPTIONS[index], model))
 
-    return CaptionedImages(read, len(CAPTIONS), spoken("", model), seed, data.shuffle, source.caption_dropout, wanted.split)
+    return CaptionedImages(
+        read, len(CAPTIONS), spoken("", model), seed, data.shuffle, source.caption_dropout, wanted.split
+    )
 
 
 def picture(caption: str, side: int, seed: int) -> np.ndarray:
@@ -250,5 +273,7 @@ def basis(channels: int) -> np.ndarray:
     frequencies = sorted(np.ndindex(CELL, CELL), key=lambda pair: (sum(pair), pair))
     for channel in range(min(channels, table[..., 0].size)):
         down, right = frequencies[channel // 3]
-        table[channel % 3, :, :, channel] = np.outer(waves[down], waves[right]) / CELL**2 * (1 if down == right == 0 else 2)
+        table[channel % 3, :, :, channel] = (
+            np.outer(waves[down], waves[right]) / CELL**2 * (1 if down == right == 0 else 2)
+        )
     return table.reshape(-1, channels)

@@ -38,7 +38,13 @@ class Flux(nn.Module):
         self.output = nn.Linear(config.dim, config.patch_width)
 
     def forward(
-        self, latents: Tensor, text: Tensor, pooled: Tensor, time: Tensor, positions: Tensor, guidance: Tensor | None = None
+        self,
+        latents: Tensor,
+        text: Tensor,
+        pooled: Tensor,
+        time: Tensor,
+        positions: Tensor,
+        guidance: Tensor | None = None,
     ) -> Tensor:
         """Compute the velocity at `time` [batch], 0 the image and 1 the noise. `positions` [batch, tokens, 3] are those
         of the image's tokens; the text's are all 0. `text` is [batch, tokens, text_dim], `pooled` [batch, pooled_dim],
@@ -186,7 +192,9 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 def waves(time: Tensor) -> Tensor:
     """Return cosines and sines of 1000 * time [batch, TIME] in fp32, with frequencies from 1 down to 1e-4."""
-    frequencies = torch.exp(-math.log(1e4) * torch.arange(TIME // 2, device=time.device, dtype=torch.float32) / (TIME // 2))
+    frequencies = torch.exp(
+        -math.log(1e4) * torch.arange(TIME // 2, device=time.device, dtype=torch.float32) / (TIME // 2)
+    )
     phases = 1000 * time.float()[:, None] * frequencies
     return torch.cat((phases.cos(), phases.sin()), dim=-1)
 
@@ -197,7 +205,9 @@ def angles(positions: Tensor, axes: tuple[int, ...], theta: float) -> Tensor:
     """
     parts = []
     for axis, width in enumerate(axes):
-        frequencies = theta ** -(torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / max(width, 1))
+        frequencies = theta ** -(
+            torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / max(width, 1)
+        )
         parts.append(positions[..., axis, None].float() * frequencies)
     phases = torch.cat(parts, dim=-1)
     return torch.stack((phases.cos(), phases.sin()), dim=-2)

@@ -26,9 +26,13 @@ def faults(job: Job) -> Iterator[Fault]:
         return
     for what, length in (("text", text_len), ("the image", image)):
         if length % parts:
-            yield Fault("parallelism.cp", job.parallelism.cp, f"{length} tokens of {what} cannot be cut into {parts} parts")
+            yield Fault(
+                "parallelism.cp", job.parallelism.cp, f"{length} tokens of {what} cannot be cut into {parts} parts"
+            )
     if job.data.document_mask:
-        yield Fault("data.document_mask", True, f"objective={job.objective.name} has no documents to separate", legal=(False,))
+        yield Fault(
+            "data.document_mask", True, f"objective={job.objective.name} has no documents to separate", legal=(False,)
+        )
     if adapts(job):
         yield Fault(
             "adapter.name",

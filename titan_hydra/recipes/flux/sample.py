@@ -26,7 +26,14 @@ from .images import Caption, spoken, to_pixels
 
 
 def sample(
-    checkpoint: Path, prompts: Sequence[str], steps: int, scale: float, shift: float, seed: int, dtype: str, encoders: str | None = None
+    checkpoint: Path,
+    prompts: Sequence[str],
+    steps: int,
+    scale: float,
+    shift: float,
+    seed: int,
+    dtype: str,
+    encoders: str | None = None,
 ) -> list[np.ndarray]:
     """Return an image [side, side, 3] in bytes for each prompt, with a checkpoint's model. `scale` is the guidance
     strength: the weight of classifier-free guidance, or the guidance input of a distilled model. Raises ConfigError if
@@ -34,13 +41,23 @@ def sample(
     """
     config: Any = read_model_config(checkpoint)
     if family_of(config).takes != "latents":
-        raise ConfigError(f"model.family={config.family}: takes tokens and draws no images; titan generate continues a text")
+        raise ConfigError(
+            f"model.family={config.family}: takes tokens and draws no images; titan generate continues a text"
+        )
     _, section = find_section("data", checkpoint)
     tools = None if section["name"] == "synthetic_images" else encoders_of(section, encoders)
     model = load_model(reader_of(checkpoint), config, section["seq_len"], dtype)
-    captions = [spoken(prompt, config) if tools is None else caption_of(prompt, tools, config.text_len) for prompt in ("", *prompts)]
+    captions = [
+        spoken(prompt, config) if tools is None else caption_of(prompt, tools, config.text_len)
+        for prompt in ("", *prompts)
+    ]
     size = (section["seq_len"] - config.text_len, config.patch_width)
-    noise = torch.stack([torch.from_numpy(dice_of(seed, place).standard_normal(size, dtype=np.float32)) for place in range(len(prompts))])
+    noise = torch.stack(
+        [
+            torch.from_numpy(dice_of(seed, place).standard_normal(size, dtype=np.float32))
+            for place in range(len(prompts))
+        ]
+    )
     tokens = flow(model, noise, captions[1:], captions[0], times(steps, shift), scale)
     latents = as_latents(tokens.float())
     if tools is None:
@@ -68,12 +85,16 @@ def times(steps: int, shift: float) -> list[float]:
 
 
 @torch.no_grad()
-def flow(model: nn.Module, noise: Tensor, captions: Sequence[Caption], empty: Caption, times: Sequence[float], scale: float) -> Tensor:
+def flow(
+    model: nn.Module, noise: Tensor, captions: Sequence[Caption], empty: Caption, times: Sequence[float], scale: float
+) -> Tensor:
     """Return the latents into which noise [samples, tokens, width] is transformed for each caption."""
     weight = next(model.parameters())
     text = torch.from_numpy(np.stack([one.text for one in captions])).to(weight)
     pooled = torch.from_numpy(np.stack([one.pooled for one in captions])).to(weight)
-    no_text, no_pooled = (torch.from_numpy(row).to(weight).expand_as(rows) for row, rows in ((empty.text, text), (empty.pooled, pooled)))
+    no_text, no_pooled = (
+        torch.from_numpy(row).to(weight).expand_as(rows) for row, rows in ((empty.text, text), (empty.pooled, pooled))
+    )
     distilled = getattr(model, "guidance_in", None) is not None
     positions = coordinates(round(noise.shape[1] ** 0.5)).expand(len(captions), -1, -1).to(weight.device)
     told = {"guidance": torch.full((len(captions),), scale, device=weight.device)} if distilled else {}

@@ -15,10 +15,14 @@ from titan_hydra.config import Fault
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="prompts, one per image")
-    parser.add_argument("--to", type=Path, default=Path("."), metavar="FOLDER", help="folder for 01-NAME.png and so on (.)")
+    parser.add_argument(
+        "--to", type=Path, default=Path("."), metavar="FOLDER", help="folder for 01-NAME.png and so on (.)"
+    )
     parser.add_argument("--sheet", action="store_true", help="write all images side by side, as FOLDER/sheet.png")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="Euler steps from noise to image (50)")
-    parser.add_argument("--guidance", type=float, default=1.0, metavar="G", help="guidance strength; above 1: closer to the prompt (1)")
+    parser.add_argument(
+        "--guidance", type=float, default=1.0, metavar="G", help="guidance strength; above 1: closer to the prompt (1)"
+    )
     parser.add_argument(
         "--shift",
         type=float,
@@ -27,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="above 0: more steps at high noise; FLUX.1-dev uses 0.5 for 256 pixels and 1.15 for 1024 (0)",
     )
     parser.add_argument(
-        "--encoders", metavar="FOLDER", help="folder of text encoders and autoencoder; a run on data=synthetic_images needs none"
+        "--encoders",
+        metavar="FOLDER",
+        help="folder of text encoders and autoencoder; a run on data=synthetic_images needs none",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
 
@@ -43,8 +49,13 @@ def main(args: argparse.Namespace) -> int:
 
     from .sample import sample
 
-    images = sample(checkpoint_of(args), args.prompt, args.steps, args.guidance, args.shift, args.seed, args.dtype, args.encoders)
-    names = [f"{place:02}-{re.sub(r'[^a-z0-9]+', '-', prompt.lower())[:60].strip('-')}.png" for place, prompt in enumerate(args.prompt, 1)]
+    images = sample(
+        checkpoint_of(args), args.prompt, args.steps, args.guidance, args.shift, args.seed, args.dtype, args.encoders
+    )
+    names = [
+        f"{place:02}-{re.sub(r'[^a-z0-9]+', '-', prompt.lower())[:60].strip('-')}.png"
+        for place, prompt in enumerate(args.prompt, 1)
+    ]
     files = {"sheet.png": np.concatenate(images, axis=1)} if args.sheet else dict(zip(names, images, strict=True))
     try:
         args.to.mkdir(parents=True, exist_ok=True)

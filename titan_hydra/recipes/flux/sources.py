@@ -25,4 +25,6 @@ class EncodedImagesSource(CaptionSource, FileSource):
 
 @dataclass
 class ImageFilesSource(CaptionSource, FileSource):
-    encoders: str | None = key(None, "folder of FLUX in Hugging Face's format: text_encoder, text_encoder_2, vae and two tokenizers", PATH)
+    encoders: str | None = key(
+        None, "folder of FLUX in Hugging Face's format: text_encoder, text_encoder_2, vae and two tokenizers", PATH
+    )

@@ -5,7 +5,14 @@ from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 from titan_hydra.config.source import FileSource
 from titan_hydra.recipes.chat import TURNS
 
-from .config import IllustratedText, Llama3VisionConfig, Qwen3VisionConfig, modules_with_tower, parameters_with_tower, stacks_with_tower
+from .config import (
+    IllustratedText,
+    Llama3VisionConfig,
+    Qwen3VisionConfig,
+    modules_with_tower,
+    parameters_with_tower,
+    stacks_with_tower,
+)
 
 GIVEN = (*TURNS, "patches", "cells", "images", "places")
 TAKEN = "text with images"

@@ -4,7 +4,13 @@ from typing import Any
 
 from titan_hydra.verify.matrix import in_bf16
 
-BASE = ("data=synthetic_image_text", "data.seq_len=48", "objective.patches=24", "objective.image_patches=20", "model.vocab_size=4096")
+BASE = (
+    "data=synthetic_image_text",
+    "data.seq_len=48",
+    "objective.patches=24",
+    "objective.image_patches=20",
+    "model.vocab_size=4096",
+)
 # The gradients of the tower's norms are small sums of large terms: they differ by up to 3.3e-2.
 # For `bf16, qwen3_vision, fsdp 4, tp 2` the norm differs by 2.2e-3 after ten steps, 0.37 of one process's band.
 BOUNDS: dict[str, Any] = {"gradients": 0.05, "norm": 5e-3}

@@ -24,7 +24,9 @@ class Vision:
     ffn_dim: int = key(3072, "feed-forward width of the tower", WIDTH)
     patch: int = key(16, "side length of a patch in pixels; a patch becomes a token", Interval(1, 256))
     grid: int = key(
-        16, "number of rows and of columns in the table of learned positions, which is interpolated to each image's size", Interval(1, 256)
+        16,
+        "number of rows and of columns in the table of learned positions, which is interpolated to each image's size",
+        Interval(1, 256),
     )
 
     def faults(self) -> Iterator[Fault]:
@@ -54,8 +56,12 @@ class Qwen3VisionConfig(KeysWithVision, Qwen3Config):
 
 @dataclass
 class IllustratedText(Objective):
-    patches: int = key(1024, "capacity of a sample in image patches; tensors have this size even if there are fewer", COUNT)
-    image_patches: int = key(256, "maximum number of patches of an image; a larger image is scaled down and keeps its aspect ratio", COUNT)
+    patches: int = key(
+        1024, "capacity of a sample in image patches; tensors have this size even if there are fewer", COUNT
+    )
+    image_patches: int = key(
+        256, "maximum number of patches of an image; a larger image is scaled down and keeps its aspect ratio", COUNT
+    )
 
 
 def modules_with_tower(config: Model) -> list[str]:
@@ -87,10 +93,28 @@ def stacks_with_tower(job: Any) -> tuple[Stack, ...]:
     """
     tower: Vision = job.model.vision
     dim, width = tower.dim, tower.ffn_dim
-    linears = (*(Linear(name, dim, dim, column=name != "wo") for name in ("wq", "wk", "wv", "wo")), Linear("w1", dim, width))
+    linears = (
+        *(Linear(name, dim, dim, column=name != "wo") for name in ("wq", "wk", "wv", "wo")),
+        Linear("w1", dim, width),
+    )
     linears += (Linear("w2", width, dim, column=False),)
-    own = {"dim": dim, "n_layers": tower.n_layers, "n_heads": tower.n_heads, "n_kv_heads": tower.n_heads, "head_dim": dim // tower.n_heads}
+    own = {
+        "dim": dim,
+        "n_layers": tower.n_layers,
+        "n_heads": tower.n_heads,
+        "n_kv_heads": tower.n_heads,
+        "head_dim": dim // tower.n_heads,
+    }
     own |= {"ffn_dim": width}
     return (
-        Stack(tower.n_layers, linears, parameters_of_block(tower), 8 * dim + 2 * width, 0, 3 * dim + width, own, job.objective.patches),
+        Stack(
+            tower.n_layers,
+            linears,
+            parameters_of_block(tower),
+            8 * dim + 2 * width,
+            0,
+            3 * dim + width,
+            own,
+            job.objective.patches,
+        ),
     )

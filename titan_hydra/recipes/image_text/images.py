@@ -38,7 +38,13 @@ if TYPE_CHECKING:
 
 SUFFIXES = ("jpg", "jpeg", "png", "webp")
 TURNED = 274  # the EXIF tag of the orientation; values from 5 on exchange rows and columns
-COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 60, 220), "white": (240, 240, 240), "black": (10, 10, 10)}
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (40, 60, 220),
+    "white": (240, 240, 240),
+    "black": (10, 10, 10),
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,8 @@ class TarRows:
         file, name, members = self.rows[number]
         descriptor = self.open(file).fileno()
         return f"{file}:{name}", {
-            suffix: b"" if suffix in omit else os.pread(descriptor, size, start) for suffix, (start, size) in members.items()
+            suffix: b"" if suffix in omit else os.pread(descriptor, size, start)
+            for suffix, (start, size) in members.items()
         }
 
 
@@ -164,7 +171,9 @@ class ImageReader(ConversationReader):
                 new = [words.eos_id] * (picture.rows * picture.columns)
             ids += new
             trained += [isinstance(part, str)] * len(new)
-        return Illustrated(np.array([*ids, words.eos_id], dtype=np.int32), np.array([*trained, True]), pictures=pictures)
+        return Illustrated(
+            np.array([*ids, words.eos_id], dtype=np.int32), np.array([*trained, True]), pictures=pictures
+        )
 
     def text(self, turns: Turns, begin: int, end: int) -> str:
         sizes = [f"{one.rows} x {one.columns}" for place, one in turns.pictures if begin <= place < end]  # type: ignore[attr-defined]
@@ -173,7 +182,9 @@ class ImageReader(ConversationReader):
     def picture(self, open: Callable[[], Image], where: str) -> Picture:
         """Return an image with its size, reading only its header."""
         image = open()
-        turned = image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5  # not asked of a PNG, as that would decode the image
+        turned = (
+            image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5
+        )  # not asked of a PNG, as that would decode the image
         width, height = image.size[::-1] if turned else image.size
         return Picture(where, open, *cells_of(height, width, self.side, self.most))
 
@@ -283,7 +294,13 @@ class ImageSamples(Chat):
                 except BadShard as error:
                     self.bad.add(error)
                 arrays["cells"][own] = np.stack(
-                    [numbers // columns, numbers % columns, np.full_like(numbers, rows), np.full_like(numbers, columns)], axis=1
+                    [
+                        numbers // columns,
+                        numbers % columns,
+                        np.full_like(numbers, rows),
+                        np.full_like(numbers, columns),
+                    ],
+                    axis=1,
                 )
                 arrays["images"][own] = number
                 arrays["places"][begin + place : begin + place + len(numbers)] = first + numbers
@@ -319,12 +336,16 @@ def _sizes(wanted: Wanted) -> tuple[int, int]:
 
 def draw_image_text(key: str, source: schema.Source, wanted: Wanted, seed: int) -> ImageSamples:
     """Draw the documents of data=synthetic_image_text; validation gets other documents."""
-    return ImageSamples(DrawnReader(DrawnRows(wanted.drawn(seed), 10_000), wanted.tokenizer, *_sizes(wanted)), wanted, seed)
+    return ImageSamples(
+        DrawnReader(DrawnRows(wanted.drawn(seed), 10_000), wanted.tokenizer, *_sizes(wanted)), wanted, seed
+    )
 
 
 def warnings_of_captions(key: str, source: FileSource, job: schema.Job) -> Iterator[Fault]:
     """Yield a warning about texts that the tokenizer encodes as unknown tokens. Imports no torch."""
-    return unknown.warning(f"{key}.path", source.path, job.tokenizer, lambda: unknown.of_some(source.path, (".tar",), _first_texts))
+    return unknown.warning(
+        f"{key}.path", source.path, job.tokenizer, lambda: unknown.of_some(source.path, (".tar",), _first_texts)
+    )
 
 
 def _first_texts(file: Path) -> Iterator[str]:

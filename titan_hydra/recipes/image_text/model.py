@@ -85,7 +85,9 @@ class Tower(nn.Module):
         patch: the table resized to the image's rows and columns.
         """
         row, column, rows, columns = cells.unbind(-1)
-        return (resized(row, rows, self.grid).unsqueeze(-1) * resized(column, columns, self.grid).unsqueeze(-2)).flatten(2)
+        return (
+            resized(row, rows, self.grid).unsqueeze(-1) * resized(column, columns, self.grid).unsqueeze(-2)
+        ).flatten(2)
 
 
 def resized(index: Tensor, number: Tensor, size: int) -> Tensor:
@@ -107,7 +109,9 @@ class TowerBlock(nn.Module):
         self.heads, self.sdpa = config.n_heads, SDPA("auto", causal=False)
         self.attention_norm, self.ffn_norm = (nn.LayerNorm(config.dim, eps=EPS) for _ in range(2))
         # Keys have no bias: it would add the same number to all scores of a query, which softmax ignores.
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=name != "wk") for name in ("wq", "wk", "wv", "wo"))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Linear(config.dim, config.dim, bias=name != "wk") for name in ("wq", "wk", "wv", "wo")
+        )
         self.w1, self.w2 = nn.Linear(config.dim, config.ffn_dim), nn.Linear(config.ffn_dim, config.dim)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ MUTANTS = [
            "Positions of small images skip rows of the learned table.", (), (f"{TESTS}::test_a_table_is_resized_as_torch_does", ALONE)),
     Mutant("the tower's output stays whole", "image_text, tp", SHARDING, "WholeTree(config.sequence_parallel)", "WholeTree(False)",
            "With sequence parallelism, every rank has the whole sequence in its residual stream.", (TP,)),
-    Mutant("places are left whole on cp ranks", "image_text, cp", OBJECTIVE, '"places": Dims(sequence=1)}', '"places": Dims()}',
+    Mutant("places are left whole on cp ranks", "image_text, cp", OBJECTIVE, '"places": Dims(sequence=1),', '"places": Dims(),',
            "Each context-parallel rank has the places of the whole sequence.", (),
            (f"{TESTS}::test_every_layout_learns_what_one_process_learns",)),
 ]

@@ -23,14 +23,22 @@ class ImageText(SupervisedFineTuning):
     gradient.
     """
 
-    dims = SupervisedFineTuning.dims | {"patches": Dims(), "cells": Dims(), "images": Dims(), "places": Dims(sequence=1)}
+    dims = SupervisedFineTuning.dims | {
+        "patches": Dims(),
+        "cells": Dims(),
+        "images": Dims(),
+        "places": Dims(sequence=1),
+    }
 
     def blank_sample(self) -> Sample:
         model: Any = self.job.model  # the model section of a family with a tower
         return super().blank_sample() | empty_images(self.job.data.seq_len + 1, self.keys.patches, model.vision.patch)
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
-        images = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in ("patches", "cells", "images")}
+        images = {
+            name: torch.from_numpy(np.stack([sample[name] for sample in samples]))
+            for name in ("patches", "cells", "images")
+        }
         images["places"] = torch.from_numpy(np.stack([sample["places"][:-1] for sample in samples]))
         return Batch(super().batch(samples, separators).tensors | images, self.dims)
 

@@ -20,4 +20,6 @@ def faults(job: Job) -> Iterator[Fault]:
     if adapts(job):
         yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
     if job.parallelism.backend != "fsdp2":
-        yield Fault("parallelism.backend", job.parallelism.backend, f"{tower} can only be sharded by FSDP2", legal=("fsdp2",))
+        yield Fault(
+            "parallelism.backend", job.parallelism.backend, f"{tower} can only be sharded by FSDP2", legal=("fsdp2",)
+        )

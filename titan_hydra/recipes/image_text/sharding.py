@@ -25,4 +25,6 @@ def qwen3_vision(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
 def with_tower(decoder: Plan, config: Parallelism, norm: Norm, linears: Linears) -> Plan:
     """Return a decoder's plan, changed for a tower: the embeddings are split only after the tower has changed them."""
     whole = llama3.plan(replace(config, sequence_parallel=False), norm, linears).around["tok_embeddings"]
-    return Plan(decoder.around | {"tok_embeddings": whole, "vision": WholeTree(config.sequence_parallel)}, decoder.block)
+    return Plan(
+        decoder.around | {"tok_embeddings": whole, "vision": WholeTree(config.sequence_parallel)}, decoder.block
+    )

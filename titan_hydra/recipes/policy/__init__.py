@@ -6,7 +6,12 @@ from titan_hydra.recipes.chat import LINES, TEMPLATE, TURNS
 
 from .config import DirectPreference, PairSource, PolicyGradient
 
-COMMANDS = {"score-pairs": (f"{__name__}.score_command", "write beside pairs of answers the log-probabilities that a reference gives them")}
+COMMANDS = {
+    "score-pairs": (
+        f"{__name__}.score_command",
+        "write beside pairs of answers the log-probabilities that a reference gives them",
+    )
+}
 RENAMED = {"data score": "score-pairs"}
 OF_PAIRS, OF_ROLLOUTS = (*TURNS, "reference"), (*TURNS, "old_logprobs", "advantages")
 ROWS, LOSSES = f"{__name__}.rows", f"{__name__}.objectives"

@@ -24,7 +24,10 @@ def of(name: str, source: str, seq_len: int) -> list[Case]:
         )
         for layout, ranks, option, batch in LAYOUTS
     ]
-    return [*layouts, case(f"{name}, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | {"base": base})]
+    return [
+        *layouts,
+        case(f"{name}, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | {"base": base}),
+    ]
 
 
 OF_PAIRS, OF_ROLLOUTS = of("dpo", "preference", 64), of("policy", "rollouts", 32)

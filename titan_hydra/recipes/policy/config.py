@@ -16,7 +16,9 @@ class PairSource(TemplateSource, FileSource):
 
 @dataclass
 class DirectPreference(Objective):
-    beta: float = key(0.1, "DPO's beta: a larger value keeps the model closer to the reference model", POSITIVE, changes="learning")
+    beta: float = key(
+        0.1, "DPO's beta: a larger value keeps the model closer to the reference model", POSITIVE, changes="learning"
+    )
 
 
 @dataclass

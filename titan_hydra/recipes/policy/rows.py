@@ -78,7 +78,9 @@ def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
 def _number(row: dict[str, Any], column: str) -> float:
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{column!r} is {value!r}, not a number: `titan score-pairs` adds the reference's log-probabilities")
+        raise ValueError(
+            f"{column!r} is {value!r}, not a number: `titan score-pairs` adds the reference's log-probabilities"
+        )
     return value
 
 
@@ -101,13 +103,19 @@ class RolloutReader(ConversationReader):
         """
         row = record_of(line)
         tokens, old, advantages = row.get("tokens"), row.get("old_logprobs"), row.get("advantages")
-        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
+        if not isinstance(tokens, list) or not all(
+            type(token) is int and 0 <= token < self.vocab_size for token in tokens
+        ):
             raise ValueError(f"'tokens' is not a list of ids below model.vocab_size={self.vocab_size}")
         if not _numbers(old) or not 0 < len(old) < len(tokens):
-            raise ValueError(f"'old_logprobs' must be a list of numbers, one for each sampled token, and shorter than all {len(tokens)}")
+            raise ValueError(
+                f"'old_logprobs' must be a list of numbers, one for each sampled token, and shorter than all {len(tokens)}"
+            )
         advantages = advantages if isinstance(advantages, list) else [advantages] * len(old)
         if not _numbers(advantages) or len(advantages) != len(old):
-            raise ValueError(f"'advantages' is neither a number nor a list of {len(old)}, one for each of 'old_logprobs'")
+            raise ValueError(
+                f"'advantages' is neither a number nor a list of {len(old)}, one for each of 'old_logprobs'"
+            )
         prompt = len(tokens) - len(old)
         values = {"old_logprobs": old, "advantages": advantages}
         return Turns(
@@ -129,7 +137,9 @@ def open_preference(key: str, source: PairSource, wanted: Wanted, seed: int) -> 
 
 def open_rollouts(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
     """Open the rows of data=rollouts."""
-    return Chat(key, RolloutReader(open_rows(key, source, wanted), wanted.tokenizer, wanted.job.model.vocab_size), wanted, seed)
+    return Chat(
+        key, RolloutReader(open_rows(key, source, wanted), wanted.tokenizer, wanted.job.model.vocab_size), wanted, seed
+    )
 
 
 def faults_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[Fault]:

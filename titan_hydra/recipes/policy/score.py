@@ -30,7 +30,9 @@ def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
     rows = [reader.turns(number) for number in range(len(reader.lines))]
     longest = max((length for row in rows for length in row.documents), default=0)
     if not rows or longest > config.max_seq_len:
-        reason = f"an answer with its question has {longest:,} tokens, more than model.max_seq_len={config.max_seq_len:,}"
+        reason = (
+            f"an answer with its question has {longest:,} tokens, more than model.max_seq_len={config.max_seq_len:,}"
+        )
         raise ConfigError(f"{pairs}: {reason if rows else 'no row in it'}")
     model = load_model(reader_of(checkpoint), config, longest, dtype)
     lines = []

@@ -10,7 +10,9 @@ from titan_hydra.commands.model import add_model, checkpoint_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("pairs", type=Path, metavar="FILE", help="jsonl of prompt, chosen and rejected")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

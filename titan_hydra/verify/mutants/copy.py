@@ -102,7 +102,13 @@ class Copy:
             "-p",
             "no:cacheprovider",
         ]
-        options: dict[str, Any] = {"cwd": self.folder, "env": self.environment, "capture_output": True, "check": False, "timeout": PER_TEST}
+        options: dict[str, Any] = {
+            "cwd": self.folder,
+            "env": self.environment,
+            "capture_output": True,
+            "check": False,
+            "timeout": PER_TEST,
+        }
         try:
             return subprocess.run([*command, "--tb=no", test], **options).returncode != 0
         except subprocess.TimeoutExpired:

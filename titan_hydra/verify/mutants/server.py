@@ -86,7 +86,9 @@ def _write(out: Path, request: dict[str, Any]) -> None:
         }
     except BaseException as error:
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"}
+        found = {
+            "error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+        }
     out.with_suffix(".part").write_text(json.dumps(found))
     out.with_suffix(".part").rename(out)
 

@@ -46,7 +46,9 @@ class Trial:
     def __init__(self, quick_only: bool, tell: Callable[[str], None]) -> None:
         self.quick_only, self.tell = quick_only, tell
         self.cases = {case.name: case for case in whole_matrix()}
-        self.sound: dict[str, bool] = {}  # whether a case or a test passes in the unchanged tree; one that does not, finds nothing
+        self.sound: dict[
+            str, bool
+        ] = {}  # whether a case or a test passes in the unchanged tree; one that does not, finds nothing
 
     def run(self, mutants: Iterable[Mutant]) -> Iterator[Finding]:
         """Yield a finding for each mutant."""
@@ -87,7 +89,9 @@ class Trial:
             return Finding(mutant, by, where, column, times, time.monotonic() - began)
 
         cases = [name for name in mutant.cases if self.sound.get(name, True)]
-        stages: list[tuple[By, list[str], int]] = [("quick", [name for name in cases if self.cases[name].quick], QUICK_STEPS)]
+        stages: list[tuple[By, list[str], int]] = [
+            ("quick", [name for name in cases if self.cases[name].quick], QUICK_STEPS)
+        ]
         stages += [] if self.quick_only else [("matrix", cases, STEPS)]
         with copy.planted(mutant):
             for by, names, steps in stages:

@@ -3,4 +3,8 @@
 from titan_hydra.models import Family, register
 from titan_hydra.models.llama3.config import Llama3Config
 
-register(Family("parallel_llama", Llama3Config, "parallel_llama.model:ParallelLlama", "titan_hydra.models.llama3.sharding:plan"))
+register(
+    Family(
+        "parallel_llama", Llama3Config, "parallel_llama.model:ParallelLlama", "titan_hydra.models.llama3.sharding:plan"
+    )
+)

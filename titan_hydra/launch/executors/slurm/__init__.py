@@ -4,4 +4,8 @@ from titan_hydra.config.registry import ExecutorKind, register
 
 from .keys import SlurmCluster
 
-register(ExecutorKind("slurm", f"{__package__}.executor:Slurm", SlurmCluster, here=False, faults=f"{__package__}.rules:faults"))
+register(
+    ExecutorKind(
+        "slurm", f"{__package__}.executor:Slurm", SlurmCluster, here=False, faults=f"{__package__}.rules:faults"
+    )
+)

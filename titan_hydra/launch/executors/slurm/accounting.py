@@ -90,7 +90,9 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
     heard = {said.get("host") for rank, said in records.items() if rank in died or "exit_status" in said}
     for rank, said in records.items() if died and noticed else ():
         if rank not in died and "exit_status" not in said:
-            lost = said.get("host") not in heard  # SLURM reports a lost node only after its SlurmdTimeout, when the job has long ended
+            lost = (
+                said.get("host") not in heard
+            )  # SLURM reports a lost node only after its SlurmdTimeout, when the job has long ended
             seen[rank] = {"exit_status": Exit.UNHEALTHY if lost else 0, "ended": float("inf")}
     return seen
 
@@ -100,7 +102,9 @@ def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
     order of the lines.
     """
     found: dict[int, tuple[int, str, int]] = {}
-    for number, (host, tasks, how) in enumerate(DEATH.findall(layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20))):
+    for number, (host, tasks, how) in enumerate(
+        DEATH.findall(layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20))
+    ):
         status = _status(how)
         for rank in _numbers(tasks):
             found.setdefault(rank, (status, host, number))

@@ -68,6 +68,10 @@ def sharing(owner: Owner, row: RunRow, rows: list[RunRow]) -> list[str]:
     """Return the names of runs that have not ended, share the packed job of `row`, and are not in `rows`."""
     found = []
     for directory in {*row.directory.parent.iterdir()} - {row.directory for row in rows}:
-        mine = [attempt for attempt in layout.ATTEMPT.all(directory).values() if layout.CLAIM.read(attempt).get("token") == owner["token"]]
+        mine = [
+            attempt
+            for attempt in layout.ATTEMPT.all(directory).values()
+            if layout.CLAIM.read(attempt).get("token") == owner["token"]
+        ]
         found += [directory.name for attempt in mine if not layout.EXIT.of(attempt).exists()]
     return found

@@ -63,12 +63,18 @@ class Slurm(Executor):
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
         """Ask SLURM about the jobs of these runs and of their replica groups."""
         owners = [(directory, owner) for directory, owner in runs if "token" in owner]
-        groups = [other for directory, owner in owners for _, _, other in states.submitted_groups(directory, owner["token"])]
+        groups = [
+            other for directory, owner in owners for _, _, other in states.submitted_groups(directory, owner["token"])
+        ]
         return squeue.ask_queue([*(owner for _, owner in owners), *groups])
 
     def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
         """Return the state of a run. If its attempt.json is damaged, use only the other files."""
-        return states.run_state(directory, attempt, owner, queue) if "token" in owner else rundir.state_here(directory, attempt)
+        return (
+            states.run_state(directory, attempt, owner, queue)
+            if "token" in owner
+            else rundir.state_here(directory, attempt)
+        )
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
         """Cancel the jobs of these runs."""

@@ -58,9 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Write conf/cluster/NAME.yaml from what sinfo reports about the partitions with GPUs.",
     )
     init.add_argument("name", nargs="?", help="the NAME of cluster=NAME (default: the cluster's name in SLURM)")
-    init.add_argument("--partition", help="a partition (default: SLURM's default partition, else the one with most GPUs)")
-    conf = Path("conf") if Path("conf").is_dir() else CONF  # conf/ of the project in the current folder, if there is one
-    init.add_argument("--folder", type=Path, default=conf / "cluster", help="folder of the file (default: conf/cluster)")
+    init.add_argument(
+        "--partition", help="a partition (default: SLURM's default partition, else the one with most GPUs)"
+    )
+    conf = (
+        Path("conf") if Path("conf").is_dir() else CONF
+    )  # conf/ of the project in the current folder, if there is one
+    init.add_argument(
+        "--folder", type=Path, default=conf / "cluster", help="folder of the file (default: conf/cluster)"
+    )
     init.add_argument("--force", action="store_true", help="replace an existing file")
 
 
@@ -68,7 +74,9 @@ def main(args: argparse.Namespace) -> int:
     """Write the file, print it, and suggest a command that tries it."""
     listing = squeue.call("sinfo", "--noheader", f"--format={FIELDS}")
     if listing is None:
-        raise ConfigError("sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand")
+        raise ConfigError(
+            "sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand"
+        )
     found = list(partitions(listing))
     chosen = choose_partition(found, args.partition)
     walls = [limit.minutes for limit in limits_of(SlurmCluster(partition=chosen.name)) if limit.minutes is not None]
@@ -144,7 +152,9 @@ def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
     nodes, return the entry of the kind with most GPUs.
     """
     if not found:
-        raise ConfigError("sinfo shows no partition whose nodes have GPUs (GRES gpu); copy conf/cluster/slurm.yaml by hand")
+        raise ConfigError(
+            "sinfo shows no partition whose nodes have GPUs (GRES gpu); copy conf/cluster/slurm.yaml by hand"
+        )
     names = dict.fromkeys(partition.name for partition in found)
     if wanted and wanted not in names:
         raise ConfigError(f"--partition {wanted}: no such partition with GPUs; there are {', '.join(names)}")

@@ -20,16 +20,28 @@ class SlurmCluster(Cluster):
     reservation: str | None = key(None, "SLURM reservation", WORD, identity=False)
     comment: str | None = key(None, "sbatch --comment", identity=False)
     cpus_per_task: int | None = key(
-        None, "CPU cores of a rank (a node's cores / gpus_per_node); null: SLURM's default, often 1", Interval(1, 100_000), identity=False
+        None,
+        "CPU cores of a rank (a node's cores / gpus_per_node); null: SLURM's default, often 1",
+        Interval(1, 100_000),
+        identity=False,
     )
     sbatch: dict[str, Any] = key(
-        dict, "further sbatch flags, such as {mail-user: me@site, exclusive: true}; a flag set to null is left out", ANY, identity=False
+        dict,
+        "further sbatch flags, such as {mail-user: me@site, exclusive: true}; a flag set to null is left out",
+        ANY,
+        identity=False,
     )
     srun: list[str] = key(list, "further srun arguments, such as --container-image=IMAGE", identity=False)
     setup: list[str] = key(list, "shell lines before the ranks start: module load, source", identity=False)
-    environment: dict[str, str] = key(dict, "environment variables of the ranks, added to those of the batch script", ANY, identity=False)
-    python: str | None = key(None, "Python interpreter of the ranks (a path); null: that of launch.py", PATH, identity=False)
-    max_requeues: int = key(100, "number of times that a preempted or timed-out job is requeued before it fails", NATURAL, identity=False)
+    environment: dict[str, str] = key(
+        dict, "environment variables of the ranks, added to those of the batch script", ANY, identity=False
+    )
+    python: str | None = key(
+        None, "Python interpreter of the ranks (a path); null: that of launch.py", PATH, identity=False
+    )
+    max_requeues: int = key(
+        100, "number of times that a preempted or timed-out job is requeued before it fails", NATURAL, identity=False
+    )
 
     def warning_seconds(self, minutes: int | None) -> int:
         """Return how many seconds before the end of a job of `minutes` (None: no limit) its ranks are asked to stop."""

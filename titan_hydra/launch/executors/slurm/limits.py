@@ -43,7 +43,13 @@ def limits_of(cluster: SlurmCluster) -> Iterator[Limit]:
     if not re.search("limits|safe|all", squeue.setting("AccountingStorageEnforce")):
         return
     account = cluster.account or os.environ.get("SBATCH_ACCOUNT", "")
-    rows = _rows("show", "user", getpass.getuser(), "withassoc", "format=DefaultAccount,Account,Partition,DefaultQOS,MaxWall,MaxTRES")
+    rows = _rows(
+        "show",
+        "user",
+        getpass.getuser(),
+        "withassoc",
+        "format=DefaultAccount,Account,Partition,DefaultQOS,MaxWall,MaxTRES",
+    )
     own = [row for row in rows if row[1] == (account or row[0]) and row[2] in ("", partition.get("PartitionName"))]
     for _, name, _, quality, wall, most in sorted(own, key=lambda row: row[2], reverse=True)[:1]:
         qualities.append(cluster.qos or os.environ.get("SBATCH_QOS", "") or quality)
@@ -58,13 +64,18 @@ def faults(arrays: Iterable[Array]) -> Iterator[Fault]:
     known: dict[str, list[Limit]] = {}
     for array in arrays:
         shape, cluster = array.shape, array.cluster
-        gpus, together = shape.nodes * shape.ranks_per_node, f"{len(array.cells)} cells in one job take " if array.packed else ""
+        gpus, together = (
+            shape.nodes * shape.ranks_per_node,
+            f"{len(array.cells)} cells in one job take " if array.packed else "",
+        )
         if repr(cluster) not in known:
             known[repr(cluster)] = [*limits_of(cluster)]
         for limit in known[repr(cluster)]:
             if shape.time_minutes and limit.minutes is not None and shape.time_minutes > limit.minutes:
                 most = limit.minutes // len(array.cells) if array.packed else limit.minutes
-                reason = f"{together}{counted(shape.time_minutes, 'minute')}, and {limit.source} allows {limit.minutes:,}"
+                reason = (
+                    f"{together}{counted(shape.time_minutes, 'minute')}, and {limit.source} allows {limit.minutes:,}"
+                )
                 yield Fault("cluster.time_minutes", cluster.time_minutes, reason, legal=(most,) if most else ())
             for count, most, what in ((shape.nodes, limit.nodes, "node"), (gpus, limit.gpus, "GPU")):
                 if most is not None and count > most:
@@ -84,7 +95,10 @@ def _partition(name: str) -> dict[str, str]:
 
 def _rows(*arguments: str) -> list[list[str]]:
     """Return the rows that sacctmgr prints; [] on a cluster without accounting."""
-    return [line.split("|") for line in (squeue.call("sacctmgr", "--noheader", "--parsable2", *arguments) or "").splitlines()]
+    return [
+        line.split("|")
+        for line in (squeue.call("sacctmgr", "--noheader", "--parsable2", *arguments) or "").splitlines()
+    ]
 
 
 def _counts(tres: str) -> tuple[int | None, int | None]:

@@ -37,7 +37,10 @@ OURS = {
 }
 # keys that become #SBATCH lines of the batch script
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
-START, EARLY = 60, 60  # seconds that ranks may need until their first step; seconds by which SLURM's signal may be early
+START, EARLY = (
+    60,
+    60,
+)  # seconds that ranks may need until their first step; seconds by which SLURM's signal may be early
 SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
 
 
@@ -67,13 +70,20 @@ def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
         name = flag.replace("_", "-")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             close = suggest(name.lstrip("-"), OURS)
-            yield Fault("cluster.sbatch", flag, "not a flag's long name, without dashes before it, as in {mail-user: me@site}", close)
+            yield Fault(
+                "cluster.sbatch",
+                flag,
+                "not a flag's long name, without dashes before it, as in {mail-user: me@site}",
+                close,
+            )
         elif name in OURS and value is not None:
             yield Fault("cluster.sbatch", flag, f"follows from {OURS[name]}")
     for argument in cluster.srun:
         name = argument.partition("=")[0]
         if not name.startswith("-"):
-            yield Fault("cluster.srun", argument, "srun would take it for the program to run; write --flag=value as one word")
+            yield Fault(
+                "cluster.srun", argument, "srun would take it for the program to run; write --flag=value as one word"
+            )
         elif name in SRUN_OURS:
             yield Fault("cluster.srun", argument, "the launcher sets it, from the layout")
 
@@ -100,4 +110,6 @@ def time_suffices_to_start_and_stop(cluster: SlurmCluster) -> Iterator[Fault]:
         enough = next(some for some in itertools.count(1) if 60 * some - cluster.warning_seconds(some) - EARLY >= START)
         if minutes < enough:
             stop = f"{cluster.warning_seconds(minutes)} s, and SLURM may signal {EARLY} s early"
-            yield Fault("cluster.time_minutes", minutes, f"too short to start ({START} s) and to stop ({stop})", legal=(enough,))
+            yield Fault(
+                "cluster.time_minutes", minutes, f"too short to start ({START} s) and to stop ({stop})", legal=(enough,)
+            )

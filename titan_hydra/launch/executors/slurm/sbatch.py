@@ -33,7 +33,10 @@ LIST = "cells.tsv"
 LOST_NODES = 3  # how often a job is requeued at most because its ranks lost a node that SLURM still considered healthy
 # Environment variables that would change the job in spite of the configuration, as they override the #SBATCH lines of
 # the script.
-OURS = {f"SBATCH_{name}" for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")}
+OURS = {
+    f"SBATCH_{name}"
+    for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")
+}
 # flags of sbatch whose environment variables are named otherwise: SBATCH_ and this
 NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 
@@ -271,7 +274,9 @@ class SlurmBatch(SlurmExecutor):
             command = ["sbatch", "--parsable", str(layout.SBATCH.of(Path(self.folder)))]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
         except subprocess.CalledProcessError as error:
-            raise SubmissionError(" ".join(error.stderr.split()) or f"sbatch ended with status {error.returncode}") from error
+            raise SubmissionError(
+                " ".join(error.stderr.split()) or f"sbatch ended with status {error.returncode}"
+            ) from error
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SubmissionError(f"sbatch: {error}") from error
         number, _, cluster = done.stdout.strip().partition(";")

@@ -78,11 +78,15 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
     ids = sorted(job_ids)
     found = {}
     for first in range(0, len(ids), 500):  # as the length of a command line is limited
-        out = call("sacct", "-X", "-n", "--parsable2", "-j", ",".join(ids[first : first + 500]), "-o", "JobID,State,NodeList")
+        out = call(
+            "sacct", "-X", "-n", "--parsable2", "-j", ",".join(ids[first : first + 500]), "-o", "JobID,State,NodeList"
+        )
         for line in (out or "").splitlines():
             job_id, state, nodes = [*line.split("|"), "", ""][:3]
             if state:
-                found[job_id] = SlurmJob(job_id, state.split()[0], nodes=nodes)  # a state may have further words: "CANCELLED by 1000"
+                found[job_id] = SlurmJob(
+                    job_id, state.split()[0], nodes=nodes
+                )  # a state may have further words: "CANCELLED by 1000"
     return found
 
 

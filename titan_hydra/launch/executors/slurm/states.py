@@ -33,7 +33,10 @@ def run_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
     if len(groups) == 1:
         return groups[0]
     named = [
-        replace(group, failure=group.failure and replace(group.failure, line=f"replica group {number}: {group.failure.line}"))
+        replace(
+            group,
+            failure=group.failure and replace(group.failure, line=f"replica group {number}: {group.failure.line}"),
+        )
         for number, group in enumerate(groups)
     ]
     kinds = ("running", "queued", "unknown", "failed", "interrupted", "not submitted", "done")
@@ -46,7 +49,9 @@ def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, d
     """Yield (run folder, newest attempt, its attempt.json) for each replica group after the first that was submitted
     with this token.
     """
-    homes = homes_of(directory, 1 + sum(layout.ATTEMPT.of(home).parent.is_dir() for home in layout.REPLICA.all(directory).values()))[1:]
+    homes = homes_of(
+        directory, 1 + sum(layout.ATTEMPT.of(home).parent.is_dir() for home in layout.REPLICA.all(directory).values())
+    )[1:]
     for home in homes:
         number = newest_attempt(home)
         owner = layout.CLAIM.read(layout.ATTEMPT.of(home, number))
@@ -68,7 +73,9 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
             owner = rundir.note(folder, job_id=job.id)
     if job and job.waiting:
         return State("queued", attempt, job=job)
-    over = owner.get("packed") and _has_ended(folder)  # this cell has ended; its packed job may continue with other cells
+    over = owner.get("packed") and _has_ended(
+        folder
+    )  # this cell has ended; its packed job may continue with other cells
     if job and job.active and not over:
         started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)

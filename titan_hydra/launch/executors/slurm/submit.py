@@ -113,7 +113,9 @@ def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
         shapes = [_shape_of(cell) for cell in cells]
         minutes = cells[0].job.cluster.time_minutes
         largest = JobShape(
-            max(shape.nodes for shape in shapes), max(shape.ranks_per_node for shape in shapes), minutes and minutes * len(cells)
+            max(shape.nodes for shape in shapes),
+            max(shape.ranks_per_node for shape in shapes),
+            minutes and minutes * len(cells),
         )
         return [Array(secrets.token_hex(4), largest, cells, packed=True)]
     alike: dict[tuple[JobShape, int, str], list[Cell]] = {}
@@ -126,7 +128,9 @@ def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
     ]
 
 
-def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path, after: str = "") -> SlurmBatch:
+def batch_of(
+    array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path, after: str = ""
+) -> SlurmBatch:
     """Build the batch job of an array. Its files go to `folder`; `attempts` has the attempts of each cell: one for each of
     its replica groups.
 
@@ -139,7 +143,9 @@ def batch_of(array: Array, folder: Path, attempts: list[list[Path]], name: str, 
         ranks = shape.nodes * shape.ranks_per_node
         lines += [JobLine(shape.nodes, ranks, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
     cluster = array.cluster
-    cluster = replace(cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)])
+    cluster = replace(
+        cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)]
+    )
     if after:
         dependency = ",".join(filter(None, [str(cluster.sbatch.get("dependency") or ""), f"afterany:{after}"]))
         cluster = replace(cluster, sbatch={**cluster.sbatch, "dependency": dependency})
@@ -259,7 +265,10 @@ def _print_refusals(refused: Counter[str]) -> None:
     for reason, number in refused.items():
         print(f"SLURM refused {counted(number, 'cell')}: {reason}", file=sys.stderr)
     if any(re.search(TOO_MANY, reason, re.I) for reason in refused):
-        print("  the same command submits them once others have ended; launch.packed=true puts all cells into one job", file=sys.stderr)
+        print(
+            "  the same command submits them once others have ended; launch.packed=true puts all cells into one job",
+            file=sys.stderr,
+        )
 
 
 def unfit_hosts(states: list[State]) -> tuple[str, ...]:
@@ -290,7 +299,10 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
                 continue
             if refused := not re.search(NO_ANSWER, reason, re.I):
                 attempts = [attempt for own in claimed[first:] for attempt in own]
-            status = after_refusal(attempts, len(claimed[first:] if refused else claimed[some]), reason, order.refused) or status
+            status = (
+                after_refusal(attempts, len(claimed[first:] if refused else claimed[some]), reason, order.refused)
+                or status
+            )
             if refused:
                 break
         if job_id := layout.CLAIM.read(attempts[0])["job_id"]:
@@ -303,7 +315,10 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
     """Write every file that the job needs, call sbatch, and record its job ids. Raises SubmissionError."""
     place = folder / array.token if folder else claimed[0][0] / "submission"
     name = folder.name if folder else array.cells[0].directory.name
-    batch, attempts = batch_of(array, place, claimed, name, code, after), [attempt for own in claimed for attempt in own]
+    batch, attempts = (
+        batch_of(array, place, claimed, name, code, after),
+        [attempt for own in claimed for attempt in own],
+    )
     batch.write()
     for index, attempt in enumerate(attempts):
         rundir.note(attempt, index=index, token=array.token)
@@ -331,7 +346,10 @@ def after_refusal(attempts: list[Path], number: int, reason: str, refused: Count
             print(f"{reason}; SLURM has accepted the {cells} nevertheless", file=sys.stderr)
             return Exit.DONE
     if uncertain and not queue.answers:
-        print(f"{reason}; SLURM may have the {cells} nevertheless, but squeue does not answer: this command asks again", file=sys.stderr)
+        print(
+            f"{reason}; SLURM may have the {cells} nevertheless, but squeue does not answer: this command asks again",
+            file=sys.stderr,
+        )
         return Exit.BUG
     for attempt in attempts:
         rundir.note(attempt, ended=time.time(), refused=reason)
