@@ -369,7 +369,7 @@ LINES = {
     "checkpoint": 1651,  # 1,400
     "train": 1574,  # 1,550
     "fault_tolerance": 1153,  # 600
-    "verify": 4380,  # 2,000
+    "verify": 4381,  # 2,000
     "launch": 3415,  # 1,950
     "report": 2723,  # 2,050
     "commands": 4165,  # 2,300
