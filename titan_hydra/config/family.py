@@ -130,21 +130,18 @@ class Family:
     model: Callable[..., Any] | str  # (config, seq_len) -> the whole module
     # (Parallelism, Norm, Linears) -> a Plan for tensor parallelism; None: tensor parallelism is refused
     sharding: Callable[..., Any] | str | None = None
-    hf: Any = (
-        None  # models.hf.HuggingFace: Hugging Face's names of weights, and its config.json; None: conversion is refused
-    )
-    modules: Callable[[Any], list[str]] = (
-        decoder_modules  # (config) -> names of modules in running order; "layers.3" is block 3
-    )
+    # models.hf.HuggingFace: Hugging Face's names of weights, and its config.json; None: conversion is refused
+    hf: Any = None
+    # (config) -> names of modules in running order; "layers.3" is block 3
+    modules: Callable[[Any], list[str]] = decoder_modules
     # (module or stage) -> the blocks by number, which FSDP, checkpointing and compile wrap
     blocks: Callable[[Any], Mapping[str, Any]] = decoder_blocks
     # (config) -> the number of parameters, computed without torch; None: unknown
     parameters: Callable[[Any], int] | None = None
     # (config, seq_len, parameters) -> the FLOPs of a token, forward and backward
     flops: Callable[[Any, int, int], int] | None = decoder_flops
-    linears: Callable[[Any], tuple[Linear, ...]] = (
-        decoder_linears  # (config) -> a block's linears, for plan and adapters
-    )
+    # (config) -> a block's linears, for plan and adapters
+    linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears
     # (Job) -> the stacks of blocks that are not a decoder's, in running order, for plan; None: the model is a decoder alone
     stacks: Callable[[Any], tuple[Stack, ...]] | None = None
     takes: str = "tokens"  # the input of the model: tokens or latents

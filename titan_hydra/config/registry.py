@@ -52,16 +52,14 @@ class ObjectiveKind:
     config: Any = None  # a dataclass that extends schema.Objective: the objective's own keys
     needs: tuple[str, ...] = ("tokens",)  # the arrays of a sample that the objective uses
     head_loss: bool = False  # whether the head can compute the loss (loss=linear_cross_entropy)
-    split_logits: bool = (
-        False  # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
-    )
+    # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
+    split_logits: bool = False
     cases: Reference | None = None  # the list of titan_hydra.verify.case.Case for `titan verify`
     # (log-probabilities of labels [batch, seq] in float64, 0 where none counts; batch; Objective) -> (summed loss, number of
     # elements), for cases against float64; None: cross-entropy
     exact: Reference | None = None
-    mutants: Reference | None = (
-        None  # the list of titan_hydra.verify.mutants.mutant.Mutant for `titan verify --mutants`
-    )
+    # the list of titan_hydra.verify.mutants.mutant.Mutant for `titan verify --mutants`
+    mutants: Reference | None = None
     makes: str = "tokens"  # the input that it gives a model; families must take this input
     faults: Reference = lambda job: ()
 
@@ -138,9 +136,8 @@ class ActivationCheckpointKind:
     contexts: Reference | None = None
     matmuls: int = 1
     budget: Callable[[Any], float] | None = None
-    searched: bool = (
-        True  # `titan plan` tries it, and a fault suggests it; modes are registered from the least recomputation on
-    )
+    # `titan plan` tries it, and a fault suggests it; modes are registered from the least recomputation on
+    searched: bool = True
 
 
 @dataclass(frozen=True)
@@ -165,9 +162,8 @@ class RotationKind:
     name: str
     attention: Reference
     config: Any = None  # a dataclass that extends schema.Parallelism: the rotation's own keys
-    ring: bool = (
-        False  # torch's ring, which replaces the kernel: ranks exchange keys and values, and keep their queries
-    )
+    # torch's ring, which replaces the kernel: ranks exchange keys and values, and keep their queries
+    ring: bool = False
     gathers: bool = False  # a ring in which each rank gathers all keys and values at once
     splits_heads: bool = False  # a rank computes some of the heads on whole sequences, so the heads must divide
 

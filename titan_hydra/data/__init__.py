@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from .streams import Documents
     from .tokenizer import Tokenizer
 
-VALIDATION_SEED = (
-    0  # seed of the order of held-out samples; it is the same for every job, so that held-out losses can be compared
-)
+# seed of the order of held-out samples; it is the same for every job, so that held-out losses can be compared
+VALIDATION_SEED = 0
 
 
 def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loader:

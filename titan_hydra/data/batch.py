@@ -15,9 +15,8 @@ class Dims:
     """The dimensions of a tensor along which a batch is cut."""
 
     samples: int = 0  # the dimension of samples, which microbatches cut
-    sequence: int | None = (
-        None  # the dimension that context parallelism cuts; None: there is none, or each rank needs all
-    )
+    # the dimension that context parallelism cuts; None: there is none, or each rank needs all
+    sequence: int | None = None
     host: bool = False  # whether the tensor stays on the host, as neither the model nor the loss reads it
 
 

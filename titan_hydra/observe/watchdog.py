@@ -76,9 +76,8 @@ class Watchdog:
         self.steps: collections.deque[tuple[int, float]] = collections.deque(
             maxlen=20
         )  # (step, time at which it began) of the last steps
-        self.asked = self.beaten = (
-            0.0  # times (monotonic) of the first request to stop, and of the last heartbeat; 0: none
-        )
+        # times (monotonic) of the first request to stop, and of the last heartbeat; 0: none
+        self.asked = self.beaten = 0.0
         self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this one checks
         self.heard: float | None = None  # time in the neighbour's last heartbeat, by the neighbour's clock
         self.unheard = 0.0  # seconds since the neighbour's heartbeat last changed

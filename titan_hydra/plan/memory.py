@@ -76,9 +76,8 @@ class Constants:
     reserve: float = 1.05
     logits: float | None = None  # bytes per logit at the loss; None: the number counted in `_head`
     kept_logits: float = 0  # bytes per logit that older pipeline schedules kept for all microbatches, twice
-    all_received: bool = (
-        False  # a stage allocates what it receives for all microbatches at once, as torch's does by itself
-    )
+    # a stage allocates what it receives for all microbatches at once, as torch's does by itself
+    all_received: bool = False
 
 
 def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = None) -> Peak:

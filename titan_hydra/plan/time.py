@@ -25,9 +25,8 @@ from .shape import NotPredictable, Shape, shape_of
 BAND, UNMEASURED = 0.15, 0.20
 # bytes of the update's memory traffic per parameter: 28 for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
 TOKEN_BYTES = 36
-CAST_BYTES = (
-    5  # memory traffic of a cast to Float8 with one scale: a bf16 element is read for the largest value, and to cast it
-)
+# memory traffic of a cast to Float8 with one scale: a bf16 element is read for the largest value, and to cast it
+CAST_BYTES = 5
 LATENCY = 0.01  # seconds of a step that no other term counts
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
 
@@ -37,9 +36,8 @@ class Factors:
     """Factors fitted to the paper's tables, unless a comment says otherwise."""
 
     eager: float = 4.0  # element-wise traffic of a block, in passes over its activations
-    compiled: float = (
-        0.5  # the same for compiled code; the lower bound of the fit, as the fitted matmul rates include the rest
-    )
+    # the same for compiled code; the lower bound of the fit, as the fitted matmul rates include the rest
+    compiled: float = 0.5
     # memory traffic of Float8 casts as a multiple of the count for tensorwise scaling (H200: 2.1; not fitted)
     cast: float = 2.0
     rowwise: float = 2.1  # ratio of the time of rowwise casts to that of tensorwise casts (H200: 120 against 56 ms)
@@ -47,9 +45,8 @@ class Factors:
     memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
     async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
-    contention: float = (
-        0.35  # seconds that computation loses to a second of a collective at NVLink's rate, if both overlap
-    )
+    # seconds that computation loses to a second of a collective at NVLink's rate, if both overlap
+    contention: float = 0.35
     straggler: float = 23e-6  # seconds that a collective waits for its last rank, for each node; nothing hides them
     message: float = 40e6  # bytes of a collective that reaches half of its link's rate
     launch: float = 2e-3  # seconds in which the host starts the kernels of a block's forward, in eager mode

@@ -26,9 +26,8 @@ class ReportRow:
     difference: float | None = None  # relative difference of tokens/s from the baseline's
     noise: float | None = None  # relative difference that is not distinguishable from noise
     doubt: str = ""  # FEW_STEPS or NOISE; "" if the difference is reliable
-    change: tuple[float, float | None] | None = (
-        None  # of a `Mean`: difference of its loss from the baseline's, standard error
-    )
+    # of a `Mean`: difference of its loss from the baseline's, standard error
+    change: tuple[float, float | None] | None = None
     band: Band | None = None
     prediction: Prediction | None = None
 

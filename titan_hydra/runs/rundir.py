@@ -38,9 +38,8 @@ from .records import alive, this_process
 from .run import homes_of, newest_attempt
 
 REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted
-SILENCE = (
-    120  # seconds without a write into its attempt's folder after which a run on another host counts as interrupted
-)
+# seconds without a write into its attempt's folder after which a run on another host counts as interrupted
+SILENCE = 120
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from titan_hydra.data.files import texts
 
 from .generate import load_model
 
-TOGETHER = (
-    1000  # number of texts that are sorted by length at a time, so that the texts of a forward are about equally long
-)
+# number of texts that are sorted by length at a time, so that the texts of a forward are about equally long
+TOGETHER = 1000
 LOGITS = 2**28  # maximum number of logits in a forward, unless a single text needs more
 
 

@@ -40,12 +40,9 @@ class Case:
     base: tuple[str, ...] = ()  # overrides of both the layout's job and its reference
     uneven_mask: bool = False  # whether labels are ignored, unevenly over samples and steps (verify.vary)
     documents: bool = False  # whether samples are cut into documents that are masked from each other (verify.vary)
-    resumed: bool = (
-        False  # whether the layout is saved in the middle, and goes on in a new trainer; its reference is not
-    )
-    validated: bool = (
-        False  # whether the held-out loss is measured at the end, twice, and compared with the other losses
-    )
+    # whether the layout is saved in the middle, and goes on in a new trainer; its reference is not
+    resumed: bool = False
+    validated: bool = False  # whether the held-out loss is measured at the end (twice, if resumed) and compared too
     reference: Literal["process", "float64"] = "process"
     loss: float = 1e-5  # bound of each step's loss
     norm: float = 1e-5  # bound of each step's gradient norm

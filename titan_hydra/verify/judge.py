@@ -45,9 +45,8 @@ class Outcome:
     start: int  # number of initial tensors that differ in any bit
     routing: int  # number of values that differ: experts' loads in any step, routers' biases after the last step
     drift: int  # number of shards whose copies on several ranks differ in any bit after the last step
-    rounded: (
-        int  # number of gradients summed in bfloat16, and of reductions in another dtype, against the configuration
-    )
+    # number of gradients summed in bfloat16, and of reductions in another dtype, against the configuration
+    rounded: int
     band: float = 0.0  # largest difference, relative to the measured band; 0: none was measured
     error: str = ""  # why the case failed before its end
 

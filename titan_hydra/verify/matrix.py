@@ -284,7 +284,8 @@ MATRIX = [
          **BF16 | TIED | {"base": ("precision=bf16", "model.tie_embeddings=true")}),
 
     # Adapters and other families
-    case("lora, tp 2", 2, "parallelism=tp", "data.local_batch=16", base=("adapter=lora", "adapter.rank=4", *PLAIN_SGD)),
+    case("lora, tp 2", 2, "parallelism=tp", "data.local_batch=16", base=("adapter=lora", "adapter.rank=4", *PLAIN_SGD),
+         weights=1e-4),
     *in_bf16("lora", "adapter=lora", "adapter.rank=4"),
     *in_bf16("qwen3", *QWEN, gradients=2e-2),
     *(found for family, base in SPARSE for found in in_bf16(family, *base, gradients=0.2, weights=0.3, routing=False, slow=True)),
@@ -381,7 +382,7 @@ MATRIX = [
           ("qwen3_moe", MOE, {}),
           ("qwen3_moe, plain scores, a dense block, the loss of balance", (*MOE, "model.norm_topk_prob=false",
            "model.first_k_dense_replace=1", "model.routed_scaling_factor=1.5", "model.sequence_balance=0.05"), {"uneven_mask": True}),
-          ("qwen3_moe, sigmoid", (*MOE, "model.router=sigmoid", "model.n_shared_experts=1"), {}),
+          ("qwen3_moe, sigmoid", (*MOE, "model.router=sigmoid", "model.n_shared_experts=1", "model.router_bias_update_rate=0.05"), {}),
           ("deepseek_v3", LATENT, {}),
           ("deepseek_v3, yarn, no latent of queries", (*LATENT, *YARN, "model.q_lora_rank=0", "model.norm_eps=1e-4"), {}))),
 

@@ -37,19 +37,15 @@ class Subject:
         [nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor
     ]  # loss of some samples; no mesh: in one process
     split: tuple[str, ...] = ()  # dimensions of the mesh whose ranks get different samples; the outer one comes first
-    losses: Literal["mean", "sum"] = (
-        "mean"  # how losses of parts make that of the whole; `mean`: ranks average gradients
-    )
+    # how losses of parts make that of the whole; `mean`: ranks average gradients
+    losses: Literal["mean", "sum"] = "mean"
     accumulation: int = 1  # microbatches of a step
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = (
-        None  # default: SGD of all parameters, with a rate of 0.1
-    )
-    norm: Callable[[nn.Module, DeviceMesh], Tensor] | None = (
-        None  # the gradient's norm; default: that of torch.nn.utils
-    )
-    whole: Callable[[str, Tensor, DeviceMesh], Tensor] | None = (
-        None  # a shard that is no DTensor, as the whole tensor; a collective
-    )
+    # default: SGD of all parameters, with a rate of 0.1
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    # the gradient's norm; default: that of torch.nn.utils
+    norm: Callable[[nn.Module, DeviceMesh], Tensor] | None = None
+    # a shard that is no DTensor, as the whole tensor; a collective
+    whole: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None
     reduce_dtype: str = "float32"  # the dtype in which FSDP2 shall sum gradients
 
     @property

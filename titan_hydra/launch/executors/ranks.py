@@ -32,9 +32,8 @@ from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
 
 GRACE = 1.5  # seconds in which the other ranks may end by themselves after one has failed
-GRACE_STOPPED = (
-    60.0  # the same seconds after a rank has stopped on request, as the others may still write their checkpoint
-)
+# the same seconds after a rank has stopped on request, as the others may still write their checkpoint
+GRACE_STOPPED = 60.0
 # The ranks are asked to save and stop this many seconds before the time limit; a tenth of the limit, if that is less.
 LAST_MINUTE = 60
 VARIABLES = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")

@@ -37,8 +37,6 @@ OF_ROLLOUTS = [
            "The larger of the two gains counts.", (ROLLOUTS,), (CLIPPED,)),
     Mutant("the clip is one-sided", "policy", LOSSES, "ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(max=1 + clip)",
            "A ratio below 1 - clip still has a gradient.", (ROLLOUTS,), (CLIPPED,)),
-    Mutant("prompts are learned too", "policy", LOSSES, '(gains * (batch["labels"] != IGNORED))', "gains",
-           "Tokens that were not sampled add their ratio.", (ROLLOUTS,), (CLIPPED,)),
     Mutant("advantages are off by one", "policy", LOSSES, "sample[name][1:] for sample in samples",
            "sample[name][:-1] for sample in samples",
            "A label has the numbers of the token before it.", (), (CLIPPED, PAPER)),

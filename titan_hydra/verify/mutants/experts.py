@@ -39,7 +39,7 @@ MUTANTS = [
            "A router's bias favours the experts that have most tokens.", (EXACT,)),
     Mutant("a bias changes the gates", "any", MOE, "picked = scores.gather(1, chosen)",
            "picked = (scores if self.bias is None else scores + self.bias).gather(1, chosen)",
-           "The bias for the choice of experts is part of the factors of their outputs.", (EXACT,)),
+           "The bias for the choice of experts is part of the factors of their outputs.", (SIGMOID,)),
     Mutant("a bias is in no checkpoint", "any", MOE, "torch.zeros(config.n_experts) if config.router_bias_update_rate else None)",
            "torch.zeros(config.n_experts) if config.router_bias_update_rate else None, persistent=False)",
            "The routers' biases begin anew when a run resumes.", ("qwen3_moe, fsdp 2, ep 2, resumed",),
