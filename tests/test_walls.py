@@ -39,7 +39,6 @@ NO_TORCH = (
     "job",
     "runs",
     "plan",
-    "stacks",
     "launch",
     "report",
     "commands",
