@@ -75,7 +75,8 @@ MUTANTS = [
            "Muon has no warm-up and no decay.", (MUON_EXACT,)),
 
     # resuming
-    Mutant("moments are not loaded", "resume", STATE, "    set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)\n", "",
+    Mutant("moments are not loaded", "resume", "checkpoint/checkpointer.py", "self._load(path, PARTS, self.model)",
+           'self._load(path, {"model"}, self.model)',
            "A resumed run begins with moments of zero.", (RESUMED,), (RESUME,)),
     Mutant("a resumed run has the last rate as its peak", "resume", STATE, 'group["peak_lr"] = optimizer.defaults["lr"]',
            'group["peak_lr"] = group["lr"]', "The peak rate of a resumed run is the rate of the step that was saved.", (RESUMED,
