@@ -369,11 +369,11 @@ LINES = {
     "checkpoint": 1651,  # 1,400
     "train": 1573,  # 1,550
     "fault_tolerance": 1153,  # 600
-    "verify": 4375,  # 2,000
+    "verify": 4366,  # 2,000
     "launch": 3414,  # 1,950
     "report": 2722,  # 2,050
     "commands": 4165,  # 2,300
-    "recipes": 4118,  # 3,100
+    "recipes": 4129,  # 3,100
     "plan": 2492,  # 1,800
 }
 

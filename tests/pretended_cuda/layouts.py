@@ -105,7 +105,7 @@ def of_matrix() -> dict[str, Layout]:
     """Return the layouts of the acceptance matrix as they run on a GPU: in bfloat16, with real Float8. Loads of experts
     are even, because otherwise the values that the host reads are not known.
     """
-    from titan_hydra.verify.matrix import BASE as SIZES
+    from titan_hydra.verify.case import BASE as SIZES
     from titan_hydra.verify.matrix import MATRIX
 
     found = {}

@@ -2,9 +2,10 @@
 
 from titan_hydra.verify.mutants.mutant import Mutant
 
-OBJECTIVE, ROWS = "recipes/chat/objective.py", "recipes/chat/rows.py"
+OBJECTIVE, ROWS, TRAINER = "recipes/chat/objective.py", "recipes/chat/rows.py", "train/trainer.py"
 RESUMED = "sft, fsdp 2, resumed, validated"
 TESTS = "tests/recipes/chat/test_sft.py"
+VALIDATION = f"{TESTS}::test_validation_is_the_mean_over_held_out_tokens_on_any_layout"
 TOKENS = f"{TESTS}::test_packed_is_unpacked_token_by_token"
 
 # fmt: off
@@ -22,5 +23,15 @@ MUTANTS = [
            (TOKENS, f"{TESTS}::test_the_assistants_words_are_learned_and_the_users_are_not")),
     Mutant("a window begins anew after a resume", "sft, resume", ROWS, 'self.places[slot] = state["window"], state["first"]', "pass",
            "A resumed run packs the first window again.", (RESUMED,), (f"{TESTS}::test_a_resumed_run_goes_on_bitwise",)),
+    # validation, which has labels of uneven numbers here
+    Mutant("a validation is the mean of batches' means", "validation", TRAINER,
+           "torch.stack([summed.double(), self.objective.count(part.tensors).double()])",
+           "torch.stack([summed.double() / self.objective.count(part.tensors), torch.ones((), dtype=torch.float64)])",
+           "Held-out batches with few labels count as much as those with many.", (RESUMED,), (VALIDATION,), "pytorch/torchtitan#4167"),
+    Mutant("a validation is not summed over ranks", "validation", TRAINER, "        dist.all_reduce(totals)\n", "",
+           "The held-out loss is that of one rank's samples.", (RESUMED,), (VALIDATION,), "pytorch/torchtitan#4167"),
+    Mutant("every validation sees other samples", "validation", TRAINER, "        loader.rewind()\n", "",
+           "Held-out losses of different steps are of different samples.", (RESUMED,),
+           (VALIDATION, "tests/train/test_pipelined.py", TESTS)),
 ]
 # fmt: on

@@ -13,8 +13,6 @@ ALONE, CHUNKED, BF16_CHUNKED = (
 UNEVEN, BF16_UNEVEN = "hsdp 2, uneven mask, accumulation 2", "bf16, simple_fsdp 2, uneven mask"
 CP, BF16, FSDP = "cp 2, allgather, sequence 32", "bf16 against fp32, one process", "fsdp 2"
 DOCUMENT_TESTS, CP_TESTS = "tests/kernels/test_documents.py", "tests/parallel/test_context.py"
-VALIDATED = "sft, fsdp 2, resumed, validated"
-VALIDATION = "tests/recipes/chat/test_sft.py::test_validation_is_the_mean_over_held_out_tokens_on_any_layout"
 
 # fmt: off
 MUTANTS = [
@@ -86,14 +84,5 @@ MUTANTS = [
     Mutant("the mask of documents is not causal", "documents", DOCUMENTS, "(document.unsqueeze(2) == document.unsqueeze(1)).tril()",
            "(document.unsqueeze(2) == document.unsqueeze(1))", "A kernel that takes a mask sees later tokens of the document.", (),
            (f"{DOCUMENT_TESTS}::test_documents_see_what_a_mask_would_show_them",)),
-    Mutant("a validation is the mean of batches' means", "validation", TRAINER,
-           "torch.stack([summed.double(), self.objective.count(part.tensors).double()])",
-           "torch.stack([summed.double() / self.objective.count(part.tensors), torch.ones((), dtype=torch.float64)])",
-           "Held-out batches with few labels count as much as those with many.", (VALIDATED,), (VALIDATION,), "pytorch/torchtitan#4167"),
-    Mutant("a validation is not summed over ranks", "validation", TRAINER, "        dist.all_reduce(totals)\n", "",
-           "The held-out loss is that of one rank's samples.", (VALIDATED,), (VALIDATION,), "pytorch/torchtitan#4167"),
-    Mutant("every validation sees other samples", "validation", TRAINER, "        loader.rewind()\n", "",
-           "Held-out losses of different steps are of different samples.", (VALIDATED,),
-           (VALIDATION, "tests/train/test_pipelined.py", "tests/recipes/chat/test_sft.py")),
 ]
 # fmt: on
