@@ -37,7 +37,7 @@ def test_a_case_that_raises_has_failed_and_those_after_it_go_on(capfd):
 
 @pytest.mark.parametrize(("times", "passed"), [(1, True), (2, False)])
 def test_a_case_that_crashes_a_rank_is_run_once_more(monkeypatch, times, passed):
-    spawn, left = program._spawn, [times]
+    spawn, left = program.spawn_ranks, [times]
 
     def crash(ranks, function, folder, jobs):
         if function is program._run_cases and jobs[0][1].name == "crashes" and left[0]:
@@ -45,7 +45,7 @@ def test_a_case_that_crashes_a_rank_is_run_once_more(monkeypatch, times, passed)
             raise program.Crashed("rank 0 was killed by signal 6")
         spawn(ranks, function, folder, jobs)
 
-    monkeypatch.setattr(program, "_spawn", crash)
+    monkeypatch.setattr(program, "spawn_ranks", crash)
     (case,) = draw_jobs(1, seed=0, ranks=(1,))
     outcomes = verify([dataclasses.replace(case, name="crashes"), case], steps=2)
     assert [outcome.passed for outcome in outcomes] == [passed, True] and left == [0]
