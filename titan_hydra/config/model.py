@@ -32,7 +32,7 @@ class Model:
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight")
     attention: str = key(
         "auto",
-        "SDPA back end; in packed documents, auto and flash skip pairs of tokens that the mask hides",
+        "SDPA back end; auto and flash do not compute pairs of tokens that the mask of packed documents hides",
         choices=("auto", "cudnn", "flash", "efficient", "math"),
         changes="technique",
     )

@@ -116,11 +116,10 @@ OPERATION = {"group": str, "seq": int, "op": str, "time": float}
 LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"
 
 KEYS = typing.get_type_hints(Job)
-CONFIG = Entry("config.json", LAUNCHER, "the resolved configuration of the run; the hash of this configuration is in the "
-               "folder's name", Fields(
+CONFIG = Entry("config.json", LAUNCHER, "the resolved configuration; its hash is in the run directory's name", Fields(
     {"model": KEYS["model"]}, KEYS))  # a config.json beside converted weights holds only the model
-FIRST_CONFIG = Entry("config_first.json", "`titan resume`", "after the run was resumed in another layout: config.json of the first attempt, "
-                     "from which the hash was computed", CONFIG.shape)
+FIRST_CONFIG = Entry("config_first.json", "`titan resume`", "after a resume in another layout: config.json of the first attempt, from "
+                     "which the hash was computed", CONFIG.shape)
 OVERRIDES = Entry("overrides.txt", LAUNCHER, "the overrides that were typed, a line each")
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt's folder has such a file too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "versions": dict[str, str], "host": str, "platform": str}))
