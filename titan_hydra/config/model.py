@@ -25,14 +25,14 @@ class Model:
     n_heads: int = key(..., "query heads", WIDTH)
     n_kv_heads: int = key(..., "key/value heads; fewer than n_heads is grouped-query attention", WIDTH)
     head_dim: int | None = key(None, "width of a head; null: dim / n_heads", WIDTH)
-    ffn_dim: int | None = key(None, "width of the feed-forward; null: the family's rule", WIDTH)
+    ffn_dim: int | None = key(None, "width of the feed-forward; null: computed by the rule of the model family", WIDTH)
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", Interval(0, 1, open_low=True))
     rope_theta: float = key(500000.0, "base of the rotary frequencies", POSITIVE)
     max_seq_len: int = key(131072, "maximum sequence length of the model, in tokens", COUNT)
     tie_embeddings: bool = key(False, "the output head uses the embedding's weight")
     attention: str = key(
         "auto",
-        "SDPA back end; in packed documents, auto and flash skip pairs of tokens that the mask hides",
+        "SDPA back end; auto and flash do not compute pairs of tokens that the mask of packed documents hides",
         choices=("auto", "cudnn", "flash", "efficient", "math"),
         changes="technique",
     )

@@ -17,7 +17,10 @@ class Checkpoint:
         "sync", "how checkpoints are written", choices=("off", "sync", "async", "async_pinned"), changes="technique"
     )
     interval: int = key(
-        500, "steps between checkpoints; 0: only by interval_minutes, and at the end", NATURAL, identity=False
+        500,
+        "steps between checkpoints; 0: checkpoints are saved only by interval_minutes, and at the end",
+        NATURAL,
+        identity=False,
     )
     interval_minutes: float | None = key(
         None,
@@ -65,7 +68,9 @@ class Validation:
         only=("on",),
         identity=False,
     )
-    steps: int = key(10, "global batches of a validation", COUNT, only=("on",), identity=False, changes="held-out loss")
+    steps: int = key(
+        10, "number of global batches in a validation", COUNT, only=("on",), identity=False, changes="held-out loss"
+    )
 
 
 @dataclass
@@ -74,10 +79,12 @@ class Metrics:
     log_every: int = key(
         10, "steps between logged rows; the first and the last step are always logged", COUNT, identity=False
     )
-    trackers: list[str] = key(list, "copies of metrics.jsonl", identity=False, choices=Names(TRACKERS))
+    trackers: list[str] = key(
+        list, "services to which the rows of metrics.jsonl are also copied", identity=False, choices=Names(TRACKERS)
+    )
     peak_flops: float | None = key(
         None,
-        "dense bf16 FLOP/s of a device, for MFU; null: by the device's name, else no MFU",
+        "dense bf16 FLOP/s of a device, for MFU; null: looked up by the device's name; no MFU for an unknown device",
         POSITIVE,
         identity=False,
     )
@@ -93,27 +100,39 @@ class Profiling:
         only=("on",),
         identity=False,
     )
-    steps: int = key(3, "steps that are recorded; they do not count for any rate", COUNT, only=("on",), identity=False)
-    all_ranks: bool = key(False, "record on every rank; else on rank 0 alone", only=("on",), identity=False)
-    memory: bool = key(True, "on CUDA, write a memory snapshot of these steps too", only=("on",), identity=False)
+    steps: int = key(
+        3,
+        "number of steps that are recorded; tokens/s and other rates leave these steps out",
+        COUNT,
+        only=("on",),
+        identity=False,
+    )
+    all_ranks: bool = key(False, "record on every rank; if false, on rank 0 alone", only=("on",), identity=False)
+    memory: bool = key(
+        True, "on CUDA, also write a memory snapshot of the recorded steps", only=("on",), identity=False
+    )
 
 
 @dataclass
 class Comm:
     name: str = key(
-        "default", "process groups: real ones, or fake ones, in which one rank steps alone", choices=("default", "fake")
+        "default",
+        "process groups: real ones, or fake ones, with which one rank makes steps without the other ranks",
+        choices=("default", "fake"),
     )
-    rank: int = key(0, "comm=fake: which rank of the world is stepped", NATURAL, only=("fake",))
-    init_timeout_seconds: int = key(300, "collective time-out until the first step is done", COUNT, identity=False)
+    rank: int = key(0, "comm=fake: the number of the one rank that makes steps", NATURAL, only=("fake",))
+    init_timeout_seconds: int = key(300, "time-out of a collective until the first step is done", COUNT, identity=False)
     train_timeout_seconds: int = key(
         100,
-        "collective time-out afterwards; compiled pipelines have 30 s more for each further rank",
+        "time-out of a collective after the first step; compiled pipelines have 30 s more for each rank "
+        "after the first",
         COUNT,
         identity=False,
     )
     health_check_seconds: int = key(
         60,
-        "before training, time limit of a matmul on each device, then of a collective over all ranks; 0: no check",
+        "time limit of the check before training: a matmul on each device, then a collective over all ranks; "
+        "0: no check",
         NATURAL,
         identity=False,
     )
@@ -130,9 +149,14 @@ class FaultTolerance:
         choices=("off", "local_sgd", "diloco", "torchft"),
     )
     replicas: int = key(
-        1, "replica groups; each is the whole layout, with `gpus` ranks of its own", DEGREE, only=REPLICATED
+        1,
+        "number of replica groups; each group has the whole layout, with `gpus` ranks of its own",
+        DEGREE,
+        only=REPLICATED,
     )
-    sync_every: int = key(20, "steps between two meetings over the same weights", COUNT, only=("local_sgd", "diloco"))
+    sync_every: int = key(
+        20, "number of steps after which the groups average the same weights again", COUNT, only=("local_sgd", "diloco")
+    )
     fragments: int = key(
         1,
         "parts of the model, by layers, that are averaged in turn, each every sync_every steps",
@@ -154,7 +178,8 @@ class FaultTolerance:
     )
     lighthouse: str | None = key(
         None,
-        "torchft: address of a lighthouse that runs already, for this run alone; null: the groups start it",
+        "torchft: address of a lighthouse that runs already and serves this run alone; null: the groups "
+        "start a lighthouse",
         ADDRESS,
         only=("torchft",),
         identity=False,
@@ -171,11 +196,17 @@ class Cluster:
         choices=Names(EXECUTORS),
     )
     gpus_per_node: int | None = key(
-        None, "devices of a node; null: counted (only on a local machine)", Interval(1, 1024), identity=False
+        None,
+        "number of devices in a node; null: the devices of this machine are counted (not for slurm)",
+        Interval(1, 1024),
+        identity=False,
     )
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
     max_parallel: int = key(
-        0, "cells of a command line that run at once; 0: no limit (slurm), one (local)", NATURAL, identity=False
+        0,
+        "number of cells of a command line that run at once; 0: no limit with slurm, one cell with local",
+        NATURAL,
+        identity=False,
     )
     time_minutes: int | None = key(None, "time limit of a job", COUNT, identity=False)
     stop_seconds: int = key(
@@ -214,7 +245,8 @@ class Hardware:
     )
     flash_tflops: float | None = key(
         None,
-        "attention_tflops of torch's flash kernel, for model.attention=flash; null: attention_tflops",
+        "rate of causal attention with torch's flash kernel, for model.attention=flash, 10^12 FLOP/s; null: "
+        "that of attention_tflops",
         POSITIVE,
         identity=False,
     )
@@ -265,26 +297,31 @@ class Debug:
 @dataclass
 class Launch:
     mode: str = key(
-        "run", "run, or dry: show cells, resources and cost, and start nothing", identity=False, choices=("run", "dry")
+        "run",
+        "run: start the cells; dry: show cells, resources and cost, and start nothing",
+        identity=False,
+        choices=("run", "dry"),
     )
     force: bool = key(False, "run a finished cell again, from the start", identity=False)
     retry: str = key(
         "none", "which failed cells to run again", identity=False, choices=("none", "failed", "oom", "node", "all")
     )
     wait: bool = key(False, "slurm: stay attached until the jobs end", identity=False)
-    packed: bool = key(False, "slurm: all cells one after another in one allocation", identity=False)
+    packed: bool = key(False, "slurm: run all cells one after another in one allocation", identity=False)
     max_gpu_hours: float | None = key(
-        None, "refuse to start cells that could need more GPU-hours together", POSITIVE, identity=False
+        None, "refuse to start cells that together could need more GPU-hours than this", POSITIVE, identity=False
     )
     oom_check: str = key(
         "refuse",
-        "a cell predicted not to fit its devices: refuse beyond 1.1 x their memory and warn below, always warn, or off",
+        "what happens to a cell that is predicted not to fit its devices. refuse: it is refused if it needs "
+        "more than 1.1 x their memory, else there is a warning; warn: only a warning; off: nothing",
         identity=False,
         choices=("refuse", "warn", "off"),
     )
     require_card: bool = key(
         False,
-        "refuse a cell whose layout has no certificate of this code (titan certify) in the folder of runs",
+        "refuse a cell whose layout has no certificate (titan certify) in the folder of runs that was made "
+        "with the present code",
         identity=False,
     )
     skip_invalid: bool = key(False, "leave out cells with faults instead of stopping", identity=False)
@@ -294,7 +331,9 @@ class Launch:
 class Sweep:
     name: str | None = key(None, "name of the sweep; null: the swept keys", NAME, identity=False)
     cell: str | None = key(None, "name of this cell in its sweep; set by launch.py", identity=False)
-    baseline: str | None = key(None, "cell that the report compares with; null: the first", identity=False)
+    baseline: str | None = key(
+        None, "cell with which the report compares the others; null: the first cell", identity=False
+    )
     cells: dict[str, list[str]] = key(dict, "named cells of sweeps/NAME.yaml, each a list of overrides", identity=False)
 
 

@@ -113,7 +113,8 @@ class Float8(Precision):
     float8_all_gather: bool = key(False, "FSDP gathers Float8 weights (tensorwise only)")
     kernels: str = key(
         "torchao",
-        "implementation of casts: torchao's operators, which a compiler fuses, or this package's fused kernels (rowwise only)",
+        "what casts to Float8: torchao's operators, which a compiler fuses, or this package's fused kernels "
+        "(rowwise only)",
         choices=("torchao", "fused"),
     )
 

@@ -56,7 +56,9 @@ class Parallelism:
     name: str = key(..., "name of the option of conf/parallelism", NAME)
     dp_replicate: int = key(1, "data-parallel copies of the model (DDP, or the outer half of HSDP)", DEGREE_OR_REST)
     dp_shard: int = key(
-        1, "data-parallel ranks that share one model (FSDP); -1: `gpus` divided by the other degrees", DEGREE_OR_REST
+        1,
+        "data-parallel ranks that share one copy of the model (FSDP); -1: `gpus` divided by the other degrees",
+        DEGREE_OR_REST,
     )
     cp: int = key(1, "context-parallel ranks: the sequence is split over them", DEGREE)
     tp: int = key(1, "tensor-parallel ranks: every matrix is split over them", DEGREE)
@@ -74,8 +76,10 @@ class Parallelism:
         "free gathered parameters after the forward; default: always (ZeRO-3), but never (ZeRO-2) with pipeline parallelism",
         choices=("default", "always", "never"),
     )
-    sequence_parallel: bool = key(True, "with tp, also split norms and residuals over the sequence")
-    loss_parallel: bool = key(True, "with tp, compute the loss on logits that stay split over the vocabulary")
+    sequence_parallel: bool = key(True, "with tensor parallelism, also split norms and residuals over the sequence")
+    loss_parallel: bool = key(
+        True, "with tensor parallelism, compute the loss on logits that stay split over the vocabulary"
+    )
     async_tp: bool = key(False, "overlap tensor-parallel communication with matmuls; needs compile and CUDA")
     cp_rotate: str = key("allgather", "how context parallelism moves keys and values", choices=Names(CP_ROTATIONS))
 
@@ -99,13 +103,22 @@ class PipelineSchedule:
         Interval(1, 1000),
     )
     microbatches: int | None = key(
-        None, "microbatches of a local batch; null: twice the stages, or fewer for a small batch", COUNT
+        None,
+        "number of microbatches in a local batch; null: twice the number of stages, or fewer if the local "
+        "batch is small",
+        COUNT,
     )
     layers_per_stage: int | None = key(
-        None, "transformer blocks of a stage; null: balanced; embedding and head count as one each", COUNT
+        None,
+        "number of transformer blocks in a stage; null: stages are balanced, and embedding and head count as "
+        "one block each",
+        COUNT,
     )
     split: list[str] = key(
-        list, "first modules of all stages but the first, as [layers.2,layers.4]; empty: by layers_per_stage", WORD
+        list,
+        "name of the first module of each stage except the first stage, as [layers.2,layers.4]; empty: split "
+        "by layers_per_stage",
+        WORD,
     )
 
 
@@ -124,14 +137,18 @@ class Precision:
     reduce_dtype: str = key(
         "float32", "dtype in which gradients are summed over ranks", choices=("float32", "bfloat16")
     )
-    converter: str | None = key(None, "number format of the linears", choices=Names(FORMATS))
-    emulate: bool = key(False, "emulate the format in higher precision, for hardware without it")
+    converter: str | None = key(
+        None, "number format in which linears multiply; null: that of compute_dtype", choices=Names(FORMATS)
+    )
+    emulate: bool = key(
+        False, "emulate the number format of linears in higher precision, for hardware that does not have this format"
+    )
     skip: list[str] = key(lambda: ["output"], "names of linears that are not converted", WORD)
 
 
 @dataclass
 class Adapter:
-    name: str = key("none", "what is trained beside a frozen model", choices=Names(ADAPTERS))
+    name: str = key("none", "adapters that are trained beside a frozen model, or none", choices=Names(ADAPTERS))
     linears: list[str] = key(
         list, "names of the linears that get adapters, such as [wq,wv]; empty: all linears of a block", WORD
     )
@@ -208,7 +225,7 @@ class Train:
     )
     gc_interval: int = key(
         50,
-        "steps between Python's garbage collections, on all ranks at the same step; none happen in between",
+        "steps between Python's garbage collections; all ranks collect at the same step, and never in between",
         COUNT,
         identity=False,
     )
@@ -223,7 +240,10 @@ class Job:
     )
     notes: str = key("", "free text kept with the run", NOTE, identity=False)
     gpus: int | None = key(
-        None, "ranks; null: the product of the degrees, or one node where dp_shard is -1", DEGREE, changes="technique"
+        None,
+        "number of ranks; null: the product of the parallel degrees, or the devices of one node if dp_shard is -1",
+        DEGREE,
+        changes="technique",
     )
     steps: int = key(200, "optimizer steps", COUNT)
     seed: int = key(0, "seed of the initial weights and of the order of data", Interval(0, 2**63 - 1))
@@ -232,14 +252,16 @@ class Job:
     pp_schedule: PipelineSchedule = key(PipelineSchedule, "order in which pipeline stages compute", changes="technique")
     ac: ActivationCheckpoint = key(ActivationCheckpoint, "activation checkpointing", changes="technique")
     precision: Precision = key(Precision, "number formats", changes="technique")
-    adapter: Adapter = key(Adapter, "small matrices that are trained instead of the model", changes="learning and work")
+    adapter: Adapter = key(
+        Adapter, "small matrices that are trained instead of the model's own weights", changes="learning and work"
+    )
     compile: Compile = key(Compile, "torch.compile, of each block or the whole model", changes="technique")
     optimizer: Optimizer = key(Optimizer, "how gradients change the weights", changes="learning")
-    lr_scheduler: LrSchedule = key(LrSchedule, "learning rate over time", changes="learning")
-    objective: Objective = key(Objective, "what is learned of a sample", changes="learning and work")
+    lr_scheduler: LrSchedule = key(LrSchedule, "how the learning rate changes from step to step", changes="learning")
+    objective: Objective = key(Objective, "what the model learns from a sample", changes="learning and work")
     loss: Loss = key(Loss, "what is minimized", changes="technique")
     data: Data = key(Data, "training data")
-    tokenizer: Tokenizer = key(Tokenizer, "text to tokens", changes="learning")
+    tokenizer: Tokenizer = key(Tokenizer, "how text becomes tokens", changes="learning")
     checkpoint: Checkpoint = key(Checkpoint, "saving and loading")
     validation: Validation = key(Validation, "held-out loss")
     metrics: Metrics = key(Metrics, "what is logged, and where")

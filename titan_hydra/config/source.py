@@ -35,10 +35,11 @@ class Part(Source):
 @dataclass
 class Data(Source):
     name: str = key(..., "source of the samples", choices=Names(DATA_SOURCES, more=("mixture",)))
-    seq_len: int = key(2048, "tokens of a sample", Interval(2, 2**31 - 1), changes="learning and work")
+    seq_len: int = key(2048, "number of tokens in a sample", Interval(2, 2**31 - 1), changes="learning and work")
     local_batch: int = key(
         8,
-        "samples that a data-parallel rank takes at a time; gradient accumulation adds the others",
+        "samples that a data-parallel rank processes at a time; gradient accumulation makes up the rest of "
+        "the global batch",
         COUNT,
         changes="technique",
     )
@@ -46,7 +47,9 @@ class Data(Source):
         None, "samples of an optimizer step over all ranks; null: a local_batch on each data rank", COUNT
     )
     document_mask: bool = key(
-        False, "attention stays within documents, and positions restart in each", changes="learning and work"
+        False,
+        "attention stays within documents, and positions restart at the beginning of each document",
+        changes="learning and work",
     )
     shuffle: bool = key(True, "visit documents or samples in an order drawn from the seed")
     prefetch: int = key(4, "number of batches that are prepared ahead", Interval(1, 10_000), identity=False)
@@ -58,8 +61,11 @@ class Data(Source):
         entry=Part,
     )
     shuffle_buffer: int = key(
-        0, "documents of a stream that are shuffled together; 0: the order of the shard stays", NATURAL
+        0, "number of documents of a stream that are shuffled together; 0: they keep their order in the shard", NATURAL
     )
     max_bad_shards: int = key(
-        0, "missing or damaged files, shards or rows that may be left out, each with a warning", NATURAL, identity=False
+        0,
+        "number of missing or damaged files, shards or rows that may be left out, each with a warning",
+        NATURAL,
+        identity=False,
     )

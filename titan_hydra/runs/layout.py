@@ -116,12 +116,12 @@ OPERATION = {"group": str, "seq": int, "op": str, "time": float}
 LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"
 
 KEYS = typing.get_type_hints(Job)
-CONFIG = Entry("config.json", LAUNCHER, "the resolved job; its hash is in the folder's name", Fields(
+CONFIG = Entry("config.json", LAUNCHER, "the resolved configuration; its hash is in the run directory's name", Fields(
     {"model": KEYS["model"]}, KEYS))  # a config.json beside converted weights holds only the model
-FIRST_CONFIG = Entry("config_first.json", "`titan resume`", "config.json of the first attempt, whose layout is in the hash, once another "
-                     "layout goes on", CONFIG.shape)
+FIRST_CONFIG = Entry("config_first.json", "`titan resume`", "after a resume in another layout: config.json of the first attempt, from "
+                     "which the hash was computed", CONFIG.shape)
 OVERRIDES = Entry("overrides.txt", LAUNCHER, "the overrides that were typed, a line each")
-ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; in the attempt too", Fields({}, {
+ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt's folder has such a file too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "versions": dict[str, str], "host": str, "platform": str}))
 SBATCH = Entry("sbatch.sh", LAUNCHER, "the batch script that was submitted")
 METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](metrics.md)", Fields(

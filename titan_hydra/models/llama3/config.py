@@ -23,7 +23,9 @@ class RopeScaling:
     high_freq_factor: float = key(
         4.0, "wavelengths below original_max_seq_len / high_freq_factor are not changed", POSITIVE
     )
-    original_max_seq_len: int = key(8192, "sequence length before the stretch", COUNT)
+    original_max_seq_len: int = key(
+        8192, "sequence length of pre-training, before rotary frequencies were stretched", COUNT
+    )
 
 
 @dataclass
@@ -32,7 +34,9 @@ class Llama3Config(Model):
         1.0, "multiplies the feed-forward width 8/3 * dim", Interval(0, 1000, open_low=True)
     )
     multiple_of: int = key(256, "the feed-forward width is rounded up to a multiple of this", WIDTH)
-    rope_scaling: RopeScaling = key(RopeScaling, "Llama 3.1's stretch of the rotary frequencies")
+    rope_scaling: RopeScaling = key(
+        RopeScaling, "Llama 3.1's way to stretch low rotary frequencies for longer sequences"
+    )
 
     @property
     def ffn_width(self) -> int:

@@ -21,12 +21,16 @@ TIME = 256  # number of sines and cosines in the embedding of the time
 class FluxConfig(Model):
     double_layers: int = key(
         19,
-        "number of double-stream blocks (own weights for image and text), the first ones; the others are single-stream",
+        "number of double-stream blocks (separate weights for image and text); they come first, and the "
+        "other blocks are single-stream",
         Interval(0, 10_000),
     )
     channels: int = key(16, "channels of the autoencoder's latents", WIDTH)
     text_len: int = key(
-        512, "tokens of a caption; the other tokens of data.seq_len, a square number, are the image's", COUNT
+        512,
+        "number of tokens of a caption; the rest of data.seq_len, which must be a square number, are the "
+        "tokens of the image",
+        COUNT,
     )
     text_dim: int = key(4096, "width of the text encoder's embeddings", WIDTH)
     pooled_dim: int = key(768, "width of the pooled embedding of a caption", WIDTH)

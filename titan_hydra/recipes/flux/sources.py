@@ -13,7 +13,8 @@ from titan_hydra.config.source import FileSource, Source
 class CaptionSource(Source):
     caption_dropout: float = key(
         0.447,
-        "fraction of captions replaced by the empty one, for each text encoder independently (classifier-free guidance)",
+        "fraction of captions that the empty caption replaces, drawn for each text encoder independently "
+        "(classifier-free guidance)",
         SHARE,
     )
 
