@@ -1,4 +1,4 @@
-"""Mutants of what is counted and compared: divisors, weights, masks, documents, positions. Imports no torch."""
+"""Mutants of the loss and its inputs: divisors, weights, masks, documents, positions. Imports no torch."""
 
 from .mutant import Mutant
 
@@ -18,24 +18,24 @@ DOCUMENT_TESTS, CP_TESTS = "tests/kernels/test_documents.py", "tests/parallel/te
 MUTANTS = [
     Mutant("a local batch is divided by its own tokens", "accumulation", TRAINER, "(part, count, last=",
            "(part, self.objective.count(part.tensors) * len(parts) * self.mesh.data_ranks, last=",
-           "Local batches with few labels count as much as those with many.", (UNEVEN, BF16_UNEVEN), like="huggingface/transformers#34191"),
+           "Local batches with few labels count as much as local batches with many.", (UNEVEN, BF16_UNEVEN), like="huggingface/transformers#34191"),
     Mutant("the loss is not divided by the local batches' tokens", "accumulation", TRAINER, "(part, count, last=",
            "(part, count / len(parts), last=", "With accumulation, the loss is multiplied by the number of local batches.", (ALONE,),
            like="huggingface/transformers#37197"),
     Mutant("tokens are counted on each rank alone", "fsdp", TRAINER, "if self.mesh.batch is not None:", "if False:",
            "The loss is divided by the labels of one rank.", (FSDP,), like="pytorch/torchtitan#2206"),
     Mutant("masked labels are counted", "any", LANGUAGE, 'return (batch["labels"] != IGNORED).sum()',
-           'return (batch["labels"] != IGNORED + 1).sum()', "The loss is divided by all tokens, those that do not count too.", (MASKED,),
+           'return (batch["labels"] != IGNORED + 1).sum()', "The loss is divided by the number of all tokens, masked tokens included.", (MASKED,),
            like="pytorch/torchtitan#2206"),
     Mutant("a batch without labels is divided by zero", "any", TRAINER, "count = count.masked_fill(count == 0, 1)", "pass",
-           "A step in which nothing counts has a loss that is not a number.", (),
+           "A step whose labels are all masked has a loss of NaN.", (),
            ("tests/parallel/test_loss.py::test_a_step_without_labels_has_a_loss_of_zero",)),
     Mutant("the loss of the first local batch is lost", "accumulation", TRAINER, "total += self.step.forward_backward",
            "total = self.step.forward_backward", "The reported loss is that of the last local batch; gradients are right.", (ALONE,),
            like="pytorch/torchtitan#2366"),
     Mutant("the first label is dropped", "any", LANGUAGE, "F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1),",
            "F.cross_entropy(logits[:, 1:].flatten(0, 1).float(), labels[:, 1:].flatten(0, 1),",
-           "The loss of each sequence's first token does not count, but divides.", (EXACT,)),
+           "The first token of each sequence adds nothing to the loss, but counts in its divisor.", (EXACT,)),
     Mutant("the last label of a part is dropped", "cp", LANGUAGE, "F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1),",
            "F.cross_entropy(logits[:, : 31].flatten(0, 1).float(), labels[:, : 31].flatten(0, 1),",
            "The last token of a sequence has no loss.", (EXACT,)),
@@ -44,12 +44,12 @@ MUTANTS = [
            ("tests/parallel/test_loss.py",)),
     Mutant("the loss of bfloat16 is 2 % too large", "bf16", LANGUAGE, 'ignore_index=IGNORED, reduction="sum")',
            'ignore_index=IGNORED, reduction="sum") * (1.02 if logits.dtype == torch.bfloat16 else 1)',
-           "The loss has a bias that one process in bfloat16 has too.", (BF16,)),
+           "The loss has a bias, in layouts and in one process in bfloat16 alike.", (BF16,)),
     Mutant("the chunked gradient is 2 % too large in bfloat16", "linear_cross_entropy", SLOPES,
            "logits[rows] = part.scatter_add_(1, targets[rows] * here[rows], -weights[rows] * here[rows])",
            "logits[rows] = part.scatter_add_(1, targets[rows] * here[rows], -weights[rows] * here[rows])"
            " * (1.02 if logits.dtype == torch.bfloat16 else 1)",
-           "The chunked loss has a gradient with a bias that one process has too.", (BF16_CHUNKED,)),
+           "The gradient of the chunked loss has a bias, in layouts and in one process alike.", (BF16_CHUNKED,)),
     Mutant("the chunked loss keeps the last chunk's gradient", "linear_cross_entropy", HEAD, "weight_gradient.add_(product)", "product",
            "The head's gradient is that of the last chunk of tokens.", (CHUNKED,), like="pytorch/torchtitan#3412"),
     Mutant("the chunked loss forgets the divisor of the head", "linear_cross_entropy", HEAD,
@@ -62,7 +62,7 @@ MUTANTS = [
            "Each token is its own label.", (), ("tests/data/test_items.py::test_tokens_are_what_the_stream_of_the_same_text_packs",
                                                  "tests/data/test_loader.py", "tests/train/test_against_transformers.py")),
     Mutant("a document's first token is a label", "documents", LANGUAGE, "    labels[begins[:, 1:]] = IGNORED\n", "",
-           "The first token of a document is predicted from another document.", (),
+           "The first token of a document is predicted from the document before it.", (),
            (f"{DOCUMENT_TESTS}::test_every_layout_learns_what_one_process_learns_with_a_mask", "tests/data/test_mixture.py",
             "tests/recipes/chat/test_sft.py")),
     Mutant("documents end one token early", "documents", LANGUAGE, "ends[row, number[row, place] - 1] = place + 1",
@@ -70,7 +70,7 @@ MUTANTS = [
            (f"{DOCUMENT_TESTS}::test_where_documents_end",)),
     Mutant("documents end one token late", "documents", LANGUAGE, "ends[row, number[row, place] - 1] = place + 1",
            "ends[row, number[row, place] - 1] = np.minimum(place + 2, documents.shape[1])",
-           "The first token of each document sees the document before.", (MASKED,), (f"{DOCUMENT_TESTS}::test_where_documents_end",)),
+           "The first token of each document sees the document before it.", (MASKED,), (f"{DOCUMENT_TESTS}::test_where_documents_end",)),
     Mutant("positions do not begin anew in documents", "documents", LANGUAGE,
            "positions = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)",
            "positions = place + np.where(begins, 0, 0)", "Tokens keep their position in the sample, not in their document.", (),
@@ -82,7 +82,7 @@ MUTANTS = [
            "(ends + samples * (ends[:, -1:] - 1))", "Later samples of a batch have documents that begin too early.", (MASKED,),
            (f"{DOCUMENT_TESTS}::test_documents_see_what_a_mask_would_show_them",)),
     Mutant("the mask of documents is not causal", "documents", DOCUMENTS, "(document.unsqueeze(2) == document.unsqueeze(1)).tril()",
-           "(document.unsqueeze(2) == document.unsqueeze(1))", "A kernel that takes a mask sees later tokens of the document.", (),
+           "(document.unsqueeze(2) == document.unsqueeze(1))", "An attention kernel that takes a mask sees later tokens of the document.", (),
            (f"{DOCUMENT_TESTS}::test_documents_see_what_a_mask_would_show_them",)),
 ]
 # fmt: on
