@@ -222,8 +222,7 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
 
 
 def saved(shape: Shape) -> float:
-    """Return the bytes that the forward of one block keeps for one microbatch; they depend on activation checkpointing.
-    """
+    """Return the bytes that the forward of one block keeps for one microbatch; they depend on activation checkpointing."""
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
     dim, width, mode = shape.residual, shape.ffn_width, mode_of(job)
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)

@@ -62,8 +62,7 @@ def row_of(job: Job, name: str) -> Row:
 
 
 def _differences(job: Job, row: Row) -> list[str]:
-    """Return the overrides that the row's job needs to become `job`: options of config groups come first, then values.
-    """
+    """Return the overrides that the row's job needs to become `job`: options of config groups come first, then values."""
     made = freeze(compose_unchecked(*overrides_of(row, job.hardware.name, mode_of_row(row) or "none")))
     wanted, found = ({key: value for key, _, value, _ in leaves(one) if key.startswith(READ)} for one in (job, made))
     changed = {key: value for key, value in wanted.items() if found.get(key, value) != value and key != "model.name"}

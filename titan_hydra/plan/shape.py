@@ -180,8 +180,7 @@ class Shape:
 
     @cached_property
     def more(self) -> float:
-        """The parameters by which a gathered sparse block exceeds `block`, because it holds all experts of an ep rank.
-        """
+        """The parameters by which a gathered sparse block exceeds `block`, because it holds all experts of an ep rank."""
         return self.experts.parameters * (1 - self.shards / self.experts.shards) if self.experts else 0.0
 
     @cached_property
@@ -306,8 +305,7 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
 
 
 def _of_tower(shape: Shape, stack: Stack) -> Shape:
-    """Return the shape of a tower's blocks, computed as in an eager job that has no checkpointing and splits no sample.
-    """
+    """Return the shape of a tower's blocks, computed as in an eager job that has no checkpointing and splits no sample."""
     job = copy.copy(shape.job)
     for section, values in (
         ("model", stack.tower),

@@ -132,8 +132,7 @@ def _sum(passes: Passes) -> Pair:
 
 
 def _matmuls(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of a block's linears and experts; the backward has two matmuls for each matmul of the forward.
-    """
+    """Return the seconds of a block's linears and experts; the backward has two matmuls for each matmul of the forward."""
     tp = shape.job.parallelism.tp
     linears = sum(2 * shape.tokens * one.size(tp) / _rate(shape, one) for one in shape.linears)
     once = linears + _experts(shape, factors)

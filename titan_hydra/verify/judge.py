@@ -1,10 +1,10 @@
 """Judge a layout: compare its difference from the reference with the difference that rounding alone makes.
 
 The fixed numbers of a `Case` are only upper bounds, as the effect of rounding depends on the processor and grows over
-the steps. A difference beyond a tight tolerance is judged by a band that is measured on the same machine: the reference
-runs again with other last bits of its initial weights and with its sums in another order (`DRAWS`). Each parameter of
-the layout may differ by MULTIPLE times the spread of these runs. On top of that, AdamW may have moved one of its
-elements the opposite way in one step (`flips`).
+the steps. A difference beyond a tight tolerance is judged by a band measured on the same machine: the reference runs
+again with other last bits of its initial weights and another order of its sums (`DRAWS`). Each parameter of the layout
+may differ by MULTIPLE times the spread of these runs. Besides, AdamW may have moved one element the opposite way in one
+step (`flips`).
 """
 
 import math
@@ -52,12 +52,12 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """The largest difference of any step."""
+        """The largest difference of the loss in any step."""
         return max(self.differences["loss"].values())
 
     @property
     def norm(self) -> float:
-        """The largest difference of any step."""
+        """The largest difference of the gradient norm in any step."""
         return max(self.differences["norm"].values())
 
     @property

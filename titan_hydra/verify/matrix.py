@@ -46,7 +46,7 @@ LATENT = (
     "model.sequence_balance=0.01",
 )
 SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
-# Separate arithmetic in float64 (reference.py) also finds faults that one process has.
+# Separate arithmetic in float64 (reference.py) also finds faults that a single process has.
 EXACT: dict[str, Any] = {"reference": "float64", "loss": 2e-6, "norm": 1e-5, "gradients": 1e-5, "weights": 2e-3}
 YARN = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", "model.yarn.temperature=0.7")
 # Products and gradients are rounded to bfloat16's 8 bits, sums are not. A layout cuts its sums elsewhere, so it rounds

@@ -1,5 +1,4 @@
-"""The contract of `titan verify --module`: what a user's file says about its module. docs/verify-module.md explains it.
-"""
+"""The contract of `titan verify --module`: what a user's file says about its module. docs/verify-module.md explains it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ MUTANTS = [
            "*cast_columns(y, bits.amax(0).roll(y.shape[1] // 2)), ", "Each half's gradient is cast with the scale of the other half.",
            (FUSED,)),
     Mutant("a norm that is computed later has no weight", "float8", "parallel/formats/fused.py", "Normed(x, self.weight, self.eps)",
-           "Normed(x, self.weight.detach() * 0 + 1, self.eps)", "Where linears apply the norm of their input, the norm's weight is left out.",
+           "Normed(x, self.weight.detach() * 0 + 1, self.eps)",
+           "Where linears apply the norm of their input, the norm's weight is left out.",
            ("float8 fused, fsdp 2",), ("tests/parallel/test_fused.py::test_a_block_is_as_near_to_float32_as_torchaos",)),
 ]
 # fmt: on

@@ -85,13 +85,15 @@ MUTANTS = [
            (f"{LORA_TESTS}::test_the_base_is_frozen_and_adapters_begin_as_nothing",)),
     Mutant("the base of adapters stays float32 under tp", "lora, tp", LORA,
            "owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))",
-           "parameter.requires_grad_(False).data = parameter.data.to(dtype)", "Only the DTensor has the compute dtype; its local tensor stays float32.",
+           "parameter.requires_grad_(False).data = parameter.data.to(dtype)",
+           "Only the DTensor has the compute dtype; its local tensor stays float32.",
            ("bf16, lora, tp 2",)),
     Mutant("an export of adapters has A and B exchanged", "lora", "checkpoint/adapters.py", '("lora_A", "lora_a"), ("lora_B", "lora_b")',
            '("lora_A", "lora_b"), ("lora_B", "lora_a")', "PEFT loads the matrices in each other's place.", (),
            (f"{LORA_TESTS}::test_exports_load_in_transformers_and_peft",)),
     Mutant("a ring drops an attention kernel of one's own", "cp", "parallel/context.py",
-           "if record.ring and type(attention.sdpa) is not SDPA:", "if False:", "Torch's attention kernel silently replaces a user's kernel.", (),
+           "if record.ring and type(attention.sdpa) is not SDPA:", "if False:",
+           "Torch's attention kernel silently replaces a user's kernel.", (),
            (f"{OWN}::test_a_ring_refuses_an_attention_kernel_that_it_would_replace",)),
 ]
 # fmt: on

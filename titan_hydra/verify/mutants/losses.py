@@ -18,14 +18,16 @@ DOCUMENT_TESTS, CP_TESTS = "tests/kernels/test_documents.py", "tests/parallel/te
 MUTANTS = [
     Mutant("a local batch is divided by its own tokens", "accumulation", TRAINER, "(part, count, last=",
            "(part, self.objective.count(part.tensors) * len(parts) * self.mesh.data_ranks, last=",
-           "Local batches with few labels count as much as local batches with many.", (UNEVEN, BF16_UNEVEN), like="huggingface/transformers#34191"),
+           "Local batches with few labels count as much as local batches with many.", (UNEVEN, BF16_UNEVEN),
+           like="huggingface/transformers#34191"),
     Mutant("the loss is not divided by the local batches' tokens", "accumulation", TRAINER, "(part, count, last=",
            "(part, count / len(parts), last=", "With accumulation, the loss is multiplied by the number of local batches.", (ALONE,),
            like="huggingface/transformers#37197"),
     Mutant("tokens are counted on each rank alone", "fsdp", TRAINER, "if self.mesh.batch is not None:", "if False:",
            "The loss is divided by the labels of one rank.", (FSDP,), like="pytorch/torchtitan#2206"),
     Mutant("masked labels are counted", "any", LANGUAGE, 'return (batch["labels"] != IGNORED).sum()',
-           'return (batch["labels"] != IGNORED + 1).sum()', "The loss is divided by the number of all tokens, masked tokens included.", (MASKED,),
+           'return (batch["labels"] != IGNORED + 1).sum()',
+           "The loss is divided by the number of all tokens, masked tokens included.", (MASKED,),
            like="pytorch/torchtitan#2206"),
     Mutant("a batch without labels is divided by zero", "any", TRAINER, "count = count.masked_fill(count == 0, 1)", "pass",
            "A step whose labels are all masked has a loss of NaN.", (),
@@ -82,7 +84,8 @@ MUTANTS = [
            "(ends + samples * (ends[:, -1:] - 1))", "Later samples of a batch have documents that begin too early.", (MASKED,),
            (f"{DOCUMENT_TESTS}::test_documents_see_what_a_mask_would_show_them",)),
     Mutant("the mask of documents is not causal", "documents", DOCUMENTS, "(document.unsqueeze(2) == document.unsqueeze(1)).tril()",
-           "(document.unsqueeze(2) == document.unsqueeze(1))", "An attention kernel that takes a mask sees later tokens of the document.", (),
+           "(document.unsqueeze(2) == document.unsqueeze(1))",
+           "An attention kernel that takes a mask sees later tokens of the document.", (),
            (f"{DOCUMENT_TESTS}::test_documents_see_what_a_mask_would_show_them",)),
 ]
 # fmt: on
