@@ -24,17 +24,20 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "titan_hydra.commands.logs",
         "the log of a rank; -f follows it; --guilty: why the run failed; --hang: which rank is late",
     ),
-    "cancel": ("titan_hydra.commands.cancel", "stop what runs or waits"),
+    "cancel": ("titan_hydra.commands.cancel", "stop running and queued runs"),
     "retry": ("titan_hydra.commands.retry", "run failed cells again, all or by the class of their failure"),
     "resume": (
         "titan_hydra.commands.resume",
-        "let the same run go on, on other GPUs or in another layout: gpus=N, parallelism=OPTION",
+        "continue the same run on other GPUs or in another layout: gpus=N, parallelism=OPTION",
     ),
-    "extend": ("titan_hydra.commands.extend", "train a run longer: a new run from its right checkpoint, with steps=N"),
+    "extend": (
+        "titan_hydra.commands.extend",
+        "train a run longer: a new run with steps=N, from a checkpoint of the first",
+    ),
     "report": ("titan_hydra.commands.report", "the table of a sweep, its plots and its page"),
     "compare": (
         "titan_hydra.commands.compare",
-        "what two runs differ in, and the first step, and module, at which they part",
+        "how two runs differ, and the first step and module at which they diverge",
     ),
     "track": (
         "titan_hydra.commands.track",
@@ -58,7 +61,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     ),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
     **recipes.of_all("COMMANDS"),
-    "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete all this"),
+    "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete titan's commands and options"),
 }
 RENAMED = {  # former subcommands, and what replaces each
     "ls": "titan status --all",
@@ -71,7 +74,7 @@ RENAMED = {  # former subcommands, and what replaces each
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand. A mistake of the user's is printed as one line on stderr; tracebacks are for bugs."""
+    """Run one subcommand. A user's mistake is printed as one line on stderr; only bugs print a traceback."""
     argv = sys.argv[1:] if argv is None else argv
     for old, new in recipes.of_all("RENAMED").items():
         command, word = old.split()

@@ -21,7 +21,7 @@ from titan_hydra.runs.view import choose
 
 
 def calibrated(args: argparse.Namespace, hardware: Hardware, into: Path | None) -> int:
-    """Fit, print the rates and the residuals, and write the hardware file `into`."""
+    """Fit the rates, print them with the residuals, and write the hardware file `into`."""
     found = fit_cells([cell for target in args.calibrate for cell in choose(target, args.runs).cells], hardware)
     if args.json:
         print(to_json(fit_as_json(found, hardware)))
@@ -34,7 +34,7 @@ def calibrated(args: argparse.Namespace, hardware: Hardware, into: Path | None) 
 
 
 def write_file(found: plan.Fit, file: Path) -> None:
-    """Write a hardware file, and print the option that chooses it. Raises ConfigError if it cannot be written."""
+    """Write a hardware file, and print the option that chooses it. Raises ConfigError if the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, plan.as_yaml(found, file.stem))
@@ -56,7 +56,7 @@ def target_file(into: str) -> Path:
 
 
 def fit_cells(cells: list[RunCell], hardware: Hardware) -> plan.Fit:
-    """Fit the hardware's rates to the runs that have finished. Raises ConfigError if none has."""
+    """Fit the hardware's rates to the runs that have finished. Raises ConfigError if no run has finished."""
     finished = [run for cell in cells if (run := _measured(cell))]
     if not finished:
         names = ", ".join(cell.name for cell in cells[:6])
@@ -71,7 +71,7 @@ def _measured(cell: RunCell) -> plan.Measured | None:
 
 
 def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:
-    """Return what `show_fit` prints as JSON values."""
+    """Return as JSON values what `show_fit` prints."""
     runs = [
         {
             "name": run.name,

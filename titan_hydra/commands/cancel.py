@@ -1,5 +1,4 @@
-"""`titan cancel`: stop runs that are running or queued, each by its executor. Ranks save and stop at the end of their
-step.
+"""`titan cancel`: stop running and queued runs, each through its executor. Ranks finish their step, save and stop.
 
 Each stopped attempt gets a file `cancelled` with the user and the time; a batch script that finds this file does not
 requeue its job.
@@ -21,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Cancel all running and queued cells. Returns 0 if all running ones were asked to stop."""
+    """Cancel all running and queued cells. Returns 0 if all running cells were asked to stop."""
     selection = choose(args.target, args.runs)
     rows, queues = look(selection.cells)
     unknown = silent(queues)  # only executors that one of these runs may need were asked

@@ -2,7 +2,7 @@
 certificate of its layout.
 
 The layout is proven at a reduced size against one process, resumed from a kill, exported and imported. A certificate is
-written only if all of that has passed.
+written only if all three checks have passed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STEPS_OF_DATA = 3  # steps whose samples are compared
 
 @dataclasses.dataclass
 class Candidate:
-    """A cell that is certified: its job, the jobs of reduced size, and their proofs, in the order of these jobs."""
+    """A cell to be certified: its job, the jobs of reduced size, and their proofs in the same order."""
 
     job: Job
     overrides: list[str]
@@ -70,22 +70,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides of the job, as for launch.py, also +sweeps=NAME,...; or RUN...: add what these runs measured to their cards",
+        help="overrides of the job, as for launch.py, also +sweeps=NAME,...; or RUN...: add the figures of these "
+        "runs to their certificates",
     )
     parser.add_argument(
         "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
     )
     parser.add_argument(
-        "--ranks", type=int, default=MOST, metavar="N", help="most ranks of a reduced job, 2 to 8 (default: 4)"
+        "--ranks",
+        type=int,
+        default=MOST,
+        metavar="N",
+        help="maximum number of ranks of a reduced job, 2 to 8 (default: 4)",
     )
-    parser.add_argument("--again", action="store_true", help="certify again what has a certificate of this code")
+    parser.add_argument(
+        "--again", action="store_true", help="certify layouts again that already have a certificate of this code"
+    )
     parser.add_argument("--json", action="store_true", help="print the certificates as JSON")
     add_runs(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Certify the cells, or add the figures of runs. Returns 0 if all have a certificate, 1 if one has failed, 2 for a job
-    that breaks a rule or has no reduced form.
+    """Certify the cells, or add the figures of runs. Returns 0 if all cells or runs have a certificate, 1 if a proof
+    has failed, 2 for a job that breaks a rule or has no reduced form.
     """
     if not 2 <= args.ranks <= 8:
         raise ConfigError(str(Fault("--ranks", args.ranks, "the ranks of a reduced job", legal=(2, 4, 8))))
@@ -109,7 +116,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def subject(job: Job, overrides: list[str], name: str, most: int) -> Candidate:
-    """Reduce a job, and list what is to be proven of it. Raises ConfigError if it has no reduced form."""
+    """Reduce a job, and list the proofs that it needs. Raises ConfigError if the job has no reduced form."""
     from titan_hydra.verify.reduce import proofs, reduced
 
     small = reduced(job, most)
@@ -128,8 +135,8 @@ def degrees_of(job: Job) -> dict[str, int]:
 
 
 def certified(subjects: list[Candidate], began: float) -> list[dict[str, Any]]:
-    """Prove all subjects, with one set of ranks per number of ranks, then train those that have passed. Jobs that
-    several subjects share run once. Returns a card for each subject.
+    """Prove all subjects, then train those that have passed. Proofs with the same number of ranks share one set of
+    processes; a job that several subjects share runs once. Returns a certificate for each subject.
     """
     if not subjects:
         return []
@@ -156,7 +163,7 @@ def _key(proof: Proof) -> tuple[str, str]:
 
 
 def train_reduced(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train a reduced job, killed and undisturbed, and export its weights."""
+    """Train a reduced job twice, once killed and carried on, once undisturbed, and export its weights."""
     from . import certify_run
 
     with tempfile.TemporaryDirectory(prefix="certify-", ignore_cleanup_errors=True) as folder:
@@ -218,7 +225,9 @@ def card_of(
 
 
 def prediction_of(job: Job) -> dict[str, Any]:
-    """Return what `titan plan` predicts for the job at full size, with its band; without a prediction, the reason."""
+    """Return what `titan plan` predicts for the job at full size, with its error band; or the reason why it predicts
+    nothing.
+    """
     if job.hardware.name == "unknown":
         return {"memory_gib": None, "reason": "hardware=unknown; name the device, as hardware=h100"}
     try:
@@ -247,7 +256,7 @@ def not_shown(one: Candidate) -> list[str]:
 
 
 def write_card(folder: Path, card: dict[str, Any]) -> None:
-    """Write a certificate and its page."""
+    """Write a certificate as JSON, and as a page to read."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         layout.CARD.write(folder, card)
@@ -257,7 +266,7 @@ def write_card(folder: Path, card: dict[str, Any]) -> None:
 
 
 def show_cards(made: dict[Path, dict[str, Any]], json: bool, seconds: float) -> None:
-    """Print each certificate in a line, and what has failed."""
+    """Print a line for each certificate, and the checks that failed."""
     if json:
         print(
             to_json({"seconds": seconds, "cards": [{"folder": str(folder), **card} for folder, card in made.items()]})
@@ -283,8 +292,8 @@ def show_cards(made: dict[Path, dict[str, Any]], json: bool, seconds: float) -> 
 
 
 def add_figures(args: argparse.Namespace) -> int:
-    """Add what runs have measured to the certificates of their layouts. Returns 2 if a run has no certificate of its code,
-    or is not done.
+    """Add what runs have measured to the certificates of their layouts. Returns 2 if a run is not done, or its layout
+    has no certificate of its code.
     """
     changed, faults = {}, []
     for cell in [cell for target in args.overrides for cell in choose(target, args.runs).cells]:

@@ -1,4 +1,4 @@
-"""The parts of a certificate that need real runs: a run that is killed and carried on, and its weights exported and
+"""The parts of a certificate that need real runs: the run is killed and carried on, and its weights are exported and
 imported.
 """
 
@@ -71,8 +71,8 @@ def _begin(cell: Cell) -> int:
 
 
 def _run_until_killed(cell: Cell) -> tuple[int, int]:
-    """Start a run and kill it. Returns the last step that it has logged and that of its newest checkpoint; zeros if it was
-    done before.
+    """Start a run and kill it. Returns the last step that the run has logged and the step of its newest checkpoint;
+    zeros if it was done before the kill.
     """
     ended = threading.Event()
     killer = threading.Thread(target=_kill_after_a_save, args=(cell.directory, ended), daemon=True)
@@ -101,7 +101,7 @@ def _last_save(directory: Path) -> int:
 
 
 def _numbers(directory: Path) -> dict[int, tuple[float, float]]:
-    """Return loss and gradient norm of each step."""
+    """Return the loss and the gradient norm of each step."""
     return {row["step"]: (row["loss"], row.get("grad_norm")) for row in layout.METRICS.rows(directory)[0]}
 
 

@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", required=True, metavar="ls|verify|prune")
     for name, text in (
         ("ls", "list the steps of a run"),
-        ("verify", "compare every byte with what was written; status 1 if not the same"),
-        ("prune", "delete what need not be kept, what is damaged, and what a kill has left"),
+        ("verify", "compare every byte with the manifest; exit status 1 if some byte differs"),
+        ("prune", "delete steps that need not be kept, damaged steps, and what a killed run has left behind"),
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         step = ", or one step's folder" if name == "verify" else ""
@@ -61,7 +61,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def ls(steps: Path) -> int:
-    """Print a line for each step, the oldest first, and for each folder of an interrupted or damaged checkpoint."""
+    """Print a line for each step, the oldest first, then a line for each folder of an interrupted or damaged
+    checkpoint.
+    """
     best = checkpoints.best(steps)
     for path in checkpoints.complete(steps) or _none(steps):
         manifest = checkpoints.read_manifest(path)
@@ -79,7 +81,7 @@ def ls(steps: Path) -> int:
 
 
 def _verify(paths: list[Path]) -> int:
-    """Compare every byte of the steps with their manifests. Returns 1 if some byte differs."""
+    """Compare every byte of the checkpoints with their manifests. Returns 1 if some byte differs."""
     status = Exit.DONE
     for path in paths:
         problems = checkpoints.damage(path)
@@ -89,7 +91,7 @@ def _verify(paths: list[Path]) -> int:
 
 
 def prune(steps: Path, keep: int, every: int, keep_best: bool, dry: bool) -> int:
-    """Delete the steps that the options do not keep, but never the newest intact one."""
+    """Delete the steps that the options do not keep, but never the newest intact step."""
     for intact in reversed(checkpoints.complete(steps)):
         if not checkpoints.damage(intact):
             break

@@ -1,4 +1,4 @@
-"""`titan compare A B`: print what two runs differ in (configuration, code, results), and where they diverge: the first
+"""`titan compare A B`: print how two runs differ in configuration, code and results, and where they diverge: the first
 step and, if activations were traced, the first module.
 """
 
@@ -25,7 +25,7 @@ UNITS = (
     (r"_minutes$", "min"),
     (r"_gib$", "GiB"),
 )  # unit of a key's number, by the end of its name
-# the unit of other keys is found in the first words of their help
+# the first words of a key's help name the unit of any other key
 UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"
 RESULTS = (  # key of result.json, its title, its format
     ("steps", "steps", ",.0f"),
@@ -57,7 +57,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Parting:
-    """The steps (step, value of A, value of B) at which a field differs."""
+    """The steps at which a field begins to differ, each as (step, value of A, value of B)."""
 
     parted: list[tuple[int, Any, Any]]  # in any bit
     far: list[tuple[int, Any, Any]]  # by more than the tolerance
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print three tables, or one line for a table without differences, and below them where the runs diverge."""
+    """Print three tables (a table without differences is one line), and below them where the runs diverge."""
     a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
     if args.json:
         print(to_json(comparison(a, b, args.tolerance)))
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def side(directory: Path) -> Side:
-    """Read a run. If it is not done, the numbers of its last logged step stand for its results."""
+    """Read a run. While it is not done, its results are the numbers of the last logged step."""
     state = rundir.inspect(directory)
     found = layout.RESULT.read(directory) if state.kind == "done" else None
     last = layout.METRICS.last(directory)
@@ -102,7 +102,7 @@ def side(directory: Path) -> Side:
 
 
 def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
-    """Return all that is printed about two runs as JSON values."""
+    """Return as JSON values all that is printed about two runs."""
     keys = [(key, changes) for key, _, _, changes in configuration(a.config, b.config)]
     steps, curves = logged_by_both(a.directory, b.directory, tolerance)
     return {
@@ -132,7 +132,7 @@ def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
 
 
 def print_grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *further: str) -> None:
-    """Print a table with a column for each run, or a line if it has no rows."""
+    """Print a table with a column for each run, or one line if there are no rows."""
     if rows := list(rows):
         print(*table([title, a.name, b.name, *further], rows), "", sep="\n")
     else:
@@ -140,7 +140,7 @@ def print_grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *f
 
 
 def configuration(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the keys that differ, in the schema's order, each with what it changes (`changes`)."""
+    """Yield the keys that differ, in the schema's order. `changes` says what a difference in the key affects."""
     if not a or not b:
         yield layout.CONFIG.name, *("" if config else "cannot be read" for config in (a, b)), ""
         return
@@ -171,7 +171,7 @@ def unit_of(key: str, help: str) -> str:
 
 
 def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
-    """List the differences in commit, uncommitted files, versions and machine."""
+    """List how the runs differ in commit, uncommitted files, versions and machine."""
     rows = [
         ("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))),
         ("not committed", *map(uncommitted, (a, b))),
@@ -196,7 +196,7 @@ def uncommitted(environment: dict[str, Any]) -> str:
 
 
 def _results(a: Side, b: Side) -> Iterator[tuple[str, ...]]:
-    """Yield the results side by side, and the relative difference of B from A."""
+    """Yield the results of A and B side by side, with the relative difference of B from A."""
     if a.state != b.state or a.state != "done":
         yield "state", a.state, b.state, ""
     for key, name, form in RESULTS:
@@ -219,8 +219,8 @@ def signed(change: float | None) -> str:
 
 
 def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
-    """Yield, for losses and gradient norms, the first step that differs in any bit and the first that differs by the
-    tolerance.
+    """Yield, for losses and gradient norms, the first step that differs in any bit, and the first that differs by more
+    than the tolerance.
     """
     steps, curves = logged_by_both(a, b, tolerance)
     if not steps:
@@ -239,7 +239,7 @@ def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
 
 
 def logged_by_both(a: Path, b: Path, tolerance: float) -> tuple[list[int], dict[str, Parting]]:
-    """Return the steps that both runs have logged, and what is equal in the fields MEASURED of these steps."""
+    """Return the steps that both runs have logged, and where each of the fields MEASURED differs in these steps."""
     first, second = ({row["step"]: row for row in layout.METRICS.rows(run)[0]} for run in (a, b))
     steps = sorted(first.keys() & second.keys())
     curves = {}
@@ -284,7 +284,7 @@ def modules(a: Side, b: Side) -> Iterator[str]:
 
 
 def _where_to_look(when: str, what: str, name: str, call: int) -> str:
-    """Describe which code to examine, given the first traced tensor that differs."""
+    """Say which code to examine if this is the first traced tensor that differs."""
     outer = name.rpartition(".")[0]
     outer = "the model" if outer in ("", "layers") else outer
     microbatch = f", microbatch {call + 1}" if call else ""
@@ -321,7 +321,7 @@ def _same(x: float | None, y: float | None) -> bool:
 
 
 def distance(x: float | None, y: float | None) -> float:
-    """Return the difference relative to the larger value; infinity if only one is finite."""
+    """Return the difference relative to the larger value; infinity if only one value is finite."""
     if _same(x, y):
         return 0.0
     if x is None or y is None or not (math.isfinite(x) and math.isfinite(y)):

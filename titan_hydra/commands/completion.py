@@ -1,7 +1,7 @@
 """`titan completion SHELL`: print the script that lets a shell complete titan's commands, options, sweeps, cells and
 hashes.
 
-The script calls `titan completion --words ...` at each Tab, so that it need not be printed again for new runs or options.
+At each Tab the script calls `titan completion --words ...`. So new runs and options are completed without a new script.
 """
 
 import argparse
@@ -34,7 +34,7 @@ RUNS = ("target", "cell", "A", "B")  # names (argparse's dest) of arguments that
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "shell", nargs="?", choices=SCRIPTS, help='the shell, which evaluates it: eval "$(titan completion bash)"'
+        "shell", nargs="?", choices=SCRIPTS, help='the shell; it reads the script by: eval "$(titan completion bash)"'
     )
     parser.add_argument("--words", help=argparse.SUPPRESS)
 

@@ -13,11 +13,15 @@ from .model import add_step
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", help="a run: directory or start of its hash; a checkpoint's folder; with --from a Hugging Face folder"
+        "source",
+        help="run directory, start of a run's hash, or a checkpoint's folder; with --from: a folder in Hugging "
+        "Face's format",
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
-        "--to", choices=["hf", "peft"], help="export to this format; adapters: hf merges them, peft exports only them"
+        "--to",
+        choices=["hf", "peft"],
+        help="export to this format; of a model with adapters, hf exports the merged weights, peft the adapters alone",
     )
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
     parser.add_argument("target", type=Path, help="folder to write; new or empty")
@@ -32,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum size of an exported file, in GB, 10^9 bytes (default: 5)",
     )
     parser.add_argument(
-        "--config", type=Path, help="config.json of the run, if it is not two folders above the checkpoint"
+        "--config", type=Path, help="config.json of the run (default: the file two folders above the checkpoint)"
     )
     parser.add_argument(
         "--imports",
         nargs="+",
         default=[],
         metavar="MODULE",
-        help="with --from: modules of your own that bring the family",
+        help="with --from: your own modules that define the model's family",
     )
     add_runs(parser)
 

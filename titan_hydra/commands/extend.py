@@ -1,8 +1,8 @@
-"""`titan extend`: a new run that continues from a run's checkpoint, up to another number of steps.
+"""`titan extend`: start a new run that continues from a run's checkpoint, up to another number of steps.
 
 It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result
-equals a run with the new number from the start. With lr_scheduler=wsd, this is a checkpoint from before the decay; with
-a constant rate, it is the last one.
+equals a run that had the new number from the start. With lr_scheduler=wsd, this is a checkpoint from before the decay;
+with a constant rate, it is the last checkpoint.
 """
 
 import argparse
@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "KEY=VALUE of keys outside the hash, such as checkpoint.interval=100 or launch.mode=dry",
     )
     parser.add_argument(
-        "--step", type=int, metavar="S", help="continue from this step's checkpoint, even after the rate's decay"
+        "--step",
+        type=int,
+        metavar="S",
+        help="continue from this step's checkpoint, even if the learning rate has already decayed",
     )
     add_runs(parser)
 
@@ -106,7 +109,9 @@ def same_rates(old: Job, new: Job) -> int:
 
 
 def overrides(before: list[str], values: list[str], step: Path) -> list[str]:
-    """Return the overrides with which `python launch.py` starts the same run: the first run's, with the new values."""
+    """Return the overrides with which `python launch.py` starts the same run: the first run's overrides, with the new
+    values.
+    """
     after = [*values, f"checkpoint.initial_load_path={as_value(str(step))}", "checkpoint.exclude_from_loading=[]"]
     keys = {override.partition("=")[0] for override in after}
     return [override for override in before if override.partition("=")[0] not in keys] + after

@@ -15,7 +15,7 @@ from .model import add_model, checkpoint_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     parser.add_argument(
-        "--prompt", default="", metavar="TEXT", help="the text to continue (default: none, so a new document begins)"
+        "--prompt", default="", metavar="TEXT", help="the text to continue (default: none, to begin a new document)"
     )
 
 
@@ -50,7 +50,9 @@ def print_continuation(
     ends: Callable[[Tokenizer], set[int]],
     shown: str = "",
 ) -> int:
-    """Print `shown`, then what follows the tokens `beginning(checkpoint, tokenizer)` up to one of `ends`."""
+    """Print `shown`, then the continuation of the tokens `beginning(checkpoint, tokenizer)`, up to one of the tokens
+    `ends`.
+    """
     if args.max_tokens < 1:
         raise ConfigError(str(Fault("--max-tokens", args.max_tokens, "must be at least 1", legal=(1,))))
     if args.top_k < 0:

@@ -1,4 +1,6 @@
-"""`titan plan --goodput`: the share of a job's time in which it makes steps that count, and what would raise it."""
+"""`titan plan --goodput`: the share of a job's time in which it makes steps that count, and which changes would raise
+this share.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ OPTIONS: dict[str, tuple[float | None, Interval, str]] = {  # name: default, ran
     "save-seconds": (None, NOT_NEGATIVE, "seconds until a checkpoint is complete (default: its bytes by --write-gbs)"),
     "copy-seconds": (None, NOT_NEGATIVE, "seconds for which an async save holds training (default: by its bytes)"),
     "write-gbs": (1.0, POSITIVE, "GB/s that a node writes (default: 1)"),
-    "queue-minutes": (10.0, NOT_NEGATIVE, "wait for a node in the place of one that failed (default: 10)"),
-    "restart-minutes": (5.0, NOT_NEGATIVE, "from then to the next step: start, load, compile (default: 5)"),
+    "queue-minutes": (10.0, NOT_NEGATIVE, "minutes until another node replaces a failed node (default: 10)"),
+    "restart-minutes": (
+        5.0,
+        NOT_NEGATIVE,
+        "minutes from then until training goes on: start, load, compile (default: 5)",
+    ),
 }
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # steps between two saves, on the curve
 
@@ -35,20 +41,22 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--goodput",
         action="store_true",
-        help="the share of time in which the layout of the command line makes steps that count",
+        help="print the share of time in which the layout of the command line makes steps that count",
     )
     group.add_argument(
         "--failures",
         default="llama3",
         metavar="RATE",
-        help="per GPU-day, or llama3 (default), or runs: those of --runs",
+        help="failures per GPU-day: a number, llama3 (default), or runs, for the rate measured in --runs",
     )
     for name, (default, _, text) in OPTIONS.items():
         group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=text)
 
 
 def goodput(job: Job, args: argparse.Namespace) -> int:
-    """Print the shares of a frozen job's time, as it is and in better ways; draw them if --plot names a folder."""
+    """Print the shares of a frozen job's time, for the job as it is and for better ways to run it. Draw them if --plot
+    names a folder.
+    """
     given: dict[str, Any] = {name: getattr(args, name.replace("-", "_")) for name in OPTIONS}
     for name, (_, allowed, _) in OPTIONS.items():
         if given[name] is not None and (reason := allowed.objection(given[name])):
@@ -83,7 +91,7 @@ def goodput(job: Job, args: argparse.Namespace) -> int:
 
 
 def rate_of(args: argparse.Namespace) -> tuple[float, str]:
-    """Return the failures per GPU-day, and where they are from."""
+    """Return the failures per GPU-day, and the source of this number."""
     words = (*FAILURES, "runs", "a number")
     if args.failures in FAILURES:
         failures, days = FAILURES[args.failures]
@@ -120,21 +128,23 @@ def predicted_step(job: Job) -> float:
 
 
 def by_interval(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
-    """Yield the goodput of each way of saving with other numbers of steps between two saves."""
+    """Yield the goodput of each way of saving for several numbers of steps between two saves."""
     saving = {way.kind: way for way in rows if way.groups == 1 and way.queue and way.kind != "off"}
     for steps in INTERVALS:
         yield {"steps": steps} | {f"checkpoint={kind}": at.shares(way, steps).goodput for kind, way in saving.items()}
 
 
 def by_gpus(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
-    """Yield the goodput of each way on other numbers of devices, from an eighth to eight times as many."""
+    """Yield the goodput of each way on other numbers of devices, from an eighth of the job's number to eight times
+    that.
+    """
     for gpus in (at.gpus * 2**power // 8 for power in range(7)):
         there = replace(at, gpus=gpus)
         yield {"gpus": gpus} | {way.name: there.shares(way).goodput for way in rows if gpus >= way.groups * at.node}
 
 
 def as_values(at: Site, rows: list[Way], source: str) -> dict[str, Any]:
-    """Return what the table says as JSON values."""
+    """Return the content of the table as JSON values."""
     own = at.costs(rows[0])
     return {
         "gpus": at.gpus,
@@ -180,7 +190,7 @@ def lasting(seconds: float) -> str:
 
 
 def draw_goodput(folder: Path, at: Site, curves: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw the goodput over the interval and over the number of devices; print the files."""
+    """Draw the goodput over the interval between saves and over the number of devices; print the names of the files."""
     import matplotlib
 
     from titan_hydra.report.plots import figure, save_figure

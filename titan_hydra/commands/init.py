@@ -14,7 +14,7 @@ PROJECT = ASSETS / "project"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write it; a new or empty folder")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write the project to; new or empty")
 
 
 def main(args: argparse.Namespace) -> int:

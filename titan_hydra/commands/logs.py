@@ -1,5 +1,5 @@
-"""`titan logs`: print a rank's log; with -f follow it, also into the next attempt after a requeue. --guilty prints why
-the run failed, --hang which rank is late in a hang.
+"""`titan logs`: print a rank's log. -f prints new lines as they come, and goes on with the next attempt after a
+requeue. --guilty prints why the run failed, --hang which rank the others wait for in a hang.
 """
 
 import argparse
@@ -28,19 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="whose log is printed (default: rank 0, which prints the metrics)",
+        help="rank whose log is printed (default: 0, the rank that prints the metrics)",
     )
-    parser.add_argument("--attempt", type=int, metavar="N", help="which attempt (default: the newest)")
-    parser.add_argument("-n", "--lines", type=_number, metavar="N", help="only the last N lines")
+    parser.add_argument("--attempt", type=int, metavar="N", help="attempt whose log is printed (default: the newest)")
+    parser.add_argument("-n", "--lines", type=_number, metavar="N", help="print only the last N lines")
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--guilty", action="store_true", help="instead: the last lines of the rank that made the run fail"
+        "--guilty", action="store_true", help="print instead the last lines of the rank that made the run fail"
     )
     what.add_argument(
         "--hang",
         action="store_true",
-        help="instead: in or after a hang, which rank the others wait for, and in which operation",
+        help="print instead, in or after a hang, which rank the others wait for, and in which operation",
     )
     add_runs(parser)
 
@@ -69,9 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _number(text: str) -> int:
-    """Parse a number of lines. Raises ValueError, which argparse reports, if the text is not a non-negative whole
-    number.
-    """
+    """Parse a number of lines. Raises ValueError, which argparse reports, unless the text is a whole number from 0 up."""
     if not text.isdigit():
         raise ValueError
     return int(text)
@@ -96,7 +94,7 @@ def _guilty(directory: Path, state: State) -> int:
 
 
 def _hang(directory: Path, number: int | None) -> int:
-    """Print a paragraph about the late rank, for each replica group that has one."""
+    """Print a paragraph for each replica group in which ranks wait for a late rank."""
     attempt = layout.ATTEMPT.of(directory, number or newest_attempt(directory))
     groups = {0: attempt, **layout.REPLICA.all(attempt)}
     for group, home in layout.REPLICA.all(
@@ -143,7 +141,7 @@ def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
 
 
 class Tail:
-    """Prints a log from its beginning, or its last lines, and then whatever is appended."""
+    """Prints a log, whole or only its last lines, and then whatever is appended."""
 
     def __init__(self, path: Path, lines: int | None = None) -> None:
         self.path, self.file = path, path.open("rb")
@@ -161,7 +159,7 @@ class Tail:
 
 
 def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
-    """Return a rank's log; for rank 0, the job's log until the rank has its own. None if nothing was printed yet."""
+    """Return a rank's log; for rank 0, the job's log until the rank has its own. None if there is no log yet."""
     folder = layout.ATTEMPT.of(directory, attempt)
     candidates = [layout.LOG.of(folder, rank), *([layout.JOB_LOG.of(folder)] if rank == 0 else [])]
     for log in candidates:
@@ -171,7 +169,7 @@ def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
 
 
 def _missing(directory: Path, state: State, attempt: int, rank: int) -> str:
-    """Explain why there is no such log, and which logs there are."""
+    """Explain why there is no log of this rank and attempt, and which logs there are."""
     attempts = list(layout.ATTEMPT.all(directory))
     if attempt not in attempts:
         return f"--attempt={attempt}: {directory.name} has {between(attempts, 'attempt')}"

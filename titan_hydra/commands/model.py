@@ -12,7 +12,8 @@ def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
     parser.add_argument(
         "cell",
         metavar="RUN",
-        help=f"directory of a run, start of its hash, a cell's name, a checkpoint's folder{further and f', or {further}'}",
+        help=f"run directory, start of a run's hash, a cell's name, a checkpoint's "
+        f"folder{further and f', or {further}'}",
     )
     add_step(parser)
     parser.add_argument(
@@ -23,7 +24,10 @@ def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
 
 def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--step", metavar="S", help="step of the run's checkpoint; best: lowest held-out loss (default: the newest)"
+        "--step",
+        metavar="S",
+        help="step of the run's checkpoint, or best, the checkpoint with the lowest held-out loss (default: the "
+        "newest checkpoint)",
     )
 
 

@@ -33,34 +33,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides of the job, as for launch.py, with hardware=NAME; global batch: fixed (default: data.local_batch per GPU)",
+        help="overrides of the job, as for launch.py, with hardware=NAME; the global batch stays fixed (default: "
+        "data.local_batch times the number of GPUs)",
     )
     parser.add_argument(
         "--gpus",
         type=device_counts,
         metavar="N",
-        help="number of devices (or gpus=N); several, as 8,16,64, print the best layout of each",
+        help="number of devices (or gpus=N); several numbers, such as 8,16,64: print the best layout for each number",
     )
     parser.add_argument(
         "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
     )
-    parser.add_argument("--cell", action="store_true", help="predict the layout of the command line, without a search")
+    parser.add_argument(
+        "--cell", action="store_true", help="predict only the layout of the command line, without a search"
+    )
     parser.add_argument(
         "--why",
         metavar="LAYOUT",
-        help="the rule that excludes a layout (quoted overrides), or the terms of its estimate",
+        help="print the rule that excludes a layout (given as quoted overrides), or the terms of its prediction",
     )
     parser.add_argument(
         "--prove",
         type=int,
         metavar="N",
-        help="for the N best layouts, step one rank in the fake world, and print its memory and messages beside the formulas'",
+        help="for the N best layouts, step one rank in the fake world, and print its memory and messages beside "
+        "those of the formulas",
     )
     add_fits(parser)
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--plot", type=Path, metavar="FOLDER", help="plot memory by term, and speed over the number of GPUs"
+        "--plot", type=Path, metavar="FOLDER", help="write plots of memory by term and of speed over the number of GPUs"
     )
     add_goodput(parser)
 
@@ -71,13 +75,15 @@ def add_fits(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         nargs="+",
         metavar="RUN",
-        help="instead, fit the rates of hardware=NAME to runs or sweeps that have finished, and print the error of each prediction",
+        help="instead of planning, fit the rates of hardware=NAME to finished runs or sweeps, and print the error "
+        "of each prediction",
     )
     parser.add_argument(
         "--tune",
         type=int,
         metavar="K",
-        help="run the K best layouts for --steps steps, fit the rates to them, and plan again, until prediction and measurement agree",
+        help="run the K best layouts for --steps steps, fit the rates to these runs, and plan again, until "
+        "prediction and measurement agree",
     )
     parser.add_argument(
         "--score",
@@ -85,7 +91,8 @@ def add_fits(parser: argparse.ArgumentParser) -> None:
         type=Path,
         const=Path(),
         metavar="FILE",
-        help="instead, predict published measurements (default: those in the package), and print how far predictions are off",
+        help="instead of planning, predict published measurements (default: the package's), and print the errors of "
+        "the predictions",
     )
     parser.add_argument(
         "--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)"
@@ -96,8 +103,8 @@ def add_fits(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the fastest layouts, or one layout, or what --calibrate and --tune fit. Returns 0; 2 if nothing fits; with
-    --tune the status of the first run that failed.
+    """Print the fastest layouts, or one layout, or what --calibrate and --tune fit. Returns 0, or 2 if no layout fits;
+    with --tune, the status of the first run that failed.
     """
     counts = args.gpus or []
     _refuse(args, counts)
@@ -137,7 +144,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, counts: list[int]) -> None:
-    """Raise ConfigError for values of options that are out of range or do not go together."""
+    """Raise ConfigError for options whose values are out of range or that exclude each other."""
     if counts and counts[0] < 1:
         raise ConfigError(str(Fault("--gpus", counts[0], "a job needs at least one", legal=(1,))))
     for name, least, reason in (
@@ -158,8 +165,8 @@ def _refuse(args: argparse.Namespace, counts: list[int]) -> None:
 
 
 def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
-    """Search for layouts and print them; count the best --prove of them in the fake world; draw them if --plot names a
-    folder. Returns 2 if no layout fits.
+    """Search for layouts and print them; count the N best of them (--prove N) in the fake world; draw them if --plot
+    names a folder. Returns 2 if no layout fits.
     """
     rows, points = search(job, gpus)
     if not rows:
@@ -198,8 +205,8 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
 
 
 def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
-    """Predict the layout of the command line. Raises ConfigError for broken rules; rules about techniques that torch
-    cannot combine only print their faults. Returns 2 with --cell if the layout does not fit.
+    """Predict the layout of the command line. Raises ConfigError for broken rules, but only prints faults of rules
+    about techniques that torch cannot combine. With --cell, returns 2 if the layout does not fit.
     """
     job = legal_job(job, gpus)
     broken = [*map(str, checks.check(job, (checks.RECIPE, checks.PLACE)))]
@@ -219,7 +226,7 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
 
 
 def legal_job(job: Job, gpus: int | None) -> Job:
-    """Return the frozen job on that many devices. Raises ConfigError for broken rules."""
+    """Return the frozen job on `gpus` devices. Raises ConfigError for broken rules."""
     job = freeze(predict.on_nodes(job, gpus))
     if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT)):
         raise ConfigError("\n".join(map(str, faults)))
@@ -227,7 +234,7 @@ def legal_job(job: Job, gpus: int | None) -> Job:
 
 
 def show(rows: list[Row], points: int) -> None:
-    """Print the layouts as a table, and each as a line of overrides."""
+    """Print the layouts as a table, then each layout as a line of overrides."""
     degrees = ("cp", "tp", "pp", "ep") if rows[0].prediction.job.model.sparse else ("cp", "tp", "pp")
     numbers = ("local batch", "tokens/s/device", "GiB")
     titles = ("", "dp", *degrees, "schedule", "ac", *numbers, "fits", "GiB to spare", "limited by")
@@ -267,8 +274,8 @@ def show(rows: list[Row], points: int) -> None:
 
 
 def proof(job: Job) -> dict:
-    """Count the bytes of a job's fullest rank in the fake world, and return them with the formulas' bytes for the same
-    eager job.
+    """Count in the fake world the bytes of the rank that needs most memory. Returns them with the formulas' bytes for
+    the same eager job.
     """
     from titan_hydra.verify.count import count_rank, eager
 
@@ -285,7 +292,7 @@ def proof(job: Job) -> dict:
 
 
 def show_proofs(proofs: list[dict]) -> None:
-    """Print the counted bytes beside those of the formulas, one row per layout."""
+    """Print the counted bytes beside the bytes of the formulas, one row per layout."""
     if not proofs:
         return
     dimensions = sorted({name for one in proofs for name in one["sent_by_formula"]})
@@ -327,19 +334,19 @@ def explained(found: Prediction) -> list[str]:
 
 
 def bars(unit: str, values: list[tuple[str, float]]) -> list[str]:
-    """Return a line for each value, with a bar of BAR characters for the largest."""
+    """Return a line with a bar for each value; the largest value has a bar of BAR characters."""
     most = max(value for _, value in values)
     rows = [(name, f"{value:,.2f}", "#" * max(round(BAR * value / most), value > 0)) for name, value in values]
     return ["", *table(("", unit, ""), rows, (unit,))]
 
 
 def halves(gpus: int) -> list[int]:
-    """Return a quarter of the number of devices, a half, and the number itself, as far as they are whole."""
+    """Return those of a quarter, a half and the whole of the number of devices that are whole numbers."""
     return [gpus // times for times in (4, 2, 1) if gpus % times == 0 and gpus // times]
 
 
 def make_folder(folder: Path | None) -> None:
-    """Make the folder of --plot, if it is given. Raises ConfigError if it cannot be written."""
+    """Make the folder that --plot names, if any. Raises ConfigError if the folder cannot be written."""
     try:
         if folder:
             folder.mkdir(parents=True, exist_ok=True)

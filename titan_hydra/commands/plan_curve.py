@@ -1,4 +1,6 @@
-"""`titan plan --gpus 8,16,64`: the fastest layout that fits each number of GPUs, what scaling costs, and why."""
+"""`titan plan --gpus 8,16,64`: the fastest layout that fits, for each number of GPUs, and why more GPUs cost
+efficiency.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ LIMITED = "`limited by`: the largest term of time beside matmuls and attention; 
 
 
 def device_counts(text: str) -> list[int]:
-    """Parse --gpus: whole numbers with commas between them, ascending and each once. Raises ArgumentTypeError."""
+    """Parse --gpus: different whole numbers in ascending order, separated by commas. Raises ArgumentTypeError."""
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError as error:
@@ -40,8 +42,8 @@ def device_counts(text: str) -> list[int]:
 
 
 def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
-    """Search for the fastest layout on each number of devices, and print a row for each; draw the speeds if --plot names
-    a folder. GPU-hours are those of a billion tokens. Returns 2 if nothing fits any of them.
+    """Search for the fastest layout on each number of devices, and print a row for each. Draw the speeds if --plot
+    names a folder. GPU-hours are given for a billion tokens. Returns 2 if no layout fits on any number.
     """
     for option in ("cell", "why", "prove", "calibrate", "tune", "goodput"):
         if getattr(args, option):
@@ -75,7 +77,7 @@ def _as_json(count: int, row: Row | None) -> dict:
 
 
 def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, Row]) -> None:
-    """Print a row for each number of devices, and the layouts as lines of overrides."""
+    """Print a row for each number of devices, then the layouts as lines of overrides."""
     batch = f"{job.data.global_batch:,} samples" if job.data.global_batch else f"{job.data.local_batch:,} on each GPU"
     print(f"{job.model.name} on {job.hardware.name}, {job.data.seq_len:,} tokens a sample, global batch: {batch}")
     first = next((row.prediction.speed for row in fitting.values()), None)
@@ -115,13 +117,15 @@ def layout_of(job: Job) -> str:
 
 
 def order_of(job: Job) -> str:
-    """Return the schedule with its stages per rank and its microbatches, such as 1f1b 1x64; "" without a pipeline."""
+    """Return the schedule, the stages per rank and the number of microbatches, such as 1f1b 1x64; "" without a
+    pipeline.
+    """
     schedule = job.pp_schedule
     return f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}" if job.parallelism.pp > 1 else ""
 
 
 def draw_speed(folder: Path, found: dict[int, predict.Prediction], fixed: bool) -> list[Path]:
-    """Draw tokens/s against the number of devices beside a line of linear scaling. Returns the files."""
+    """Draw tokens/s over the number of devices, beside the line of linear scaling. Returns the names of the files."""
     import matplotlib
 
     from titan_hydra.report.plots import figure, save_figure

@@ -1,4 +1,4 @@
-"""`titan plan --score`: how far predictions of published measurements are off."""
+"""`titan plan --score`: print the errors of predictions of published measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "GiB: median er
 
 
 def scored(file: Path | None, as_json: bool) -> int:
-    """Predict the rows of a file, or those that the package ships, and print the errors by source, device and
+    """Predict the rows of a file, or the rows that the package ships, and print the errors by source, device and
     technique. Returns 0, or 2 if no row can be predicted.
     """
     found, skipped = [], []
@@ -51,7 +51,7 @@ def scored(file: Path | None, as_json: bool) -> int:
 
 
 def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple]:
-    """Return a row of the table for each group of rows that `name` calls the same."""
+    """Return a row of the table for each group of rows to which `name` gives the same name."""
     groups = defaultdict(list)
     for one in rows:
         groups[name(one)].append(one)

@@ -29,15 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cell to compare the others with (default: sweep.baseline, or the first cell)",
     )
     parser.add_argument(
-        "--allow", metavar="KEY,...", default="", help="compare cells although they differ in these keys"
+        "--allow", metavar="KEY,...", default="", help="compare cells even if they differ in these keys"
     )
     parser.add_argument(
-        "--over", metavar="KEY", help="average cells that differ only in this key, such as seed; adds standard errors"
+        "--over",
+        metavar="KEY",
+        help="average cells that differ only in this key, such as seed, and add standard errors",
     )
     parser.add_argument(
         "--predicted",
         action="store_true",
-        help="print titan plan's prediction of each run, and which are more than 20 %% slower",
+        help="print titan plan's prediction of each run, and mark runs that are more than 20 %% slower than predicted",
     )
     for name, (file, _) in TEXTS.items():
         parser.add_argument(
@@ -46,27 +48,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON for scripts: all columns, unrounded, and what each row was judged by",
+        help="print JSON for scripts: all columns, unrounded, and the rule by which each row was judged",
     )
     parser.add_argument("--row", action="store_true", help="print the runs as rows that titan plan --score reads")
     parser.add_argument(
         "--html",
         action="store_true",
-        help="write report.html: one page with everything, for any browser, without network",
+        help="write report.html, a page with the whole report that any browser shows without a network",
     )
     parser.add_argument(
-        "--serve", action="store_true", help="serve the page to this machine only, updated while the sweep runs"
+        "--serve",
+        action="store_true",
+        help="serve the page to browsers on this machine only, and update it while the sweep runs",
     )
     parser.add_argument(
         "--port", type=int, default=8321, metavar="N", help="port of --serve (default: 8321; 0: any free port)"
     )
-    parser.add_argument("--plots", action="store_true", help="write the plots, PNG and SVG")
+    parser.add_argument("--plots", action="store_true", help="write the plots as PNG and SVG")
     parser.add_argument(
         "--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)"
     )
-    parser.add_argument("--log", action="store_true", help="logarithmic losses in the plots")
+    parser.add_argument("--log", action="store_true", help="plot losses on a logarithmic scale")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FOLDER", help="where to write (default: the sweep's folder, or here)"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to write to (default: the sweep's folder, or the current one)",
     )
 
 
@@ -117,7 +125,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def draw_files(report: Report, folder: Path, args: argparse.Namespace) -> None:
-    """Write the plots and the page, as far as they are asked for, and print their files."""
+    """Write the plots and the page if the options ask for them, and print the names of the files."""
     if args.plots:
         from titan_hydra.report import plots
 

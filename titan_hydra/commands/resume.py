@@ -1,7 +1,7 @@
-"""`titan resume`: another attempt of the same run, on another number of GPUs or in another layout.
+"""`titan resume`: start another attempt of a run, on another number of GPUs or in another layout.
 
-The run's directory, name and hash stay, and so does what it learns: the global batch, the order of the data, optimizer,
-seed and number formats. A key that would change one of these is refused.
+The run's directory, name and hash stay, and so does everything that determines what it learns: the global batch, the
+order of the data, optimizer, seed and number formats. A key that would change one of these is refused.
 """
 
 import argparse
@@ -74,8 +74,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def relaid(job: Job, values: Sequence[str]) -> Job:
-    """Return a frozen job in another layout. `values` are options and keys of SECTIONS, those in KEYS, and keys outside
-    the identity. The global batch stays. A data-parallel degree that is not given becomes what `gpus` leaves.
+    """Return a frozen job in another layout. `values` may have options and keys of SECTIONS, the keys in KEYS, and keys
+    outside the identity. The global batch stays. Without a given data-parallel degree, the ranks that the other degrees
+    leave of `gpus` are data-parallel.
 
     Raises ConfigError for other keys and for bad values.
     """
@@ -109,6 +110,6 @@ def refuse_state(directory: Path) -> None:
 
 
 def keep_first(directory: Path) -> None:
-    """Keep the configuration of the first attempt, whose layout the run's hash contains."""
+    """Keep a copy of the first attempt's configuration, as the run's hash was computed from its layout."""
     if not layout.FIRST_CONFIG.read(directory):
         layout.FIRST_CONFIG.write(directory, layout.CONFIG.read(directory))

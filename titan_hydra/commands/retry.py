@@ -1,7 +1,7 @@
 """`titan retry`: run failed cells again, from their frozen configuration, through the same code as launch.py.
 
-A cell that ran out of memory, or whose loss was not finite, would fail again. Unless --as-is is given, it is not run, but
-printed with a suggested change.
+A cell that ran out of memory, or whose loss was not finite, would fail again. Without --as-is, such a cell is not run
+again; a change is suggested instead.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=ONLY,
         metavar="CLASS",
-        help=f"which cells, may be given several times: {', '.join(ONLY)} (default: failed)",
+        help=f"cells to run again; the option may be given several times: {', '.join(ONLY)} (default: failed)",
     )
     parser.add_argument(
         "--as-is", action="store_true", help="also run cells that ran out of memory or whose loss was not finite"
@@ -110,8 +110,8 @@ def cluster_of(cell: Cell) -> str:
 
 
 def _job_of(directory: Path, runs: Path) -> Job:
-    """Return the job of a run without the `launch` keys of its first start (force, retry, a limit), which only concern
-    that start, but with those that hold for every start. Raises ConfigError if the user's modules have been edited since.
+    """Return the job of a run. Drops those `launch` keys that concern the first start alone (force, retry, a limit),
+    and keeps those that hold for every start. Raises ConfigError if the user's modules have been edited since.
     """
     job = load_job(directory)
     if fault := edited_sources(job.train):

@@ -22,10 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "texts",
         type=Path,
         metavar="FILE",
-        help="file of texts, as for data.path: .jsonl, .csv, .parquet or .md, also compressed; in a .txt file each line is a text",
+        help="file of texts, as for data.path: .jsonl, .csv, .parquet or .md, or one of these compressed; or .txt, "
+        "with one text on each line",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSONL file of row, nats and tokens of each text (default: printed)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSONL file to write, with row, nats and tokens of each text (default: print them)",
     )
     parser.add_argument(
         "--text-key", default="text", metavar="KEY", help="name of the column that holds the text (default: text)"
@@ -35,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="length of a window in tokens; a longer text is read in windows that overlap by half "
-        "(default: the run's data.seq_len; of an export, model.max_seq_len)",
+        "(default: the run's data.seq_len; for an export, model.max_seq_len)",
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write a line for each text, and print the mean."""
+    """Write a line for each text, and print the mean of all texts."""
     if args.context is not None and args.context < 1:
         raise ConfigError(str(Fault("--context", args.context, "must be at least 1", legal=(1,))))
     if args.out and args.out.exists():

@@ -1,4 +1,4 @@
-"""`titan status`: the state of the runs of a sweep in one table, their failures, and commands to type next; --all lists
+"""`titan status`: print a table with the states of a sweep's runs, then failures and commands to type next. --all lists
 all sweeps and runs of a folder.
 """
 
@@ -31,7 +31,7 @@ COLOURS = {
     "new": "dim",
 }
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
-# States in the order in which their rows are kept if the screen has too few lines.
+# States, the most important first: if the screen has too few lines, rows of the last states are left out.
 SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # maximum number of failed runs whose reason is printed
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table once or follow it. Returns 0, whatever the runs' states are."""
+    """Print the table once, or repeatedly with --follow. Returns 0 for all states of the runs."""
     if args.follow and args.json:
         raise ConfigError("--json: prints one document, and --follow goes on; repeat `titan status --json`")
     if args.all:
@@ -136,7 +136,7 @@ def ago(moment: float) -> str:
 
 
 def _follow(args: argparse.Namespace, selection: Selection) -> int:
-    """Print the table repeatedly until all runs are over; without a terminal, a line for each change of state."""
+    """Print the table repeatedly until all runs are over; without a terminal, print a line for each change of state."""
     if not sys.stdout.isatty():
         return follow_in_lines(selection)
     from rich.live import Live
@@ -177,7 +177,7 @@ def _pause(queues: dict[str, Queue]) -> int:
 
 
 def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
-    """Return the rows that fit the screen, the most urgent states first, and a line that counts the others."""
+    """Return the rows that fit the screen, the most urgent states first, and a line that counts the other rows."""
     if len(rows) <= max(lines, 3):
         return rows, []
     kept = sorted(rows, key=lambda row: SHOWN_FIRST.index(row.state.kind))[: max(lines, 3)]

@@ -34,12 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="tokenizer_command", required=True)
     train = commands.add_parser("train", help="train a tokenizer of Llama 3's kind and write it as tokenizer.model")
     train.add_argument(
-        "--vocab", type=int, required=True, help="vocabulary size, Llama 3's 256 special tokens included"
+        "--vocab", type=int, required=True, help="vocabulary size, including Llama 3's 256 special tokens"
     )
     train.add_argument("--out", type=Path, required=True, help="the tokenizer.model to write")
     encode = commands.add_parser("encode", help="encode documents into a file of token ids, for data=tokens")
     encode.add_argument(
-        "--tokenizer", default="embedded", help="path of a tokenizer.model or tokenizer.json (default: embedded)"
+        "--tokenizer",
+        default="embedded",
+        help="path of a tokenizer.model or tokenizer.json (default: embedded, the package's own)",
     )
     encode.add_argument(
         "--out", type=Path, required=True, help=".bin file to write; OUT.json, written beside it, describes it"
@@ -60,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train or encode. Raises ConfigError for what the user can repair, also for a full disk and a killed worker."""
+    """Train or encode. Raises ConfigError for errors that the user can repair, including a full disk and a killed
+    worker.
+    """
     try:
         return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)
     except OSError as error:
@@ -72,7 +76,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """Train byte-pair merges with tokenizers, write them for tiktoken, and verify that both encode alike."""
+    """Train byte-pair merges with the library tokenizers, write them for tiktoken, and check that both libraries encode
+    alike.
+    """
     merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
     if merges < 0:
         raise ConfigError(
@@ -98,7 +104,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 
 
 def encode(args: argparse.Namespace) -> int:
-    """Write the documents' tokens in the order of the files, and beside them a header that describes them."""
+    """Write the documents' tokens in the order of the files, and beside the .bin file a header that describes it."""
     if args.workers < 1:
         raise ConfigError(f"--workers={args.workers}: at least 1")
     config = _tokenizer_config(args.tokenizer)
@@ -192,8 +198,8 @@ def _tokenizer_config(name: str) -> schema.Tokenizer:
 def _encode_in_order(
     config: schema.Tokenizer, texts: Iterator[str], dtype: str, workers: int
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield the encoded tokens and the number of documents of each batch, in order. At most 2 * workers batches wait for
-    the writer.
+    """Yield the encoded tokens and the number of documents of each batch, in the order of `texts`. At most 2 * workers
+    batches wait for the writer.
     """
     if workers == 1:
         _start_worker(config, dtype)
@@ -214,8 +220,8 @@ def _encode_in_order(
 
 
 def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
-    """Load the tokenizer of a worker process, which ignores Ctrl-C (the process that writes handles it) and ends with
-    that process.
+    """Load the tokenizer of a worker process. The worker ignores Ctrl-C, which the writing process handles, and ends
+    with that process.
     """
     if parent := multiprocessing.parent_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -247,8 +253,8 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file under another name and rename it, so that an interrupted command leaves the old file or the new
-    one.
+    """Write a file under another name, then rename it. So an interrupted command leaves either the old file or the new
+    file.
     """
     partial = Path(f"{path}.partial")
     try:

@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--to",
         choices=sorted(TRACKERS),
-        help="tensorboard: event files in the run directory; wandb: offline files there; existing files of the tracker are replaced",
+        help="tensorboard writes event files to the run directory, wandb writes offline files there; existing files "
+        "of the tracker are replaced",
     )
     where.add_argument("--send", action="store_true", help="send wandb's offline files to its server")
     parser.add_argument("--dry", action="store_true", help="only list what would be copied or sent")
@@ -69,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def copy(directory: Path, values: list[str], name: str, dry: bool) -> RunError | None:
-    """Copy one run and print the outcome. Returns the error, None if there was none."""
+    """Copy one run and print the outcome. Returns the error, or None after a success."""
     try:
         job, state = change(load_job(directory), [f"metrics.trackers=[{name}]", *values]), rundir.state(directory)
         if state.kind == "running":
@@ -91,7 +92,7 @@ def copy(directory: Path, values: list[str], name: str, dry: bool) -> RunError |
 
 
 def _send(selection: Selection, dry: bool, minutes: float) -> int:
-    """Send wandb's offline files of these runs, which are printed first."""
+    """Print, then send, wandb's offline files of the selected runs."""
     waiting = [folder for cell in selection.cells for folder in unsent(cell.directory)]
     if not waiting:
         print(f"{selection.name}: nothing to send; only runs with metrics.trackers=[wandb] record for wandb")
@@ -104,7 +105,7 @@ def _send(selection: Selection, dry: bool, minutes: float) -> int:
         print(f"wandb cannot be reached: {why}; nothing was sent", file=sys.stderr)
         return Exit.BUG
     with contextlib.suppress(subprocess.TimeoutExpired):
-        # One call for all: wandb sends the files of one run in order, and those of different runs in parallel.
+        # One call for all: wandb sends the files of one run in order, and the files of different runs in parallel.
         command = [sys.executable, "-m", "wandb", "sync", "--yes", *map(str, waiting)]
         if subprocess.run(command, timeout=60 * minutes).returncode == 0:
             return Exit.DONE
@@ -116,7 +117,7 @@ def _send(selection: Selection, dry: bool, minutes: float) -> int:
 
 
 def unreachable() -> str:
-    """Return why wandb's server does not answer; "" if it does. This is checked first, as wandb would wait for its
+    """Return why wandb's server does not answer; "" if it does. Called before sending, as wandb would wait for its
     server without limit.
     """
     import wandb

@@ -2,7 +2,7 @@
 measurement agree.
 
 The runs are an ordinary sweep, started through the same code as launch.py, so that the same command continues an
-interrupted one.
+interrupted sweep.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ LAYOUT = {  # keys that the search sets, so those on the command line are left o
 
 
 def tuned(job: Job, gpus: int, args: argparse.Namespace, into: Path | None) -> int:
-    """Plan, run and calibrate until the layout that is predicted to be the fastest is the fastest measured, or nothing
-    new is planned. Returns the exit status of the first run that failed, or 0.
+    """Plan, run and calibrate until the layout with the fastest prediction is also the fastest measured, or the plan
+    has no new layout. Returns the exit status of the first run that failed, or 0.
     """
     layouts = list[str]()
     planned = _best(on(job, job.hardware), gpus, args.tune)
@@ -87,7 +87,7 @@ def _best(job: Job, gpus: int, number: int) -> list[str]:
 
 
 def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Compose the run of a layout: the command line without its own degrees, the layout, a few steps and no
+    """Compose the run of a layout: the command line without its degrees, then the layout, a few steps and no
     checkpoints.
     """
     own = [word for word in args.overrides if word.partition("=")[0] not in LAYOUT]
@@ -103,8 +103,8 @@ def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]
 
 
 def _show(fit: Fit, start: Hardware, winner: str, fastest: str) -> None:
-    """Print the measured beside the predicted time of each layout, the fastest first, and whether they agree on which
-    is fastest.
+    """Print the measured and the predicted time of each layout, the fastest first, and whether both times name the same
+    layout as the fastest.
     """
     fit = dataclasses.replace(fit, runs=tuple(sorted(fit.runs, key=lambda run: run.step_seconds)))
     print()
@@ -115,7 +115,7 @@ def _show(fit: Fit, start: Hardware, winner: str, fastest: str) -> None:
 
 def _keep(fit: Fit, composed: list[tuple[Any, list[str]]], into: Path | None) -> None:
     """Write the rates beside the sweep's manifest, where `titan report --predicted` finds them, and to a hardware file
-    if one is named.
+    if --into names one.
     """
     runs = Path(composed[0][0].paths.runs).expanduser().absolute()
     newest = find.readable(runs)[0]

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides of every case and its reference, to verify another model, such as model=qwen3_debug, or your own",
+        help="overrides for every case and its reference, to verify another model, such as model=qwen3_debug or a "
+        "model of your own",
     )
     parser.add_argument(
         "--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py"
@@ -41,22 +42,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
     parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
     parser.add_argument(
-        "--random", type=int, metavar="N", help="run N random legal jobs instead, against the float64 reference"
+        "--random",
+        type=int,
+        metavar="N",
+        help="run N random legal jobs instead of the matrix, and compare them with the float64 reference",
     )
     parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (default: 0)")
     parser.add_argument(
-        "--module", metavar="FILE.py:NAME", help="verify a module of your own instead (docs/verify-module.md)"
+        "--module",
+        metavar="FILE.py:NAME",
+        help="verify a module of your own instead of the matrix (docs/verify-module.md)",
     )
     parser.add_argument(
         "--mutants",
         action="store_true",
-        help="plant known faults in a copy of the package instead, and print what finds each",
+        help="instead of running the matrix, plant known faults in a copy of the package, and print which case or "
+        "test finds each fault",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="with --mutants: only the cases that the default test suite runs"
+        "--quick", action="store_true", help="with --mutants: run only the cases that the default test suite runs"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print JSON for scripts: each case, and each column's difference and bound"
+        "--json",
+        action="store_true",
+        help="print JSON for scripts: each case with the difference and the bound of each column",
     )
     docs = CONF.parent / "docs"  # only a checkout has it
     parser.add_argument(

@@ -1,4 +1,6 @@
-"""`titan verify --mutants`: plant known faults one at a time in a copy of the package, and print what found each."""
+"""`titan verify --mutants`: plant known faults one at a time in a copy of the package, and print which case or test
+found each fault.
+"""
 
 import argparse
 import os
@@ -18,7 +20,7 @@ WAYS = {"quick": "quick cases", "matrix": "whole matrix", "tests": "tests alone"
 
 
 def run_mutants(args: argparse.Namespace) -> int:
-    """Run the trial. Returns 0 if every mutant was found, and every case and test passes without a mutant, else 1."""
+    """Run the trial. Returns 0 if every mutant was found and all cases and tests pass without a mutant, else 1."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     subjects = {mutant.name: subject for subject, mutants in corpus().items() for mutant in mutants}
     chosen = _chosen(args.only or "", [mutant for mutants in corpus().values() for mutant in mutants])

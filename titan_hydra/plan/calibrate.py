@@ -40,7 +40,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """Rates fitted to runs. `told` names the rates on which the runs depend; the others are unchanged."""
+    """Rates fitted to runs. `told` names the rates that the runs determine; all other rates are unchanged."""
 
     hardware: Hardware
     told: tuple[str, ...]
@@ -48,17 +48,17 @@ class Fit:
     notes: tuple[str, ...] = ()
 
     def residual(self, run: Measured) -> float:
-        """Return the relative error of the prediction for a run after the fit."""
+        """Return the relative error of a run's prediction with the fitted rates."""
         return seconds(run, self.hardware) / run.step_seconds - 1
 
 
 def seconds(run: Measured, hardware: Hardware) -> float:
-    """Predict the seconds of a run's step on a device."""
+    """Predict how many seconds a step of the run takes on a device."""
     return time.speed(on(run.job, hardware)).step_seconds
 
 
 def on(job: Job, hardware: Hardware) -> Job:
-    """Return a copy of a job on another device."""
+    """Return a copy of the job for another device."""
     return changed(job, hardware=vars(hardware))
 
 
@@ -68,11 +68,11 @@ def measured(name: str, job: Job, tokens_per_second: float) -> Measured:
 
 
 def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
-    """Fit the rates on which the runs depend: minimize the sum of the squared logarithms of predicted over measured
-    times.
+    """Fit the rates on which the runs depend: minimize the sum of the squares of log(predicted time / measured time).
 
-    The times of attention and of matmuls grow differently with the sequence length. Runs of one length only determine
-    their sum, so both rates are changed by the same factor. Raises NotPredictable if `hardware` lacks a rate.
+    The times of attention and of matmuls grow differently with the sequence length. If all runs have the same length,
+    they determine only the sum of both times, so both rates are changed by the same factor. Raises NotPredictable if
+    `hardware` lacks a rate.
     """
     runs = tuple(runs)
     told = tuple(rate for rate in RATES if getattr(start, rate) is not None and _matters(runs, start, rate))
@@ -94,8 +94,9 @@ def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
 def descend(
     start: dict[str, float], error: Callable[[dict[str, float]], float], together: Iterable[list[str]] = ()
 ) -> dict[str, float]:
-    """Return the values of constants near `start` for which `error` is least: a search along each constant, in ever smaller
-    steps. The constants of a list of `together` are changed by the same factor; by default each is changed alone.
+    """Return the values of constants near `start` for which `error` is least: a search along each constant, in ever
+    smaller steps. Each list in `together` names constants that are changed by the same factor; by default each constant
+    is changed alone.
     """
     groups = [*together] or [[name] for name in start]
     best, least = start, error(start)
@@ -117,7 +118,7 @@ def _with(hardware: Hardware, rates: dict[str, Any]) -> Hardware:
 
 
 def _matters(runs: tuple[Measured, ...], start: Hardware, rate: str) -> bool:
-    """Whether some run would take 1 % longer at two thirds of a rate."""
+    """Whether a rate matters: at two thirds of it, at least one run would take 1 % longer."""
     slower = replace(start, **{rate: getattr(start, rate) / 1.5})
     return any(seconds(run, slower) > 1.01 * seconds(run, start) for run in runs)
 
@@ -129,7 +130,7 @@ def _error(runs: tuple[Measured, ...], hardware: Hardware, start: Hardware) -> f
 
 
 def as_yaml(found: Fit, name: str) -> str:
-    """Return the text of a file of conf/hardware, each rate with its origin."""
+    """Return the text of a hardware file (conf/hardware), which names the origin of each rate."""
     worst = max(abs(found.residual(run)) for run in found.runs)
     lines = [f"# {name}: calibrated from {counted(len(found.runs), 'run')}, whose times it gives within {worst:.0%}."]
     for spec in fields(Hardware):

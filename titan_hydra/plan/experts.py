@@ -1,5 +1,5 @@
-"""The experts of a block as one rank sees them: how many weights, rows and bytes. All experts are assumed to get the
-same number of tokens.
+"""The weights, rows and bytes of a block's experts on one rank. All experts are assumed to get the same number of
+tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from titan_hydra.job.experts import sparse
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The sizes of a block's experts on one rank. A row is a token that is sent to an expert; `rows` is the number of rows
-    that a rank's experts compute for each token of a context-parallel rank. Widths count elements of a row.
+    """The sizes of a block's experts on one rank. A row is one token at one expert. `rows` is the number of rows that a
+    rank's experts compute, per token of a context-parallel rank. Widths are numbers of elements in a row.
     """
 
     number: int  # routed experts of a block, on all ranks
@@ -34,39 +34,41 @@ class ExpertShape:
 
     @property
     def outputs(self) -> list[float]:
-        """The elements of a token in the outputs of the router and of the three grouped matmuls, in running order."""
+        """The elements per token in the outputs of the router and of the three grouped matmuls, in the order of
+        computation.
+        """
         return [self.number / self.sequence, self.rows * self.width, self.rows * self.width, self.rows * self.dim]
 
     @property
     def sent(self) -> float:
-        """The bytes of a token that are sent to the experts' ranks, or back."""
+        """The bytes per token that are sent to the ranks of its experts; as many come back."""
         return self.rows * self.dim * self.used * (self.ep > 1)
 
     @property
     def chosen(self) -> float:
-        """The bytes of a token that selective checkpointing keeps in addition to outputs of matmuls: rows that were sent,
+        """The bytes per token that selective checkpointing keeps besides the outputs of matmuls: rows that were sent,
         scores and indices.
         """
         return 2 * self.sent + 12 * self.rows
 
     @property
     def traffic(self) -> float:
-        """The bytes of memory traffic of a token outside matmuls: rows are permuted and unpermuted, weighted and
+        """The memory traffic per token outside matmuls, in bytes: rows are permuted and unpermuted, weighted and
         summed, and the activation is applied.
         """
         return self.rows * self.used * ((5 + 4 * (self.ep > 1)) * self.dim + 5 * self.width)
 
     @property
     def everything(self) -> float:
-        """The bytes of a token that the forward keeps for the backward: rows before and after the experts, four tensors
+        """The bytes per token that the forward keeps for the backward: rows before and after the experts, four tensors
         of the experts' width, scores of all experts in float32, and permutations.
         """
         orders = 16 * (1 + (self.ep > 1))
         return self.rows * (self.used * (2 * self.dim + 4 * self.width) + orders) + 12 * self.number / self.sequence
 
     def backward(self, again: bool) -> float:
-        """Return the bytes of a token by which the peak of the backward exceeds `everything`. The peak is in the experts or,
-        if the block is recomputed (`again`), at the point where rows are unpermuted.
+        """Return by how many bytes per token the backward's peak exceeds `everything`. The peak is in the experts'
+        backward or, if the block is recomputed (`again`), where rows are unpermuted.
         """
         return (
             self.rows * self.used * max(self.width, 2 * self.width - self.dim, again * (2 + (self.ep > 1)) * self.dim)
@@ -74,7 +76,7 @@ class ExpertShape:
 
 
 def experts_of(job: Job) -> ExpertShape | None:
-    """Return the experts of a block of a job; None if its model has none."""
+    """Return the shapes of the experts in a block of a job; None if the model has no experts."""
     if not job.model.sparse:
         return None
     model, layout = sparse(job), job.parallelism
@@ -93,12 +95,14 @@ def experts_of(job: Job) -> ExpertShape | None:
 
 
 def shared_width(job: Job) -> int:
-    """Return the width of a sparse block's shared experts together, which form a dense feed-forward; 0 without them."""
+    """Return the total width of a sparse block's shared experts, which together form a dense feed-forward; 0 without
+    shared experts.
+    """
     return sparse(job).n_shared_experts * sparse(job).expert_dim
 
 
 def lighter(job: Job) -> float:
-    """Return the number of parameters of a sparse block minus that of a dense one."""
+    """Return by how many parameters a sparse block exceeds a dense block."""
     model = sparse(job)
     return model.dim * (
         model.n_experts + 3 * (model.n_experts * model.expert_dim + shared_width(job) - model.ffn_width)

@@ -20,7 +20,8 @@ from titan_hydra.job.dtypes import SIZE
 FAILURES = {
     "llama3": (419, 54 * 16384)
 }  # unexpected interruptions, and GPU-days in which they came (arXiv 2407.21783, table 5)
-# bytes per second that a device copies to pageable and to pinned memory of the host, while its neighbours do: assumed
+# bytes per second that each device copies to the host's pageable or pinned memory, if all devices of the host copy at
+# once; assumed values
 COPIED = {"async": 3e9, "async_pinned": 20e9}
 LONGEST = 700.0  # of an exponent, as exp() overflows beyond 709
 GROUPS = (8, 4, 2)  # replica groups that are proposed, the first number that gives whole nodes
@@ -39,7 +40,9 @@ class Interruptions:
 
 @dataclass(frozen=True)
 class TimeShares:
-    """The shares of a job's time. `redone` is work that a failure cost, and saves that did not become complete."""
+    """The shares of a job's time. `redone` is work that was lost in failures and done again, and saves that did not
+    become complete.
+    """
 
     goodput: float
     saving: float
@@ -53,8 +56,8 @@ def young_interval(costs: Interruptions) -> float:
 
 
 def daly_interval(costs: Interruptions) -> float:
-    """Return Daly's higher-order estimate of the best time between two saves, but at least that of a save in the
-    background, as the next one waits for it.
+    """Return Daly's higher-order estimate of the best time between two saves. It is at least the duration of a save in
+    the background, as the next save waits for its end.
     """
     held, between = costs.held, costs.between
     if held >= 2 * between:
@@ -66,10 +69,10 @@ def daly_interval(costs: Interruptions) -> float:
 def shares_of_job(interval: float, costs: Interruptions) -> TimeShares:
     """Return the shares of a job that saves after every `interval` of work, and restarts as a whole after a failure.
 
-    From one complete checkpoint to the next the job needs a `period` without a failure. After a failure it needs the
-    restart, the work that it did while the last complete checkpoint was still being written, and the period, without a
-    failure. With probability p that a period has none, the mean of all attempts together is
-    between * (1 - p) * exp((restart + behind + period) / between), which Daly writes as below.
+    From one complete checkpoint to the next, the job needs a `period` without a failure. After a failure it must
+    restart, redo the work that it did while the last complete checkpoint was being written (`behind`), and do the
+    period, all without a failure. If p is the probability of no failure in a period, the mean time of all failed
+    attempts together is between * (1 - p) * exp((restart + behind + period) / between); the code has Daly's form of it.
     """
     between, period = costs.between, max(interval, costs.behind) + costs.held
     alive = exp(-costs.restart / between)  # the share of time in which the job is not restarting
@@ -79,11 +82,11 @@ def shares_of_job(interval: float, costs: Interruptions) -> TimeShares:
 
 
 def shares_of_groups(groups: int, interval: float, costs: Interruptions, wait: float) -> TimeShares:
-    """Return the shares of a job in `groups` replica groups, of which a failure restarts one. The others wait for `wait`,
-    and lose no work, as they go on from their own state.
+    """Return the shares of a job in `groups` replica groups. A failure restarts one group. The other groups wait for
+    `wait` seconds and lose no work, as they go on from their own state.
 
-    A group makes steps while none of its devices has failed within the last `restart`, and none of another group's
-    within the last `wait`. That all groups are gone at once is not counted.
+    A group makes steps while none of its own devices has failed in the last `restart` seconds, and none of another
+    group's devices in the last `wait` seconds. A failure of all groups at once is not counted.
     """
     own, others = exp(-costs.restart / (groups * costs.between)), exp(-wait * (groups - 1) / (groups * costs.between))
     period = max(interval, costs.behind) + costs.held
@@ -94,7 +97,7 @@ def shares_of_groups(groups: int, interval: float, costs: Interruptions, wait: f
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a job: how it saves and how often (None: at the best interval), and what a failure costs."""
+    """A way to run a job: how it saves, how often it saves (None: at the best interval), and what a failure costs."""
 
     name: str
     kind: str  # of checkpoint.name
@@ -107,7 +110,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Site:
-    """A job, and what is known of its cluster."""
+    """A job, and the known facts of its cluster."""
 
     job: Job
     gpus: int  # of all replica groups
@@ -136,7 +139,7 @@ class Site:
         return adapter_parameters(job) * states if adapts(job) else count(job.model) * states if count else None
 
     def save(self, groups: int = 1) -> float:
-        """Return the time until a checkpoint is complete; each replica group writes its own."""
+        """Return the time until a checkpoint is complete. Each replica group writes its own checkpoint."""
         if self.save_seconds is not None:
             return self.save_seconds
         return self.bytes / (self.node_write * max(self.gpus / groups / self.node, 1))
@@ -148,7 +151,7 @@ class Site:
         return self.bytes * groups * self.job.parallelism.dp_replicate / self.gpus / COPIED[kind]
 
     def costs(self, way: Way) -> Interruptions:
-        """Return what interrupts the job if it runs in that way."""
+        """Return what interruptions cost the job if it runs in this way."""
         restart = self.restart + self.queue * way.queue + way.lost
         if way.kind == "off":
             return Interruptions(self.between, restart, 0.0)
@@ -158,7 +161,7 @@ class Site:
         )
 
     def steps(self, way: Way) -> int:
-        """Return the steps between two saves."""
+        """Return the number of steps between two saves."""
         return max(
             ceil(daly_interval(self.costs(way)) / self.step)
             if way.interval is None
@@ -167,7 +170,7 @@ class Site:
         )
 
     def shares(self, way: Way, steps: int | None = None) -> TimeShares:
-        """Return the shares of time, with so many steps between two saves, or the way's own."""
+        """Return the shares of time, with `steps` steps between two saves; None: with the number that the way has."""
         interval, costs = self.step * (steps or self.steps(way)), self.costs(way)
         return (
             shares_of_groups(way.groups, interval, costs, way.wait)
@@ -177,7 +180,7 @@ class Site:
 
 
 def ways(at: Site) -> Iterator[Way]:
-    """Yield the job as it is configured, then with one improvement after another."""
+    """Yield the way in which the job is configured, then further ways, each with one more improvement."""
     saves, groups = at.job.checkpoint, at.job.fault_tolerance
     limits = [
         seconds

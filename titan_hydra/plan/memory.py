@@ -1,9 +1,9 @@
-"""The peak of a device's memory, from a job alone: a table of terms, each counted from shapes or fitted to
-measurements.
+"""Predict the peak of a device's memory from a job alone. The peak is a sum of terms, each counted from shapes or
+fitted to measurements.
 
 The peak of a step is at one of a few moments: the loss of the last stage, with all activations alive, the backward of
 the last or the first block, or the update. docs/plan.md has the formulas and their errors; tests/plan/test_tracker.py
-compares them with counts of the fake world.
+compares the formulas with counts in the fake world.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ class Peak:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants that are fitted, or that differ in older versions of torch. Tests of the paper's tables change those that
-    differ.
+    """Constants that are fitted, or that had other values in older versions of torch. Tests of the paper's tables set
+    the older values.
     """
 
     # ratio of reserved to live bytes of temporary memory, fitted to one H200 with torch 2.11; 1.17 on the paper's ranks (2024)
     reserve: float = 1.05
     logits: float | None = None  # bytes per logit at the loss; None: the number counted in `_head`
     kept_logits: float = 0  # bytes per logit that older pipeline schedules kept for all microbatches, twice
-    # a stage allocates what it receives for all microbatches at once, as torch's does by itself
+    # a stage allocates the inputs of all microbatches at once, as torch's own pipeline stage does
     all_received: bool = False
 
 
 def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = None) -> Peak:
-    """Predict the memory of a frozen job's fullest rank. Raises NotPredictable."""
+    """Predict the memory of the rank that needs most, for a frozen job. Raises NotPredictable."""
     shape = shape or shape_of(job)
     ranks = len(shape.stages)
     # candidates for the fullest rank: the first, the last, and an inner rank with the most blocks
@@ -90,7 +90,7 @@ def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = Non
 
 
 def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
-    """Return the terms of one pipeline rank at the largest of its moments."""
+    """Return the terms of one pipeline rank at the moment at which it needs most memory."""
     world, parameters = shape.job.parallelism, sum(map(shape.parameters, shape.stages[rank]))
     trained, share, of_gradient = (
         shape.trained(shape.stages[rank]),
@@ -125,9 +125,9 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
 def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -> Iterator[Moment]:
     """Yield the moments at which a rank's memory can be at its peak.
 
-    As the backward goes from the last block to the first, saved activations are freed and gradients allocated;
-    gradients of earlier local batches exist already. In a pipeline the activations of all microbatches in flight may be
-    alive or, during the last microbatch, all gradients.
+    As the backward goes from the last block to the first, it frees saved activations and allocates gradients, except
+    the gradients that earlier local batches have allocated. In a pipeline, either the activations of all microbatches
+    in flight are alive or, during the last microbatch, all gradients.
     """
     stages, pp, end = shape.stages[rank], len(shape.stages) > 1, len(shape.layers) - 1
     whole = shape.gathered_parameters(stages)
@@ -171,8 +171,8 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
 
 
 def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: list[Term]) -> Iterator[Moment]:
-    """Yield the moments at which the blocks that run before those of `shape` are at their peak: the backward of the last
-    block and that of the first block of each stack. A tower is gathered, and its gradients are reduced, as a whole.
+    """Yield the moments at which the stacks of blocks that run before `shape` are at their peak: the backward of each
+    stack's last block and of its first block. A tower's parameters are gathered, and its gradients reduced, as a whole.
     """
     done, left = parameters - shape.embedding, sum(one.layers[0] * one.block for one in shape.before)
     for place, one in reversed([*enumerate(shape.before)]):
@@ -192,11 +192,11 @@ def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: l
 
 
 def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: bool, blocks: int = 2) -> list[Term]:
-    """Return gathered parameters and gradients that are not reduced yet: in the backward of a block, or, if `reduced`
-    is None, at the loss.
+    """Return the gathered parameters and the gradients that are not yet reduced, in the backward of a block or, if
+    `reduced` is None, at the loss.
 
-    ZeRO-3 holds the weights of `blocks` blocks, and gradients of `reduced` parameters while they are reduced. A pipeline
-    (ZeRO-2) holds all weights and, if `summed`, gradients of earlier microbatches.
+    ZeRO-3 holds the weights of `blocks` blocks, and the gradients of `reduced` parameters until they are reduced. A
+    pipeline (ZeRO-2) holds all weights and, if `summed`, gradients of earlier microbatches.
     """
     job, own = shape.job, shape.used * shape.whole * shape.learned
     if not shape.wrapped:
@@ -222,9 +222,7 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
 
 
 def saved(shape: Shape) -> float:
-    """Return the bytes that the forward of one block keeps for one microbatch, by the mode of activation
-    checkpointing.
-    """
+    """Return the bytes that the forward of one block keeps for one microbatch; they depend on activation checkpointing."""
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
     dim, width, mode = shape.residual, shape.ffn_width, mode_of(job)
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
@@ -243,7 +241,8 @@ def saved(shape: Shape) -> float:
     everything += shape.experts.everything if shape.experts else 0
     if not mode.contexts:
         return shape.tokens * ((1 - shape.whole_again) * everything + shape.whole_again * used * dim)
-    # A row-parallel linear keeps its output summed over ranks and, in eager, the unsummed one too.
+    # A row-parallel linear keeps its output after the sum over ranks and, in eager code, also its output before the
+    # sum.
     both = tp > 1 and not shape.compiled
     outputs = shape.outputs(1 if both else shape.sequence)
     kept = dim + shape.values + (2 * dim if both else 0) + sum(outputs[:: mode.matmuls])
@@ -251,8 +250,8 @@ def saved(shape: Shape) -> float:
 
 
 def _norms(shape: Shape) -> float:
-    """Return the elements of a token in the outputs of a block's two norms, in the form in which the linears read them:
-    whole with tensor parallelism.
+    """Return the elements per token in the outputs of a block's two norms as the linears read them: with tensor
+    parallelism, whole.
     """
     dim = shape.job.model.dim
     if shape.job.parallelism.tp == 1:
@@ -261,8 +260,8 @@ def _norms(shape: Shape) -> float:
 
 
 def _heads(shape: Shape) -> float:
-    """Return the elements of a token in queries, keys, values and attention's output, and in the tensors from which they
-    are computed: latents, or queries and keys that are not normalized yet.
+    """Return the elements per token in queries, keys, values and attention's output, and in the tensors before them:
+    latents, or queries and keys before their norms.
     """
     before = 2 * shape.latents
     if shape.job.model.qk_norm:
@@ -271,7 +270,7 @@ def _heads(shape: Shape) -> float:
 
 
 def _attention(shape: Shape) -> float:
-    """Return the bytes of a token that attention keeps beside queries, keys, values and its output: the logsumexp, and
+    """Return the bytes per token that attention keeps besides queries, keys, values and its output: the logsumexp, and
     a second copy of the output where context parallelism changes its layout.
     """
     layout = shape.job.parallelism
@@ -280,17 +279,17 @@ def _attention(shape: Shape) -> float:
 
 
 def _mask(shape: Shape) -> float:
-    """Return the size of a microbatch's mask of documents, or of a tower's images. Every attention kernel needs it except
-    flash in half precision.
+    """Return the bytes of a microbatch's mask, of documents or of a tower's images. All attention kernels need the mask
+    except flash in half precision.
     """
     tower = shape.stack is not None and shape.stack.tower is not None
     return shape.samples * shape.job.data.seq_len**2 if tower or call_of(shape.job).masked else 0
 
 
 def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]:
-    """Return the masks of all microbatches in flight and, in a pipeline, the tensors between stages: what arrives before
-    its turn (the input of a microbatch in flight is a saved activation of the first block), and the outputs that a stage
-    keeps until their backward.
+    """Return the masks of all microbatches in flight and, in a pipeline, the tensors between stages: inputs that arrive
+    before their turn, and outputs that a stage keeps until their backward. Inputs of microbatches in flight do not
+    count: they are saved activations of the first block.
     """
     job, last = shape.job, len(shape.layers) - 1
     number = in_flight(job, rank, (1,) * len(shape.layers)).most
@@ -308,8 +307,8 @@ def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]
 
 
 def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]:
-    """Yield the memory of the head and the loss: several copies of the logits. For the fused loss, yield first a chunk of
-    logits with the gradients so far, then the scaled gradients.
+    """Yield the memory of the head and the loss: several copies of the logits. For the fused loss, yield two moments: a
+    chunk of logits with the gradients so far, then the scaled gradients.
     """
     job, tokens, last = shape.job, shape.tokens, len(shape.layers) - 1
     tp, dim = job.parallelism.tp > 1, shape.residual
@@ -322,7 +321,7 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
         if job.loss.chunk_tokens >= tokens:  # a single chunk's product is the weight's gradient
             each, weights = shape.used * weight, waiting - 1
         gradients = Term("head's gradient", weights * each + waiting * hidden)
-        # a chunk's logits, and its product for the weight's gradient
+        # a chunk's logits, and the chunk's part of the head's weight gradient
         chunk = shape.used * (min(job.loss.chunk_tokens, tokens) * shape.vocabulary + weight)
         yield [Term("head and loss", chunk + around), gradients]
         yield [Term("head and loss", shape.used * weight + around), Term("head's gradient", waiting * (each + hidden))]
@@ -339,9 +338,9 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
 
 
 def _block(shape: Shape) -> Iterator[list[Term]]:
-    """Yield the memory of one block's backward (its activations, saved or recomputed, and its gradients) at two moments:
-    in the feed-forward, and in ring attention, which sums the gradients of queries, keys and values in float32 while keys
-    and values are passed on.
+    """Yield the memory of one block's backward (its activations, saved or recomputed, and its gradients) at two
+    moments: in the feed-forward, and in ring attention. The latter sums the gradients of queries, keys and values in
+    float32, and passes keys and values on.
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
     if shape.stack:

@@ -1,4 +1,6 @@
-"""The bytes of a rank's communication in a step, by dimension of the mesh; a collective counts with its whole tensor."""
+"""The bytes of a rank's communication in a step, by dimension of the mesh. A collective counts as the bytes of its
+whole tensor.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,12 @@ def tensor(shape: Shape) -> tuple[float, float]:
 
 
 def _ends(shape: Shape) -> float:
-    """Return the bytes of tensor-parallel collectives around the embedding, or around the head."""
+    """Return the bytes of the tensor-parallel collectives at the embedding, or at the head."""
     return shape.tokens * shape.job.model.dim * shape.used * (2 if shape.job.parallelism.sequence_parallel else 1)
 
 
 def _logits(shape: Shape) -> float:
-    """Return the bytes of the gathered logits, if the loss needs them unsharded."""
+    """Return the bytes of the logits that are gathered if the loss needs them whole, else 0."""
     whole = not (shape.job.parallelism.loss_parallel or shape.fused_loss)
     return shape.tokens * shape.job.model.vocab_size * shape.used * whole
 
@@ -80,13 +82,15 @@ def _experts(shape: Shape) -> float:
 
 
 def exchanges(shape: Shape) -> tuple[int, int]:
-    """Return how often forward and backward exchange a block's rows; selective checkpointing keeps received rows."""
+    """Return how often forward and backward exchange a block's rows; a recomputation with selective checkpointing does
+    not, as received rows are kept.
+    """
     return 2, 2 + 2 * (shape.whole_again == 1)
 
 
 def _shards(shape: Shape, parameters: float) -> float:
     """Return the bytes of a local batch's all-gathers of weights and reduce-scatters of gradients. ZeRO-3 gathers all
-    weights twice, except those of the head: the backward begins with them, so that they are gathered once.
+    weights twice, except the head's weights: the backward begins with the head, so its weights are still there.
     """
     reshard, pp = shape.job.parallelism.reshard_after_forward, len(shape.stages) > 1
     if reshard == "always":

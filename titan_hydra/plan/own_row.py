@@ -1,4 +1,4 @@
-"""Write a job of this trainer as a row in the form of assets/published.yaml, which has published measurements."""
+"""Write a job of this trainer as a row of the same form as the published measurements in assets/published.yaml."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ OWN = "titan_hydra"  # how the source of a row begins; published.yaml has a stac
 
 
 def row_of(job: Job, name: str) -> Row:
-    """Return the keys of a frozen job's row, without measurements. `overrides` has what the other keys do not say, so
-    that the row's prediction is the job's.
+    """Return the keys of a frozen job's row, without measurements. The row's `overrides` have what its other keys
+    cannot say, so that the row and the job have the same prediction.
     """
     degrees = job.parallelism
     row: Row = {
@@ -62,7 +62,7 @@ def row_of(job: Job, name: str) -> Row:
 
 
 def _differences(job: Job, row: Row) -> list[str]:
-    """Return the overrides that the row's job needs to become `job`: first the options of groups, then values."""
+    """Return the overrides that the row's job needs to become `job`: options of config groups come first, then values."""
     made = freeze(compose_unchecked(*overrides_of(row, job.hardware.name, mode_of_row(row) or "none")))
     wanted, found = ({key: value for key, _, value, _ in leaves(one) if key.startswith(READ)} for one in (job, made))
     changed = {key: value for key, value in wanted.items() if found.get(key, value) != value and key != "model.name"}

@@ -1,4 +1,4 @@
-"""Predict for one job whether it fits the device's memory, its tokens per second, its GPU-hours, and what would make it
+"""Predict one job's memory, tokens per second and GPU-hours, whether it fits the device, and which change would make it
 fit.
 """
 
@@ -34,7 +34,7 @@ FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted memory and speed of a job. A part that cannot be predicted is None, and `reason` is the cause."""
+    """The predicted memory and speed of a job. A part that cannot be predicted is None; `reason` says why."""
 
     job: Job
     peak: Peak
@@ -57,7 +57,7 @@ class Prediction:
 
     @property
     def band(self) -> float:
-        """Return the half-width of the error band of times, relative."""
+        """Return the relative half-width of the error band of times."""
         return time.BAND if self.job.hardware.measured else time.UNMEASURED
 
     @property
@@ -77,7 +77,7 @@ def in_memory(job: Job) -> Prediction:
 
 
 def timed(prediction: Prediction, exact: bool = True) -> Prediction:
-    """Return a prediction with the job's speed, or with the reason why it has none."""
+    """Return the prediction with the job's speed added, or the reason why the speed cannot be predicted."""
     try:
         return replace(prediction, speed=time.speed(prediction.job, exact=exact))
     except NotPredictable as error:
@@ -124,7 +124,7 @@ def objection(prediction: Prediction) -> Fault | None:
 
 
 def too_large(prediction: Prediction) -> bool:
-    """Whether the predicted memory exceeds the device's by so much that the job is refused, and not only warned about."""
+    """Whether the predicted memory exceeds the device's so far that the job is refused, not only warned about."""
     return prediction.fits == "no" and prediction.peak.gib > REFUSED * prediction.capacity_gib
 
 

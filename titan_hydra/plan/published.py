@@ -1,4 +1,4 @@
-"""Published measurements of training as jobs of this trainer, and how far their predictions are off.
+"""Turn published measurements of training into jobs of this trainer, and compare each with its prediction.
 
 assets/published.yaml has the rows, with their sources. A row of a model, a format or a device that cannot be predicted
 is skipped with its reason.
@@ -26,16 +26,16 @@ from .predict import TIGHT
 from .shape import NotPredictable, Shape, shape_of
 
 SHIPPED = ASSETS / "published.yaml"
-# what TorchTitan holds beyond this trainer: an eager loss, pools of several streams (docs/plan.md), and what torch's own
-# pipeline stages receive; the first of the two is without tensor parallelism, the second with it
+# memory that TorchTitan holds and this trainer does not: an eager loss, pools of several streams (docs/plan.md), and
+# the inputs of torch's own pipeline stages; the first value is without tensor parallelism, the second with it
 OLDER = tuple(memory.Constants(reserve=1.17, logits=logits, all_received=True) for logits in (12, 16))
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A row beside its prediction: tokens/s per device and GiB, each (measured, predicted); `apart` says why the row
-    does not count. `shape` is what its time was predicted from.
+    """A row beside its prediction: tokens/s per device and GiB, each as (measured, predicted). `apart` says why the row
+    does not count. `shape` is the shape from which the time was predicted.
     """
 
     row: Row
@@ -47,19 +47,19 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """The relative error of the predicted speed: above 0 it is too fast."""
+        """The relative error of the predicted speed; above 0 the prediction is too fast."""
         return self.speed[1] / self.speed[0] - 1
 
     @property
     def technique(self) -> str:
-        """What the row's layout consists of, such as `dense, tp pp`."""
+        """The techniques of the row's layout, such as `dense, tp pp`."""
         degrees = [name for name in ("tp", "cp", "pp", "ep") if self.row.get(name, 1) > 1]
         return f"{'experts' if 'ep' in degrees else 'dense'}, {' '.join(degrees) or 'data parallel'}"
 
 
 def rows_of(file: Path | None = None) -> list[Row]:
-    """Return the rows of a file, each with what its source has in common and with the `stack` of its source. A file is
-    a list of rows, or has the form of assets/published.yaml. Raises ConfigError.
+    """Return the rows of a file. Each row also gets the keys common to all rows of its source, and the source's
+    `stack`. A file is a list of rows, or has the form of assets/published.yaml. Raises ConfigError.
     """
     shipped = yaml.safe_load(SHIPPED.read_text())
     try:
@@ -88,7 +88,7 @@ def rows_of(file: Path | None = None) -> list[Row]:
 
 
 def score(row: Row) -> Scored:
-    """Predict a row. Raises NotPredictable or ConfigError with the reason if it cannot be predicted."""
+    """Predict a row. Raises NotPredictable or ConfigError with the reason if that is impossible."""
     hardware = _hardware(row)
     if missing := [name for name in ("gpus", "global_batch", "seq_len", "precision") if name not in row]:
         raise NotPredictable(f"{missing[0]}: is not given")
@@ -129,8 +129,8 @@ def _composed(*overrides: str) -> Job:
 
 
 def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:
-    """Return the job whose recomputation a source that names none probably used: the nearest in memory or, without a
-    measurement, that which recomputes least and fits.
+    """Return the job that a source probably ran if it does not name its recomputation: the job nearest to the measured
+    memory or, without a measurement, the fitting job that recomputes least.
     """
     if "memory_gib" in row:
         return min(jobs, key=lambda pair: abs(memory.peak(pair[1], _constants(row)).gib - row["memory_gib"]))
@@ -143,7 +143,9 @@ def _constants(row: Row) -> memory.Constants:
 
 
 def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> list[str]:
-    """Return a row as overrides of a job. For its time, ZeRO-1 sends what replicas do: gradients once in a step."""
+    """Return a row as overrides of a job. For the time, ZeRO-1 counts as replicas, because both send gradients once in
+    a step.
+    """
     tp, pp, cp, dp = (row.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
     kind, samples, micro = str(row.get("dp_kind")), row["global_batch"] // dp, row.get("micro_batch", 1)
     replicas = 1
@@ -189,7 +191,9 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
 
 
 def measured_speed(row: Row, job: Job) -> float:
-    """Return the tokens/s per device of a row, from its TFLOP/s or its time of a step if it has no other."""
+    """Return a row's tokens/s per device. A row without this number has TFLOP/s or the time of a step, from which it
+    follows.
+    """
     if "tokens_per_second_per_gpu" in row:
         return float(row["tokens_per_second_per_gpu"])
     if "step_seconds" in row:
@@ -218,7 +222,9 @@ def _eager(row: Row) -> bool:
 
 
 def _hardware(row: Row) -> str:
-    """Return the preset of a row: that of its device and, if there is one, of its software's year."""
+    """Return the hardware preset of a row: the preset for its device and the year of its software or, without one, for
+    its device.
+    """
     name = row["hardware"]
     if name == "h100" and ("95 GiB" in row.get("device", "") or "500 W" in row.get("device", "")):
         name = "h100_500w"
@@ -230,7 +236,9 @@ def _hardware(row: Row) -> str:
 
 
 def _model(row: Row) -> Iterator[str]:
-    """Yield the overrides of a row's model. Two matrices of an ungated feed-forward count as three of two thirds."""
+    """Yield the overrides of a row's model. The two matrices of an ungated feed-forward count as three matrices of two
+    thirds their width.
+    """
     shape = row.get("shape")
     if not shape:
         if row["model"] not in {file.stem for file in option_files("model")}:
@@ -264,7 +272,7 @@ def _precision(row: Row) -> list[str]:
 
 
 def mode_of_row(row: Row) -> str | None:
-    """Return the mode of activation checkpointing that a row names; None if its source does not say it."""
+    """Return the mode of activation checkpointing that a row names; None if it names none."""
     said = row.get("recompute", "not said")
     if "not said" in said and "share" not in said:
         return None

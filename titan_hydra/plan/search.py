@@ -1,4 +1,6 @@
-"""Search the legal layouts of a job on a number of devices, at a fixed global batch: which fit, and how fast each is."""
+"""Search the legal layouts of a job on a number of devices, at a fixed global batch, for those that fit, and rank them
+by speed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return what identifies a layout in an answer: degrees and schedule, but not batches or checkpointing."""
+        """Return what tells two layouts of a result apart: degrees and schedule, but not batches or checkpointing."""
         job = self.prediction.job
         return (*(getattr(job.parallelism, name) for name in DEGREES), job.parallelism.pp > 1 and job.pp_schedule.name)
 
@@ -60,15 +62,18 @@ class Row:
 
 
 def prepared(job: Job, gpus: int) -> Job:
-    """Return a job for planning on `gpus` devices. Without a global batch, it is the local batch on every device."""
+    """Return a job for planning on `gpus` devices. A job without a global batch gets one: the local batch times the
+    number of devices.
+    """
     return changed(on_nodes(job, gpus), data={"global_batch": job.data.global_batch or job.data.local_batch * gpus})
 
 
 def search(job: Job, gpus: int) -> tuple[list[Row], int]:
-    """Return up to ROWS layouts, the fastest first, and the number of legal points looked at. Raises NotPredictable.
+    """Return up to ROWS layouts, the fastest first, and the number of legal points that were examined. Raises
+    NotPredictable.
 
-    Layouts that fit come first, those on the Pareto front of speed and memory before the others; if none fits, those
-    that need least memory.
+    Layouts that fit come first, beginning with the Pareto front of speed and memory. If no layout fits, those that need
+    least memory are returned.
     """
     found = [*_points(prepared(job, gpus))]
     if found and (reason := timed(found[0], exact=False).reason):
@@ -96,8 +101,8 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
 
 
 def _points(job: Job) -> Iterator[Prediction]:
-    """Yield the memory of the legal points of the search space. Of points that differ only in checkpointing, yield the
-    one that fits and recomputes least.
+    """Yield the predicted memory of legal points of the search space. Of points that differ only in checkpointing,
+    yield only the one that recomputes least among those that fit.
     """
     modes = searched_modes()
     for layout in _layouts(job):

@@ -28,11 +28,12 @@ class NotPredictable(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """A job as one rank sees it. Parameters are those of a tensor-parallel rank, before they are sharded."""
+    """The sizes of a job on one rank. Numbers of parameters are those of a tensor-parallel rank, before sharding."""
 
     job: Job
     linears: tuple[Linear, ...]  # the linears of a block
-    # parameters of a block; those of experts are scaled by shards / (ranks that shard experts), so that all divide by `shards`
+    # parameters of a block. The number of the experts' parameters is scaled by shards / (ranks that shard experts), so
+    # that the whole number can be divided by `shards`.
     block: float
     dense: tuple[int, ...]  # number of dense blocks of each stage, in a model with experts
     lighter: float  # parameters that a dense block has less than `block`
@@ -52,7 +53,7 @@ class Shape:
 
     @property
     def causal(self) -> bool:
-        """Whether attention sees only what comes before."""
+        """Whether a token sees only earlier tokens in attention."""
         return self.stack is None and self.job.model.causal
 
     @cached_property
@@ -62,7 +63,7 @@ class Shape:
 
     @cached_property
     def whole_again(self) -> float:
-        """The fraction of the blocks that the backward recomputes as a whole."""
+        """The fraction of the blocks that are recomputed as a whole in the backward."""
         return recomputed_share(self.job)
 
     @property
@@ -97,14 +98,14 @@ class Shape:
 
     @property
     def format(self) -> Format | None:
-        """The number format in which the linears compute. None means the compute dtype, or a format that is emulated in
-        it.
+        """The number format in which the linears compute. None means the compute dtype, or a format that the compute
+        dtype emulates.
         """
         return None if self.job.precision.emulate else FORMATS.get(self.job.precision.converter)
 
     @property
     def one_scale(self) -> bool:
-        """Whether the number format has one scale per tensor, so that ranks cast a tensor before they gather it."""
+        """Whether the number format has one scale per tensor, so that ranks can cast a tensor before they gather it."""
         return self.format is not None and has_one_scale(self.job)
 
     @property
@@ -119,12 +120,12 @@ class Shape:
 
     @cached_property
     def residual(self) -> float:
-        """The elements of a token's residual stream on this rank."""
+        """The number of elements in a token's residual stream on this rank."""
         return self.job.model.dim / self.sequence
 
     @cached_property
     def queries(self) -> float:
-        """The elements of a token's queries on this rank."""
+        """The number of elements in a token's queries on this rank."""
         return self.job.model.n_heads * self.job.model.head_width / self.job.parallelism.tp
 
     @cached_property
@@ -134,17 +135,17 @@ class Shape:
 
     @cached_property
     def values(self) -> float:
-        """The elements of a token's attention outputs on this rank."""
+        """The number of elements in a token's attention outputs on this rank."""
         return self.job.model.n_heads * self.job.model.value_width / self.job.parallelism.tp
 
     @cached_property
     def latents(self) -> float:
-        """The elements of a token's latents, from which this rank's queries, keys and values are computed."""
+        """The number of elements in a token's latents, from which this rank's queries, keys and values are computed."""
         return sum(one.outputs for one in self.linears if one.whole)
 
     @cached_property
     def ffn_width(self) -> float:
-        """The elements of a token's hidden activation in the feed-forward on this rank, without routed experts."""
+        """The width of a token's hidden activation in the feed-forward on this rank, routed experts excluded."""
         return (shared_width(self.job) if self.experts else self.job.model.ffn_width) / self.job.parallelism.tp
 
     @property
@@ -155,8 +156,8 @@ class Shape:
 
     @property
     def halves(self) -> int:
-        """The number of a block's two halves (attention, feed-forward) whose input tensor-parallel ranks gather. Routed
-        experts take split tokens.
+        """How many of a block's two halves (attention, feed-forward) have an input that tensor-parallel ranks gather.
+        Routed experts take tokens that stay split.
         """
         return 1 if self.experts and not sparse(self.job).n_shared_experts else 2
 
@@ -179,7 +180,7 @@ class Shape:
 
     @cached_property
     def more(self) -> float:
-        """The parameters that a gathered sparse block has beyond `block`: it holds all experts of an ep rank."""
+        """The parameters by which a gathered sparse block exceeds `block`, because it holds all experts of an ep rank."""
         return self.experts.parameters * (1 - self.shards / self.experts.shards) if self.experts else 0.0
 
     @cached_property
@@ -189,7 +190,7 @@ class Shape:
 
     @property
     def alone(self) -> float:
-        """The parameters of a sparse block's experts if they are not sharded, and so not gathered; else 0."""
+        """The parameters of a sparse block's experts if these are not sharded and thus never gathered; else 0."""
         return self.experts.parameters if self.experts and self.experts.shards == 1 else 0.0
 
     def gathered_parameters(self, stages: list[int]) -> float:
@@ -198,8 +199,8 @@ class Shape:
 
     @cached_property
     def adapter(self) -> float:
-        """The trained parameters of a block's adapters on a tensor-parallel rank; 0 without adapters, where all
-        parameters are trained.
+        """The trained parameters of a block's adapters on a tensor-parallel rank. It is 0 for a job without adapters,
+        which trains all parameters.
         """
         tp = self.job.parallelism.tp
         count = ADAPTERS[self.job.adapter.name].parameters
@@ -218,7 +219,9 @@ class Shape:
 
     @cached_property
     def sizes(self) -> list[float]:
-        """The products of the widths of a block's matmuls on this rank, in running order: half the FLOPs of a token."""
+        """Input width times output width of each of a block's matmuls on this rank, in the order of computation: half
+        of its FLOPs per token.
+        """
         experts = self.experts
         routed = (
             [experts.number * experts.dim / experts.sequence, *[experts.rows * experts.dim * experts.width] * 3]
@@ -230,12 +233,12 @@ class Shape:
 
     @cached_property
     def after(self) -> int:
-        """The number of linears of a block before its feed-forward."""
+        """The number of a block's linears that come before its feed-forward."""
         return 1 + [one.column for one in self.linears].index(False)
 
     def outputs(self, rows: int) -> list[float]:
-        """Return the elements of a token in the outputs of a block's matmuls on this rank, in running order. Outputs of
-        row-parallel linears are split over `rows` ranks.
+        """Return the elements per token in the outputs of a block's matmuls on this rank, in the order of computation.
+        Outputs of row-parallel linears are split over `rows` ranks.
         """
         widths = [
             one.tokens * one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows)
@@ -245,8 +248,8 @@ class Shape:
 
 
 def shape_of(job: Job) -> Shape:
-    """Return the shape of a frozen job: of its decoder or, without one, of its last stack of blocks. Raises NotPredictable
-    if its family lacks formulas.
+    """Return the shape of a frozen job: of its decoder or, without a decoder, of its last stack of blocks. Raises
+    NotPredictable if the model's family lacks formulas.
     """
     family = family_of(job.model)
     stacks = family.stacks(job) if family.stacks else ()
@@ -302,7 +305,7 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
 
 
 def _of_tower(shape: Shape, stack: Stack) -> Shape:
-    """Return the shape of a tower's blocks: as those of an eager job without checkpointing or splits of their samples."""
+    """Return the shape of a tower's blocks, computed as in an eager job that has no checkpointing and splits no sample."""
     job = copy.copy(shape.job)
     for section, values in (
         ("model", stack.tower),
@@ -332,8 +335,8 @@ def _of_stack(shape: Shape, stack: Stack) -> Shape:
 
 
 def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
-    """Return the shape of the last stack of a model without a decoder. What stands around the blocks counts as an
-    embedding, but for the output, which is as wide as the input.
+    """Return the shape of the last stack of a model without a decoder. Parameters outside the blocks count as an
+    embedding, except the output layer, which is as wide as the input.
     """
     family, degrees, samples = family_of(job.model), job.parallelism, microbatch_size(job)
     shards = degrees.dp_shard * degrees.cp
@@ -362,7 +365,7 @@ def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
 
 
 def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:
-    """Return how many blocks of each stage are among the first `dense` blocks of the model."""
+    """Return for each stage how many of its blocks are among the model's first `dense` blocks."""
     ends = accumulate(layers)
     return tuple(min(max(dense - end + size, 0), size) for size, end in zip(layers, ends, strict=True))
 

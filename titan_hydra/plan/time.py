@@ -1,7 +1,8 @@
-"""The seconds of a step, from a job and its hardware: what a block computes and sends, how long the pipeline waits, and
-the part of FSDP's communication that nothing overlaps.
+"""Predict the seconds of a step from a job and its hardware: the computation and the messages of blocks, the idle time
+of the pipeline, and FSDP's communication that no computation overlaps.
 
-Rates come from conf/hardware; `Factors` do not depend on the device. docs/plan.md tells how both were fitted.
+Rates come from conf/hardware; `Factors` do not depend on the device. docs/plan.md explains how rates and factors were
+fitted.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from titan_hydra.job.schedules import actions_of, idle_time, known, play
 from . import messages
 from .shape import NotPredictable, Shape, shape_of
 
-# half-widths of the error band, relative: for a hardware preset that was fitted to runs, and for another
+# relative half-widths of the error band: for a hardware preset that was fitted to runs, and for any other preset
 BAND, UNMEASURED = 0.15, 0.20
 # bytes of the update's memory traffic per parameter: 28 for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
 TOKEN_BYTES = 36
-# memory traffic of a cast to Float8 with one scale: a bf16 element is read for the largest value, and to cast it
+# memory traffic of a cast to Float8 with one scale: each bf16 element is read twice, to find the largest value and to
+# cast
 CAST_BYTES = 5
 LATENCY = 0.01  # seconds of a step that no other term counts
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
@@ -36,7 +38,7 @@ class Factors:
     """Factors fitted to the paper's tables, unless a comment says otherwise."""
 
     eager: float = 4.0  # element-wise traffic of a block, in passes over its activations
-    # the same for compiled code; the lower bound of the fit, as the fitted matmul rates include the rest
+    # the same for compiled code, at the lower bound of its fit, as the fitted matmul rates include all further time
     compiled: float = 0.5
     # memory traffic of Float8 casts as a multiple of the count for tensorwise scaling (H200: 2.1; not fitted)
     cast: float = 2.0
@@ -45,7 +47,7 @@ class Factors:
     memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
     async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
-    # seconds that computation loses to a second of a collective at NVLink's rate, if both overlap
+    # seconds by which one second of a collective at NVLink's rate slows down the computation that overlaps with it
     contention: float = 0.35
     straggler: float = 23e-6  # seconds that a collective waits for its last rank, for each node; nothing hides them
     message: float = 40e6  # bytes of a collective that reaches half of its link's rate
@@ -67,7 +69,7 @@ Passes = dict[str, Pair]  # by kind of work
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a job. `parts` has the average rank's seconds of a step by kind of work."""
+    """The speed of a job. `parts` has the seconds of a step by kind of work, averaged over ranks."""
 
     step_seconds: float
     tokens_per_second: float  # per device
@@ -83,8 +85,8 @@ class Speed:
 def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, exact: bool = True) -> Speed:
     """Predict the speed of a frozen job. Raises NotPredictable.
 
-    `exact` simulates the pipeline's schedule with the times of its own stages; otherwise its idle time is computed for
-    equal stages.
+    `exact` simulates the pipeline's schedule with the time of each stage; otherwise the idle time is computed as if all
+    stages were equal.
     """
     shape, hardware = shape or shape_of(job), job.hardware
     needed = [spec.name for spec in fields(Hardware) if spec.default is None and spec.name not in OPTIONAL]
@@ -130,7 +132,7 @@ def _sum(passes: Passes) -> Pair:
 
 
 def _matmuls(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of a block's linears and experts; the backward has two matmuls for each."""
+    """Return the seconds of a block's linears and experts; the backward has two matmuls for each matmul of the forward."""
     tp = shape.job.parallelism.tp
     linears = sum(2 * shape.tokens * one.size(tp) / _rate(shape, one) for one in shape.linears)
     once = linears + _experts(shape, factors)
@@ -138,7 +140,7 @@ def _matmuls(shape: Shape, factors: Factors) -> Pair:
 
 
 def _attention(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of attention's own matmuls; the backward has five for two."""
+    """Return the seconds of attention's own matmuls: two in the forward, five in the backward."""
     job = shape.job
     pairs = shape.tokens * job.data.seq_len * (1 if shape.causal else 2)
     once = pairs * (shape.queries + shape.values) / _attention_rate(shape, factors)
@@ -164,26 +166,30 @@ def _float8_casts(shape: Shape, factors: Factors) -> Pair:
 
 
 def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
-    """Return by how many seconds the host's time to start a forward's kernels exceeds their own (`kernels`)."""
+    """Return by how many seconds the host's time to start a forward's kernels exceeds the kernels' own time
+    (`kernels`).
+    """
     late = max(_launch(shape, factors) - kernels, 0)
     return Pair(late, (1 + (shape.whole_again or shape.recomputes / 2)) * late)
 
 
 def _optimizer(shape: Shape, factors: Factors) -> float:
-    """Return the seconds of the update of the fullest rank: memory traffic."""
+    """Return the seconds of the update, as memory traffic of the rank with most parameters."""
     parameters = max(map(shape.parameters, range(len(shape.layers)))) * len(shape.stages[0]) / shape.shards
     return parameters * TOKEN_BYTES * (1 + shape.moments) / 3 / _bandwidth(shape, factors) + LATENCY
 
 
 def _pipeline_calls(shape: Shape) -> float:
-    """Return the seconds in which a rank starts the passes of a step: two for each stage and microbatch, or three."""
+    """Return the seconds that a rank spends on starting the passes of a step: two or three for each stage and
+    microbatch.
+    """
     passes = 3 if splits_backward(shape.job) else 2
     return _call(shape.job) * passes * len(shape.stages[0]) * shape.microbatches * shape.rounds
 
 
 def _fsdp(shape: Shape, factors: Factors, block: Pair) -> float:
-    """Return the seconds by which FSDP's messages delay a step. The passes of a `block` hide those of the next; in a
-    pipeline nothing hides them.
+    """Return the seconds by which FSDP's messages delay a step. The passes of one block (`block`) hide the messages of
+    the next block; in a pipeline nothing hides messages.
     """
     job = shape.job
     gather, reduce, replicas = _sharding(shape, factors)
@@ -197,8 +203,8 @@ def _fsdp(shape: Shape, factors: Factors, block: Pair) -> float:
 
 
 def _launch(shape: Shape, factors: Factors) -> float:
-    """Return the seconds in which the host starts the kernels of a block's forward. Those of a backward take no longer,
-    as autograd starts them without Python.
+    """Return the seconds that the host needs to start the kernels of a block's forward. A backward's kernels take no
+    longer to start, as autograd needs no Python.
     """
     if shape.compiled or shape.job.hardware.passes_per_second:  # a CPU has no kernels that run behind the host
         return 0.0
@@ -207,8 +213,9 @@ def _launch(shape: Shape, factors: Factors) -> float:
 
 @dataclass(frozen=True)
 class Sent:
-    """Messages of a rank: `seconds` on their link if nothing else runs, and the seconds that they take from computation
-    with which they overlap: waits for other ranks, multiprocessors, copies into and out of buffers.
+    """Messages of a rank: their `seconds` on the link if nothing else runs, and the seconds by which they slow down
+    computation that overlaps with them (waits for other ranks, occupied multiprocessors, copies into and out of
+    buffers).
     """
 
     seconds: float = 0.0
@@ -234,7 +241,7 @@ class Again(NamedTuple):
 
 
 def recomputed(shape: Shape) -> Again:
-    """Return what a block's backward recomputes, by the mode of activation checkpointing."""
+    """Return what a block's backward recomputes; it depends on the mode of activation checkpointing."""
     sizes, mode = shape.sizes, mode_of(shape.job)
     if mode.contexts:
         return Again(1 - sum(sizes[:: mode.matmuls]) / sum(sizes), 0, 1)
@@ -242,8 +249,8 @@ def recomputed(shape: Shape) -> Again:
 
 
 def head_passes(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of the head and the loss for one microbatch, (forward, backward). Both count as eager code, with
-    16 and 20 bytes of memory traffic per logit.
+    """Return the seconds of the head and the loss for one microbatch, (forward, backward). Both passes count as eager
+    code, the forward with 16 and the backward with 20 bytes of memory traffic per logit.
     """
     model, tokens = shape.job.model, shape.tokens
     matmul = (
@@ -254,8 +261,8 @@ def head_passes(shape: Shape, factors: Factors) -> Pair:
 
 
 def _experts(shape: Shape, factors: Factors) -> float:
-    """Return the seconds of the experts' matmuls in one forward of a microbatch. An expert has few rows, so its rate is
-    low.
+    """Return the seconds of the experts' matmuls in one forward of a microbatch. An expert has few rows, so the FLOP/s
+    of its matmuls are low.
     """
     if not shape.experts:
         return 0.0
@@ -266,7 +273,7 @@ def _experts(shape: Shape, factors: Factors) -> float:
 
 
 def _imbalance(shape: Shape, factors: Factors) -> float:
-    """Return the rows of the rank whose experts have most, over the mean of all ranks."""
+    """Return the ratio of the largest number of rows on any rank to the mean over all ranks."""
     return 1.0 if shape.job.debug.balance_experts else factors.imbalance
 
 
@@ -286,7 +293,7 @@ def _bandwidth(shape: Shape, factors: Factors) -> float:
 
 
 def _rate(shape: Shape, linear: Linear) -> float:
-    """Return the FLOP/s of a linear on one rank: lower for small dimensions, such as those of a shard."""
+    """Return the FLOP/s of a linear on one rank: lower for small matrices, such as shards."""
     tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
     smallest = min(shape.tokens, linear.share("inputs", tp), linear.share("outputs", tp))
     fast = shape.format and linear.name not in precision.skip
@@ -297,8 +304,8 @@ def _rate(shape: Shape, linear: Linear) -> float:
 
 
 def _attention_rate(shape: Shape, factors: Factors) -> float:
-    """Return the FLOP/s of attention: torch's flash kernel has its own rate, and ring attention a fraction (`ring`) of
-    the rate. A tower's mask needs torch's memory-efficient kernel, which is assumed to be as fast as flash.
+    """Return the FLOP/s of attention: torch's flash kernel has its own rate, and ring attention has a fraction (`ring`)
+    of that rate. A tower's mask needs torch's memory-efficient kernel, which is assumed to be as fast as flash.
     """
     job = shape.job
     call, asked, hardware = call_of(job), job.model.attention, job.hardware
@@ -317,7 +324,7 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
 
     Tensorwise scaling reads a bf16 tensor twice (for its largest value, then to cast it) and writes a byte. The matmul
     of a weight's gradient needs both operands transposed: a byte read and one written per element; under tensor
-    parallelism the operands are gathered, so they count whole.
+    parallelism the operands are gathered, so whole operands count.
     """
     dim = shape.job.model.dim
     if not shape.format:
@@ -331,8 +338,8 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
 
 
 def _weight_casts(shape: Shape, factors: Factors) -> float:
-    """Return the bytes of memory traffic of a block's weights as they are cast to Float8, in its forward as in its
-    backward. Weights that FSDP gathers in Float8 are cast as shards.
+    """Return the memory traffic, in bytes, of casting a block's weights to Float8, which its forward and its backward
+    each do. If FSDP gathers weights in Float8, only shards are cast.
     """
     if not shape.format:
         return 0.0
@@ -347,7 +354,7 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
 
 def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:
     """Return an all-gather or reduce-scatter of `size` bytes over `ranks` ranks that are `inside` ranks apart: a ring's
-    bytes at the rate of its slowest link, and more for a short message.
+    bytes at the rate of its slowest link, and further time for a short message.
     """
     if ranks == 1 or not size:
         return Sent()
@@ -369,8 +376,8 @@ def _tensor_parallel(shape: Shape, factors: Factors) -> Pair:
 
 
 def _context_parallel(shape: Shape, factors: Factors, attention: Pair) -> Pair:
-    """Return the seconds by which context parallelism's communication delays a block. A ring passes keys and values on
-    while attention computes.
+    """Return the seconds by which context parallelism's communication delays a block. In a ring, attention computes
+    while keys and values are passed on.
     """
     again = recomputed(shape).attention
     job, cp, tp = shape.job, shape.job.parallelism.cp, shape.job.parallelism.tp
@@ -383,8 +390,9 @@ def _context_parallel(shape: Shape, factors: Factors, attention: Pair) -> Pair:
 
 
 def _sharding(shape: Shape, factors: Factors) -> tuple[Sent, Sent, Sent]:
-    """Return the messages that gather a block's weights, that reduce its gradients over shards, and that, once in a
-    step, sum them over replicas. FSDP copies gathered weights out of its buffer, and gradients into it.
+    """Return three kinds of messages: those that gather a block's weights, those that reduce its gradients over shards,
+    and those that sum the gradients over replicas once in a step. FSDP copies gathered weights out of its buffer, and
+    gradients into it.
     """
     layout = shape.job.parallelism
     if not shape.wrapped:
@@ -409,8 +417,8 @@ def _call(job: Job) -> float:
 
 
 def _span(shape: Shape, block: Pair, first: Pair, head: Pair, exact: bool) -> float:
-    """Return the seconds in which the pipeline works through one local batch. The first stage has the work of towers
-    (`first`) too.
+    """Return the seconds that the pipeline needs for one local batch. The first stage also has the work of towers
+    (`first`).
     """
     job, last, pp, call = shape.job, len(shape.layers) - 1, len(shape.stages), _call(shape.job)
     forward, backward = ([layers * one + call for layers in shape.layers] for one in block)
@@ -424,7 +432,7 @@ def _span(shape: Shape, block: Pair, first: Pair, head: Pair, exact: bool) -> fl
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
     second = call if splits_backward(job) else 0
     most = max(sum(forward[stage] + backward[stage] + second for stage in stages) for stages in shape.stages)
-    # Further microbatches do not add idle time: each adds the work of the slowest rank.
+    # Further microbatches add no idle time: each only adds the work of the slowest rank.
     number = min(shape.microbatches, (4 if exact else 2) * pp)
     if written_schedule(job):
         number = shape.microbatches

@@ -30,8 +30,8 @@ QUICK_STEPS = 3  # optimizer steps of a case in the tests
 class Case:
     """A layout to be verified. Its reference is the same job in one process, or reference.py in float64.
 
-    The bounds of differences are relative. In addition a band is measured (judge.py), which is narrower than the bounds if
-    steps amplify rounding.
+    The bounds limit relative differences. They are wide where steps amplify rounding; judge.py then measures a narrower
+    band.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Case:
     base: tuple[str, ...] = ()  # overrides of both the layout's job and its reference
     uneven_mask: bool = False  # whether labels are ignored, unevenly over samples and steps (verify.vary)
     documents: bool = False  # whether samples are cut into documents that are masked from each other (verify.vary)
-    # whether the layout is saved in the middle, and goes on in a new trainer; its reference is not
+    # whether the layout is saved halfway and goes on in a new trainer; its reference trains without interruption
     resumed: bool = False
     validated: bool = False  # whether the held-out loss is measured at the end (twice, if resumed) and compared too
     reference: Literal["process", "float64"] = "process"

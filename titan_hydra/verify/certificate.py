@@ -1,4 +1,4 @@
-"""What a certificate proves in verify: reduced jobs against one process, and the order of their data."""
+"""The part of a certificate that verify proves: reduced jobs learn what one process learns, from the same samples."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .verify import prove, reference_key
 
 
 def prove_all(proofs: Iterable[Proof]) -> list[Outcome]:
-    """Run the proofs, each reference once. Returns an outcome for each, in their order."""
+    """Run the proofs, each reference only once. Returns an outcome for each proof, in the order of `proofs`."""
     proofs = list(proofs)
     references = {reference_key(proof.case): (proof.case, proof.alone) for proof in reversed(proofs)}
     return prove([proof.case for proof in proofs], [proof.job for proof in proofs], references)
 
 
 def misplaced(job: Job, steps: int = 3) -> str:
-    """Return the first step and tensor in which the samples of all data-parallel ranks together are not those that one
-    process takes; "" if there is none.
+    """Return the first step and tensor in which all data-parallel ranks together take other samples than one process;
+    "" if there is none.
     """
     ranks = data_parallel(job)
     loaders, whole = [data.build(job, rank, ranks) for rank in range(ranks)], data.build(job, 0, 1)

@@ -31,15 +31,15 @@ class Counted:
 
 
 def eager(job: Job) -> Job:
-    """Return a job without compilation, which the fake world lacks, and without a number format to emulate."""
+    """Return the job without compilation and without an emulated number format, as the fake world has neither."""
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp, job.precision.converter = "off", False, None
     return job
 
 
 def count_rank(job: Job, rank: int) -> Counted:
-    """Count a rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks per stage and extrapolated,
-    as every further block adds the same; a model with several kinds of blocks is counted whole.
+    """Count the bytes of one rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks per stage
+    and extrapolated, as every further block adds the same bytes. A model with several kinds of blocks is counted whole.
     """
     if (rounds := local_batches(job)) > 2:  # every further local batch sends as many bytes as the second
         job = copy.deepcopy(job)
@@ -81,8 +81,8 @@ def _blocks(job: Job, rank: int) -> float:
 
 
 def _count(job: Job, rank: int) -> Counted:
-    """Step a rank once. The optimizer creates its state at the end of this first step; the state counts from the step's
-    beginning, as in later steps.
+    """Step a rank once. The optimizer creates its state at the end of this first step. The state is counted from the
+    beginning of the step, as later steps hold it all the time.
     """
     job = copy.deepcopy(job)
     job.comm.rank = rank

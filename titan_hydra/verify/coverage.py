@@ -1,4 +1,4 @@
-"""Which cases a user's model can run, with sequences longer than its attention window."""
+"""Choose the cases that a user's model can run, with sequences longer than the model's attention window."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -27,12 +27,14 @@ class Coverage:
     left_out: Counter[str] = field(default_factory=Counter)  # number of cases left out, by the fault of their job
 
     def without_refused(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Return the outcomes of the cases that ran; those refused by ranks are counted in `left_out`."""
+        """Return the outcomes of the cases that ran; cases that ranks refused are counted in `left_out`."""
         self.left_out.update(_reason(outcome.error) for outcome in outcomes if outcome.error.startswith(REFUSED))
         return [outcome for outcome in outcomes if not outcome.error.startswith(REFUSED)]
 
     def lines(self, ran: int, whole: int) -> list[str]:
-        """Return a line that counts the cases that ran and those left out, of `whole` cases, and a line for each reason."""
+        """Return a line with the numbers of cases that ran and that were left out, of `whole`, then a line for each
+        reason.
+        """
         out = self.left_out.total()
         keys = sum(number for reason, number in self.left_out.items() if reason.endswith("no such key"))
         chosen = f"the {whole} cases" if ran + out == whole else f"the {ran + out} chosen of {whole} cases"
@@ -45,8 +47,8 @@ class Coverage:
 
 
 def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path | None, steps: int) -> Coverage:
-    """Return the cases with the user's overrides added to them and to their references. Raises ConfigError if none can
-    run, or if the model's attention window is longer than any case's sequences.
+    """Return the cases with the user's overrides added to them and to their references. Raises ConfigError if no case
+    can run, or if the model's attention window is longer than any case's sequences.
     """
     found = Coverage()
     for case in cases:
@@ -77,8 +79,8 @@ def windows_of(model: Model) -> dict[str, int]:
 
 
 def _lengthened(seq_len: int, windows: dict[str, int]) -> list[str]:
-    """Return an override of data.seq_len that makes sequences longer than the window. Raises ConfigError if that needs
-    more than LONGEST further tokens.
+    """Return an override of data.seq_len that makes sequences longer than the widest window; none if they are long
+    enough. Raises ConfigError if two windows have more than LONGEST tokens.
     """
     key, width = max(windows.items(), key=lambda item: item[1], default=("", 0))
     more = -(-2 * width // 16) * 16

@@ -1,5 +1,5 @@
-"""The changes by which each draw (judge.DRAWS) measures the effect of rounding on a reference run: other last bits of
-the initial weights, and another order of the sums in linears.
+"""Change nothing but the rounding of a reference run, to measure what rounding does (judge.DRAWS): change the last bits
+of the initial weights, and the order of the sums in linears.
 """
 
 import math

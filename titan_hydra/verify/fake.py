@@ -75,12 +75,12 @@ def fake_world(job: Job) -> Iterator[None]:
 
 
 def fake_step(job: Job, watch: Watch | None = None, device: torch.device = CPU) -> Trainer:
-    """Return a trainer of this rank after one step, which runs in the context `watch(trainer, batch)`. Call it inside
-    `fake_world`.
+    """Return this rank's trainer after one step. The step runs in the context `watch(trainer, batch)`. Call this
+    function inside `fake_world`.
 
     Settings that only choose kernels are switched off, as no kernel runs: compilation, async TP and, on a CPU, native
     number formats. All experts get equally many tokens, as routers have no scores. A CUDA `device` must be a pretended
-    one (tests/pretended_cuda): autograd aborts a process whose torch has no CUDA, and a real one gets no data.
+    device (tests/pretended_cuda), as autograd aborts a process whose torch has no CUDA. A real device gets no data.
     """
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp = "off", False

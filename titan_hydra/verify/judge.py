@@ -1,10 +1,10 @@
 """Judge a layout: compare its difference from the reference with the difference that rounding alone makes.
 
-The fixed numbers of a `Case` are upper bounds, as the effect of rounding depends on the processor and grows over the
-steps. A difference beyond a tight tolerance is judged by a band that is measured on the same machine: the reference
-runs again with other last bits of its initial weights and with its sums in another order (`DRAWS`). Each parameter of
-the layout may differ by MULTIPLE times the spread of these runs, and by one element that AdamW has moved the opposite
-way in one step (`flips`).
+The fixed numbers of a `Case` are only upper bounds, as the effect of rounding depends on the processor and grows over
+the steps. A difference beyond a tight tolerance is judged by a band measured on the same machine: the reference runs
+again with other last bits of its initial weights and another order of its sums (`DRAWS`). Each parameter of the layout
+may differ by MULTIPLE times the spread of these runs. Besides, AdamW may have moved one element the opposite way in one
+step (`flips`).
 """
 
 import math
@@ -17,8 +17,8 @@ from titan_hydra.config import Job
 from .case import Case
 from .reference import Trace
 
-# Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry, the largest
-# difference of any step.
+# Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry each: the
+# largest difference of all steps.
 Differences = dict[str, dict[str, float]]
 TIGHT = {
     "loss": 1e-5,
@@ -26,38 +26,38 @@ TIGHT = {
     "gradients": 1e-2,
     "weights": 1e-3,
 }  # differences that pass without measuring a band
-# Factors of the spread. For layouts that differ by rounding alone, a parameter's difference was 0.3 to 1.3 times the
-# largest of the draws. Loss and norm are single numbers: all draws may be close to each other by chance.
+# Factors by which the spread is multiplied. In layouts that differ by rounding alone, a parameter differed by 0.3 to
+# 1.3 times its largest difference in the draws. Loss and norm are single numbers, so all draws may agree by chance.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
-# The beginning of the error of a case that ranks refuse, as ring attention refuses a user's attention kernel.
+# The first words of the error if ranks refuse a case, as ring attention refuses a user's attention kernel.
 REFUSED = "titan_hydra.base.errors.ConfigError: "
-# The runs that measure a band: (seed of the weights' new last bits, None: the old; local batches per global batch). Most
-# cases need one; cases in which tokens change experts need more.
+# The runs that measure a band: (seed of the weights' new last bits, or None to keep the old bits; local batches per
+# global batch). Most cases need one run; cases in which tokens change experts need more.
 DRAWS = ((2, 4), (1, 1), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))
 
 
 @dataclass(frozen=True, repr=False)
 class Outcome:
-    """How far a layout is from its reference. A difference is infinite if a number is not finite."""
+    """How far a layout is from its reference. A difference is infinite if one of the two values is not finite."""
 
     case: Case
     differences: Differences
     start: int  # number of initial tensors that differ in any bit
     routing: int  # number of values that differ: experts' loads in any step, routers' biases after the last step
     drift: int  # number of shards whose copies on several ranks differ in any bit after the last step
-    # number of gradients summed in bfloat16, and of reductions in another dtype, against the configuration
+    # number of gradients that were summed in bfloat16, or reduced in another dtype, against the configuration
     rounded: int
     band: float = 0.0  # largest difference, relative to the measured band; 0: none was measured
     error: str = ""  # why the case failed before its end
 
     @property
     def loss(self) -> float:
-        """The largest difference of any step."""
+        """The largest difference of the loss in any step."""
         return max(self.differences["loss"].values())
 
     @property
     def norm(self) -> float:
-        """The largest difference of any step."""
+        """The largest difference of the gradient norm in any step."""
         return max(self.differences["norm"].values())
 
     @property
@@ -67,14 +67,14 @@ class Outcome:
 
     @property
     def weights(self) -> float:
-        """The largest difference of a parameter after the last step, less the rounding of updates, relative to its
-        total change.
+        """The largest difference of a parameter after the last step, relative to the parameter's total change. The
+        rounding of updates is subtracted.
         """
         return max(self.differences["weights"].values())
 
     @property
     def worst(self) -> str:
-        """The parameters with the largest differences of gradient and of weight, or the error."""
+        """The names of the parameters whose gradient and whose weight differ most, or the error."""
         gradients, weights = (
             max(self.differences[column].items(), key=lambda item: item[1])[0] for column in ("gradients", "weights")
         )
@@ -82,12 +82,14 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all differences are within the case's bounds and the band, and whatever must be equal is equal."""
+        """Whether all differences are within the case's bounds and the band, and all `counts` are 0."""
         return all(times <= 1 for times in self.times.values()) and not self.counts
 
     @property
     def times(self) -> dict[str, float]:
-        """The largest difference of each column relative to the case's bound, and `band`: relative to the measured band."""
+        """The largest difference of each column as a multiple of the case's bound; `band` has that of the measured
+        band.
+        """
         case = self.case
         bounds = {"loss": case.loss, "norm": case.norm, "gradient": case.gradients, "weight": case.weights}
         found = dict(zip(bounds, (self.loss, self.norm, self.gradients, self.weights), strict=True))
@@ -95,7 +97,7 @@ class Outcome:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers that must be 0 and are not, by column."""
+        """The counts of errors that are not 0, by column."""
         found = {
             "start": self.start,
             "routing": self.routing * self.case.routing,
@@ -121,8 +123,8 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
 
 
 def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:
-    """Return the relative differences of a run from its reference, by column and entry. All differences of a `draw` are
-    rounding, so that nothing is subtracted from them.
+    """Return the relative differences of a run from its reference, by column and entry. If the run is a `draw`, all its
+    differences are rounding, and nothing is subtracted.
     """
     steps, start = 0 if draw else len(run.losses), reference.start
     return {
@@ -145,8 +147,8 @@ def lost(case: Case, error: str) -> Outcome:
 
 
 def rounds_alike(job: Job, reference: Job) -> bool:
-    """Whether a layout rounds like its reference except for the order of sums, so that its band can be measured on the
-    reference.
+    """Whether a layout rounds like its reference, apart from the order of sums. Only then can the reference measure the
+    layout's band.
     """
     precisions = [
         {**vars(one.precision), "float8_all_gather": False} for one in (job, reference)
@@ -163,11 +165,12 @@ def widen(spread: Differences, draw: Differences) -> Differences:
 
 
 def flips(reference: Trace, optimizer: str) -> dict[str, float]:
-    """Return for each parameter the relative difference if one element moves the opposite way in one step; {} for SGD.
+    """Return each parameter's relative difference if one of its elements moves the opposite way in one step; {} for
+    SGD.
 
-    AdamW moves an element by the learning rate, however small its gradient is. If rounding determines the gradient's
-    sign, it determines the whole move. For a matrix the draws measure how often that happens; in a vector of 64
-    elements one such move changes 0.08 after three steps, and most draws have none.
+    AdamW moves an element by the learning rate, however small its gradient is. If rounding decides the gradient's sign,
+    it decides the direction of the move. For a matrix the draws measure how often this happens. In a vector of 64
+    elements one such move makes a difference of 0.08 after three steps, and most draws contain none.
     """
     if optimizer == "sgd":
         return {}
@@ -179,8 +182,8 @@ def flips(reference: Trace, optimizer: str) -> dict[str, float]:
 
 
 def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> float:
-    """Return the largest ratio of a difference to what is allowed: the column's TIGHT tolerance or, if that is more,
-    MULTIPLE times the spread plus, for a weight, its entry in `once` (`flips`).
+    """Return the largest ratio of a difference to its limit. The limit is MULTIPLE times the spread plus, for a weight,
+    its entry in `once` (`flips`), but at least the column's TIGHT tolerance.
     """
     room = {"weights": once}
     return max(
@@ -206,10 +209,10 @@ def misrouted(run: Trace, reference: Trace) -> int:
 
 
 def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
-    """Return the distance of a weight from the reference's, relative to the distance that the reference has moved.
+    """Return the distance between a weight and the reference's weight, relative to how far the latter has moved.
 
-    Each update rounds a float32 weight by up to 2**-24 of it. This rounding is subtracted, as SGD moves a norm's weight
-    of 1 by little more.
+    Each update rounds a float32 weight by up to 2**-24 of its value. This rounding is subtracted, because SGD moves a
+    norm's weight, which is about 1, by little more.
     """
     rounding = steps * 2.0**-24 * reference.double().norm()
     difference = (weight.double() - reference.double()).norm()
@@ -228,5 +231,5 @@ def _largest(values: list[float], references: list[float]) -> float:
 
 
 def _finite(value: float) -> float:
-    """Return the value, or infinity in place of NaN, which max() would drop."""
+    """Return the value, or infinity if it is NaN, as max() would drop a NaN."""
     return value if math.isfinite(value) else math.inf

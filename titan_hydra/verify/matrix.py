@@ -13,14 +13,15 @@ SCHEDULES = tuple(kind.name for kind in PIPELINE_SCHEDULES.values() if not kind.
 DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
-# A difference in the last bit of a float32 value may round it to a neighbouring 8-bit value, up to an eighth away, and
-# steps amplify that. One such value changes a gradient by 1.5e-5 under context parallelism.
+# A float32 value that differs in its last bit may be rounded to a neighbouring 8-bit value, up to an eighth away, and
+# steps amplify this difference. One such value changes a gradient by 1.5e-5 under context parallelism.
 EIGHT_BITS = {"loss": 5e-5, "norm": 2e-4, "gradients": 1e-4, "weights": 0.2}
 ROWWISE: dict[str, Any] = {"base": ("precision=float8_emulate", "precision.compute_dtype=float32"), **EIGHT_BITS}
 FUSED: dict[str, Any] = ROWWISE | {"base": (*ROWWISE["base"], "precision.kernels=fused")}
 TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")}
 MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.compute_dtype=float32")}
-# The weights show also the gradients of A, which are 0 at first: a step of SGD is as large as its gradient.
+# The gradients of A are 0 in the first step; the weights show the later gradients, as SGD's step is proportional to
+# them.
 PLAIN_SGD = ("optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "lr_scheduler.warmup_steps=1")
 COMPILED = ("compile=block", "compile.backend=aot_eager")
 SIMPLE = "parallelism.backend=simple_fsdp"
@@ -45,11 +46,12 @@ LATENT = (
     "model.sequence_balance=0.01",
 )
 SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
-# Arithmetic of our own in float64 (reference.py) finds what is wrong in one process too.
+# Separate arithmetic in float64 (reference.py) also finds faults that a single process has.
 EXACT: dict[str, Any] = {"reference": "float64", "loss": 2e-6, "norm": 1e-5, "gradients": 1e-5, "weights": 2e-3}
 YARN = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", "model.yarn.temperature=0.7")
-# Products and gradients are rounded to bfloat16's 8 bits, sums are not; a layout rounds other partial sums. One process
-# differs by up to 1e-4 in the loss if its sums are cut elsewhere (`bf16, sft, fsdp 4, tp 2`, ten steps).
+# Products and gradients are rounded to bfloat16's 8 bits, sums are not. A layout cuts its sums elsewhere, so it rounds
+# other partial sums. Such cuts alone change the loss of one process by up to 1e-4 (`bf16, sft, fsdp 4, tp 2`, ten
+# steps).
 BF16: dict[str, Any] = {"loss": 3e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
 # After ten steps, a tied model in bf16 differs from the same model in float64 by 1.3e-3 of the loss and 8e-3 of the
 # norm, in one process as on two ranks.
@@ -62,11 +64,11 @@ LAYOUTS_IN_BF16 = (("tp 2", 2, "tp"), ("pp 2", 2, "pp"), ("fsdp 4, tp 2", 4, "fs
 def in_bf16(
     what: str, *base: str, layouts: Iterable[tuple[str, int, str]] = LAYOUTS_IN_BF16, slow: bool = False, **options
 ) -> list[Case]:
-    """Return a case in bf16 for each layout (name, ranks, option of `parallelism`) of what `base` trains; those of four
-    ranks are slow.
+    """Return a case in bf16 for each layout (name, ranks, option of `parallelism`) of the job `base`; cases of four
+    ranks are marked slow.
 
-    The model is small, and the optimizer SGD: AdamW moves an element by the whole learning rate where rounding alone
-    decides the sign of the gradient.
+    The model is small. The optimizer is SGD, as AdamW moves an element by the whole learning rate even if rounding
+    alone decides the sign of its gradient.
     """
     small = (*base, "precision=bf16", "optimizer=sgd", "optimizer.lr=0.1", "data.global_batch=8", "model.n_layers=2")
     batches = {"tp": 8, "pp": 8, "cp": 8, "fsdp": 4, "fsdp_tp": 4, "hsdp": 2}
@@ -212,9 +214,9 @@ MATRIX = [
       for rotate in ("allgather", "ulysses")),
 
     # Number formats; the reference has the same format. Rowwise and MXFP8 scales are powers of two, so a split changes
-    # no value, unless tensor parallelism splits a row (wo, w2), whose parts then have their own scales. A tensorwise
-    # scale is computed from the tokens of a rank or microbatch: values are rounded differently (by up to 12 % in e5m2),
-    # and Adam's division by the moments propagates that to the weights.
+    # no value. The exception is a row that tensor parallelism splits (wo, w2): each part has its own scale. A
+    # tensorwise scale is computed from the tokens of one rank or microbatch, so values are rounded differently (by up
+    # to 12 % in e5m2). Adam's division by the moments carries these differences to the weights.
     *(case(f"float8 rowwise, {layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}", slow=ranks > 2,
            **ROWWISE)
       for layout, ranks in (("fsdp", 2), ("hsdp", 4))),
@@ -277,7 +279,7 @@ MATRIX = [
       for rotate in ("allgather", "alltoall", "ulysses")),
     *(case(f"bf16, tp 2, {what}", 2, "parallelism=tp", *overrides, "data.local_batch=16", **BF16) for what, overrides in (
         ("compile", COMPILED), ("ac op", ("ac=op",)))),
-    # This loss rounds the logits' gradient before dividing it by the number of tokens, the plain loss afterwards.
+    # This loss rounds the logits' gradient before dividing it by the number of tokens; the plain loss divides first.
     *(case(f"bf16, {layout} 2, linear_cross_entropy, uneven mask, accumulation 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            uneven_mask=True, **BF16 | {"base": ("precision=bf16", *LINEAR)}) for layout, batch in (("tp", 8), ("fsdp", 4))),
     case("bf16, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8",
@@ -290,7 +292,7 @@ MATRIX = [
     *in_bf16("qwen3", *QWEN, gradients=2e-2),
     *(found for family, base in SPARSE for found in in_bf16(family, *base, gradients=0.2, weights=0.3, routing=False, slow=True)),
 
-    # Split masters: layouts against one process with split masters, and against one with float32 masters.
+    # Split masters: layouts against one process with split masters, and against one process with float32 masters.
     case("split masters, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", **SPLIT),
     *(case(f"split masters, {name}", 4 if "4" in name else 2, *overrides, slow="4" in name, **SPLIT) for name, overrides in (
         ("fsdp 2, accumulation 2", ("parallelism=fsdp", "data.local_batch=4")),
@@ -311,7 +313,7 @@ MATRIX = [
     case("split masters, qwen3_moe, fsdp 2, ep 2", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
          **SPLIT | {"base": (*MOE, *HALVED), "gradients": 0.2, "weights": 0.3, "routing": False}),
 
-    # Qwen3 has norms of single heads, whose gradients are partial sums on tensor-parallel ranks.
+    # Qwen3 normalizes each head; the gradients of these norms are partial sums on tensor-parallel ranks.
     case("qwen3, single, against float64", 1, "parallelism=single", "data.local_batch=4", reference="float64", base=QWEN),
     case("qwen3, fsdp 2, tied embeddings", 2, "parallelism=fsdp", "data.local_batch=8", base=(*QWEN, "model.tie_embeddings=true")),
     *(case(f"qwen3, tp 2, sequence parallel {sp}", 2, "parallelism=tp", f"parallelism.sequence_parallel={sp}", "data.local_batch=16",
@@ -324,14 +326,15 @@ MATRIX = [
     case("qwen3, cp 2, tp 2, pp 2", 8, "parallelism=cp", "parallelism.tp=2", "parallelism.pp=2", "data.local_batch=8", slow=True,
          base=QWEN),
     case("qwen3, simple_fsdp 2", 2, "parallelism=fsdp", SIMPLE, "data.local_batch=8", slow=True, base=QWEN),
-    # The gradient of a head's norm is a small sum of large terms, which each rank rounds before they are added: it
-    # differs by 1.03e-2 on two ranks.
+    # The gradient of a head's norm is a small sum of large terms. Each rank rounds its terms before they are added, so
+    # the gradient differs by 1.03e-2 on two ranks.
     *(case(f"qwen3, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            **BF16 | {"base": (*QWEN, "precision=bf16"), "gradients": 2e-2}) for layout, batch in (("fsdp", 8), ("tp", 16))),
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ROWWISE | {"base": (*QWEN, *ROWWISE["base"])}),
     case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **FUSED | {"base": (*QWEN, *FUSED["base"])}),
 
-    # Experts are distributed over ep ranks, a part of dp_shard x cp x tp, and sharded over the rest of these.
+    # Experts are distributed over ep ranks, which are a part of dp_shard x cp x tp; each expert is sharded over the
+    # other part.
     *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),
     *(case(f"{family}, {name}, ep {ep}", ranks, f"parallelism={layout}", f"parallelism.ep={ep}", f"data.local_batch={batch}", *more,
            base=base, uneven_mask=mask,
@@ -363,11 +366,12 @@ MATRIX = [
          base=(*LATENT, "model.q_lora_rank=0")),
     *(case(f"{family}, fsdp 2, ep 2, muon", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **MUON | {"base": (*base, "optimizer=muon"), "loss": 1e-4, "norm": 1e-4, "routing": False}) for family, base in SPARSE),
-    # Weights differ by 5e-2 of the distance moved, which sends tokens to other experts: 6 to 36 loads differ.
+    # Weights differ by 5e-2 of the distance that they moved. This sends tokens to other experts: 6 to 36 loads differ.
     *(case(f"{family}, fsdp 2, ep 2, float8 {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **format | {"base": (*base, *format["base"]), "routing": False})
       for family, base in SPARSE for name, format in (("rowwise", ROWWISE), ("fused", FUSED))),
-    # One token that goes to another expert changes a router's gradient of step 1 by 0.13; without any it differs by 6e-3.
+    # One token that goes to another expert changes a router's gradient of step 1 by 0.13; without such a token the
+    # gradient differs by 6e-3.
     *(case(f"{family}, bf16, {name} 2, ep {ep}", 2, f"parallelism={name}", f"parallelism.ep={ep}", f"data.local_batch={batch}",
            **BF16 | {"base": (*base, "precision=bf16"), "gradients": 0.2, "weights": 0.3, "routing": False})
       for name, ep, batch in (("fsdp", 1, 8), ("fsdp", 2, 8), ("tp", 2, 16)) for family, base in SPARSE),
@@ -413,7 +417,7 @@ MATRIX = [
 
 
 def whole_matrix() -> list[Case]:
-    """Return the cases of the package, and those that objectives of recipes or of the user's own bring."""
+    """Return the cases of the package, and the cases that come with objectives: those of recipes and the user's own."""
     from .many import MANY
 
     return [*MATRIX, *MANY, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]

@@ -1,7 +1,7 @@
 """Judge a Subject: train it on gloo ranks and in one process, and compare what they learn.
 
-The reference computes in float64 if the module can. What rounding alone changes is measured: the module in one process
-in its own dtype, three times, with other last bits of its weights.
+The reference computes in float64 if the module can. To measure what rounding alone changes, the module also trains
+three times in one process in its own dtype, each time with other last bits of its weights.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ SAVED = 1  # the step after which the resumed run starts
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the verdict. `passed` is None if it could not be checked; `where` then has the reason."""
+    """One line of the verdict. `passed` is None if the check could not be made; `where` then has the reason."""
 
     name: str
     value: str
@@ -90,7 +90,9 @@ class Training:
         self.optimizer = make(self.model)
 
     def step(self, number: int) -> tuple[float, float | str]:
-        """Compute the gradients of a step, without an update. Returns this rank's loss, and the norm or why there is none."""
+        """Compute the gradients of a step, without an update. Returns this rank's loss, and the gradient norm or the
+        reason why there is none.
+        """
         subject = self.subject
         samples = subject.batch(number)
         if self.mesh is not None and subject.split:
@@ -109,11 +111,11 @@ class Training:
         return total, self.norm()
 
     def as_dtype(self, value: Tensor) -> Tensor:
-        """Return a tensor of the batch in the dtype of the reference, if it holds real numbers."""
+        """Return a tensor of the batch; real numbers are cast to the dtype of the reference."""
         return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
 
     def norm(self) -> float | str:
-        """Return the gradient's norm as the subject or torch computes it, or the reason why it cannot."""
+        """Return the gradient's norm, computed by the subject or by torch, or the reason why there is none."""
         own = self.subject.norm
         try:
             if own is not None and self.mesh is not None:
@@ -129,7 +131,9 @@ class Training:
         self.optimizer.zero_grad()
 
     def tensors(self, value: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        """Return `value` of each parameter as whole tensors by name, with zeros for None. A collective."""
+        """Apply `value` to each parameter. Returns the results as whole tensors by name, zeros in place of None. A
+        collective.
+        """
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         found = {}
         for name, parameter in model.named_parameters():
@@ -151,7 +155,7 @@ class Training:
         return _copied(self.model.state_dict()), _copied(self.optimizer.state_dict())
 
     def load(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        """Continue from a state."""
+        """Load a copy that `state` has returned."""
         self.model.load_state_dict(state[0])
         self.optimizer.load_state_dict(state[1])
 
@@ -180,7 +184,7 @@ def verify_module(place: str, steps: int) -> ModuleVerdict:
 
 
 def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, int, dict]]) -> None:
-    """Save the reference's trace and how far rounding takes the module in one process."""
+    """Save the reference's trace, and how much rounding alone changes the module in one process."""
     (place, steps, _), *_ = jobs
     subject, kind = load_subject(place), "float64"
     try:
@@ -282,7 +286,7 @@ def _columns(worst: Differences, spread: Differences, norms: list[float | str]) 
 
 
 def _start(trace: Trace, reference: Trace) -> Check:
-    """Count the parameters that start from other bits."""
+    """Count the parameters whose initial bits differ from those of the reference."""
     other = [
         name for name, value in reference.start.items() if not torch.equal(trace.start[name].to(value.dtype), value)
     ]
@@ -300,7 +304,9 @@ def _copies(weights: dict[str, Tensor]) -> Check:
 
 
 def _dtypes(dtypes: set[str], subject: Subject, trace: Trace, single: set[str]) -> Check:
-    """Check the dtypes of FSDP2's reductions, and whether float32 gradients lack the lower bits without need."""
+    """Check that FSDP2 reduces in `reduce_dtype`, and that no gradient lacks the lower bits unless it lacks them in one
+    process (`single`) too.
+    """
     coarse = [name for name, value in trace.gradients.items() if name not in single and _looks_rounded(value)]
     right = dtypes <= {subject.reduce_dtype}
     where = f"summed in bfloat16: {', '.join(coarse[:3])}" if coarse else "" if dtypes else "no reduction by FSDP2"
@@ -326,8 +332,8 @@ def _resume(subject: Subject, mesh: DeviceMesh, state: Any, training: Training, 
 
 
 def _joined(loss: float, mesh: DeviceMesh, subject: Subject, reference: float) -> float:
-    """Return the loss of the whole batch from those of all ranks. Where ranks with the same samples disagree, the value
-    that is farther from the reference. A collective.
+    """Return the loss of the whole batch, computed from the losses of all ranks. Where ranks with the same samples
+    disagree, the loss that is farther from the reference counts. A collective.
     """
     by_part: dict[tuple[int, ...], list[float]] = {}
     for part, value in _gathered((tuple(mesh.get_local_rank(name) for name in subject.split), loss)):
@@ -365,8 +371,8 @@ def _move_last_bits(model: nn.Module, seed: int) -> None:
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert real parameters and buffers to `dtype`, and complex buffers too. `Module.to` would drop their imaginary
-    parts.
+    """Convert real tensors of a model to `dtype`, and complex tensors to the complex dtype of this precision.
+    `Module.to` would drop imaginary parts.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() or tensor.is_complex():

@@ -32,20 +32,20 @@ class Raised(RuntimeError):
 
 
 class Crashed(RuntimeError):
-    """A rank was ended by a signal: sent to it, for lack of memory, or after a fault in native code."""
+    """A signal has ended a rank: from a user, for lack of memory, or after a fault in native code."""
 
 
 def share_over_cores(function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
-    """Run jobs that need one process each: one process per core, each with an equal share of the jobs."""
+    """Run jobs of one rank each: start a process per core, and give each an equal share of the jobs."""
     processes = min(cores(), len(jobs))
     spawn_ranks(1, function, folder, *(jobs[first::processes] for first in range(processes)))
 
 
 def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: list[Any]) -> None:
-    """Run `function(device, folder, jobs)` on `ranks` gloo ranks for the jobs of each world, all at the same time. Raises
-    Crashed if a signal ended a rank, else Raised with the traceback of the first that failed.
+    """Start a world of `ranks` gloo ranks for each list of jobs, all at once. Each rank runs `function(device, folder,
+    jobs)`. Raises Crashed if a signal ended a rank, else Raised with the traceback of the first rank that failed.
     """
-    # a process without threads may have chosen a faster way, as the server of mutants does (mutants/server.py)
+    # mutants/server.py, which has no threads, chooses a faster start method than forkserver
     context: Any = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "forkserver")
     context.set_forkserver_preload(PRELOADED)
     stores = [tempfile.mktemp(dir=folder) for _ in worlds]

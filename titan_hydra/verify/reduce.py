@@ -35,7 +35,7 @@ from .matrix import BF16, EIGHT_BITS, Case
 
 AT_ONCE = 3  # techniques of one reduced job: three degrees of two are eight ranks
 STEPS_OF_PROOF = 6
-# The largest value of each size of a model; a smaller one is kept. Heads follow from the degrees (`_small_model`).
+# The largest value of each size of a model; a smaller value is kept. Heads follow from the degrees (`_small_model`).
 SIZES = {
     "dim": 64,
     "vocab_size": 512,
@@ -67,7 +67,7 @@ BESIDE = (
     "validation.",
     "profiling.",
 )
-# Weights rounded to Float8 with one scale for the whole tensor differ as soon as the largest element does.
+# With one Float8 scale for a whole tensor, all rounded weights differ as soon as the largest element differs.
 ONE_SCALE = {"loss": 1e-4, "norm": 5e-4, "gradients": 0.25, "weights": 0.5}
 
 
@@ -81,8 +81,9 @@ class Proof:
 
 
 def reduced(job: Job, most: int) -> list[Job]:
-    """Return the job at a size of at most `most` ranks if its techniques allow it, else of eight; several jobs if it splits
-    in more than three ways, one for every three of them. Raises ConfigError for a job that has no reduced form.
+    """Return the job reduced to at most `most` ranks or, if its techniques need more, to eight. A job that is split in
+    more than three ways becomes several jobs, one for every three ways. Raises ConfigError for a job that has no
+    reduced form.
     """
     if job.objective.name != "language":
         reason = "one process and several are compared for language alone; titan verify has cases of this objective"
@@ -120,7 +121,9 @@ def _degrees(job: Job, most: int) -> Iterator[dict[str, int]]:
 
 
 def _reduced_to(job: Job, degrees: dict[str, int]) -> Job:
-    """Return the job with these degrees, a small model, a small batch of synthetic tokens, and nothing beside training."""
+    """Return the job with these degrees, a small model, a small batch of synthetic tokens, and no tasks beside
+    training.
+    """
     small = copy.deepcopy(job)
     layout, several = small.parallelism, local_batches(job) > 1
     for name in DEGREES:
@@ -158,14 +161,18 @@ def _without_format(precision: Precision) -> Precision:
 
 
 def _experts(job: Job, layout: Parallelism) -> int:
-    """Return the reduced expert-parallel degree: all ranks that hold the layers once, if the job has that, else two."""
+    """Return the reduced expert-parallel degree: all the ranks that hold the layers once, if the job's degree covers
+    all such ranks, else two.
+    """
     inside = {name: getattr(job.parallelism, name) for name in ("dp_shard", "cp", "tp")}
     ranks = layout.dp_shard * layout.cp * layout.tp
     return min(ranks, ranks if job.parallelism.ep == math.prod(inside.values()) else 2) if job.parallelism.ep > 1 else 1
 
 
 def _small_pipeline(job: Job, small: Job) -> None:
-    """Keep the schedule and the stages of a rank. A number of microbatches stays once or twice that of ranks."""
+    """Keep the schedule and the number of stages per rank. The number of microbatches stays once or, at most, twice the
+    number of pipeline ranks.
+    """
     if small.parallelism.pp == 1:
         small.pp_schedule = from_dict(PipelineSchedule, {"name": "1f1b"})
         return
@@ -198,7 +205,9 @@ def _small_model(job: Job, small: Job) -> None:
 
 
 def _beside_training(small: Job) -> Job:
-    """Return the job with nothing but training: on local ranks, with the defaults of what does not change the result."""
+    """Return the job with nothing but training: on local ranks, with the defaults of all keys that do not change the
+    result.
+    """
     small.validation, small.profiling, small.launch, small.sweep = Validation(), Profiling(), Launch(), Sweep()
     small.metrics, small.hardware = from_dict(Metrics, {"name": "console", "trackers": [], "log_every": 1}), Hardware()
     saving = "sync" if small.checkpoint.name == "off" else small.checkpoint.name
@@ -212,8 +221,9 @@ def _beside_training(small: Job) -> Job:
 
 
 def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
-    """Yield a reduced job's proofs: in float32, whose bounds are narrow; in bfloat16 if it computes in that; and in the
-    number format of its linears with float32 between them, as one rounding more or less changes an 8-bit value.
+    """Yield a reduced job's proofs: one in float32, with narrow bounds; one in bfloat16 if the job computes in
+    bfloat16; one in the number format of its linears. The last proof has float32 between the linears, as one rounding
+    more or less changes an 8-bit value.
     """
     sparse, muon = small.model.sparse, small.optimizer.name == "muon"
     exact = {"gradients": 5e-5 if sparse else 1e-5} | (
@@ -264,7 +274,9 @@ def alone(job: Job) -> Job:
 
 
 def with_own_data(job: Job, small: Job) -> tuple[Job, str]:
-    """Return the reduced job with the job's own source of data, and why it does not have that, if it has not."""
+    """Return the reduced job with the job's own source of data, and "". For a source on the network, return the reduced
+    job as it is, and the reason.
+    """
     sources = [job.data.name, *(part.name for part in job.data.mixture.values())]
     if hub := [name for name in sources if (kind := DATA_SOURCES.get(name)) and kind.config is HubSource]:
         return small, f"data={hub[0]} is on the network; synthetic tokens stand for it"

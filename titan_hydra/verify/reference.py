@@ -73,8 +73,9 @@ def first_biases(start: Weights, model: Sparse) -> Weights:
 
 
 def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor, Weights]:
-    """Return (mean loss of the elements that count, mean balance loss of a sequence over all layers, number of tokens of
-    each expert by layer). The loss is the cross-entropy of labels, or what the objective's record has for this reference.
+    """Return (mean loss of the elements that count, mean balance loss of a sequence over all layers, number of tokens
+    of each expert by layer). The loss is the cross-entropy of labels, or the loss that the objective's record defines
+    for this reference.
     """
     model = job.model
     routed: dict[str, tuple[Tensor, Tensor]] = {}
@@ -150,8 +151,8 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
 
 
 def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute every expert for every token. Returns (sum over the experts that the router chose, whether it chose each
-    [batch, seq, experts], share of each in the token's scores).
+    """Compute every expert for every token. Returns (sum over the experts that the router chose, for each expert
+    whether it was chosen [batch, seq, experts], each expert's share of the token's scores).
     """
     logits = x @ block["feed_forward.router.weight"].T
     scores = logits.softmax(-1) if model.router == "softmax" else 1 / (1 + torch.exp(-logits))
@@ -169,8 +170,8 @@ def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, 
 
 
 def _choice(scores: Tensor, model: Sparse) -> Tensor:
-    """Return whether a token uses each expert: the experts with the highest scores within the groups whose two highest
-    scores have the largest sums.
+    """Return for each token and expert whether the token uses it: if its score is among the highest in the best groups.
+    A group is rated by the sum of its two highest scores.
     """
     width = model.n_experts // model.n_group
     groups = scores.unflatten(-1, (model.n_group, width))
@@ -180,13 +181,14 @@ def _choice(scores: Tensor, model: Sparse) -> Tensor:
 
 
 def _place(x: Tensor) -> Tensor:
-    """Return the rank of each element in its row; the largest has 0."""
+    """Return each element's place in the descending order of its row; the largest element has place 0."""
     return x.argsort(-1, descending=True).argsort(-1)
 
 
 def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
-    """Return the balance loss of each sequence (2412.19437, equations 17 to 20), the sum of f P over experts: f is the
-    number of its tokens that chose the expert, relative to an even distribution, P the expert's mean share.
+    """Return the balance loss of each sequence (2412.19437, equations 17 to 20): the sum of f P over experts. f is the
+    number of the sequence's tokens that chose the expert, relative to an even distribution; P is the expert's mean
+    share.
     """
     f = chosen.double().mean(1) * model.n_experts / model.experts_per_token
     return model.sequence_balance * (f * shares.mean(1)).sum(-1)

@@ -17,7 +17,7 @@ from titan_hydra.train.trainer import Trainer, build
 
 
 def restarted(trainer: Trainer, loader: Loader, step: int) -> tuple[Trainer, Loader]:
-    """Return a new trainer and a new loader that have loaded a checkpoint of the given ones after `step`. A collective."""
+    """Save a checkpoint after `step`, and return a new trainer and a new loader that have loaded it. A collective."""
     job, mesh, rank = trainer.job, trainer.mesh, dist.get_rank()
     place = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(place)

@@ -13,20 +13,20 @@ from titan_hydra.config.fault import divisors
 from .case import BASE, Case, later_wins
 from .matrix import LATENT, MOE, SCHEDULES
 
-# A float64 reference differs from float32 by rounding alone. Muon orthogonalizes in bfloat16, whose
-# rounding grows over the steps: one process alone was 8e-5 from the reference in its loss, and 0.3 in a weight.
+# A float32 run differs from a float64 reference by rounding alone. Muon orthogonalizes in bfloat16, whose rounding
+# grows over the steps: even one process differed by 8e-5 in its loss and by 0.3 in a weight.
 EXACT = {"loss": 2e-6, "norm": 5e-5, "gradients": 1e-5, "weights": 2e-3, "reference": "float64"}
-# The gradient of a router is a small sum of large terms: one process alone was 9.8e-6 from the reference.
+# The gradient of a router is a small sum of large terms: even one process differed from the reference by 9.8e-6.
 SPARSE = EXACT | {"gradients": 2e-5}
 MUON = EXACT | {"loss": 3e-4, "norm": 3e-3, "weights": 0.5}
-# bfloat16 against one process in bfloat16; or, with wider bounds, against float64, which shows a bias that both share.
+# bfloat16 layouts against one process in bfloat16 or, with wider bounds, in float64, which shows a bias of bfloat16.
 BF16 = {"loss": 2e-4, "norm": 2e-2, "gradients": 2e-2, "weights": 0.3}
 BF16_COARSE = {"loss": 3e-3, "norm": 1e-2, "gradients": 5e-2, "weights": 0.5, "reference": "float64"}
 
 
 def draw_jobs(number: int, seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> Iterator[Case]:
-    """Yield `number` random cases. A job that breaks a rule is drawn again. In one version of the package a seed gives
-    the same cases.
+    """Yield `number` random cases. A job that breaks a rule is drawn again. Within one version of the package, a seed
+    always gives the same cases.
     """
     dice = random.Random(seed)
     for index in range(number):
@@ -45,7 +45,7 @@ def legal(case: Case) -> bool:
 
 
 def one(dice: random.Random, index: int, ranks: int) -> Case:
-    """Draw a case, whose job may break a rule."""
+    """Draw a case. Its job may break a rule."""
     degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp"), 1)
     while (left := ranks // math.prod(degrees.values())) > 1:
         degrees[dice.choice(list(degrees))] *= 3 if left % 2 else 2
@@ -53,7 +53,7 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
     global_batch = min(local_batch * degrees["dp_replicate"] * degrees["dp_shard"] * dice.choice((1, 1, 2, 3)), 48)
     optimizer, precision = dice.choice(("adamw", "adamw", "sgd", "muon")), dice.choice(("fp32", "fp32", "fp32", "bf16"))
     if sparse := dice.random() < 0.4:  # fewer than 40 % of the cases have experts, as rules refuse more of these jobs
-        # In float32, as rounding to bfloat16 would route some tokens to other experts.
+        # Jobs with experts compute in float32, as rounding to bfloat16 would route some tokens to other experts.
         optimizer, precision = dice.choice(("adamw", "sgd")), "fp32"
         degrees["ep"] = dice.choice(divisors(degrees["dp_shard"] * degrees["cp"] * degrees["tp"])[1:] or (1,))
     layout = (

@@ -1,4 +1,4 @@
-"""The contract of `titan verify --module`: what a file says about a module of its own. docs/verify-module.md explains it."""
+"""The contract of `titan verify --module`: what a user's file says about its module. docs/verify-module.md explains it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Subject:
         [nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor
     ]  # loss of some samples; no mesh: in one process
     split: tuple[str, ...] = ()  # dimensions of the mesh whose ranks get different samples; the outer one comes first
-    # how losses of parts make that of the whole; `mean`: ranks average gradients
+    # how the losses of parts of a batch make the loss of the whole; `mean`: ranks average gradients
     losses: Literal["mean", "sum"] = "mean"
     accumulation: int = 1  # microbatches of a step
     # default: SGD of all parameters, with a rate of 0.1
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     # the gradient's norm; default: that of torch.nn.utils
     norm: Callable[[nn.Module, DeviceMesh], Tensor] | None = None
-    # a shard that is no DTensor, as the whole tensor; a collective
+    # turns a shard that is no DTensor into the whole tensor; a collective
     whole: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None
     reduce_dtype: str = "float32"  # the dtype in which FSDP2 shall sum gradients
 

@@ -1,8 +1,8 @@
 """Run many ranks as threads of one process: 128 ranks on one core, with real arithmetic.
 
-One thread runs at a time, and another gets its turn only inside a collective. So a run is reproducible, and when no
-thread can continue, the collectives that the ranks wait in are known at once. The groups are torch's (for its own
-tests); they have no point-to-point messages, hence no pipelines.
+One thread runs at a time, and the turn changes only inside a collective. So a run is reproducible; if no thread can
+continue, it is known at once in which collectives the ranks wait. The process groups are those of torch's own tests.
+They have no point-to-point messages, so pipelines cannot run.
 """
 
 import logging
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from titan_hydra.base.private import op_dispatcher, private_handlers, threaded_groups
 from titan_hydra.base.threads import thread
 
-# Functions of torch.distributed that `verify.reductions` exchanges while a rank computes gradients.
+# Functions of torch.distributed that `verify.reductions` replaces while a rank computes gradients.
 REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
 
 
 @dataclass
 class OpenCollective:
-    """A collective of one group until all its ranks have arrived."""
+    """A collective that some ranks of its group have not entered yet."""
 
     collective: Any  # has `work`, which computes the results of all ranks from the data of all ranks
     group: str
@@ -70,8 +70,8 @@ class RankTurns:
         self.next()
 
     def meet(self, collective: Any, group: Any, member: int, data: Any) -> None:
-        """Return once all ranks of a group have brought their data to a collective and its results are in their tensors.
-        Raises RuntimeError if they do not all call the same one.
+        """Return once all ranks of a group have brought their data to a collective and its results are in their
+        tensors. Raises RuntimeError if they do not all call the same collective.
         """
         rank, name = self.own.rank, group.group_name
         self.arrivals[rank][name] += 1
@@ -94,7 +94,7 @@ class RankTurns:
         meeting.collective.work([meeting.data[index] for index in range(group.size())])
 
     def wait(self, rank: int) -> None:
-        """Pass the turn on, and return at this rank's next turn with the process-wide state that the rank had."""
+        """Pass the turn on, and return at this rank's next turn, with its process-wide state restored."""
         handlers = dict(private_handlers(op_dispatcher))
         reductions = {name: vars(dist)[name] for name in REDUCTIONS if name in vars(dist)}
         self.next()
@@ -106,7 +106,9 @@ class RankTurns:
         vars(dist).update(reductions)
 
     def next(self) -> None:
-        """Give the turn to the next thread that can continue. If there is none, all ranks have ended, or they fail."""
+        """Give the turn to the next thread that can continue. If there is none, either all ranks have ended, or the
+        waiting ranks fail.
+        """
         if not self.ready and len(self.ended) < len(self.gates):
             lines = [
                 f"ranks {one.waiting} wait in {described_call(one.collective)} of ranks {one.group}"
@@ -117,7 +119,7 @@ class RankTurns:
             self.gates[self.ready.popleft()].release()
 
     def fail(self, error: BaseException) -> None:
-        """Let all threads that wait end, one after another."""
+        """End all waiting threads, one after another."""
         self.failure = self.failure or error
         waiting = [rank for meeting in self.meetings.values() for rank in meeting.waiting]
         self.meetings.clear()
@@ -133,7 +135,7 @@ def described_call(collective: Any) -> str:
 
 @contextmanager
 def _one_rank_warns(turns: RankTurns) -> Iterator[None]:
-    """Drop torch's log messages of all ranks but the first while the block runs, as each rank has the same."""
+    """While the block runs, keep torch's log messages of the first rank alone, as all ranks log the same."""
     loggers = [logging.getLogger(name) for name in tuple(logging.root.manager.loggerDict) if name.startswith("torch")]
     handlers = {handler for logger in loggers for handler in logger.handlers}
 
@@ -150,8 +152,8 @@ def _one_rank_warns(turns: RankTurns) -> Iterator[None]:
 
 
 def as_threads(ranks: int, task: Callable[[], None]) -> None:
-    """Run `task` on `ranks` ranks, each a thread of this process with its own default process group. Raises what the
-    first rank raised.
+    """Run `task` on `ranks` ranks, each a thread of this process with its own default process group. Raises the
+    exception of the rank that failed first.
     """
     turns, store = RankTurns(ranks), dist.HashStore()
 

@@ -25,8 +25,8 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 class MemoryTracker(TorchDispatchMode):
     """Counts live bytes, their peak, and the bytes of messages while `tracking`.
 
-    It sees the operators on local tensors, below DTensor. A message has the size of a collective's input or result, the
-    larger of both.
+    It sees the operators on local tensors, below DTensor. A message has the size of a collective's input or result,
+    whichever is larger.
     """
 
     def __init__(self, mesh: Mesh):
@@ -72,7 +72,9 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def count(self, leaves: list) -> None:
-        """Count a collective by its arguments and results. An operator without a process group (a wait) is not one."""
+        """Count a collective by its arguments and results. An operator without a process group, such as a wait, is no
+        collective.
+        """
         for dimension in {self.groups[name] for leaf in leaves if (name := _name_of_group(leaf)) in self.groups}:
             self.messages[dimension] += max(
                 leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)
@@ -80,7 +82,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _names_of_groups(mesh: Mesh) -> dict[str, str]:
-    """Return the mesh dimension of each process group, by the group's name; `fsdp` is that of dp_shard x cp."""
+    """Return the mesh dimension of each process group, by the group's name; `fsdp` stands for dp_shard x cp."""
     names = {}
     if mesh.fsdp is not None:
         shards, *replicas = reversed([str(mesh.fsdp.get_group(place).group_name) for place in range(mesh.fsdp.ndim)])
@@ -107,8 +109,8 @@ def tracking(tracker: MemoryTracker) -> Iterator[None]:
     """Let a tracker count while the block runs.
 
     Operators that DTensor runs on global shapes, to infer a result's shape, do not count. FSDP frees gathered weights
-    with `resize_` of a storage, which is not an operator and is therefore patched. Norms are computed as CUDA does, in
-    one kernel: a CPU's keep float32 copies of their input.
+    with `resize_` of a storage, which is not an operator and is therefore patched. Norms are computed in one kernel, as
+    on CUDA; torch's norms on a CPU would keep float32 copies of their input.
     """
 
     def unseen(original: Callable) -> Callable:
@@ -137,7 +139,7 @@ def tracking(tracker: MemoryTracker) -> Iterator[None]:
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    """Return a tensor of the shape of F.rms_norm's result, which saves for the backward what CUDA's kernel saves."""
+    """Return a tensor with the shape of F.rms_norm's result. It saves for the backward what CUDA's kernel saves."""
     return _Norm.apply(x, weight)
 
 

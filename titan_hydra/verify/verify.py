@@ -1,7 +1,7 @@
 """Verify that a layout learns what one process learns: the same losses, gradient norms, gradients and weights.
 
-The cases are in matrix.py, one line each. All cases of one size share one set of gloo ranks and use the same `build`
-and step as a training run.
+The cases are in matrix.py, one line each. All cases with the same number of ranks share one set of gloo processes. They
+use the same `build` and step as a training run.
 """
 
 import contextlib
@@ -70,8 +70,8 @@ def trace(
 ) -> Trace:
     """Train a job as `train` does, and return the values to compare, as whole tensors, on every rank. A collective.
 
-    A `seed` changes the last bits of the initial weights (`disturb`). `mesh` is that of an earlier job with the same
-    degrees. If `resumed`, the second half of the steps is made by a new trainer that has loaded a checkpoint.
+    A `seed` changes the last bits of the initial weights (`disturb`). `mesh` is reused from an earlier job with the
+    same degrees. If `resumed`, the second half of the steps is made by a new trainer that has loaded a checkpoint.
     """
     trainer = build(job, device, mesh)
     if seed is not None:
@@ -99,7 +99,8 @@ def trace(
     loader.close()
     if case is not None and case.validated:
         held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
-        # a second validation sees the same samples, so that a layout that measures twice has the loss of its reference
+        # a resumed layout validates twice, on the same samples, so that its last loss is comparable with its
+        # reference's
         result.losses.append([trainer.validate(held_out, 2) for _ in range(1 + resumed)][-1])
         held_out.close()
     result.weights = _of_all_stages(trainer, master_of)
@@ -192,7 +193,7 @@ def _join(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def exact(job: Job, case: Case) -> Trace:
-    """Return the trace of a job by reference.py, in float64, from the same initial weights and batches."""
+    """Return the trace of a job as reference.py computes it in float64, from the job's initial weights and batches."""
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     model.to_empty(device="cpu")
@@ -205,10 +206,10 @@ def exact(job: Job, case: Case) -> Trace:
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
-    """Apply a case's mask and documents to a batch of text whose first sample is in slot `first` of `slots`. Both
-    depend on slot and step alone.
+    """Apply a case's mask and documents to a batch of text whose first sample is in slot `first` of `slots`. Mask and
+    documents depend on slot and step alone.
 
-    Up to 80 % of a sample's labels are ignored, so that microbatches count different numbers of them. At step 1 no
+    Up to 80 % of a sample's labels are ignored, so that microbatches have different numbers of labels. At step 1 no
     label in the first quarter of the slots counts, and at step 2 none in the first half, so that some ranks have none.
     """
     if not case.uneven_mask and not case.documents:
@@ -228,7 +229,7 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
 
 def verify(cases: Iterable[Case], steps: int = STEPS, bands_of_failed: bool = True) -> list[Outcome]:
     """Run cases and their references, with one set of processes for each number of ranks. Returns an outcome for each
-    case, in their order. Without `bands_of_failed`, no band is measured for a case that its fixed bounds fail.
+    case, in their order. Without `bands_of_failed`, no band is measured for a case that is beyond its fixed bounds.
     """
     cases = list(cases)
     firsts: dict[str, Case] = {}
@@ -242,7 +243,9 @@ def verify(cases: Iterable[Case], steps: int = STEPS, bands_of_failed: bool = Tr
 def prove(
     cases: list[Case], jobs: list[Job], references: dict[str, tuple[Case, Job]], bands_of_failed: bool = True
 ) -> list[Outcome]:
-    """Run the job of each case, and each reference once, by `reference_key`. Returns an outcome for each case."""
+    """Run the job of each case; cases with equal `reference_key` share one run of the reference. Returns an outcome for
+    each case.
+    """
     by_ranks: dict[tuple[bool, int], list[tuple[int, Case, dict]]] = defaultdict(list)
     for number, (case, job) in enumerate(zip(cases, jobs, strict=True)):
         by_ranks[case.threads, case.ranks].append((number, case, to_dict(job)))
@@ -348,7 +351,7 @@ def _run_in_threads(device: torch.device, folder: str, jobs: list[tuple[int, Cas
 
 def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], int, Case, dict]]) -> None:
     """Measure the bands of cases that share a reference and `tp`, and judge them. Each draw can only widen a band, so
-    drawing ends once all cases are within it.
+    no more draws are made once all cases are within theirs.
     """
     for numbers, tp, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{reference_key(case)}.pt"))

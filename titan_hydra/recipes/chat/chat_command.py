@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the answer, token by token. It ends with the first special token."""
+    """Print the answer, token by token. The answer ends at the first special token."""
 
     def question(checkpoint: Path, tokenizer: Tokenizer) -> list[int]:
         from .template_of_run import read_template

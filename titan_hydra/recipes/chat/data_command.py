@@ -1,4 +1,4 @@
-"""`titan data show`: which tokens of packed rows a run would learn."""
+"""`titan data show`: show which tokens of packed rows a run would learn."""
 
 import argparse
 import os
@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand and options of `titan data`."""
     commands = parser.add_subparsers(dest="data_command", required=True)
     show = commands.add_parser(
-        "show", help="print a row with its learned tokens marked, and lengths, shares and the steps of an epoch"
+        "show",
+        help="print a row with its learned tokens marked; also the lengths of rows, the shares of learned tokens, "
+        "and the steps of an epoch",
     )
     show.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=..."
@@ -83,7 +85,7 @@ def _show(samples: Chat, job: Job, row: int) -> None:
 
 
 def coloured() -> bool:
-    """Whether the terminal shows colours."""
+    """Whether the output is a terminal that shows colours."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
@@ -96,7 +98,9 @@ def marked(reader: ConversationReader, turns: Turns) -> str:
 
 
 def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Iterator[str]:
-    """Yield lines about all rows: their number, lengths and shares, and the samples that they fill."""
+    """Yield lines about all rows: their number, their lengths, the shares of learned tokens, and the number of samples
+    that the rows fill.
+    """
     data, size, rows = job.data, job.data.seq_len + 1, samples.reader.rows
     short = [one for one in turns if samples.takes(one)]
     long = f"{len(turns) - len(short):,} have more than {samples.limit}"
@@ -123,7 +127,7 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
 
 
 def histogram(title: str, what: str, values: np.ndarray) -> list[str]:
-    """Return the lines of a histogram in ten steps."""
+    """Return the lines of a histogram with ten bins."""
     counts, edges = np.histogram(values, bins=10)
     rows = [
         (f"{edges[place]:,.0f} to {edges[place + 1]:,.0f}", f"{count:,}", "#" * -(-BAR * count // counts.max()))

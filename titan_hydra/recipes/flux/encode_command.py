@@ -1,4 +1,4 @@
-"""`titan encode-images FILE FOLDER`: latents and embeddings of captioned images."""
+"""`titan encode-images FILE FOLDER`: compute the latents and embeddings of captioned images."""
 
 import argparse
 from pathlib import Path

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", type=Path, default=Path("."), metavar="FOLDER", help="folder for 01-NAME.png and so on (.)"
     )
-    parser.add_argument("--sheet", action="store_true", help="write all images side by side, as FOLDER/sheet.png")
+    parser.add_argument("--sheet", action="store_true", help="also write all images side by side as FOLDER/sheet.png")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="Euler steps from noise to image (50)")
     parser.add_argument(
         "--guidance", type=float, default=1.0, metavar="G", help="guidance strength; above 1: closer to the prompt (1)"
@@ -28,14 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="MU",
-        help="above 0: more steps at high noise; FLUX.1-dev uses 0.5 for 256 pixels and 1.15 for 1024 (0)",
+        help="shift of the steps; above 0: more steps at high noise; FLUX.1-dev uses 0.5 for 256 pixels and 1.15 "
+        "for 1024 (0)",
     )
     parser.add_argument(
         "--encoders",
         metavar="FOLDER",
-        help="folder of text encoders and autoencoder; a run on data=synthetic_images needs none",
+        help="folder of the text encoders and the autoencoder; a run on data=synthetic_images needs no folder",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise (0)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`titan score-pairs`: the log-probabilities that a reference model gives the answers of pairs."""
+"""`titan score-pairs`: compute the log-probabilities that a reference model gives to both answers of each pair."""
 
 import argparse
 from pathlib import Path
@@ -9,9 +9,15 @@ from titan_hydra.commands.model import add_model, checkpoint_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("pairs", type=Path, metavar="FILE", help="jsonl of prompt, chosen and rejected")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="jsonl to write, for data=preference data.path=FILE"
+        "pairs", type=Path, metavar="FILE", help="JSONL file of pairs: prompt, chosen and rejected on each line"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSONL file to write, for data=preference data.path=FILE",
     )
 
 

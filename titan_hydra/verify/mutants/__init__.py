@@ -1,4 +1,4 @@
-"""Mutants: small faults that are planted in a copy of the package, to measure which of them `titan verify` finds.
+"""Mutants are small faults. They are planted in a copy of the package to measure which of them `titan verify` finds.
 
-Imports nothing, as the server of the copy imports this file before any mutant is planted.
+This file imports nothing, as the copy's server imports it before any mutant is planted.
 """

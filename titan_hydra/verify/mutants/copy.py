@@ -66,7 +66,7 @@ class Copy:
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """Plant a mutant for the time of the block."""
+        """Plant a mutant while the block runs."""
         target = self.folder / "titan_hydra" / mutant.file
         text = target.read_text()
         target.write_text(mutant.planted_in(text))

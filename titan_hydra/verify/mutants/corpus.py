@@ -1,4 +1,4 @@
-"""All mutants: those of the package, and those that objectives of recipes bring. Imports no torch."""
+"""All mutants: those of the package, and those that come with objectives of recipes. Imports no torch."""
 
 from titan_hydra.config.registry import OBJECTIVES, resolve
 
@@ -16,6 +16,6 @@ SUBJECTS: dict[str, list[Mutant]] = {
 
 
 def corpus() -> dict[str, list[Mutant]]:
-    """Return the mutants by subject; a recipe's subject is the name of its objective."""
+    """Return the mutants by subject; for mutants of a recipe, the subject is the name of its objective."""
     own = {f"objective {name}": resolve(record.mutants) for name, record in OBJECTIVES.items() if record.mutants}
     return SUBJECTS | own

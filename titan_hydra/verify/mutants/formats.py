@@ -1,4 +1,4 @@
-"""Mutants of number formats: copies in the compute dtype, split masters, Float8. Imports no torch."""
+"""Mutants of number formats: weights' copies in the compute dtype, split masters, Float8. Imports no torch."""
 
 from .mutant import Mutant
 
@@ -11,7 +11,7 @@ SPLIT_TESTS, MASTER_TESTS = "tests/parallel/test_split_masters.py", "tests/paral
 # fmt: off
 MUTANTS = [
     Mutant("copies are never updated", "bf16", MASTERS, "        if self.pairs:\n", "        if False:\n",
-           "Modules compute with the initial weights for ever.", (BF16_TP, "bf16 against fp32, one process"), (MASTER_TESTS,)),
+           "Modules go on computing with the initial weights.", (BF16_TP, "bf16 against fp32, one process"), (MASTER_TESTS,)),
     Mutant("copies keep the gradients of earlier steps", "bf16", MASTERS, "master.grad, copy.grad = copy.grad, None",
            "master.grad = copy.grad", "Gradients of all steps pile up in the copies.", (BF16_TP, "bf16 against fp32, one process"),
            (MASTER_TESTS,)),
@@ -23,14 +23,14 @@ MUTANTS = [
            "(1.04 if copy.ndim == 1 and torch.distributed.get_world_size() > 1 else 1), None",
            "Norms and biases have a gradient that is 4 % too large on several ranks.", (BF16_TP,)),
     Mutant("a split master is rounded down", "split masters", SPLIT, "((bits + 0x8000) >> 16)", "(bits >> 16)",
-           "The upper half is not the nearest bfloat16 number, and the lower half no longer fits.", (WHOLE,),
+           "The upper half of a master is rounded down, not to the nearest bfloat16 number, so the lower half no longer fits.", (WHOLE,),
            (f"{SPLIT_TESTS}::test_halves_are_joined_to_the_same_bits",)),
     Mutant("a split master loses its lower half", "split masters", SPLIT,
            "for half, new in zip((weight, remainder), halves_of(master), strict=True):",
            "for half, new in zip((weight,), halves_of(master)):", "Updates that are smaller than bfloat16's rounding are lost.", (WHOLE,),
            (f"{SPLIT_TESTS}::test_fifty_steps_have_the_bits_of_whole_masters",)),
     Mutant("a split master is joined without a carry", "split masters", SPLIT, ".int() << 16) + remainder)",
-           ".int() << 16) | (remainder.int() & 0xFFFF))", "Half of the joined numbers are too large by one step of bfloat16.", (WHOLE,),
+           ".int() << 16) | (remainder.int() & 0xFFFF))", "Half of the joined masters are too large by one step of bfloat16.", (WHOLE,),
            (f"{SPLIT_TESTS}::test_halves_are_joined_to_the_same_bits",)),
     Mutant("moments of split masters are exchanged", "split masters", UPDATE, 'state["exp_avg"], state["exp_avg_sq"])))',
            'state["exp_avg_sq"], state["exp_avg"])))', "The optimizer takes the second moment for the first.", (),
@@ -42,10 +42,11 @@ MUTANTS = [
            "    return multiply((columns[0], torch.ones_like(columns[1])), inputs,",
            "Gradients of weights are multiplied by the scale of the outputs' gradient.", (FUSED,)),
     Mutant("SwiGLU's halves have each other's scale", "float8", FLOAT8, "*cast_columns(y, bits.amax(0)), ",
-           "*cast_columns(y, bits.amax(0).roll(y.shape[1] // 2)), ", "The gradient of one half is cast with the scale of the other.",
+           "*cast_columns(y, bits.amax(0).roll(y.shape[1] // 2)), ", "Each half's gradient is cast with the scale of the other half.",
            (FUSED,)),
     Mutant("a norm that is computed later has no weight", "float8", "parallel/formats/fused.py", "Normed(x, self.weight, self.eps)",
-           "Normed(x, self.weight.detach() * 0 + 1, self.eps)", "Where linears apply the norm, its weight is left out.",
+           "Normed(x, self.weight.detach() * 0 + 1, self.eps)",
+           "Where linears apply the norm of their input, the norm's weight is left out.",
            ("float8 fused, fsdp 2",), ("tests/parallel/test_fused.py::test_a_block_is_as_near_to_float32_as_torchaos",)),
 ]
 # fmt: on

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """A patch of one file of the package, and where it should be noticed. Cases and tests are listed cheapest first."""
+    """A patch of one file of the package, and the cases and tests that should notice it, the cheapest first."""
 
     name: str
     needs: str  # the technique without which the fault has no effect; "any" if it has one in a single process
@@ -27,8 +27,8 @@ class Mutant:
         return f"https://github.com/{repository}/issues/{number}" if number else ""
 
     def planted_in(self, text: str) -> str:
-        """Return the text of the file with the fault. Raises ValueError if the file has changed, so that there is no place
-        for it.
+        """Return the text of the file with the fault. Raises ValueError if the file has changed, so that the patch no
+        longer fits.
         """
         if (found := text.count(self.old)) != self.times:
             raise ValueError(f"{self.file} has {found} places for {self.name!r}, not {self.times}")

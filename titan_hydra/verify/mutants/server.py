@@ -1,7 +1,8 @@
 """Run cases of a copy of the package: `python -m titan_hydra.verify.mutants.server`, started in the copy.
 
-The server imports the libraries once, but nothing of the package. Each request runs in a fork, which imports the package as
-the copy then is. A request is a line of JSON on the standard input, the answer a line on the standard output.
+The server imports the libraries once, but nothing of the package. Each request runs in a fork, which imports the copy
+of the package in its present state. A request is a line of JSON on the standard input, the answer a line on the
+standard output.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a request in a fork, and return its answer. A fork that needs more than `seconds` is ended with its ranks: a
-    collective that not all of them enter would wait for minutes.
+    """Run a request in a fork, and return its answer. A fork that needs more than `seconds` is ended together with its
+    ranks: if not all ranks enter a collective, the others would wait for minutes.
     """
     out = Path(request["out"])
     out.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
-"""The trial: which mutants the matrix and the tests find, in which case and column, and how far beyond its bound. Imports no
-torch.
+"""The trial: which mutants the matrix and the tests find, in which case and column, and how far the difference is
+beyond its bound. Imports no torch.
 
-References are run again for each mutant. Most faults are in code that one process runs too; with the references of the
-unchanged tree, a case would find them here that it cannot find in a tree that has the fault.
+References are run again for each mutant. Most faults are in code that one process runs too. With references of the
+unchanged tree, a case would find such a fault here, but not in a package that has the fault, where the reference has it
+too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ By = Literal["quick", "matrix", "tests", "missed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What found a mutant. If it was missed, the case and the column that came nearest to their bound."""
+    """What found a mutant. For a missed mutant, the case and the column whose difference came nearest to its bound."""
 
     mutant: Mutant
     by: By
@@ -66,7 +67,7 @@ class Trial:
         return [name for name in mutant.cases if self.cases[name].quick]
 
     def _control(self, copy: Copy, mutants: list[Mutant]) -> None:
-        """Run the quick cases in the unchanged tree, to know which are sound."""
+        """Run the quick cases in the unchanged tree, to know which of them pass without a mutant."""
         names = list(dict.fromkeys(name for mutant in mutants for name in self.quick_of(mutant)))
         for first in range(0, len(names), TOGETHER):
             some = names[first : first + TOGETHER]
@@ -115,8 +116,8 @@ class Trial:
 
 
 def rated(found: dict[str, Any], names: list[str]) -> list[tuple[str, str, float, bool]]:
-    """Return (case, column, times beyond its bound, whether it passed) of each case in a server's answer: the column that
-    is furthest beyond. Numbers that must be 0 come before differences; an error ends all cases.
+    """Return (case, column, times beyond its bound, whether it passed) of each case in a server's answer. The column is
+    the one furthest beyond its bound; counts that must be 0 come before differences. An error ends all cases.
     """
     if "error" in found:
         return [(names[0], "hang" if found["error"].startswith("no end") else "error", float("inf"), False)]
@@ -129,6 +130,6 @@ def rated(found: dict[str, Any], names: list[str]) -> list[tuple[str, str, float
 
 
 def counts_by_way(findings: Iterable[Finding]) -> dict[str, int]:
-    """Return the number of mutants that each way has found, and of those that were missed."""
+    """Return the number of mutants that each way has found, and the number of missed mutants."""
     counts = Counter(finding.by for finding in findings)
     return {by: counts[by] for by in ("quick", "matrix", "tests", "missed")}
