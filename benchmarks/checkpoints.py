@@ -1,10 +1,10 @@
 """Measure how long training waits for a save: python benchmarks/checkpoints.py [--mib 600] [--ranks 2] [--saves 5]
 [--folder DIR]
 
-One run of a model with FSDP over the ranks and AdamW saves in three ways in turn: with checkpoint=sync; with
+One model, trained by AdamW with FSDP over the ranks, is saved in three ways in turn: with checkpoint=sync; with
 checkpoint=async, while training steps run until the checkpoint is written; and with checkpoint=async while no step runs
-beside the copy (async, bare). `held` is how long training waits: for the start of the save and, before the update,
-for the end of the copy. The first save of each kind creates buffers; it is shown but not counted.
+beside the copy (async, bare). `held` is how long training waits: for the start of the save and, before the update, for
+the end of the copy. The first save of each kind creates buffers; it is shown but not counted.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    """Run one rank: save with each kind in turn, and on rank 0 print the time of each save."""
+    """Run one rank: save in each of the three ways in turn, and on rank 0 print the time of each save."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks)
     layers = max(1, args.mib * 2**20 // (WIDTH * WIDTH * 4 * 3))

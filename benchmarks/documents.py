@@ -1,8 +1,8 @@
-"""Measure what attention without a mask saves over packed documents, on a CPU: python benchmarks/documents.py
+"""Measure what attention over packed documents saves by using no mask, on a CPU: python benchmarks/documents.py
 
-Time: the process time of forward and backward of attention alone, with the mask divided by without. Both are measured
-in turn a few times, and the fastest of each counts. Memory: the live bytes that the fake world counts in a step, for
-one sample and 4 blocks of width 1024. Both use one kernel of torch.
+Time: the process time of attention's forward and backward with a mask, divided by the time without one. The two
+variants are measured in turn a few times, and the fastest time of each counts. Memory: the live bytes that the fake
+world counts in a step, for one sample and 4 blocks of width 1024. The two variants use the same kernel of torch.
 """
 
 import time

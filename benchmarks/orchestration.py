@@ -1,10 +1,11 @@
 """Measure how long the commands on a login node take, and compare this with limits: python benchmarks/orchestration.py
 
 The commands are `--help`, dry runs of 96 cells (four layouts with 24 seeds, and every combination of three groups), the
-submission of 96 cells to a SLURM on this machine, and `titan status` over 500 run directories. The SLURM is
-tests/slurm/slurm-cluster; its jobs are held and cancelled, and this command is left out if SLURM is not installed. Each
-command is a process as a user starts it. The exit status is 1 if a command takes longer than its limit, fails, or has
-imported torch. The load of the machine is printed beside the times, as the limits are for an idle machine.
+submission of 96 cells to a SLURM on this machine, and `titan status` over 500 run directories.
+tests/slurm/slurm-cluster starts this SLURM, whose jobs are held and then cancelled. The submission is left out if SLURM
+is not installed. Each command is a process as a user starts it. The exit status is 1 if a command takes longer than its
+limit, fails, or has imported torch. The load of the machine is printed beside the times, as the limits are for an idle
+machine.
 """
 
 import argparse
@@ -101,7 +102,7 @@ def measure(folder: Path, command: list[str], says: str, **environment: str) -> 
 
 
 def measure_submission(folder: Path, script: Path) -> tuple[float, float]:
-    """Return the same for submitting 96 cells to SLURM; their jobs may not begin before tomorrow."""
+    """Return the wall-clock and CPU seconds of submitting 96 cells to SLURM; the jobs may not begin before tomorrow."""
     with tempfile.TemporaryDirectory(prefix="o-", dir="/tmp") as home:  # a short path, as it contains unix sockets
         environment = {
             "SLURM_HOME": home,
@@ -130,7 +131,7 @@ def path(home: str = "") -> str:
 
 
 def make_runs(runs: Path, number: int) -> None:
-    """Make run directories like those of real trainings: of each five, three are done, one has failed and one was
+    """Make run directories like those of real trainings: of every five, three are done, one has failed and one was
     interrupted.
     """
     job = compose_job("debug=tiny", f"paths.runs={runs}")

@@ -2,8 +2,9 @@
 
     python benchmarks/planner.py       # no GPU, one core; docs/plan.md has the table
 
-For each source of titan_hydra/assets/published.yaml, the constants that docs/plan.md calls fitted to these rows are fitted
-to the rows of all other sources, from values that no row determined, and the source is predicted with them.
+For each source of titan_hydra/assets/published.yaml, the constants that docs/plan.md calls fitted to its rows are
+fitted to the rows of all other sources instead. The fit begins at values that no row determined. The fitted constants
+then predict the source's own rows.
 """
 
 from collections import defaultdict
@@ -20,8 +21,8 @@ from titan_hydra.plan.predict import changed
 from titan_hydra.plan.published import Scored, rows_of, score
 from titan_hydra.plan.shape import NotPredictable
 
-# Where the fit begins: rates as the H200's measured ones, scaled by data sheets; factors at almost no effect. A constant on
-# which no remaining row depends stays there.
+# The fit begins with the H200's measured rates, scaled by data sheets, and with factors of almost no effect. A constant
+# on which no remaining row depends keeps its first value.
 START = {
     "h100.attention_tflops": 475,  # as h200
     "h100_2023.attention_tflops": 285,  # flash_tflops of h200
@@ -46,7 +47,7 @@ Constants = dict[str, float]
 
 
 def predicted(one: Scored, constants: Constants, exact: bool = False) -> float:
-    """Return the tokens/s per device of a row for other values of the constants."""
+    """Return a row's tokens/s per device, predicted with these constants."""
     job, factors = one.shape.job, {name: value for name, value in constants.items() if "." not in name}
     preset = f"{job.hardware.name}."
     rates = {name.removeprefix(preset): value for name, value in constants.items() if name.startswith(preset)}
@@ -55,13 +56,13 @@ def predicted(one: Scored, constants: Constants, exact: bool = False) -> float:
 
 
 def errors(rows: Iterable[Scored], constants: Constants) -> list[float]:
-    """Return the relative errors of predictions with some constants."""
+    """Return the relative errors of the predictions with these constants."""
     return [predicted(one, constants, exact=True) / one.speed[0] - 1 for one in rows]
 
 
 def depending(one: Scored) -> Callable[[Constants], float]:
-    """Return a function from constants to the relative error of a row's prediction. It predicts again only if a constant
-    has changed on which the row depends.
+    """Return a function from constants to the relative error of a row's prediction. It predicts again only if a
+    constant on which the row depends has changed.
     """
     known = predicted(one, START)
     names = [
@@ -96,7 +97,7 @@ def counted_rows() -> list[Scored]:
 
 
 def left_out(rows: list[Scored]) -> dict[str, list[Scored]]:
-    """Return the rows of each source and, of publishers with several, of all their sources."""
+    """Return the rows of each source and, for a publisher of several sources, of all these sources together."""
     sources, publishers = defaultdict(list), defaultdict(list)
     for one in rows:
         name = str(one.row["source"])

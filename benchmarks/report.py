@@ -1,8 +1,9 @@
-"""CPU time, memory and page of `titan report` over a large sweep: python benchmarks/report.py [--runs 1000] [--rows
-1000]
+"""Measure the CPU time, memory and page size of `titan report` over a large sweep: python benchmarks/report.py [--runs
+1000] [--rows 1000]
 
-The runs are five layouts with as many seeds each, all done. Each line is a process as a user starts it, with its
-largest resident memory. Exit status 1 if one takes more than 400 MB, or writes a page of more than 5 MB.
+The runs are five layouts with as many seeds each, all done. Each printed line shows one process, started as a user
+starts it, with its largest resident memory. The exit status is 1 if a process takes more than 400 MB or writes a page
+of more than 5 MB.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a large sweep costs the login node and SLURM: python benchmarks/submission.py [--nodes 64] [--seeds 200]
+"""Measure what a large sweep costs the login node and SLURM: python benchmarks/submission.py [--nodes 64] [--seeds 200]
 
 Cells of five shapes, from 2 nodes to all nodes of a SLURM cluster on this machine (tests/slurm/slurm-cluster; needs
 root), are submitted on hold, submitted again, listed and cancelled. For each command, this measures the CPU seconds of

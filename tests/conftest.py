@@ -50,8 +50,8 @@ QUICK_LAYOUTS = (
 )
 
 
-# These tests are left out by default; `.ci/run` runs them with `pytest -m "long and not slow"`. They take long, and a
-# shorter test of the default suite checks something similar. Layouts of four ranks in the matrix are long too.
+# These tests are left out by default; `.ci/run` runs them with `pytest -m "long and not slow"`. They take long, and for
+# each of them the default suite has a shorter, similar test. The matrix's layouts of four ranks are long too.
 LONG = (
     "checkpoint/test_reshard.py",
     "checkpoint/test_torture.py",
@@ -112,8 +112,8 @@ LONG_FOLDERS = ("equivalence", "launch", "commands", "fault_tolerance")
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the quick and the long tests, and order the files: the longest first, with files on SLURM and other files in
-    turn, because two SLURMs at a time would slow each other down.
+    """Mark the quick and the long tests, and order the files: the longest first, alternating between files that use
+    SLURM and others, because two SLURMs at a time would slow each other down.
     """
     for item in items:
         place = item.path.relative_to(Path(__file__).parent).as_posix()
@@ -208,7 +208,8 @@ def _rank(rank, world, task, folder):
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
         task(rank)
-        # an exiting rank resets its connections, from which others may still read; this includes the last barrier's
+        # an exiting rank resets its connections, even those of the last barrier, while other ranks may still read from
+        # them
         (folder / f"done{rank}").touch()
         while len(list(folder.glob("done*"))) < world:
             time.sleep(0.02)

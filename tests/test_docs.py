@@ -13,13 +13,13 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(page: Path) -> list[str]:
-    """The relative links of a page whose file or heading does not exist. What stands in code is not a link."""
+    """Return a page's relative links to files or headings that do not exist. Text inside code is not a link."""
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.S | re.M)
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -46,10 +46,10 @@ def test_a_broken_link_is_found(tmp_path):
 
 
 def unknown_names(page: Path) -> set[str]:
-    """Keys (`group.key`) and options (`group=option`) in the code of a page, or in its command lines, that the
+    """Return the keys (`group.key`) and options (`group=option`) that a page's code and command lines use but the
     configuration lacks.
 
-    The column "there" of a table has another program's.
+    A table's column "there" is skipped: its keys are another program's.
     """
     text = re.sub(r"^```(python|toml).*?^```", "", page.read_text(), flags=re.S | re.M)
     text = re.sub(
@@ -86,7 +86,7 @@ THE_READERS_OWN = {
     "cluster.nice",
     "metrics.csv.separator",
     "optimizer=adagrad",
-    # a page tells how to write it
+    # options that a reader of a page writes
     "precision=halves",
     "data=weighted_tokens",
 }

@@ -92,8 +92,8 @@ def imported_rooms(file: Path) -> set[str]:
 
 
 def test_a_model_knows_nothing_of_ranks():
-    """Only the sharding of a family knows of ranks. A family's keys and its record need no torch, because login nodes
-    check cells.
+    """In a model family only sharding.py knows of ranks. A family's keys and its record need no torch, because login
+    nodes check cells.
     """
     for file in [*(PACKAGE / "models").rglob("*.py"), *(PACKAGE / "recipes").rglob("model.py")]:
         assert file.name == "sharding.py" or "parallel" not in imported_rooms(file), file
@@ -142,7 +142,7 @@ def test_job_stands_between_the_schema_and_the_rules():
 
 
 def test_other_rooms_ask_the_rules_for_checks_alone():
-    """Other rooms import only the checks from config/rules; facts that follow from a job are in job/."""
+    """Other rooms import only the checks from config/rules; facts that are derived from a job are in job/."""
     asked = {
         alias.name
         for file in PACKAGE.rglob("*.py")
@@ -180,8 +180,8 @@ def test_what_slurm_calls_things_is_known_in_its_folder_alone():
 
 
 def test_threads_of_a_rank_have_its_device():
-    """Threads are created in one place, which gives them the rank's GPU. Only runs/ and commands/ create others, which
-    use no GPU.
+    """Threads are created in one place, which gives them the rank's GPU. Only runs/ and commands/ create other threads,
+    which use no GPU.
     """
     for room in ("data", "observe", "checkpoint", "train", "fault_tolerance", "models", "parallel", "recipes"):
         for file in (PACKAGE / room).rglob("*.py"):
@@ -228,8 +228,8 @@ def is_private(name: object) -> bool:
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """Return the functions, classes and attributes that a file defines itself. In this file, `self._x` and `module._x`
-    may be its own.
+    """Return the functions, classes and attributes that a file defines itself. A name that the file reads as `self._x`
+    or `module._x` may be one of these.
     """
     names = set()
     for node in ast.walk(tree):
@@ -318,8 +318,8 @@ def test_functions_fit_a_screen():
                 assert node.end_lineno - node.lineno < 50, (file, node.name)
 
 
-# Names that several files give to functions of the same meaning, by which callers know them. Sections of the schema
-# have the names of the parts that they configure.
+# Names that several files give to functions with the same meaning, so that callers can rely on these names. Sections of
+# the schema have the names of the parts that they configure.
 CONVENTIONS = {
     "add_arguments",
     "after_step",
@@ -354,8 +354,7 @@ def test_public_names_are_unique():
 
 
 # The largest number of lines of each room, as `ruff format` writes them. A number may fall; it rises only in a commit
-# of its own that gives the reason. The second number is the one that part 13 plans; the lines above it are to be
-# removed.
+# of its own that gives the reason. The second number is what part 13 plans; the lines beyond it are to be removed.
 LINES = {
     "base": 725,  # 520
     "config": 5577,  # 3,200

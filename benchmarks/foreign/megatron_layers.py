@@ -44,20 +44,20 @@ class Model(nn.Module):
 
 
 def output(linear, x):
-    """Return a linear's output, without the bias that Megatron's returns beside it."""
+    """Return a linear's output, without the bias that Megatron's linears return beside it."""
     found = linear(x)
     return found[0] if isinstance(found, tuple) else found
 
 
 def build():
-    """Return the whole model in plain torch; the same weights at every call."""
+    """Return the whole model in plain torch, with the same weights at every call."""
     torch.manual_seed(1)
     blocks = [Block(nn.Linear(DIM, WIDTH), nn.Linear(WIDTH, DIM)) for _ in range(2)]
     return Model(nn.Embedding(VOCABULARY, DIM), blocks, nn.Linear(DIM, VOCABULARY, bias=False))
 
 
 def parallelize(model, mesh):
-    """Build the same model of Megatron's layers, and copy this rank's part of each weight."""
+    """Build the same model from Megatron's layers, and copy this rank's part of each weight into it."""
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=mesh.size())
     options = ModelParallelConfig(
@@ -89,7 +89,7 @@ def parallelize(model, mesh):
 
 
 def split_dim(name):
-    """Return the dimension along which a parameter is split; None for a copy."""
+    """Return the dimension along which a parameter is split; None if every rank has a copy."""
     owner, _, leaf = name.rpartition(".")
     owner = owner.rpartition(".")[2]
     if leaf == "bias":
@@ -98,7 +98,7 @@ def split_dim(name):
 
 
 def join(name, tensor, mesh):
-    """Return a whole parameter or gradient."""
+    """Join the parts of a parameter or gradient from all ranks."""
     dim = split_dim(name)
     if dim is None:
         return tensor
@@ -127,7 +127,7 @@ def batch(step):
 
 
 def loss(model, samples, mesh):
-    """Return the mean loss, by Megatron's cross-entropy of split logits on ranks."""
+    """Return the mean loss. Several ranks compute it by Megatron's cross-entropy of split logits."""
     logits = model(samples["tokens"])
     if mesh is None:
         return F.cross_entropy(logits.flatten(0, 1), samples["labels"].flatten())

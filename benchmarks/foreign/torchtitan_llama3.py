@@ -51,7 +51,7 @@ def config(sequence_parallel):
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout of TorchTitan's."""
+    """One of TorchTitan's layouts."""
 
     replicate: int = 1
     shard: int = 1
@@ -60,7 +60,7 @@ class Layout:
     backend: str = "partial_dtensor"
 
     def model(self):
-        """Return the whole model on the CPU; the same weights at every call."""
+        """Return the whole model on the CPU, with the same weights at every call."""
         model = config(self.sequence_parallel).build()
         torch.manual_seed(1)
         model.init_states()
@@ -89,7 +89,9 @@ class Layout:
         return model
 
     def loss(self, model, samples, mesh):
-        """Return the sum of the losses by the number of tokens of the whole batch, as TorchTitan's trainer does."""
+        """Return the sum of the losses divided by the number of tokens of the whole batch, as TorchTitan's trainer
+        does.
+        """
         tokens, labels = samples["tokens"], samples["labels"]
         if mesh is None:
             return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(0, 1), reduction="sum") / (

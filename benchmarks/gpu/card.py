@@ -1,5 +1,5 @@
-"""What a measurement was made on: python benchmarks/gpu/card.py [cuda|cpu] prints the device, its limits and the
-versions as JSON.
+"""Describe what a measurement was made on: python benchmarks/gpu/card.py [cuda|cpu] prints the device, its limits and
+the versions as JSON.
 """
 
 from __future__ import annotations

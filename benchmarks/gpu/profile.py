@@ -1,8 +1,8 @@
-"""Split a step of a list's rows into matmul, attention, casts, optimizer, loss, gaps: python benchmarks/gpu/profile.py
-LIST [--only TEXT]
+"""Split the time of a step into matmul, attention, casts, optimizer, loss and gaps, for every row of a list: python
+benchmarks/gpu/profile.py LIST [--only TEXT]
 
-This program runs the rows of run.py with torch's profiler over their last two steps, for both tools, and reads both
-traces with trace_summary.py: milliseconds per step, each moment counted once. After each row, its line is written to
+This program runs the rows of run.py, for both tools, with torch's profiler over the last two steps. It reads the traces
+with trace_summary.py: milliseconds per step, each moment counted once. After each row, its line is written to
 FOLDER/profile.jsonl. A profiler slows steps down, most of all if the CPU limits them; take rates from run.py.
 """
 
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def split(file: Path) -> dict[str, Any]:
-    """Return milliseconds per step by class, and the longest kernels, of a trace."""
+    """Return a trace's milliseconds per step by class, and its longest kernels."""
     with gzip.open(file, "rt") as content:
         summary = trace.summarize(json.load(content)["traceEvents"])
     step = 1000 * summary.seconds / summary.steps

@@ -69,7 +69,7 @@ class Row:
     compile: bool = True
     steps: int = 20
     window: int = 5  # steps of a measurement; the first window is left out, and the median of the others counts
-    # native: TorchTitan 0.2.2 without FSDP; fsdp: FSDP2 over one rank, as on several ranks and always in 0.3
+    # native: TorchTitan 0.2.2 without FSDP; fsdp: FSDP2 over one rank too, as TorchTitan 0.3 always does
     wrap: str = "native"
     float8_all_gather: bool = False
     overrides: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ def measure(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
-        # a first step compiles again
+        # empty caches, so that the first step of every row compiles
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         with (scratch / "output").open("wb") as output:
             process = subprocess.Popen(
@@ -288,7 +288,9 @@ def measured(row: Row, scratch: Path, text: str) -> dict[str, Any]:
 
 
 def card(device: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what the rows run on, and the environment of all rows: with expandable segments if the card supports them."""
+    """Return card.py's description, and the environment of all rows: with expandable segments if the card supports
+    them.
+    """
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     for settings in ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}) if device == "cuda" else ({},):
@@ -322,7 +324,7 @@ def results(
 
 
 def as_published(row: Row, found: dict, header: dict[str, Any]) -> dict[str, Any]:
-    """Return a measured row in the form of titan_hydra/assets/published.yaml, predicted with the preset of its card."""
+    """Return a measured row in the form of titan_hydra/assets/published.yaml, with the preset of its card."""
     from titan_hydra.config.compose import compose_unchecked
     from titan_hydra.config.describe import option_files
     from titan_hydra.job.freeze import freeze

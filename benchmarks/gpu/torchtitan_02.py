@@ -1,9 +1,9 @@
-"""TorchTitan 0.2.2 for torchtitan_row.py: the row as its JobConfig and as a model of its registry.
+"""Adapt a row of torchtitan_row.py to TorchTitan 0.2.2: as a JobConfig, and as a model in TorchTitan's registry.
 
 TorchTitan's Llama 3, parallelize_llama, compiled loss, optimizers, clipping, schedule and metrics are unchanged. We add
 the model's shape, a dataloader of random tokens, and a sink for the metrics. wrap=native is TorchTitan's own behaviour
 on one rank: no FSDP, autocast to bf16. wrap=fsdp uses FSDP2 at a shard degree of one too, as on several GPUs. Our
-figures should be compared with both.
+figures should be compared with those of both settings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def expert_shape(block: Any) -> tuple[int, ...]:
 
 
 def emulate_float8() -> None:
-    """Let Float8 run on a CPU; TorchTitan passes the option for emulation on for tensorwise scaling only."""
+    """Let Float8 run on a CPU. TorchTitan itself hands over the option for emulation only with tensorwise scaling."""
     import torchtitan.train  # noqa: F401 - all that binds the device
     from torchao.float8 import Float8LinearConfig
 

@@ -1,4 +1,4 @@
-"""TorchTitan 0.3 for torchtitan_row.py: the row as its Trainer.Config.
+"""Adapt a row of torchtitan_row.py to TorchTitan 0.3: as a Trainer.Config.
 
 TorchTitan's Llama 3 and Qwen3, parallelize functions, chunked loss, optimizers, clipping, schedule and metrics are
 unchanged. We add the model's shape, a dataloader of random tokens, a tokenizer that does nothing, and a sink for the
@@ -129,8 +129,8 @@ def parts(row: SimpleNamespace, windows: list[dict]) -> tuple:
 
 
 def model_of(row: SimpleNamespace, float8: bool, compiled: bool):
-    """Return the row's model in TorchTitan's configuration: the record of a size of Llama 3, or of Qwen3 with experts,
-    with the row's shape.
+    """Return TorchTitan's configuration of the row's model: that of a size of Llama 3, or of Qwen3 with experts,
+    changed to the row's shape.
     """
     from torchtitan.components.quantization import Float8LinearConverter
     from torchtitan.models import llama3, qwen3

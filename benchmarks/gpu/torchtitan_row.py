@@ -1,9 +1,9 @@
 """Run one row with TorchTitan's own trainer and print what it measured as one JSON line: python -P torchtitan_row.py
 SETTINGS.
 
-SETTINGS is run.py's row as JSON. torchtitan_03.py configures TorchTitan 0.3, torchtitan_02.py 0.2.2, which is the
-newest that runs on torch 2.11. The trainer itself is unchanged but for a clock around its first step and a profiler
-around its last two.
+SETTINGS is run.py's row as JSON. torchtitan_03.py configures TorchTitan 0.3; torchtitan_02.py configures 0.2.2, the
+newest release that runs on torch 2.11. The trainer itself is unchanged but for a clock around its first step and a
+profiler around its last two.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def random_tokens(row: SimpleNamespace):
 
 
 class NoState:
-    """The state of a dataloader in a checkpoint, which is empty. A row saves no checkpoint, but TorchTitan's
-    dataloaders must have both methods.
+    """Give a dataloader an empty state in checkpoints. A row saves no checkpoint, but TorchTitan's dataloaders must
+    have both methods.
     """
 
     def state_dict(self) -> dict:
@@ -92,7 +92,7 @@ class NoState:
 
 
 def window(row: SimpleNamespace, step: int, metrics: dict) -> dict:
-    """Return the values that are kept of the metrics that TorchTitan logs at a step."""
+    """Select the values to keep from the metrics that TorchTitan logs at a step."""
     memory = {"active_gib": metrics["memory/max_active(GiB)"], "reserved_gib": metrics["memory/max_reserved(GiB)"]}
     return {
         "step": step,

@@ -1,9 +1,9 @@
-"""Summarize how the time in a trace of torch's profiler was spent; this needs no torch: python
+"""Summarize how the time in a trace of torch's profiler was spent, without importing torch: python
 benchmarks/gpu/trace_summary.py trace_0.json.gz
 
-Every moment counts once, for the first of the classes below that is active. So the shares add up to 100 %, and
-communication that overlaps with computation does not count. On a GPU kernels are counted, on a CPU the operators of the
-training thread.
+Every moment counts once, for the first of the classes below that is active. So the shares add up to 100 %, and time in
+which communication overlaps with computation counts as computation. On a GPU kernels are counted, on a CPU the
+operators of the training thread.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _work(event: dict) -> Work:
 
 
 def _shared_out(works: list[Work], begin: float, end: float) -> tuple[dict[str, float], float]:
-    """Return microseconds by class, each moment assigned to the first active class, and the total time with
-    communication.
+    """Return microseconds by class, each moment assigned to the first active class, and the total time in which
+    communication was active.
     """
     changes = sorted(
         [(min(max(work.begin, begin), end), 1, work.kind) for work in works]
@@ -146,10 +146,11 @@ def _shared_out(works: list[Work], begin: float, end: float) -> tuple[dict[str, 
 
 
 def _innermost(works: list[Work]) -> Iterator[Work]:
-    """Yield the time that a thread's operators spend themselves, without the operators they call. They are sorted by
+    """Yield the time that a thread's operators spend themselves, without the operators they call. `works` is sorted by
     begin, callers first.
 
-    An operator without a class gets its caller's; everything that the optimizer or attention calls counts as theirs.
+    An operator without a class gets the class of its caller; whatever the optimizer or attention calls gets their
+    class.
     """
     stack: list[Work] = []  # callers; `begin` is the start of the time not yet yielded
 

@@ -1,4 +1,4 @@
-"""Import the fixture of small jobs from tests/train, whose threads are tested here."""
+"""Import the fixture of small jobs from tests/train. The tests here test the threads of these jobs."""
 
 from tests.train.conftest import tiny
 

@@ -1,5 +1,5 @@
-"""Every thread that works for a rank uses the rank's device. If it used device 0, it would create a context of half a
-GiB there.
+"""Every thread that works for a rank uses the rank's device. A thread that used device 0 instead would create a context
+of half a GiB there.
 """
 
 import threading

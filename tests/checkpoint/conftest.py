@@ -1,4 +1,4 @@
-"""Import the fixtures of small jobs from tests/train, which write the checkpoints."""
+"""Import from tests/train the fixtures of the small jobs that write the checkpoints."""
 
 from tests.train.conftest import run_job, tiny
 

@@ -54,7 +54,7 @@ def some_tokens():
 
 
 def assert_transformers_agrees(model, folder, kind):
-    """transformers loads all tensors of a folder into a model of this class, and computes the same logits."""
+    """Check that transformers loads all tensors of a folder into a model of this class, and computes the same logits."""
     transformers = pytest.importorskip("transformers")
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True

@@ -1,5 +1,5 @@
-"""Test a step on disk: its checksums, names, checks, and when it is kept or deleted; how it is written while training
-continues, and written again if that fails.
+"""Test a checkpoint on disk: its checksums, names and checks; when it is kept or deleted; how it is written while
+training continues, and written again if a write fails.
 """
 
 import json
@@ -62,7 +62,7 @@ def a_run(tmp_path_factory):
 
 @pytest.fixture
 def cut(a_run, run_job, tmp_path):
-    """Return a copy of the run that has not yet made its last two steps, with checkpoints of steps 2 and 4."""
+    """Return a copy of the run as it was before its last two steps, with checkpoints of steps 2 and 4."""
     job, whole = a_run
     if not whole.exists():
         run_job(job, whole)
@@ -327,7 +327,7 @@ def test_a_failing_save_is_tried_again_and_two_that_were_due_end_the_run(alone, 
 
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_the_first_save_of_a_process_is_read_back(alone, monkeypatch, name):
-    """On Python 3.11.2 no checkpoint could be read, and runs noticed this only when they were to resume."""
+    """On Python 3.11.2 no checkpoint could be read, and a run noticed this only when it had to resume."""
     read, check = [], safe.check_readable
 
     def task(built, checkpointer, state, events):

@@ -17,7 +17,7 @@ from titan_hydra.runs import checkpoints, layout
 
 
 class Evil:
-    """When it is unpickled, run a command that creates a file."""
+    """Run a command that creates a file when this object is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -170,7 +170,7 @@ def test_an_index_that_is_none_is_a_line(saved, content):
 
 
 def test_a_run_refuses_it_in_a_line(tiny, run_job, tmp_path):
-    """The manifest has the right checksums, as they protect against accidents and not against people."""
+    """The manifest has the right checksums: checksums protect against accidents, not against people."""
     job = tiny("steps=2", "checkpoint.interval=2")
     run = run_job(job)
     (run / "result.json").unlink()

@@ -67,7 +67,7 @@ def test_transformers_computes_the_same_logits(shape, a_run, tmp_path):
 
 
 def test_transformers_own_folder_can_be_imported(tmp_path):
-    """The folder was written by save_pretrained, with the names of the installed transformers."""
+    """The folder was written by save_pretrained, with the names that the installed version of transformers uses."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     theirs = (

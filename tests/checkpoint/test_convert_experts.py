@@ -204,7 +204,7 @@ def in_float8(block, exact):
 
 @pytest.fixture
 def float8(tmp_path):
-    """Return a folder in DeepSeek's float8 format, and the values that it represents, by their names there."""
+    """Return a folder in DeepSeek's float8 format, and the values that it represents, by the names of its tensors."""
     _, folder = exported(deepseek(), tmp_path)
     exact = {}
     rewrite(folder, in_float8((16, 24), exact))
@@ -222,7 +222,7 @@ def test_float8_in_blocks_can_be_read(float8, tmp_path):
             assert torch.equal(part, exact[theirs]), theirs
             rounded += not torch.equal(part, part.bfloat16().float())
     assert rounded > 100
-    # without a dtype: bfloat16; norms and biases keep their dtype
+    # if no dtype is given, weights become bfloat16; norms and biases keep their dtype
     titan_convert(folder, "--from", "hf", tmp_path / "plain")
     entries = convert.Reader(tmp_path / "plain").metadata.state_dict_metadata
     assert entries["model.layers.1.feed_forward.experts.w1"].properties.dtype == torch.bfloat16
@@ -230,9 +230,7 @@ def test_float8_in_blocks_can_be_read(float8, tmp_path):
 
 
 def test_any_part_of_a_tensor_can_be_read(float8, tmp_path):
-    """A rank reads such parts if experts are sharded over their number or over their rows, or if its part does not
-    begin at the edge of a block.
-    """
+    """A rank's part may be some of the experts or some rows of each expert, and need not begin at the edge of a block."""
     folder, exact = float8
     plain = exported(deepseek(), tmp_path / "plain")[1]
     rewrite(plain, packed)

@@ -1,5 +1,5 @@
-"""Start a run from another run's checkpoint and chosen parts of it, from a Hugging Face folder, or from a seed; and
-write an export at its end.
+"""Start a run from another run's whole checkpoint or chosen parts of it, from a Hugging Face folder, or from a seed;
+and write an export at the run's end.
 """
 
 import shutil

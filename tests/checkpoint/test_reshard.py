@@ -85,8 +85,8 @@ WAYS = {  # between split and whole masters, and from one layout to another
 
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpoints_hold_whole_masters(run_job, tmp_path, way):
-    """With a rate of 0 the weights do not change. After two more steps each weight has the same bits in float32, in
-    whichever form it is held.
+    """With a learning rate of 0 the weights do not change. After two more steps each weight has the same bits in
+    float32, in whichever form it is held.
     """
     (first, before), (then, after) = WAYS[way]
     run = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[first], *before, "steps=2")), tmp_path / "run")
@@ -102,7 +102,7 @@ def test_checkpoints_hold_whole_masters(run_job, tmp_path, way):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_split_and_whole_masters_go_on_from_each_other(run_job, tmp_path, way):
-    """Their moments are loaded too; without them the next losses would be off by some percent."""
+    """The optimizer's moments are loaded too; without these the next losses would be off by some percent."""
     (first, before), (then, after) = WAYS[way]
     whole = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[first], *before)), tmp_path / "whole")
     resumed = run_job(compose_job(*later_wins(*FOUR, *LAYOUTS[then], *after)), cut_back(whole, 2, tmp_path / "cut"))

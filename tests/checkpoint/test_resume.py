@@ -66,8 +66,9 @@ def test_random_numbers_go_on(tmp_path):
 
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_the_checkpoint_of_the_lowest_held_out_loss_is_kept(tiny, run_job, tmp_path, name):
-    """The rate soon harms the model, so the lowest loss is neither the first nor the last, and its step is not one at
-    which a checkpoint is due. After a crash, before or after the save, the run still knows which loss was the lowest.
+    """The learning rate is so high that it soon harms the model. So the lowest loss is neither the first nor the last,
+    and no regular checkpoint is due at its step. After a crash, before or after the save, the run still knows which
+    loss was the lowest.
     """
     words = (
         "steps=9",

@@ -63,7 +63,7 @@ OVERRIDES = (
     "data.global_batch=4",
     "data.local_batch=2",
 )
-# name: (object, function, number of the call of it after the save of step 9 has begun)
+# name: (object, function, number of this function's call, counted after the save of step 9 has begun)
 MOMENTS: dict[str, tuple[object, str, int]] = {
     "staging": (_state_dict_stager.StateDictStager, "_stage_untyped_storage", 20),
     "first write": (writer.SummedFile, "write", 1),

@@ -1,4 +1,4 @@
-"""`titan certify`: what a card is for, how a job is reduced, and that a tree with a fault cannot get one."""
+"""Test `titan certify`: what a certificate is for, how a job is reduced, and that code with a fault cannot get one."""
 
 import dataclasses
 import json
@@ -99,7 +99,7 @@ def test_a_card_is_for_a_layout_and_not_for_what_is_learned():
 
 
 def write_card(job, **changed):
-    """Write a card that passed, without proving anything."""
+    """Write the certificate of a proof that passed, without making the proof."""
     folder = cards.folder_of_card(job)
     folder.mkdir(parents=True)
     card = {

@@ -30,7 +30,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def validated(run):
-    """Return the same run with validations at steps 10 to 40, and a config.json by which the best checkpoint is kept."""
+    """Return the same run with validations at steps 10 to 40, and a config.json that says to keep the best checkpoint."""
     for number, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, None)):
         step = run / f"checkpoints/step-{number:08d}"
         checkpoints.write_manifest(
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_asked_for_by_its_step_or_as_the_best(validated, monkeyp
     with (validated / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "validation", "step": 35, "validation_loss": lowest}) + "\n")
     if step != "best":
-        # a long run has many events, so this number must not depend on them
+        # a long run has many events, so a step that is given by its number must be found without reading them
         monkeypatch.delattr(checkpoints, "lowest_held_out")
     if not answer.startswith("--"):
         assert checkpoints.asked_for(validated, step) == validated / answer

@@ -170,7 +170,7 @@ def test_a_run_is_silent_when_it_does_not_move_for_longer_than_it_may(phase, sti
 
 
 def environment(swept):
-    """Return an environment with this code and with the sabotage."""
+    """Return an environment whose Python path has this checkout and the launcher's sabotage."""
     return swept.env | {"PYTHONPATH": f"{swept.env.get('PYTHONPATH', '')}:{swept.ROOT}"}
 
 

@@ -235,8 +235,8 @@ def write(path, content):
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory):
-    """Return a sweep of three cells (two done, one out of memory) and a separate run: the folder and their directories
-    by name.
+    """Return the folder of a sweep of three cells (two done, one out of memory) and of a separate run, and the run
+    directories by name.
     """
     runs, places, cells = tmp_path_factory.mktemp("healthy") / "runs", {}, []
     job = compose_job("debug=tiny", "gpus=1", "steps=12", "metrics.log_every=1")
@@ -291,7 +291,7 @@ def healthy(tmp_path_factory):
 
 
 def damage(runs, places, file, what):
-    """Do the damage. The path is that of the finished run, or that of the failed one."""
+    """Do the damage to a file of the finished run, or of the failed run if `file` begins with failed/."""
     path = runs / "_sweeps/table-1/manifest.json" if file == "manifest" else runs / places["done"] / file
     if file.startswith("failed/"):
         path = runs / places["failed"] / file.removeprefix("failed/")

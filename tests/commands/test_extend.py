@@ -1,5 +1,5 @@
-"""`titan extend` makes a run that is bitwise equal to one with so many steps from its start, or starts nothing and
-prints a line with the reason.
+"""`titan extend` makes a run bitwise equal to one that had the new number of steps from its start, or it starts nothing
+and prints a line with the reason.
 """
 
 import json
@@ -80,8 +80,8 @@ def test_an_extended_run_is_the_longer_run_bitwise(launcher):
 
 @pytest.fixture
 def a_run(tmp_path, monkeypatch, capsys):
-    """Return a function that makes a run directory with checkpoints of these steps, and one that runs `titan extend` in
-    it.
+    """Return two functions: the first makes a run directory with checkpoints of given steps, the second runs `titan
+    extend` in it.
     """
     monkeypatch.chdir(tmp_path)
 

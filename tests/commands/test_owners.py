@@ -39,7 +39,7 @@ def give(path, mode):
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """Return a folder with three runs, one of them of a sweep, and the words that start one of them."""
+    """Return a folder with two single runs, `mine` and `theirs`, and a sweep of two runs."""
     folder = tmp_path_factory.mktemp("lab")
     for words in (["name=mine"], ["name=theirs"], ["-m", "name=swept", "seed=1,2"]):
         done = subprocess.run(
@@ -100,7 +100,7 @@ def test_a_closed_run_among_others_has_a_line(lab):
             ["launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=theirs"],
         ):
             status, out, err = run(lab, *words)
-            # once for each of the two targets
+            # the line about the manifest is printed once for each of the two targets
             said = err.replace(f"{manifest} cannot be read: its sweep is left out\n", "")
             assert (status, said.count("\n")) == (2, 1) and f"{theirs} {ALICE}, drwx------" in said, (words, out, err)
     finally:

@@ -176,7 +176,7 @@ def of_group(group: str):
 
 
 def mixed(draw: random.Random) -> tuple[list[str], None]:
-    """Return lines of several overrides, each of which is legal by itself; together they may not be."""
+    """Return lines of several overrides, each of which is legal by itself; together they may be illegal."""
     overrides = []
     for _ in range(draw.randint(2, 5)):
         if draw.random() < 0.4:

@@ -93,8 +93,9 @@ def test_a_job_says_what_its_attention_is():
 
 
 def test_efficient_attention_of_grouped_queries_has_a_key_for_each():
-    """Before torch 2.14 the fastest kernel for float32 on a GPU does not support groups, and SDPA would choose the
-    kernel that keeps all scores. So this kernel gets a key for each query head; other kernels get grouped keys.
+    """Before torch 2.14 the efficient kernel, the fastest for float32 on a GPU, does not support grouped queries, and
+    SDPA would choose the kernel that keeps all scores. So the efficient kernel gets a key for each query head; other
+    kernels get grouped keys.
     """
     assert kernels("auto", ON_H100._replace(dtype="float32"))[0] == "efficient"
     torch.manual_seed(0)

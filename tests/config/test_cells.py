@@ -1,5 +1,5 @@
-"""Cells are what Hydra itself would compose, for everything that Hydra's grammar allows; and the cells of a command
-line are the right ones.
+"""A cell has the configuration that Hydra itself would compose, for everything that Hydra's grammar allows. A command
+line gives the right cells.
 """
 
 import functools
@@ -108,7 +108,7 @@ ODD = [
 
 @pytest.fixture(scope="module")
 def composers(tmp_path_factory):
-    """Return Hydra's own composition and ours, with a folder that --config-dir adds."""
+    """Return two composers, Hydra's own and ours, that also search a folder as if --config-dir had added it."""
     folder = tmp_path_factory.mktemp("own")
     for name, text in OWN.items():
         (folder / f"{name}.yaml").parent.mkdir(parents=True, exist_ok=True)

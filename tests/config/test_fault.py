@@ -1,4 +1,4 @@
-"""How values are written for a person, a shell, or Hydra."""
+"""Test how values are written for a person, a shell, or Hydra."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser

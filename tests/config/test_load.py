@@ -1,5 +1,5 @@
-"""From a command line to a typed job: what can be composed, what is refused with one line, and when two jobs are the
-same job.
+"""Test how a command line becomes a typed job: what can be composed, what is refused with one line, and when two jobs
+are the same job.
 """
 
 import pytest
@@ -220,7 +220,7 @@ KNOWN = {
 @pytest.mark.parametrize("line", KNOWN)
 def test_a_line_has_the_hash_that_it_always_had(line):
     sets_steps = line.startswith(("debug=", "experiment="))
-    # the debug model and the embedded text set these now
+    # the debug model and the embedded text set other values now
     then = ["precision=bf16", "validation=off", *["steps=200"] * (not sets_steps)]
     assert identity(compose_job(*then, *line.split())) == KNOWN[line]
 

@@ -1,4 +1,4 @@
-"""A user's module adds parts of all kinds that have a record: those of docs/extend.md."""
+"""A user's module can add a part of every kind that has a record. The modules are those of docs/extend.md."""
 
 import json
 import re

@@ -131,8 +131,8 @@ def test_a_job_is_composed_with_options_of_ones_own(folder):
 
 
 def test_an_option_that_hydra_would_not_use_is_refused(tmp_path):
-    """If both have an option of one name, Hydra uses the package's file: a user's `+sweeps=scaling` composed the
-    package's cells for 64 GPUs.
+    """If the user and the package have an option of the same name, Hydra uses the package's file. So a user's
+    `+sweeps=scaling` composed the package's cells for 64 GPUs.
     """
     override = "defaults:\n  - override /validation: "
     for name, text in {

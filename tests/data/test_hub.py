@@ -1,4 +1,4 @@
-"""data=hf and data=c4 stream through `datasets`; here from local folders with the structure of the hub."""
+"""data=hf and data=c4 stream through `datasets`; these tests read local folders with the structure of the hub."""
 
 import json
 

@@ -19,7 +19,7 @@ SOURCES = ["embedded", "synthetic", "tokens", "hf", "jsonl", "shards", "parquet"
 
 @pytest.fixture(autouse=True)
 def none_before():
-    """Threads of earlier tests do not count."""
+    """Remember the threads of earlier tests, which do not count."""
     BEFORE[:] = threading.enumerate()
 
 
@@ -32,8 +32,8 @@ def threads():
 
 
 def take(job, ranks, steps, state=None, split="train"):
-    """Return global batches [steps, G, S + 1] that this number of ranks reads together, and their merged state after a
-    round trip through JSON.
+    """Return global batches [steps, G, S + 1] that this number of ranks reads together, and the ranks' merged state
+    after a round trip through JSON.
     """
     parts, states = [], []
     for rank in range(ranks):

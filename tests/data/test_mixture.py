@@ -21,8 +21,8 @@ BOS, EOS = 3840, 3841
 
 @pytest.fixture
 def three(tmp_path, job):
-    """Return a job that mixes text, token files and many small shards; each sample holds tokens of one source only,
-    which its values show.
+    """Return a job that mixes text, token files and many small shards; each sample holds tokens of one source only, and
+    the tokens' values show which.
     """
     marks = {name: tokenizer.load(schema.Tokenizer(name="embedded")).encode(name * 3)[0] for name in WEIGHTS}
     lines = [json.dumps({"text": "aaa" * (i % 7 + 1)}) + "\n" for i in range(50)]
@@ -90,7 +90,7 @@ def test_three_sources_keep_their_proportions_on_any_ranks_and_across_resume(thr
 
 
 def test_every_step_and_every_slot_has_its_share(three):
-    """Otherwise a slot would never read a part of a source."""
+    """If a share were missing, some slot would never read a part of a source."""
     names = np.array(list(map(three.name_of, read(three(), 1, 250)[0].tolist()))).reshape(250, 40)
     for name, weight in WEIGHTS.items():
         assert (abs((names == name).sum(axis=1) - 40 * weight) <= 1).all()

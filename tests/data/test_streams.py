@@ -68,7 +68,9 @@ def test_an_epoch_deals_every_unit_once(seed):
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_every_slot_meets_every_unit(seed):
-    """Otherwise a slot would search for text for ever if only the units of another slot have some."""
+    """If each slot met only some units, and all the text were in the units of another slot, a slot would search for
+    ever.
+    """
     for units in range(1, 9):
         for slots in range(1, 9):
             streams = [Stream(Listed([["x"]] * units), TOKENIZER, slot, slots, 8, seed) for slot in range(slots)]

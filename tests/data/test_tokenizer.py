@@ -164,7 +164,7 @@ def test_trained_tokenizer_is_of_llama3s_kind(trained):
 
 
 def test_tiktoken_encodes_as_the_trained_tokenizer_does():
-    """The text has every kind of character and code, and not only text from which the merges were learned."""
+    """The text has every kind of character and code, not only the text from which the merges were learned."""
     corpus = [text for _, text in zip(range(40), tokenizer_cli._texts(argparse.Namespace(files=[])), strict=False)]
     learnt = tokenizer_cli._train(corpus, 800)
     bytes_of = tokenizer_cli._bytes_of_ids(learnt)

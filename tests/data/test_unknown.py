@@ -66,7 +66,7 @@ def test_text_of_every_kind_of_file(tmp_path, letters, name):
 
 
 def test_bytes_and_byte_fallback_know_everything(tmp_path):
-    """This holds also if they name an unknown token, as Llama 2's tokenizer does."""
+    """Tokenizers of bytes or with byte fallback know every text even if they name an unknown token, as Llama 2's does."""
     alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "</s>"]
     bytewise = tokenizers.Tokenizer(
         models.BPE({letter: place for place, letter in enumerate(alphabet)}, [], unk_token="</s>")
@@ -82,8 +82,8 @@ def test_bytes_and_byte_fallback_know_everything(tmp_path):
 
 
 def test_an_unknown_token_of_many_characters_counts_by_characters(tmp_path):
-    """Unigram models make one unknown token of a run of unknown characters: half of a soft-masked text may be unknown
-    in less than a hundredth of its tokens.
+    """A unigram model makes one unknown token of a run of unknown characters. So half the characters of a soft-masked
+    text may be unknown, although less than a hundredth of its tokens are.
     """
     words = tokenizers.Tokenizer(models.Unigram([("<unk>", -9.0), ("</s>", -9.0), ("A", -1.0)], unk_id=0))
     words.add_special_tokens(["</s>"])

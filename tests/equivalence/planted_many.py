@@ -1,5 +1,5 @@
-"""Plant faults that are right where degrees are 2: a case of many ranks must find each, and a case of two or four ranks,
-which is its last entry, must not.
+"""Plant faults that change nothing where parallel degrees are 2. For each fault, a case of many ranks must find it; the
+entry's last case, of two or four ranks, must not.
 
     python tests/equivalence/planted_many.py [NAME]
 """

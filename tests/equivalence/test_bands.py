@@ -1,5 +1,5 @@
-"""Test the band that is measured where a proof runs: differences by rounding lie within the band, larger ones outside
-it.
+"""Test the band of tolerated differences, which is measured on the machine where a proof runs: differences by rounding
+lie within the band, larger ones outside it.
 """
 
 import pytest
@@ -50,8 +50,8 @@ def test_a_gradient_has_a_band_without_that_room():
 
 
 def test_eight_bits_are_within_the_band_and_what_is_learned_otherwise_is_not():
-    """The second layout has another weight decay than its reference. The fixed numbers for 8 bits let this difference
-    pass.
+    """The second layout has another weight decay than its reference. The fixed tolerances for 8 bits let this
+    difference pass.
     """
     single = ("parallelism=single", "data.local_batch=4")
     cases = [case("same", 1, *single, **ROWWISE), case("other", 1, *single, "optimizer.weight_decay=0", **ROWWISE)]

@@ -161,7 +161,7 @@ def test_a_rank_that_the_world_has_not_is_refused(tmp_path):
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_every_microbatch_gathers_the_head_once(microbatches):
-    """A prefetch of the head of an earlier microbatch would gather the head once more than needed."""
+    """If FSDP prefetched the head for an earlier microbatch, it would gather the head once more than needed."""
     job = freeze(
         compose_unchecked(
             "debug=tiny",

@@ -1,4 +1,6 @@
-"""`titan verify --module` accepts a module that is parallelized rightly, and names what is wrong with others."""
+"""`titan verify --module` accepts a module that is parallelized rightly, and names what is wrong with a module that is
+not.
+"""
 
 import json
 

@@ -39,7 +39,9 @@ def test_collectives_of_every_dimension_have_the_values_of_their_ranks():
 
 
 def test_a_layout_has_the_same_gradients_on_threads_as_on_processes(on_ranks, tmp_path):
-    """Each rank's gradients depend on nothing that another thread changes while it waits, such as loss parallelism."""
+    """While a rank's thread waits, other threads change settings such as loss parallelism. The rank's gradients must
+    not depend on these changes.
+    """
     case = next(case for case in MATRIX if case.name == "fsdp 4, tp 2, uneven mask, vocabulary 2047, loss parallel on")
 
     def task():
@@ -48,7 +50,8 @@ def test_a_layout_has_the_same_gradients_on_threads_as_on_processes(on_ranks, tm
             torch.save(vars(run), tmp_path / "run.pt")
 
     found = []
-    # threads in a process of their own: torch 2.15 forks no process in which a thread has computed gradients
+    # the threads run in a process of their own, because torch 2.15 forks no process in which a thread has computed
+    # gradients
     for ranks, start in ((1, lambda rank: as_threads(4, task)), (4, lambda rank: task())):
         on_ranks(ranks, start)
         found.append(torch.load(tmp_path / "run.pt"))

@@ -1,4 +1,6 @@
-"""Every mutant has its place and something that should find it; a few are planted, and found or missed as they should be."""
+"""Every mutant names its place in the code and what should find it. A few mutants are planted, and found or missed as
+they should be.
+"""
 
 import ast
 import contextlib
@@ -58,7 +60,9 @@ def test_names_are_unique_and_cases_and_tests_exist():
 
 
 def planted(monkeypatch, capsys, *mutants):
-    """Run `titan verify --mutants --quick --json` with these mutants, and return its exit status and its content."""
+    """Run `titan verify --mutants --quick --json` with these mutants, and return its exit status and the content of its
+    JSON.
+    """
     monkeypatch.setattr(module, "SUBJECTS", {"some": list(mutants)})
     monkeypatch.setattr(module, "OBJECTIVES", {})
     status = cli.main(["verify", "--mutants", "--quick", "--json"])

@@ -39,7 +39,9 @@ def test_groups_are_one_data_parallel_world(tiny, run_job):
 
 
 def test_a_start_afresh_on_data_that_go_on(tiny, run_job):
-    """Step 1 uses the data of the old step 4, and later steps use other data."""
+    """A run that starts from another run's checkpoint of step 3 counts steps from 1 again, but goes on with the data of
+    step 4.
+    """
     whole = run_job(tiny(*STEPS, "parallelism=ddp", "gpus=2", "checkpoint.interval=3"))
     start = f"checkpoint.initial_load_path={whole}/checkpoints/step-00000003"
     afresh = (start, "checkpoint.exclude_from_loading=[optimizer,lr_scheduler]", "steps=4")
@@ -51,8 +53,8 @@ def test_a_start_afresh_on_data_that_go_on(tiny, run_job):
 
 
 def test_a_group_that_lost_its_checkpoint_catches_up_and_sees_no_sample_twice(tiny, run_job):
-    """It starts from scratch while the other group resumes from step 6. Both end with the same bits as without the
-    loss.
+    """The group starts from scratch while the other group resumes from step 6. Both groups end with the same bits as if
+    no checkpoint had been lost.
     """
     undisturbed = run_job(tiny(*TORCHFT, "steps=9"))
     expected = of_groups(undisturbed, 2, 9)

@@ -1,5 +1,5 @@
-"""Run replica groups under launch.py as real processes. When a group is killed, the others continue, and it gets their
-weights later.
+"""Run replica groups under launch.py as real processes. When a group is killed, the other groups continue; when it
+returns, it gets their weights.
 """
 
 import json
@@ -14,8 +14,8 @@ from titan_hydra.runs.checkpoints import step_folder
 
 
 def slow_steps(seconds, at_start=""):
-    """Return code that makes steps slow until the test has seen what it waits for; `at_start` runs before the first
-    step.
+    """Return code that makes steps slow until the test has seen what it waits for. The code `at_start` runs before the
+    first step.
     """
     return f"""
 import time
@@ -150,7 +150,7 @@ def test_per_step_the_others_go_on_and_a_killed_group_takes_their_state(launcher
     assert_equal_weights(launcher, 3)
     assert restarts(launcher) == [1, 0, 0]
     assert steps(launcher, 1) == list(range(1, 101))
-    # its first attempt had no checkpoint, and its rows are kept
+    # the first attempt of the killed group saved no checkpoint, but the rows that it wrote are kept
     rejoined = meetings(launcher.run_directory, "quorum")[-1]
     made = [step for step in steps(launcher, 0) if step <= rejoined["step"]]
     assert 3 < len(made) == made[-1] < rejoined["step"] == rejoined["caught_up"]

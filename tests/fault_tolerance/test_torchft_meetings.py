@@ -1,7 +1,7 @@
-"""Why meetings do not use torchft: what its Local SGD loses when the lighthouse ends while a group waits for the others,
-and the same accident with the files of quorum.py.
+"""Show why meetings do not use torchft: what its Local SGD loses if the lighthouse ends while a group waits for the
+others. Then cause the same accident with the files of quorum.py.
 
-Group 0 learns 1 a step and group 1 learns 16, so that a weight shows whose steps are in it.
+A step adds 1 to the weight in group 0 and 16 in group 1, so that a weight shows whose steps are in it.
 """
 
 import multiprocessing
@@ -105,10 +105,10 @@ class TorchftGroup:
 
 @pytest.mark.slow
 def test_torchft_meets_without_a_group_that_waits_and_raises_nothing():
-    """Group 1 joins after a first meeting, as after a restart. Both then hold one meeting, and the lighthouse ends in the
-    next. Group 1 holds that one alone, although group 0 waits in it. Then group 0 takes group 1's weights, without its
-    own last steps, or the groups cannot meet, because the new lighthouse gives out numbers of meetings a second time, and
-    each goes on with its own weights.
+    """Group 1 joins after a first meeting, as after a restart. The two groups hold one meeting, and the lighthouse ends
+    in the next. Group 1 holds this next meeting alone, although group 0 waits in it. Then there are two possible ends.
+    Either group 0 takes group 1's weights and loses its own last steps; or the groups cannot meet any more, because the
+    new lighthouse gives out numbers of meetings a second time, and each group goes on with its own weights.
     """
     pytest.importorskip("torchft", reason="the extra torchft is not installed")
     lighthouse = Lighthouse()
@@ -137,7 +137,7 @@ def test_torchft_meets_without_a_group_that_waits_and_raises_nothing():
 
 
 def third_group(folder: Path) -> None:
-    """A group that has begun and only has a heartbeat, until it is killed."""
+    """Run a third group that has begun, and sends heartbeats but does nothing else, until it is killed."""
     Board(folder, 2, 3, AWAY, "127.0.0.1:0").begin((0, 0), LIMIT, lambda: False)
     time.sleep(LIMIT)
 
@@ -156,7 +156,7 @@ def meet(group: int, board: Board, position: tuple[int, int], weight: float) -> 
 
 @pytest.mark.slow
 def test_with_files_no_process_is_needed_by_a_waiting_group(tmp_path):
-    """No process has the lighthouse's part: the one that is killed while group 0 waits is the only other process."""
+    """No process acts as a lighthouse: the only other process is a third group, which is killed while group 0 waits."""
     third = multiprocessing.get_context("fork").Process(target=third_group, args=(tmp_path,))
     third.start()
     stores = [open_store("127.0.0.1", None, timedelta(seconds=LIMIT)) for _ in LEARNS]

@@ -1,5 +1,5 @@
 """Register a FLUX model whose modulations and output do not start at 0, so that the first step gives every parameter a
-gradient. For `train.imports`.
+gradient. Name this module in `train.imports`.
 """
 
 from dataclasses import dataclass, replace

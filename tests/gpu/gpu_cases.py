@@ -104,7 +104,7 @@ ALONE = [
     run("flux samples images", *FLUX, check="samples"),
     Case("preferences are scored and learned; rollouts", "prefers"),
 ]
-# More cases of this kind, which run after the layouts.
+# More cases of one rank, which run after the layouts.
 ALONE_TOO = [
     Case("initial weights as on a CPU", "initial_weights"),
     Case("random generators in a checkpoint", "generators"),
@@ -182,7 +182,7 @@ WORKERS = [
     Case("two workers: one sleeps, time-out is 77", "times_out", seconds=200),
 ]
 
-# These are more ranks than the machine has devices, so the checks of a cell would refuse them.
+# A case may have more ranks than the machine has devices, which the checks of a cell would refuse.
 PLACE = ("cluster.gpus_per_node=16",)
 # Heads are wide enough for cuDNN and flash; the vocabulary is small, so that the loss is only a part of the
 # computation.
@@ -204,7 +204,9 @@ def layout(
     apart: bool = False,
     **tolerance,
 ) -> Case:
-    """Return a case that compares a layout with one process in the same number format; `base` has overrides of both."""
+    """Return a case that compares a layout with one process in the same number format; `base` has overrides for the
+    layout and for the one process.
+    """
     base = (*WIDE, f"precision={precision}", *base)
     return agrees(
         Layout(f"{precision}, {name}", ranks, (f"gpus={ranks}", *overrides), base, **BF16 | tolerance),
@@ -220,7 +222,9 @@ def agrees(case: Layout, gpu: str = "", seconds: int = 90, apart: bool = False) 
 
 
 def on_gpu(case: Layout) -> Layout:
-    """Return a case of the acceptance matrix with tolerances for the sums of a GPU, unless its own are wider."""
+    """Return a case of the acceptance matrix with the tolerances that sums on a GPU need, or with the case's own if
+    they are wider.
+    """
     wider = {name: max(value, getattr(case, name)) for name, value in FP32.items()}
     return dataclasses.replace(case, base=(*PLACE, *case.base), reference="process", **wider)
 
@@ -357,8 +361,8 @@ COMPILED = [
 
 
 def in_sets(cases: list[Case]) -> list[Case]:
-    """Order cases so that those that share processes are adjacent, with sets in the order of their first cases. Cases
-    that run apart come after the cases with as many ranks.
+    """Order cases so that cases that share processes are adjacent; these sets are in the order of their first cases.
+    Cases that run apart come after the shared cases with the same number of ranks.
     """
     places: dict[tuple, int] = {}
     for case in cases:

@@ -49,7 +49,7 @@ TINY = (
     "data.seq_len=64",
     "steps=6",
 )  # in a dry run, these replace the values of SMALL
-# These are more ranks than the machine has devices, so the checks of a cell would refuse them.
+# A case may have more ranks than the machine has devices, which the checks of a cell would refuse.
 PLACE = ("cluster=local", "cluster.gpus_per_node=16")
 
 
@@ -67,7 +67,9 @@ class Here:
     device: torch.device | None = None
 
     def overrides(self, *overrides: str) -> list[str]:
-        """Return a run's overrides, of which later ones replace earlier ones, with those that a CPU or a dry run needs."""
+        """Return a run's overrides together with those that a CPU or a dry run needs; later overrides replace earlier
+        ones.
+        """
         place = (*PLACE, f"gpus={self.ranks}") if self.ranks > 1 else ("cluster=inline",)
         wanted = [*SMALL, *place, *(TINY if self.dry else ()), *overrides]
         if not self.gpu and "compile=block" in wanted:
@@ -102,7 +104,7 @@ def attempt(here: Here, job: Job, number: int = 1) -> tuple[Path, int]:
 
 
 def trained(here: Here, *overrides: str) -> tuple[Path, list[dict]]:
-    """Return a finished run and its rows. Cases of one process that need the same run share it."""
+    """Return a finished run and its rows. Cases that run in the same process and need the same run share it."""
     job = here.job(*overrides)
     directory = here.shared / "runs" / f"{job.name}-{identity(job)}"
     if here.ranks > 1 or not (directory / "result.json").exists():
@@ -132,8 +134,9 @@ def learns(
     saves: bool = False,
     falls: bool = True,
 ) -> dict[str, Any]:
-    """A run ends well, learns, and reports. With `like`, its losses must be those of another run, on one process; with
-    `saves`, it must take less memory than that run. With `falls`, its loss must fall within these few steps.
+    """A run ends well, learns, and reports. With `like`, its losses must be those of a second run, on one process, with
+    the overrides `like`; with `saves`, it must take less memory than this second run. With `falls`, its loss must fall
+    within its few steps.
     """
     directory, found = trained(here, *overrides)
     if here.rank:

@@ -125,8 +125,8 @@ def attention(here: Here) -> dict[str, Any]:
 
 
 def empty_experts(here: Here) -> dict[str, Any]:
-    """Each expert computes what it would compute alone in float64, also if some experts or all of them have no token
-    (pytorch#172439). The gradient of an idle expert is not left at what its memory held before.
+    """Each expert computes what it would compute alone in float64, even if some or all experts have no token
+    (pytorch#172439). The gradient of an expert without tokens does not keep what its memory held before.
     """
     place = torch.device("cuda" if here.gpu else "cpu")
     torch.manual_seed(0)

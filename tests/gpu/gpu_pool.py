@@ -82,7 +82,7 @@ def rows(
         while waiting:
             some = waiting.pop(0)
             if some and time.monotonic() > until:
-                # and no references are computed
+                # time is up: report every remaining case as not run, and compute no references
                 yield from (Row(name, ranks, "not run", error="time was up") for name in some if name in limits)
                 continue
             processes = Processes(folder, ranks, world, some, gpu, dry, environment or dict(os.environ))

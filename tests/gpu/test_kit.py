@@ -206,7 +206,7 @@ def test_every_run_is_legal(gpu, dry, quickly):
     runs = {(case.ranks, *case.options["overrides"]) for case in able} | {
         (1, *(case.options.get("like") or ())) for case in able
     }
-    # those of a dry run are smaller
+    # without a GPU, runs of one rank that name no model are left out: a dry run makes them smaller
     for ranks, *words in runs if gpu else [words for words in runs if "model" in str(words) or words[0] > 1]:
         job = gpu_checks.Here(Path("."), gpu, dry, 0, ranks).job(*words)
         assert job.gpus == ranks and (job.precision.compute_dtype == "bfloat16" or "precision=fp32" in words)
@@ -307,7 +307,7 @@ def test_the_command_is_short_enough_for_every_part():
     assert len(words) <= 2000 and words.count("--seconds") == len(LISTS) + 2
 
 
-# where torch is installed
+# the only packages besides those of the project that the device machine has
 BARE = "torch numpy triton filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions"
 ALONE = """
 import sys

@@ -1,4 +1,4 @@
-"""The actions of schedules that are computed without torch equal those of torch."""
+"""The actions of a pipeline schedule that we compute without torch equal torch's own."""
 
 import pytest
 

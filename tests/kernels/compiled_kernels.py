@@ -1,5 +1,5 @@
-"""Compile every kernel of ours for sm_90 and sm_100 at the widths of Llama 3.1's sizes, by Triton's compiler and ptxas.
-It needs no device.
+"""Compile every kernel of ours for sm_90 and sm_100 at the widths of Llama 3.1's sizes, with Triton's compiler and
+ptxas. This needs no device.
 
     python tests/kernels/compiled_kernels.py        # prints the table of docs/performance.md; fails if a register is spilled
 """

@@ -19,7 +19,9 @@ def near(found, exact, tolerance=0.1):
 
 
 def alike(found, exact):
-    """Return whether shapes, types and strides equal those of the reference, from which the compiler takes them."""
+    """Return whether shapes, types and strides equal those of the reference. The compiler takes them from the
+    reference.
+    """
     return all(
         (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
         for one, other in zip(found, exact, strict=True)
@@ -48,7 +50,7 @@ def float8():
         # the interpreter casts NaN to a number, but the row's scale makes all products NaN
         finite = exact[1].isfinite()
         assert near(found[0][finite], exact[0][finite])
-        # in units of the last bit; they come from rounding before the cast
+        # in units of the last bit; differences come from rounding before the cast
         assert (found[2] - exact[2]).abs().max() <= (8 if source[1] is not None or source[3] else 0)
         assert near(found[3], exact[3], 1e-6)
     for (parts, weight, _, _), (_, _, maxima, rstds) in zip((sources[0], sources[2]), (cast[0], cast[2]), strict=True):

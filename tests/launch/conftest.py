@@ -78,9 +78,9 @@ class Launcher:
         )
 
     def page(self, name: str, *more: str) -> Iterator[tuple[str, subprocess.CompletedProcess]]:
-        """Run the lines of a page of docs/ in blocks marked `sh`; `more` is added to those of launch.py. A comment
-        names an exit status other than 0; runs/NAME-HASH means the run of that name. Yield each line and its finished
-        process.
+        """Run the lines of the blocks marked `sh` in a page of docs/; `more` is added to the lines that start
+        launch.py. A line's comment names its exit status if this is not 0; runs/NAME-HASH in a line means the run of
+        this name. Yield each line and its finished process.
         """
         blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / name).read_text(), re.S)
         for line in "".join(blocks).splitlines():

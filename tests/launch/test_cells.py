@@ -1,5 +1,5 @@
-"""What launch.py does with cells before and after they run: faults, dry runs, states, sweeps. With real launch.py and
-ranks.
+"""Test what launch.py does with cells before and after they run: faults, dry runs, states, sweeps. launch.py and the
+ranks are real.
 """
 
 import ast
@@ -111,7 +111,7 @@ def test_a_full_disk_at_the_start_is_one_line(launcher, cluster):
     finally:
         subprocess.run(["umount", str(runs)], check=True)
     assert done.returncode == 1
-    # a slow machine counts
+    # on a slow machine launch.py also prints how many cells it has composed
     assert len([line for line in done.stderr.splitlines() if not line.startswith("composed")]) == 1, done.stderr
     assert f"{runs}" in done.stderr and "No space left on device; free disk space" in done.stderr, done.stderr
 
@@ -315,8 +315,8 @@ worker.run_rank(sys.argv[1], 1, inline=True)
 
 
 def test_what_torch_reads_once_is_set_before_it_is_imported(tmp_path):
-    """These variables are set for every job, as a deterministic job may follow another one in the same process that has
-    already called cuBLAS. A site's own values are kept.
+    """These variables are set for every job. Otherwise a deterministic job could follow, in the same process, a job
+    that has already called cuBLAS. A site's own values are kept.
     """
 
     def names(async_tp, **of_the_site):

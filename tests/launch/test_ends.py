@@ -1,5 +1,5 @@
-"""How a running job ends: Ctrl-C, kills, errors of one rank, launchers that die or are started twice. With real ranks;
-no process may be left.
+"""Test how a running job ends: Ctrl-C, kills, errors of one rank, launchers that die or are started twice. The ranks
+are real, and no process may be left.
 """
 
 import contextlib
@@ -214,7 +214,7 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     line = (*launcher.TINY, "metrics=wandb", "metrics.log_every=1", "steps=60", "checkpoint.interval=8")
     launcher.sabotage(
         "import time; update = trainer.Trainer.update\n"
-        # will be killed before it ends
+        # steps are slow, so that the run is killed before it ends
         "trainer.Trainer.update = lambda self, *given: (time.sleep(0.05), update(self, *given))"
     )
     for attempt in range(1, kills + 1):
@@ -239,8 +239,8 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
 
 
 def test_ranks_of_an_attempt_that_is_not_the_newest_stop_and_save_nothing(launcher):
-    """Another host has taken over the run, as after a partition of the network; without this check both would write the
-    same files.
+    """Another host has taken over the run, as after a partition of the network; without this check the ranks of both
+    hosts would write the same files.
     """
     process = launcher.start(*launcher.ENDLESS, "gpus=2", "checkpoint.interval=1000000")
     launcher.wait_for_step()

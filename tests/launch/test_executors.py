@@ -45,7 +45,7 @@ def test_its_keys_are_its_own(niced, line, words):
 
 
 def test_its_runs_are_followed_cancelled_and_resumed(niced):
-    """The second line has another value of the executor's key, and is the same run."""
+    """The second command line has another value of the executor's key, but means the same run."""
     running = niced.start(*niced.ENDLESS, *NICED, "cluster.nice=5")
     niced.wait_for_step()
     assert json.loads((niced.attempt() / "attempt.json").read_text())["executor"] == "niced"

@@ -1,5 +1,5 @@
-"""Bad input gives the same lines through the real launch.py as in one process (tests/config/test_fuzz.py), status 2,
-and no files.
+"""The real launch.py answers bad input with exit status 2, no files, and the same lines as tests/config/test_fuzz.py,
+which calls the checks in one process.
 """
 
 import random

@@ -149,7 +149,7 @@ def test_a_run_is_where_its_groups_are(tmp_path):
 
 
 def test_groups_of_another_submission_do_not_count(tmp_path):
-    """The process that submitted them died before it had claimed the groups' attempts."""
+    """The process that submitted these groups died before it had claimed their attempts."""
     one = cell(tmp_path, "gpus=1")
     claimed(one, "0a0a0a0a")
     owner = {

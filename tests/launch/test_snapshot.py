@@ -76,8 +76,8 @@ def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
     ],
 )
 def test_a_damaged_copy_is_replaced(checkout, damage):
-    """A purge of old files has removed some of its files, or somebody has changed them. The damaged copy is kept for
-    the jobs that run it.
+    """A purge of old files has removed some files of the copy, or somebody has changed them. The damaged copy is kept
+    for the jobs that run it.
     """
     runs = checkout / "runs"
     copy = snapshot.take(runs, {})

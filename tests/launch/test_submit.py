@@ -147,8 +147,8 @@ def test_cells_of_several_arrays_do_not_run_more_at_once_than_of_one(tmp_path, s
 
 
 def test_arrays_that_max_parallel_has_room_for_run_beside_each_other(tmp_path, site):
-    """Four cells may run at once. There are 1, 2 and 3 cells with 1, 2 and 4 devices; later one more cell is added to
-    the line.
+    """Four cells may run at once. One cell has 1 device, two cells have 2, three have 4; later one more cell is added
+    to the command line.
     """
     cells = [
         cell(tmp_path, f"seed={seed}", f"gpus={gpus}", "data.global_batch=8", "cluster.max_parallel=4")

@@ -1,5 +1,5 @@
-"""A user's module is part of the run: if it is edited, the run is another one. The copy from which SLURM jobs run
-contains it.
+"""A user's module is part of a run's identity: with an edited module, the same command line is another run. The copy of
+the code from which SLURM jobs run contains the module.
 """
 
 import json

@@ -46,7 +46,7 @@ def test_another_layout_is_the_same_run_to_rounding(launcher):
 
 
 def test_optimizers_are_compared_over_seeds(launcher):
-    """The runs have two steps, which checks that the lines work, but not their conclusions."""
+    """The runs have two steps, which checks that the page's lines work, but not the page's conclusions."""
     *_, (_, report), _ = launcher.page("muon-or-adamw.md", "steps=2", "validation.interval=1", "validation.steps=1")
     rows = [line for line in report.stdout.splitlines() if line.startswith("optimizer=")]
     assert len(rows) == 7 and all(line.split()[2] == "3" for line in rows), report.stdout

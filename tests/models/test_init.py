@@ -15,7 +15,7 @@ from titan_hydra.models.init import Normal, clean_name, init_weights, key_of_par
 
 
 def initial(config, shape=lambda model: None, seed=7):
-    """Return a model built in the steps of the trainer: meta device, split by `shape`, to_empty, init_weights."""
+    """Return a model built as the trainer builds it: meta device, split by `shape`, to_empty, init_weights."""
     with torch.device("meta"):
         model = build(config, 32)
     shape(model)

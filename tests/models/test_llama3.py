@@ -41,7 +41,7 @@ def some_tokens(batch=2, seq=32, seed=0):
 
 
 def gradients(model, tokens):
-    """Return the whole gradient of every parameter, of the mean cross-entropy of the next token."""
+    """Return every parameter's whole gradient; the loss is the mean cross-entropy of the next token."""
     logits = model(tokens)
     F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
     return {
@@ -180,7 +180,9 @@ def test_rotation_is_in_fp32_and_rounds_once(tiny):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("attention", ["auto", "flash", "math"])
 def test_a_block_compiles_whole(attention, packed, tiny):
-    """There is one graph for all numbers of documents: at the second number torch compiles again, for any number."""
+    """When the number of documents changes for the first time, torch compiles a second graph, which serves every later
+    number.
+    """
     torch.compiler.reset()  # torch remembers from blocks of other models that the number changes
     model = model_of(tiny(n_layers=1, attention=attention))
     block, compiled = model.layers["0"], copy.deepcopy(model.layers["0"])

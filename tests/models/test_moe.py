@@ -95,7 +95,7 @@ def test_gradients_that_a_kernel_does_not_write_are_zero(monkeypatch):
 
 
 def test_no_tokens_at_all_are_no_error(monkeypatch):
-    """The kernels are not called for a product without rows, which is undefined; the gradients are zeros."""
+    """A product without rows is undefined in these kernels, so they are not called; the gradients are zeros."""
     moe, x = layer()
     nothing, order = x.new_zeros(0, x.shape[-1], requires_grad=True), torch.zeros(0, dtype=torch.int32)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)

@@ -49,7 +49,9 @@ def test_parameters_are_those_of_the_published_model(name):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_an_option_gives_every_key_of_its_family_that_others_lack(name):
-    """So that `--cfg job` shows the whole model; Hydra does not know the defaults of a family."""
+    """An option sets every key that only its family has, so that `--cfg job` shows the whole model: Hydra does not know
+    a family's defaults.
+    """
     config = option(name)
     own = {spec.name for spec in fields(config)} - {spec.name for spec in fields(type(config).__mro__[1])}
     values = yaml.safe_load((Path(__file__).parents[2] / f"conf/model/{name}.yaml").read_text())

@@ -280,8 +280,8 @@ def test_cases_that_a_family_cannot_run_are_counted(folder):
 
 
 def test_a_window_that_only_one_process_has_is_found(folder, capsys, monkeypatch):
-    """With sequences shorter than the window there would be no difference. A ring refuses this attention kernel on the
-    ranks, which is counted too.
+    """With sequences shorter than the window there would be no difference. Ring attention refuses this attention kernel
+    on the ranks; such refusals are counted too.
     """
     monkeypatch.setattr("titan_hydra.verify.verify.STEPS", 2)
     words = ["verify", *OF_KEYED, "--ranks", "2", "--only"]

@@ -1,4 +1,4 @@
-"""Test the fields that a run records, what they mean, and that copies continue at the same step after a resume."""
+"""Test the fields that a run records, what they mean, and that wandb's copy continues at the same step after a resume."""
 
 import json
 

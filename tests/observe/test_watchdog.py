@@ -98,8 +98,8 @@ def test_it_says_where_the_rank_is_at_most_once_a_second(watch, tmp_path):
 
 
 def test_every_local_batch_is_progress(watch, on_ranks):
-    """Without this, replicas would have no collective before the last one of a step, and none in validation before the
-    end.
+    """Collectives alone do not show progress: replicas have none before the last local batch of a step, and none before
+    the end of a validation.
     """
     watch.at("forward, backward", 2)
     before = watch.where

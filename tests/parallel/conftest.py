@@ -12,8 +12,8 @@ from titan_hydra.parallel import build_mesh
 
 @pytest.fixture
 def world():
-    """Return `world(parallelism, rank)`, which returns the mesh of one rank of a fake world. The world before it is
-    left.
+    """Return `world(parallelism, rank)`, which returns the mesh of one rank of a fake world. The previous world is left
+    first.
     """
 
     def join(degrees, rank=0):

@@ -106,8 +106,8 @@ def test_of_sparse_blocks_every_part_is_compiled_once(counter, name, kinds, ac):
 
 
 def test_experts_are_compiled_once_for_all_numbers_of_tokens(counter):
-    """Under ep the number differs for every layer and step. A rank may have no tokens; the compiler treats 0 as a
-    special case, as it does 1.
+    """Under ep the number differs for every layer and step. A rank may have no tokens; the compiler treats 0 and 1 as
+    special cases.
     """
     config = compose_job("model=qwen3_moe_debug", "precision=fp32", "data=synthetic", "parallelism=single").model
     experts = Experts(config)

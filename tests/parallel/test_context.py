@@ -102,8 +102,8 @@ def test_attention_on_parts_is_attention_on_the_whole(tmp_path, rotate, balance,
 
 
 def attend(rotate, balance):
-    """Compare outputs and gradients on every rank, with grouped queries, in both dtypes. Check that torch's ring runs
-    where it should.
+    """Compare every rank's outputs and gradients with those of the whole sequence, with grouped queries, in float32 and
+    bfloat16. Check that torch's ring runs where it should.
     """
     job = job_with(rotate, balance, dist.get_world_size())
     mesh = build_mesh(job.parallelism, "cpu")
@@ -192,7 +192,9 @@ def test_documents_are_kept_apart_across_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_block_is_not_reused_for_another_order_of_the_sequence():
-    """torch.compile does not see the options of the ring unless it is told to: gradients were wrong by half."""
+    """torch.compile does not see the options of the ring unless it is told to: before it was told, gradients were wrong
+    by half.
+    """
     outcomes = verify(
         [
             case(

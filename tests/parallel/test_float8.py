@@ -161,8 +161,8 @@ def test_parts_of_a_matrix_are_in_steps_of_16_too(monkeypatch):
 
 
 def test_tensor_parallel_takes_the_float8_styles_where_they_pay():
-    """TorchTitan 0.2.2 never uses them, because it looks the converter up by another name than that by which it was
-    registered.
+    """TorchTitan 0.2.2 never uses these styles, because it registers the converter under one name and looks it up under
+    another.
     """
     from torchao.float8.float8_tensor_parallel import (
         Float8ColwiseParallel,

@@ -97,7 +97,7 @@ class Float32(TorchDispatchMode):
 
 
 def test_one_chunk_needs_no_float32_gradient_of_the_weight():
-    """With one chunk the sum over chunks has one term. Its gradients are bitwise those of several chunks of which only
+    """With one chunk the sum over chunks has one term. The gradients are bitwise those of several chunks of which only
     one counts.
     """
     hidden, weight, labels = arguments(torch.bfloat16)
@@ -134,7 +134,9 @@ class Wide(TorchDispatchMode):
 
 @pytest.mark.parametrize("each", [False, True])
 def test_a_chunk_holds_its_logits_alone_which_become_their_gradient(each, monkeypatch):
-    """The logits take 2 bytes in bfloat16, also inside the operators; with a float32 softmax beside them they took 8."""
+    """A logit takes 2 bytes in bfloat16, also inside the operators. With a float32 softmax beside the logits, it took
+    8.
+    """
     hidden, weight, labels = arguments(torch.bfloat16)
     monkeypatch.setattr(kernel, "AT_ONCE", 10 * VOCABULARY)
     labels = labels.unsqueeze(-1) if each else labels
@@ -240,8 +242,8 @@ def test_the_head_keeps_its_name_and_gives_logits_without_targets():
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_full", "float8_emulate"])
 def test_recipes_learn_what_float32_learns(precision, one_rank):
-    """After ten steps on one process, losses are within 1 % of those of float32. They are not equal, which would mean
-    that the recipe is not in use.
+    """After ten steps on one process, losses are within 1 % of those of float32. The losses must not be equal: that
+    would mean that the recipe is not in use.
     """
     exact, ours = (
         trace(job_of(Case("", 1, ("parallelism=single", "data.local_batch=16", f"precision={name}"))), one_rank)

@@ -1,5 +1,5 @@
-"""Test the layout of pipelines and its rules: torch accepts what the rules accept; and properties of stages that the
-acceptance matrix does not check.
+"""Test that torch accepts every pipeline layout that the rules accept, and properties of stages that the acceptance
+matrix does not check.
 """
 
 import copy
@@ -123,7 +123,7 @@ def test_stages_hold_every_parameter_once_under_its_own_name(world):
 
 def test_the_schedule_leaves_gradients_as_the_loss_made_them(world):
     """The loss is already divided by the tokens of the global batch. torch would also divide by the number of
-    microbatches, which losses with AdamW would not show.
+    microbatches; losses with AdamW would not show this error.
     """
     job = job_with("1f1b")
     stage = Stage(nn.Linear(1, 1), 0, world(job.parallelism), job, torch.device("cpu"), torch.empty(1), dict)

@@ -1,4 +1,4 @@
-"""Split masters: two halves are one float32 number, and the bits of a step are those of whole masters."""
+"""Split masters: two halves together are one float32 number, and a step gives the same bits as with whole masters."""
 
 import copy
 
@@ -71,8 +71,8 @@ def adamw_in_torch(master, gradient, mean, square, step, lr, beta1, beta2, eps, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_of_a_gpu_has_the_bits_of_torch(dtype, monkeypatch):
-    """The kernel makes three steps, of which the second is skipped, in Triton's interpreter. The steps of torch's fused
-    kernel are close.
+    """In Triton's interpreter the kernel makes three steps, of which the second is skipped. The results of torch's
+    fused kernel are close to the kernel's.
     """
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

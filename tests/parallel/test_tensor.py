@@ -55,8 +55,8 @@ def fake_world():
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_every_parameter_is_in_the_plan(fake_world, tied):
-    """A parameter that is not in the plan would be a plain tensor among DTensors. A copied parameter that is not a
-    norm's would be one that should have been split.
+    """A parameter that is not in the plan would be a plain tensor among DTensors. Only norms' parameters are copied;
+    any other copied parameter should have been split.
     """
     model, _, _ = split(f"model.tie_embeddings={tied}")
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The paper's rows, and others, as jobs, with what was measured beside what is predicted.
+"""Compose the rows of the paper and of other sources as jobs, and show measured values beside predicted ones.
 
 python -m tests.plan.paper     # prints the tables of docs/plan.md
 """
@@ -97,8 +97,8 @@ def measured_and_predicted(row: dict, table: str = "") -> tuple[float | None, fl
 
 
 def on_h200(row: dict) -> tuple[float, float, float, float]:
-    """Return the same for a row of the H200. TorchTitan wraps the model with FSDP even at degree 1; ours is not wrapped
-    on one rank.
+    """Return peak GiB and tokens per second, each measured and predicted, for a row of the H200. TorchTitan wraps a
+    model with FSDP even at degree 1; our models are not wrapped on one rank.
     """
     job = freeze(
         compose_unchecked(

@@ -23,8 +23,8 @@ JOB = [
 
 
 def simulated(interval: float, costs: Interruptions, saves: int = 10) -> float:
-    """Return the goodput of RUNS simulated runs from one complete checkpoint to the tenth after it. Each turn of the
-    loop is the time from the start, or from a failure, to the next failure.
+    """Return the goodput of RUNS simulated runs, each from one complete checkpoint to the tenth after it. Each pass of
+    the loop covers the time from the start, or from a failure, to the next failure.
     """
     random = numpy.random.default_rng(0)
     done, seconds, again = numpy.zeros(RUNS), numpy.zeros(RUNS), numpy.zeros(RUNS)

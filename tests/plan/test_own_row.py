@@ -1,5 +1,5 @@
-"""`titan report --row`: a run of ours in the form of a published row, of which `titan plan --score` predicts what the run's
-own job gets.
+"""`titan report --row` writes a run of ours in the form of a published row. `titan plan --score` predicts the same for
+this row as for the run's own job.
 """
 
 import pytest

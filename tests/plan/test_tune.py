@@ -147,7 +147,7 @@ def test_bad_input_is_one_line(tuned, words, expected):
 
 
 def test_two_lengths_part_attention_from_matmuls():
-    """Runs whose times follow from known rates give these rates back."""
+    """From runs whose times were computed with known rates, these rates are found again."""
 
     def job(length: int, hardware: str = "h100"):
         return freeze(

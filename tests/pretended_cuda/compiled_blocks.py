@@ -122,7 +122,7 @@ class Compiler:
 
 
 def of_objective(module: Any) -> bool:
-    """Return whether the compiled part is the loss. The compiler's record of its operators' sources tells."""
+    """Return whether the compiled part is the loss, as the compiler's record of its operators' sources shows."""
     from titan_hydra.config.registry import OBJECTIVES
 
     files = [kind.build.partition(":")[0].replace(".", "/") + ".py" for kind in OBJECTIVES.values()]

@@ -65,7 +65,7 @@ def disagreements(records: Records) -> Iterator[str]:
 
 
 def lost_messages(records: Records) -> Iterator[str]:
-    """Yield the pairs of ranks in which one receives other tensors than the other sends, or in another order."""
+    """Yield each pair of ranks whose receiver expects other tensors than the sender sends, or another order."""
     sides = defaultdict(dict)
     for record in records.values():
         for way, tensors in record["messages"].items():

@@ -36,7 +36,7 @@ def around(place: str, name: str, change: Callable) -> Callable[[], AbstractCont
 
 
 def before(act: Callable) -> Callable[[Callable], Callable]:
-    """Return a change that first acts on a forward's input, from the file of the function that calls it."""
+    """Return a change of a forward that first calls `act` on the forward's input."""
 
     def change(forward):
         def changed(self, x, *args, **kwargs):
@@ -83,7 +83,7 @@ def reduces_alone(x):
 
 
 def strided(attention):
-    """Return attention that at every second call gives a result, and a gradient, that is a slice of a wider tensor."""
+    """Return attention whose result and gradient are, at every second call, slices of wider tensors."""
     import torch
 
     calls = []

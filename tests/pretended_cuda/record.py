@@ -125,8 +125,8 @@ class Recorder(TorchDispatchMode):
         self.record.waits[f"{what} at {place()}"] += 1
 
     def read(self, what, tensor):
-        """Return the value that the host reads of each element: 1 for host tensors, and for the device the answer of a
-        known place.
+        """Return the value that the host reads for each element: 1 from a host tensor; from a device tensor the answer
+        of the place that reads, or 1 if the place is not known.
         """
         if not tensor.is_cuda:
             return 1
@@ -134,7 +134,9 @@ class Recorder(TorchDispatchMode):
         return self.answers.get(place(), 1)
 
     def tolist(self, tensor):
-        """Return a tensor whose elements are all equal as a list: torch copies it to the host at once."""
+        """Return nested lists of one number in the tensor's shape: torch's own `tolist` copies the tensor to the host
+        at once.
+        """
         number = self.read("tolist", tensor)
 
         def nested(shape):
@@ -222,7 +224,7 @@ def changed_by(op, args):
 
 
 def group_of(leaf):
-    """Return the process group that an argument of a collective is or names; None if it is none."""
+    """Return the process group that an argument of a collective is or names; None for any other argument."""
     if isinstance(leaf, str):
         try:
             return dist.distributed_c10d._resolve_process_group(leaf)

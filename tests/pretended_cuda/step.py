@@ -42,8 +42,8 @@ def step(chosen: Layout, rank: int, records: dict) -> None:
 
 
 def forget_meshes() -> None:
-    """Make DTensor forget its cache for another rank's mesh of this world, which compares as equal but has other
-    groups.
+    """Clear DTensor's cache, which would take another rank's mesh for this rank's: the two compare as equal but have
+    other groups.
     """
     from torch.distributed.tensor import DTensor, debug
 

@@ -52,8 +52,8 @@ def test_the_page_has_every_part_in_every_precision():
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_block_is_compiled_into_more(model, precision):
-    """A graph break or a second compilation raises. Another version of torch fuses differently, so only the page's
-    version must keep its numbers.
+    """A graph break or a second compilation raises. Other versions of torch fuse differently, so the numbers are
+    checked only with the version that the page names.
     """
     for part, forward, backward in graphs_of(model, precision):
         known = limits()[model, part, precision]

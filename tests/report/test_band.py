@@ -1,5 +1,5 @@
-"""A loss that differs from the baseline's only by rounding is in its band; a loss that learns something else is marked
-where it leaves the band.
+"""A loss curve that differs from the baseline's only by rounding is in the baseline's band. The curve of a run that
+learns something else is marked where it leaves the band.
 """
 
 import math

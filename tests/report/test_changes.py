@@ -1,4 +1,6 @@
-"""The schema defines for each key what it changes, and the report reads it there, so that no key is forgotten."""
+"""The schema says for each key what a change of it affects. The report reads this from the schema, so no key is
+forgotten.
+"""
 
 import csv
 import json
@@ -164,7 +166,7 @@ def test_the_report_keeps_what_the_page_promises(flat, key, changes):
 
 
 def test_the_lowest_held_out_loss_has_its_step_and_checkpoint(sweep, capsys):
-    """The table has it if it is not the last loss; the CSV always has it."""
+    """The table shows the lowest loss if it is not the last one; the CSV always has it."""
     for name, losses, best in (("a", (4.0, 3.0, 3.5), "step-00000002"), ("b", (4.0, 3.5, 3.0), None)):
         result = {"tokens_per_second": 100.0, "validation_loss": losses[-1], "best_checkpoint": best}
         directory = sweep.cell(name, losses=[5.0, 4.0], result=result)

@@ -127,7 +127,7 @@ def test_commands_are_those_that_make_each_cell_again(sweep, capsys, tmp_path):
     from titan_hydra import cli
 
     assert cli.main(["report", "table", "--runs", str(sweep.runs), "--html", "-o", str(tmp_path)]) == 0
-    # keys that the sweep's file sets are left out, other typed keys are not
+    # keys that the sweep's file sets are left out; other keys of the command line are shown
     page = (tmp_path / "report.html").read_text()
     assert "python launch.py +sweeps=table &#34;sweep.cell=&#39;DDP 2, x&#39;&#34; seed=5<" in page
 
@@ -157,7 +157,7 @@ def shown(tmp_path_factory, new_sweep, browser):
 
 
 class Silent:
-    """Replaces capsys, which a fixture of a module cannot use."""
+    """Replace capsys, which a fixture of module scope cannot use."""
 
     def readouterr(self):
         return "", ""

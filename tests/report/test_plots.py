@@ -108,8 +108,8 @@ def test_scaling_is_drawn_against_the_ideal(sweep, capsys, tmp_path):
 
 
 def study(sweep, cells):
-    """Add runs whose held-out losses were measured every ten steps; each has changes, a number of parameters and a last
-    held-out loss.
+    """Add runs whose held-out losses were measured every ten steps; each run has changes, a number of parameters and a
+    last held-out loss.
     """
     for name, (changes, parameters, last) in cells.items():
         result = RESULT | {
@@ -248,14 +248,14 @@ def test_every_schedule_is_played_to_its_end(name):
 
 
 def test_the_bubble_is_the_textbooks():
-    """For 1F1B and GPipe it is (p - 1) / (m + p - 1) of the time (Narayanan et al., 2021)."""
+    """For 1F1B and GPipe the bubble is (p - 1) / (m + p - 1) of the time (Narayanan et al., 2021)."""
     for name in ("gpipe", "1f1b"):
         job = compose_job("parallelism=pp", f"pp_schedule={name}", "data.local_batch=8", "parallelism.pp=4")
         assert Timeline(name, 4, play(recorded(job), 4)).idle == pytest.approx(3 / 11)
 
 
 def test_a_run_without_a_recorded_schedule_has_no_timeline(sweep, capsys, tmp_path):
-    """Runs made before version 0.2 recorded none. Cells with the same schedule share a timeline."""
+    """Runs made before version 0.2 recorded no schedule. Cells with the same schedule share a timeline."""
     for name in ("pp", "pp lr=1"):
         sweep.cell(name, {"parallelism.pp": 2}, losses=CURVE, result=RESULT, pipelined=True)
     sweep.cell("old", {"parallelism.pp": 2}, losses=CURVE, result=RESULT)

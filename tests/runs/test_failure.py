@@ -276,7 +276,7 @@ def test_the_order_of_sruns_lines_means_nothing(tmp_path, case):
 @pytest.mark.parametrize("words", ["", "srun: error: Timed out waiting for job step to complete\n"])
 @pytest.mark.parametrize("error", [GLOO_CLOSED, GLOO_LATE])
 def test_a_node_that_slurm_has_not_given_up_yet(tmp_path, words, error):
-    """There is no record of how the ranks of node1 ended, and those of node0 have noticed their loss."""
+    """There is no record of how the ranks of node1 ended, and the ranks of node0 have noticed that they are lost."""
     log = f"srun: error: node0: tasks 0-1: Exited with exit code 1\n{words}"
     failure = cause_of_end(write_slurm(tmp_path, log, rank0=error, rank1=GLOO_CLOSED), "FAILED")
     assert (failure.kind, failure.status, failure.rank, failure.host) == (Kind.NODE, 79, 2, "node1")
@@ -284,7 +284,7 @@ def test_a_node_that_slurm_has_not_given_up_yet(tmp_path, words, error):
 
 
 def test_a_frozen_rank_that_srun_kills_is_a_hang(tmp_path):
-    """Its watchdog thread is frozen too, so it has not recorded that it was asked to stop."""
+    """The rank's watchdog thread is frozen too, so the rank has not recorded that it was asked to stop."""
     (tmp_path / "beat_1.json").write_text(json.dumps(BEAT | {"count": 7, "asked": 0.0}))
     (tmp_path / "beat_0.json").write_text(json.dumps(BEAT | {"count": 8, "asked": 0.0}))
     log = "srun: error: node0: task 0: Exited with exit code 77\nsrun: error: node0: task 1: Killed\n"

@@ -33,7 +33,7 @@ def runs(tmp_path):
 @pytest.mark.parametrize(
     ("target", "run"),
     [
-        # the cell of the newest sweep that has one of this name
+        # the cell of this name, from the newest sweep that has one
         ("protein", "protein-aaaaaaaa"),
         ("thin", "base-dddddddd"),
         ("tall", "wide-cccccccc"),

@@ -36,7 +36,7 @@ def test_the_map_has_every_file():
 
 
 def test_file_names_stand_in_the_layout_alone():
-    """Except in prose: docstrings, messages, and the batch script."""
+    """Only layout.py contains the names of files, except in docstrings, messages and the batch script."""
     names = {entry.name for entry in ENTRIES if "." in entry.name} | {
         "attempts",
         "checkpoints",

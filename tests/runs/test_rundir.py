@@ -59,7 +59,7 @@ def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
 def test_a_hosts_clock_may_be_wrong(tmp_path, monkeypatch, ahead):
     """One run is healthy and began 100 s ago on a node whose clock differs from the login node's. The heartbeats of the
-    other ended 90 s ago.
+    other run ended 90 s ago.
     """
     attempt = layout.ATTEMPT.of(tmp_path, 1)
     attempt.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""Test the goodput of a run: each step counts once, whether steps were lost, compiled, saved or waited for."""
+"""Test the goodput of a run: each step counts once, however much time went into lost steps, compiling, saving or
+waiting.
+"""
 
 import json
 from pathlib import Path

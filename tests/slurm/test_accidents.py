@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import ROOT, desk, running
 
-# launch.py that kills itself at a call of this function, before or after the call's work.
+# A launch.py that kills itself at a call of the given function, before or after the call's work.
 KILLED = """
 import importlib, os, runpy, sys
 sys.path.insert(0, {root!r})
@@ -41,7 +41,7 @@ MOMENTS = {
 
 
 def trained_once(submit, runs, steps: int = 5) -> None:
-    """Each cell is done, only one of its attempts has made steps, and it has made each step once."""
+    """Check that each cell is done, that only one of its attempts has made steps, and that it has made each step once."""
     for run in runs:
         assert submit.done(run), submit.story()
         began = [path for path in run.glob("attempts/*/rank_0.log") if re.search("step +1/", path.read_text())]
@@ -67,8 +67,8 @@ def test_submission_killed_half_way(submit):
 
 @pytest.mark.slow
 def test_sbatch_that_outlives_its_launcher(submit):
-    """launch.py dies while sbatch runs. The same line again submits the cell. Then the first job arrives late, and must
-    not train.
+    """launch.py dies while sbatch runs. The same command line, entered again, submits the cell. Then the first job
+    arrives late, and must not train.
     """
     folder = submit.folder.parent / "bin"
     folder.mkdir()
@@ -112,7 +112,8 @@ def test_two_people_submit_the_same_sweep(submit):
 @pytest.mark.parametrize("timeouts", ["short", "slurm"])
 def test_controller_dies_during_a_sweep(tmp_path, timeouts):
     """Jobs continue while the controller is down. Nothing is submitted twice meanwhile, and afterwards the controller
-    takes the jobs up again. It may start a job again whose end it has missed; this start finds that everything is done.
+    takes the jobs up again. The controller may start a job again whose end it has missed; the started job finds that
+    everything is done.
     """
     with running(timeouts=timeouts) as cluster, desk(cluster, tmp_path / "work") as submit:
         line = submit.line("-m", "gpus=1", "steps=40", "seed=1,2,3", "cluster.max_parallel=2")

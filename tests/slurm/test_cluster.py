@@ -1,4 +1,6 @@
-"""Test the cluster of these tests: nodes, fake GPUs, host names, accidents. If these tests fail, look here first."""
+"""Test the cluster that all tests of this folder use: nodes, fake GPUs, host names, accidents. If tests of the folder
+fail, look at this file first.
+"""
 
 import subprocess
 import time

@@ -1,11 +1,11 @@
-"""Cause failures one by one on a real SLURM. Each has the right class, ends all ranks soon, is FAILED for SLURM, and is
-retried if asked.
+"""Cause failures one by one on a real SLURM. Each gets the right class and ends all ranks soon; its job is FAILED for
+SLURM, and is retried if asked.
 """
 
 import time
 
-# In step 3 of a cell of this kind, this rank runs this code, and writes the time. The kind is the cell's max_norm minus
-# 1000; no gradient is that long, so max_norm changes nothing else.
+# For each kind of cell: the rank that fails in step 3, and the code that it runs then, after it has written the time.
+# The kind is the cell's max_norm minus 1000; no gradient has so large a norm, so max_norm changes nothing else.
 ACTS = {
     1: ("rank == 1", "os._exit(1)"),
     2: ("rank == 1", "os.kill(os.getpid(), 9)"),

@@ -14,7 +14,7 @@ SBATCH = """#!/bin/sh
 echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
 exit 1
 """
-# Fails in step 3 until the file `healed` exists; its steps are slow enough to be observed.
+# A training that fails in step 3 until the file `healed` exists; its steps are slow enough to be observed.
 ILL = """
 import time
 update, count = trainer.Trainer.update, []
@@ -46,7 +46,7 @@ def replaced(submit, **programs: str):
 
 
 def failing(submit, late: int = 0) -> str:
-    """Return the sbatch above; with `late` the job arrives that many seconds later."""
+    """Return the sbatch above; with `late` the job arrives `late` seconds later."""
     sbatch = subprocess.run(
         ["which", "sbatch"], env=submit.env, capture_output=True, text=True, check=True
     ).stdout.strip()

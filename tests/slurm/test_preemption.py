@@ -7,9 +7,9 @@ import pytest
 
 from .conftest import desk, running
 
-# A step takes a tenth of a second, most of it asleep, so that there is time to disturb it; in cells with `limit` half a
-# second, because SLURM's signal comes late. In cells with `child`, each rank has a child process, like those of data
-# loaders, forked after the trainer has installed its signal handlers; so the child gets signals too.
+# A step takes a tenth of a second, most of it asleep, so that there is time to disturb it; in cells with `limit` it
+# takes half a second, because SLURM's signal comes late. In cells with `child`, each rank has a child process, like
+# those of data loaders, forked after the trainer has installed its signal handlers, so that the child gets signals too.
 SLOW = """
 import time
 update, listen = trainer.Trainer.update, loop.listen
@@ -24,8 +24,8 @@ def with_child(self):
 trainer.Trainer.update, loop.listen = slow, with_child
 """
 STEPS, INTERVAL = 120, 25
-# How a cell is disturbed. A cell's kind is its max_norm modulo 100; no gradient is that long, so max_norm changes the
-# identity and no loss.
+# The ways to disturb a cell. A cell's kind is its max_norm modulo 100; no gradient has so large a norm, so max_norm
+# changes the cell's identity but no loss.
 KINDS = ("requeue", "TERM and USR2", "child", "partition", "limit", "USR2", "nodes requeue", "nodes")
 SAVED = ("USR2", "TERM and USR2", "child", "nodes", "limit")  # kinds that leave enough time for a checkpoint
 
@@ -110,7 +110,7 @@ def lost(submit, run, attempt: int) -> int:
         for number in submit.attempts(run)
         if number > attempt
     ]
-    # some attempts stop before they print it
+    # some attempts stop before they print this line
     first = next(int(found[1]) for log in logs if (found := re.search(r"steps (\d+) to", log)))
     return submit.step(run, attempt) - (first - 1)
 

@@ -1,5 +1,5 @@
-"""Replica groups are separate jobs: one is killed, with its node or alone; the others continue, and it returns when
-SLURM requeues it.
+"""Replica groups are separate jobs. One group is killed, alone or with its node; the others continue, and the killed
+group returns when SLURM requeues it.
 """
 
 import json

@@ -9,7 +9,7 @@ import pytest
 from .conftest import desk, running
 
 # The rank of the cell with the first max_norm dies in step 3; the cell with the second one runs until somebody stops
-# it. No gradient is that long.
+# it. No gradient has so large a norm.
 HARM = """
 import time
 update, count = trainer.Trainer.update, []

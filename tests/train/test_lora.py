@@ -131,8 +131,8 @@ def test_checkpoints_hold_adapters_alone_and_resuming_is_bitwise(adapted, run_jo
 
 
 def test_the_base_is_frozen_and_adapters_begin_as_nothing(tiny, run_job, pretrained):
-    """At a rate of 0 the first loss is that of the base. A base that is rounded to bf16 gives the same losses as
-    weights that are cast.
+    """At a learning rate of 0 the first loss is that of the base. A base that is rounded to bf16 gives the same losses
+    as weights that are cast.
     """
     words = ("steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={pretrained}")
     for dtype in ("float32", "bfloat16"):

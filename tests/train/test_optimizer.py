@@ -87,7 +87,9 @@ def test_norms_are_spared_from_weight_decay_when_asked():
 
 
 def a_layer(name):
-    """Return a model of one matrix and one norm with a gradient, its optimizers, and torch's own optimizers of a copy."""
+    """Return a model of one matrix and one norm with gradients, its optimizers, and torch's own optimizers for a copy
+    of the model.
+    """
     job = compose_job("debug=tiny", f"optimizer={name}", *["optimizer.sgd_momentum=0.9"] * (name == "sgd"))
     torch.manual_seed(0)
     model = nn.ModuleDict({"layers": nn.Linear(6, 4, bias=False), "norm": nn.LayerNorm(4)})
@@ -143,8 +145,8 @@ SPLITS = [  # meshes of four ranks, and how they hold a matrix
 
 
 def test_muon_is_torchs_muon_on_any_split_in_two_exchanges_for_four_matrices(on_ranks):
-    """They agree to the last bit but one, as each matrix is orthogonalized whole. The matrices have seven rows, so some
-    shards are smaller than others, or empty.
+    """Our Muon and torch's agree to the last bit but one, as ours orthogonalizes each matrix whole too. The matrices
+    have seven rows, so some shards are smaller than others, or empty.
     """
     shapes = [(7, 8), (8, 6), (3, 5), (12, 4), (7, 7), (2, 9)]
 

@@ -52,7 +52,7 @@ def run(tmp_path_factory):
 
 
 def losses(weights, ids: list[list[int]]) -> list[list[float]]:
-    """Return the float64 losses of the tokens of documents except the first ones: all documents are in one row, under a
+    """Return the float64 losses of all tokens except the first of each document. All documents are in one row, under a
     document mask.
     """
     rows = torch.tensor([[token for document in ids for token in document]])

@@ -62,10 +62,10 @@ def talk(job, tmp_path):
 
 
 def take(job, ranks, steps, state=None):
-    """Return the tensors of global batches [steps, G, ...] that this number of ranks reads together, and their merged
-    state after a round trip through JSON.
+    """Return the tensors of global batches [steps, G, ...] that this number of ranks reads together, and the ranks'
+    merged state after a round trip through JSON.
 
-    The ends of documents, whose width changes, are left out: they follow from the documents.
+    The ends of documents, whose width changes, are left out: they can be computed from the documents.
     """
     parts, states = [], []
     for rank in range(ranks):

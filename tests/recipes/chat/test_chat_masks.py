@@ -180,8 +180,8 @@ def test_tags_and_the_text_agree(hf, name):
 
 
 def test_ranges_of_tokens_that_leave_out_blanks_do_no_harm(hf, tmp_path):
-    """Llama 3's tokenizer.json leaves blanks out of these ranges. A mask made from them would end where an answer
-    begins with blanks.
+    """In Llama 3's tokenizer.json a token's range leaves out blanks. A mask made from such ranges would end where an
+    answer begins with blanks.
     """
     words = tokenizers.Tokenizer.from_file(hf.path)
     words.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
@@ -223,8 +223,8 @@ def test_calls_are_learned_and_results_are_not(hf):
 
 
 def test_tokens_are_those_of_the_whole_text_also_where_a_beginning_has_others():
-    """The newlines at the end of the header and at the start of the answer are one token, which does not occur if only
-    the beginning is tokenized.
+    """In the whole text, the newlines at the end of the header and at the start of the answer are one token. This token
+    does not occur if only the beginning is tokenized.
     """
     ours, row = (
         reader(EMBEDDED, "llama3", change=lambda text: without_tags(text).replace(" | trim", "")),

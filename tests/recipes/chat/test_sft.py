@@ -171,8 +171,8 @@ def test_masked_labels_give_no_gradient():
 
 
 def test_the_assistants_words_are_learned_and_the_users_are_not(tiny, run_job):
-    """After some steps the held-out loss of the assistant's words has fallen far. That of the questions has not, as
-    they are not learned.
+    """After some steps the held-out loss of the assistant's words has fallen far. The held-out loss of the questions
+    has not, as questions are not learned.
     """
     words = (
         "data=embedded_chat",
@@ -196,8 +196,8 @@ def test_the_assistants_words_are_learned_and_the_users_are_not(tiny, run_job):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job, ranks):
-    """The local batches of chats have different numbers of tokens that count, so the mean of their means would be
-    another number.
+    """The local batches of chats have different numbers of tokens that count, so the mean of the batches' means would
+    be another number.
     """
     job = tiny(
         "data=embedded_chat",
@@ -285,7 +285,7 @@ def learned(job, batch):
 
 def is_right(job, batch, rows):
     """Check that the labels are exactly the answers, each with the mark of its end, and that each label has the same
-    loss as alone.
+    loss as with its conversation alone in a batch.
     """
     answers = {message["content"] + "<|eot_id|>" for row in rows for message in row if message["role"] == "assistant"}
     texts = [part + "<|eot_id|>" for text in learned(job, batch) for part in text.split("<|eot_id|>")[:-1]]

@@ -1,4 +1,4 @@
-"""Tiny random encoders in a folder as FLUX.1 is published."""
+"""Write tiny random encoders into a folder with the structure of the published FLUX.1."""
 
 import json
 
@@ -24,8 +24,8 @@ WIDTH = 24
 
 
 def write_encoders(folder, end=2, dtype=torch.float32, shift=0.1159):
-    """Write CLIP, T5, the autoencoder of four channels and a factor of 2, and the tokenizers. `end` is the end of text
-    that CLIP's config.json names: FLUX.1's says 2, as all of that time.
+    """Write CLIP, T5, an autoencoder with four channels and a factor of 2, and the tokenizers. `end` is the end of text
+    that CLIP's config.json names: FLUX.1's file says 2, as all such files of its time do.
     """
     transformers = pytest.importorskip(
         "transformers", reason="transformers, which writes and reads the encoders, is not installed"

@@ -75,7 +75,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def awake(user_modules):
-    """Put the family of AWAKE on Python's path."""
+    """Put modules with the model family AWAKE on Python's path."""
     user_modules({"awake.py": AWAKE, "awake_on_ranks.py": AWAKE_ON_RANKS})
 
 

@@ -148,8 +148,8 @@ def test_what_cannot_be_converted_is_one_line(tmp_path):
 
 
 class Strides(TorchDispatchMode):
-    """Record the strides by which torch would look up cuDNN's backward (q, k, v), and those on which its graph also
-    depends (output, gradient).
+    """Record the strides by which torch would look up the graph of cuDNN's backward (q, k, v), and those on which this
+    graph also depends (output, gradient).
     """
 
     def __init__(self):
@@ -166,7 +166,7 @@ class Strides(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def backend(self):
-        """A compiler that sees inside graphs, which a mode does not."""
+        """Return a compiler back end that looks at the operators inside graphs, which a dispatch mode does not see."""
 
         def look(graph, inputs):
             for node in graph.graph.nodes:

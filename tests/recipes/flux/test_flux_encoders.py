@@ -1,5 +1,5 @@
-"""The text encoders and the autoencoder around FLUX, which are those of transformers and diffusers: what they are given,
-what is made of their results, and the folders that are refused. Weights are tiny and random.
+"""Test FLUX's text encoders and autoencoder, which come from transformers and diffusers: what they are given, what is
+made of their results, and the folders that are refused. Weights are tiny and random.
 """
 
 import json
@@ -36,13 +36,13 @@ def tools(written):
 
 @pytest.fixture
 def folder(written, tmp_path):
-    """A copy to damage."""
+    """Return a copy of the encoders' folder, which a test may damage."""
     return shutil.copytree(written, tmp_path / "encoders")
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """What is not in the folder is not looked for elsewhere."""
+    """Fail any connection: what is not in the folder must not be looked for elsewhere."""
 
     def refused(*_):
         raise AssertionError("a connection")
@@ -76,7 +76,9 @@ def test_a_caption_that_is_too_long_keeps_its_end_of_text(tools):
 
 @pytest.mark.parametrize("end", [2, END])
 def test_a_whole_caption_is_embedded_at_its_first_end_of_text(folder, tools, end):
-    """Old configurations name 2, a token of "##" here: the end is the largest number then."""
+    """Old configurations name 2 as the end of text, which is the token "##" here. Then the end is the token of the
+    largest number.
+    """
     file = folder / "text_encoder/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": end}))
     found = Encoders(folder, CPU)
@@ -114,7 +116,9 @@ def test_weights_are_frozen_and_in_float32_whatever_the_files_have(tmp_path):
 
 
 def test_names_and_configurations_as_published(folder, tools):
-    """Those of transformers 4: a prefix in CLIP, and T5's embedding under one of two names."""
+    """Published folders are those of transformers 4: CLIP's names have a prefix, and T5's embedding has one of two
+    names.
+    """
     clip, t5 = (folder / name for name in ("text_encoder", "text_encoder_2"))
     weights = {f"text_model.{name}": weight for name, weight in load_file(clip / "model.safetensors").items()}
     weights["text_model.embeddings.position_ids"] = torch.arange(ROOM)[None]

@@ -25,8 +25,8 @@ OWN = 3  # the device of this rank
 
 @pytest.mark.parametrize("kernels", ["torchao", "fused"])
 def test_a_linear_that_computes_more_or_sees_few_rows_stays(kernels):
-    """FLUX's modulations split their output. They and its embedders get one row per sample, which are too few for the
-    matmul of the weight's gradient.
+    """FLUX's modulations split their output. The modulations and the embedders get one row per sample, too few rows for
+    the matmul of the weight's gradient.
     """
     model, (line, *_) = converted(
         compose_job("model=flux_debug", "data=synthetic_images", *EMULATED, f"precision.kernels={kernels}")

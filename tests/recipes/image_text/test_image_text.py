@@ -84,8 +84,8 @@ def png(height, width, seed=0):
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "hsdp"])
 def test_ranks_without_images_stay_in_the_collectives(tmp_path, parallelism):
-    """A sample has one document. The longest documents, which have images, come first. In this step half of the ranks
-    have no image, and in the next step all have none.
+    """A sample has one document. The longest documents, which have images, come first. In the first step half of the
+    ranks have no image, and in the second step no rank has one.
     """
     text = "a b c d e f g h i j k l m n o p q r s t u v w x y z " * 3
     half = {f"{number:03}.json": json.dumps({"parts": [{"text": text}]}).encode() for number in range(8, 32)}

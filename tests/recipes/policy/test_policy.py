@@ -51,8 +51,8 @@ def conversations():
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Return pairs from the package's conversations: the answer and the answer of the next conversation, with possible
-    values of a reference.
+    """Return preference pairs from the package's conversations: each answer against the answer of the next
+    conversation, with possible values of a reference.
     """
     rows, file = conversations(), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     with file.open("w") as out:
