@@ -368,10 +368,10 @@ LINES = {
     "checkpoint": 1651,  # 1,400
     "train": 1573,  # 1,550
     "fault_tolerance": 1153,  # 600
-    "verify": 4414,  # 2,000
+    "verify": 4418,  # 2,000
     "launch": 3414,  # 1,950
     "report": 2722,  # 2,050
-    "commands": 4240,  # 2,300
+    "commands": 4245,  # 2,300
     "recipes": 4145,  # 3,100
     "plan": 2527,  # 1,800
 }

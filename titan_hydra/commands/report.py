@@ -64,11 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=8321, metavar="N", help="port of --serve (default: 8321; 0: any free port)"
     )
-    parser.add_argument("--plots", action="store_true", help="write the plots as PNG and SVG")
-    parser.add_argument(
-        "--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)"
-    )
-    parser.add_argument("--log", action="store_true", help="plot losses on a logarithmic scale")
+    add_plots(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -76,6 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder to write to (default: the sweep's folder, or the current one)",
     )
+
+
+def add_plots(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the plots."""
+    parser.add_argument("--plots", action="store_true", help="write the plots as PNG and SVG")
+    parser.add_argument(
+        "--x", choices=("step", "tokens", "seconds"), default="step", help="the plots' x axis (default: step)"
+    )
+    parser.add_argument("--log", action="store_true", help="plot losses on a logarithmic scale")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -98,11 +98,7 @@ def trace(
         result.norms.append(norm)
     loader.close()
     if case is not None and case.validated:
-        held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
-        # a resumed layout validates twice, on the same samples, so that its last loss is comparable with its
-        # reference's
-        result.losses.append([trainer.validate(held_out, 2) for _ in range(1 + resumed)][-1])
-        held_out.close()
+        result.losses.append(held_out_loss(job, trainer, 1 + resumed))
     result.weights = _of_all_stages(trainer, master_of)
     stored = trainer.model.state_dict()
     result.biases = _join(
@@ -111,6 +107,14 @@ def trace(
     result.drift = drift(trainer)
     result.rounded += rounded(trainer, result.gradients)
     return result
+
+
+def held_out_loss(job: Job, trainer: Trainer, times: int) -> float:
+    """Validate one or several times, each time on the same samples, and return the last loss. A collective."""
+    held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
+    loss = [trainer.validate(held_out, 2) for _ in range(times)][-1]
+    held_out.close()
+    return loss
 
 
 def loads(trainer: Trainer) -> dict[str, list[float]]:
