@@ -51,6 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print JSON for scripts: all columns, unrounded, and the rule by which each row was judged",
     )
     parser.add_argument("--row", action="store_true", help="print the runs as rows that titan plan --score reads")
+    add_page(parser)
+    add_plots(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to write to (default: the sweep's folder, or the current one)",
+    )
+
+
+def add_page(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the page."""
     parser.add_argument(
         "--html",
         action="store_true",
@@ -63,14 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port", type=int, default=8321, metavar="N", help="port of --serve (default: 8321; 0: any free port)"
-    )
-    add_plots(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="folder to write to (default: the sweep's folder, or the current one)",
     )
 
 

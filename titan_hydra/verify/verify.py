@@ -98,7 +98,7 @@ def trace(
         result.norms.append(norm)
     loader.close()
     if case is not None and case.validated:
-        result.losses.append(held_out_loss(job, trainer, 1 + resumed))
+        result.losses.append(validated_loss(job, trainer, 1 + resumed))
     result.weights = _of_all_stages(trainer, master_of)
     stored = trainer.model.state_dict()
     result.biases = _join(
@@ -109,7 +109,7 @@ def trace(
     return result
 
 
-def held_out_loss(job: Job, trainer: Trainer, times: int) -> float:
+def validated_loss(job: Job, trainer: Trainer, times: int) -> float:
     """Validate one or several times, each time on the same samples, and return the last loss. A collective."""
     held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
     loss = [trainer.validate(held_out, 2) for _ in range(times)][-1]
