@@ -79,7 +79,7 @@ def test_a_run_slower_than_predicted_is_flagged(tuned):
     file.write_text(
         json.dumps(
             {
-                name: value * 1000 if name.endswith(("tflops", "tbs", "gbs")) and value else value
+                name: value * 1000 if name.endswith(("tflops", "tbs", "gbs", "per_second")) and value else value
                 for name, value in json.loads(kept).items()
             }
         )
