@@ -14,8 +14,7 @@ from .model import add_step
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        help="run directory, start of a run's hash, or a checkpoint's folder; with --from: a folder in Hugging "
-        "Face's format",
+        help="run directory, start of a run's hash, or a checkpoint's folder; with --from: a folder in Hugging Face's format",
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(

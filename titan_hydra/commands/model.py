@@ -26,8 +26,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step",
         metavar="S",
-        help="step of the run's checkpoint, or best, the checkpoint with the lowest held-out loss (default: the "
-        "newest checkpoint)",
+        help="step of the run's checkpoint, or best, the checkpoint with the lowest held-out loss (default: the newest checkpoint)",
     )
 
 

@@ -57,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prove",
         type=int,
         metavar="N",
-        help="for the N best layouts, step one rank in the fake world, and print its memory and messages beside "
-        "those of the formulas",
+        help="for the N best layouts, step one rank in the fake world, and print its memory and messages beside those of the formulas",
     )
     add_fits(parser)
     add_runs(parser)
@@ -75,8 +74,7 @@ def add_fits(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         nargs="+",
         metavar="RUN",
-        help="instead of planning, fit the rates of hardware=NAME to finished runs or sweeps, and print the error "
-        "of each prediction",
+        help="instead of planning, fit the rates of hardware=NAME to finished runs or sweeps, and print the error of each prediction",
     )
     parser.add_argument(
         "--tune",
@@ -91,8 +89,7 @@ def add_fits(parser: argparse.ArgumentParser) -> None:
         type=Path,
         const=Path(),
         metavar="FILE",
-        help="instead of planning, predict published measurements (default: the package's), and print the errors of "
-        "the predictions",
+        help="instead of planning, predict published measurements (default: the package's), and print the errors of the predictions",
     )
     parser.add_argument(
         "--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)"

@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides for every case and its reference, to verify another model, such as model=qwen3_debug or a "
-        "model of your own",
+        help="overrides for every case and its reference, to verify another model, such as model=qwen3_debug or a model of your own",
     )
     parser.add_argument(
         "--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py"
@@ -56,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mutants",
         action="store_true",
-        help="instead of running the matrix, plant known faults in a copy of the package, and print which case or "
-        "test finds each fault",
+        help="instead of running the matrix, plant known faults in a copy of the package, and print which case or test finds each fault",
     )
     parser.add_argument(
         "--quick", action="store_true", help="with --mutants: run only the cases that the default test suite runs"

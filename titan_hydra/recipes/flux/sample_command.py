@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="MU",
-        help="shift of the steps; above 0: more steps at high noise; FLUX.1-dev uses 0.5 for 256 pixels and 1.15 "
-        "for 1024 (0)",
+        help="shift of the steps; above 0: more steps at high noise; FLUX.1-dev uses 0.5 for 256 pixels and 1.15 for 1024 (0)",
     )
     parser.add_argument(
         "--encoders",
