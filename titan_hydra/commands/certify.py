@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Certify the cells, or add the figures of runs. Returns 0 if all cells or runs have a certificate, 1 if a proof
+    """Certify the cells, or add the figures of runs. Returns 0 if all cells or runs have a certificate, 1 if a check
     has failed, 2 for a job that breaks a rule or has no reduced form.
     """
     if not 2 <= args.ranks <= 8:

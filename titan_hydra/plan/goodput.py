@@ -71,8 +71,8 @@ def shares_of_job(interval: float, costs: Interruptions) -> TimeShares:
 
     From one complete checkpoint to the next, the job needs a `period` without a failure. After a failure it must
     restart, redo the work that it did while the last complete checkpoint was being written (`behind`), and do the
-    period, all without a failure. If p is the probability of no failure in a period, the mean time of all failed
-    attempts together is between * (1 - p) * exp((restart + behind + period) / between); the code has Daly's form of it.
+    period, all without a failure. If p is the probability of no failure in a period, the mean time of all attempts
+    together is between * (1 - p) * exp((restart + behind + period) / between); the code has Daly's form of it.
     """
     between, period = costs.between, max(interval, costs.behind) + costs.held
     alive = exp(-costs.restart / between)  # the share of time in which the job is not restarting
