@@ -25,15 +25,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     pages = {file.src_uri for file in files}
     # code at odd places, which may look like a link
     parts = re.split(r"(```.*?```|`[^`\n]+`(?!\]))", markdown, flags=re.S)
-    parts[::2] = [LINK.sub(lambda link: _link(link, pages), part) for part in parts[::2]]
+    up = "../" * page.file.src_uri.count("/")
+    parts[::2] = [LINK.sub(lambda link: _link(link, pages, up), part) for part in parts[::2]]
     return "".join(parts)
 
 
-def _link(link: re.Match, pages: set[str]) -> str:
-    """Return a link as the site has it. One without an end is unchanged, and fails the build."""
+def _link(link: re.Match, pages: set[str], up: str) -> str:
+    """Return a link as the site has it, from a page that is `up` from the first page's folder. A link without an end is
+    unchanged, and fails the build.
+    """
     text, target = link[1], link[2].removeprefix("../")
     if target in pages:
-        return f"[{text}]({target}{link[3] or ''})"
+        return f"[{text}]({up}{target}{link[3] or ''})"
     if not (ROOT / target).exists():
         return link[0]
     return f"`{target}`" if text.strip("`") == target else f"{text} (`{target}`)"
