@@ -149,9 +149,8 @@ def model_of(row: SimpleNamespace) -> tuple:
         return Qwen3Model, arguments, parallelize_qwen3
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
 
-    multiplier = (width - 0.5) / int(
-        2 * 4 * dim / 3
-    )  # TorchTitan derives the width from this; the result is the width we want
+    # TorchTitan derives the width from this; the result is the width we want
+    multiplier = (width - 0.5) / int(2 * 4 * dim / 3)
     return (
         Transformer,
         TransformerModelArgs(**shape, multiple_of=256, rope_theta=500000, ffn_dim_multiplier=multiplier),

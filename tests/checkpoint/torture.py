@@ -44,12 +44,13 @@ from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 from titan_hydra.train import loop, trainer
 
+# saves are at steps 3, 6, 9, 12; faults occur in the save of step 9 or later
 RANKS, STEPS, INTERVAL, FATAL = (
     4,
     12,
     3,
     9,
-)  # saves are at steps 3, 6, 9, 12; faults occur in the save of step 9 or later
+)
 OVERRIDES = (
     "debug=tiny",
     "precision=fp32",

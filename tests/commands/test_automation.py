@@ -13,9 +13,8 @@ def test_the_loop_of_the_page_comes_to_a_conclusion(launcher):
     shutil.copy(launcher.ROOT / "launch.py", launcher.folder)
     (launcher.folder / "loop.py").write_text(loop)
     command, where = [sys.executable, "loop.py"], {"cwd": launcher.folder, "env": launcher.env}
-    done = subprocess.run(
-        command, **where, capture_output=True, text=True, timeout=1800
-    )  # two minutes on an idle machine
+    # two minutes on an idle machine
+    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in said] == ["plan", "verify", "certify", "run", "conclusion"], done.stdout

@@ -145,9 +145,8 @@ def test_retry_runs_what_can_help_and_only_that(swept, titan):
     assert "ValueError" in titan("logs", run_of(swept, 2)[1], "--attempt", 1, "--rank", 1)[1]
     status, out, _ = titan("retry", "--only", "oom")
     assert status == 0 and "it would fail again" in out and f"gpus=2 seed=2 {cells[1]['failure']['hint']}" in out
-    assert (
-        "nothing to run again" in out and len(titan("status", "--all")[1].splitlines()) == 2
-    )  # the retry made no sweep of its own
+    # the retry made no sweep of its own
+    assert "nothing to run again" in out and len(titan("status", "--all")[1].splitlines()) == 2
 
 
 @pytest.mark.parametrize(

@@ -196,12 +196,13 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
     ({**FLOAT8, "precision__float8_all_gather": True}, "precision.float8_all_gather", "format_suits_the_job", "false"),
     ({**TENSORWISE, "parallelism__backend": "simple_fsdp"}, "precision.float8_all_gather", "format_suits_the_job", "false"),
     ({**TENSORWISE, **ON_SLURM, "gpus": 512}, "precision.float8_all_gather", "format_suits_the_job", "false"),
+    # 3 rows each, none on the last 10
     (
         {**TENSORWISE, **ON_SLURM, "gpus": 96},
         "precision.float8_all_gather",
         "format_suits_the_job",
         "false",
-    ),  # 3 rows each, none on the last 10
+    ),
     ({**FLOAT8, "precision__emulate": True, "compile__name": "block"}, "precision.emulate", "emulation_is_eager", "false"),
     ({**FLOAT8, "precision__kernels": "fused", "debug__nan_hunt": True}, "precision.kernels", "format_suits_the_job", "torchao"),
     ({**TENSORWISE, "precision__kernels": "fused"}, "precision.kernels", "format_suits_the_job", "torchao"),

@@ -126,6 +126,5 @@ def test_a_shuffle_buffer_shuffles_documents_of_a_shard_and_loses_none():
     first, second = taken[:100], taken[100:]
     assert sorted(first[:90]) == sorted(texts[:90]) and first[:90] != texts[:90]
     assert set(first[:30]) == set(texts[:30])
-    assert sorted(first[90:] + second[:20]) == sorted(
-        texts[90:] + texts[:20]
-    )  # a block may continue into the next epoch
+    # a block may continue into the next epoch
+    assert sorted(first[90:] + second[:20]) == sorted(texts[90:] + texts[:20])

@@ -43,12 +43,13 @@ SMALL = (
     "metrics.log_every=1",
     "checkpoint=off",
 )
+# in a dry run, these replace the values of SMALL
 TINY = (
     "model.dim=64",
     "model.n_layers=2",
     "data.seq_len=64",
     "steps=6",
-)  # in a dry run, these replace the values of SMALL
+)
 # A case may have more ranks than the machine has devices, which the checks of a cell would refuse.
 PLACE = ("cluster=local", "cluster.gpus_per_node=16")
 

@@ -71,30 +71,33 @@ def in_bash(text: str, code: str, **variables: str) -> str:
 @pytest.mark.parametrize(
     ("records", "srun", "stopped", "status"),
     [
+        # a library that one node lacks; srun's status is the largest of the ranks'
         (
             {0: (75, False), 1: (1, False)},
             "75",
             "",
             "1",
-        ),  # a library that one node lacks; srun's status is the largest of the ranks'
+        ),
         ({0: (75, False), 1: (2, False)}, "143", "", "2"),
         ({0: (75, False), 1: (None, False)}, "75", "", "1"),  # it ended without a record; srun reports how
         ({0: (75, False), 1: (75, False)}, "75", "", "75"),  # preempted during the start
         ({0: (75, False), 1: (1, True)}, "75", "", "75"),  # the same: rank 1 failed only because it lost rank 0
         ({0: (75, False), 1: (None, False)}, "143", "agreed", "75"),
         ({0: (75, False), 1: (1, False)}, "75", "agreed", "75"),  # all ranks had agreed to stop, and saved
+        # srun asked rank 0 to stop, which could not handle the signal
         (
             {0: (75, True), 1: (1, False)},
             "75",
             "blocked",
             "1",
-        ),  # srun asked rank 0 to stop, which could not handle the signal
+        ),
+        # preempted, and rank 0 did not reach the end of the step
         (
             {0: (75, True), 1: (77, True)},
             "77",
             "blocked",
             "75",
-        ),  # preempted, and rank 0 did not reach the end of the step
+        ),
         ({0: (76, False), 1: (75, False)}, "76", "", "76"),
         ({0: (1, True), 1: ("lost", False)}, "1", "", "79"),  # rank 1's node does not answer
         ({0: (76, False), 1: ("lost", False)}, "76", "", "76"),

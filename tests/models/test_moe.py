@@ -123,10 +123,11 @@ def test_a_plan_puts_rows_next_to_each_other_and_back():
 def test_groups_are_the_best_two_experts_and_limit_the_choice():
     router = Router(job_of("model.n_group=4", "model.topk_group=1", base=LATENT).model)
     scores = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.1, 0.1, 0.2, 0.2]])
+    # group 0.5 + 0.5 wins, although it does not have the largest single score
     assert sorted(router.choose(scores)[0].tolist()) == [
         2,
         3,
-    ]  # group 0.5 + 0.5 wins, although it does not have the largest single score
+    ]
 
 
 def test_the_bias_changes_the_choice_and_not_the_scores():

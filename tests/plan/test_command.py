@@ -40,9 +40,8 @@ def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path, monkeypatch)
     }
     for name in ("memory", "speed"):
         assert ">llama3_8b on h100_500w: " in (tmp_path / f"new/plan-{name}.svg").read_text()
-    assert bands == [
-        pytest.approx((0.92 * 95, 1.10 * 95))
-    ]  # it surely fits below the first number, and is refused above the second
+    # it surely fits below the first number, and is refused above the second
+    assert bands == [pytest.approx((0.92 * 95, 1.10 * 95))]
 
 
 def test_several_numbers_of_devices_are_a_curve(capsys, tmp_path):

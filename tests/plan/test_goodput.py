@@ -35,9 +35,8 @@ def simulated(interval: float, costs: Interruptions, saves: int = 10) -> float:
         end = again[running] + (saves - done[running]) * period  # when the last checkpoint would be complete
         seconds[running] += numpy.minimum(life, end)
         done[running] += numpy.floor((life - again[running]) / period).clip(0)
-        again[running] = (
-            costs.restart + costs.behind
-        )  # and the work that was done while the checkpoint was being written
+        # and the work that was done while the checkpoint was being written
+        again[running] = costs.restart + costs.behind
         running = running[life < end]
     return RUNS * saves * interval / seconds.sum()
 

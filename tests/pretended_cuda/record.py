@@ -36,9 +36,8 @@ class Record:
     """The record of one rank's step. It can be written as JSON."""
 
     faults: list[str] = field(default_factory=list)
-    waits: Counter = field(
-        default_factory=Counter
-    )  # "what at place": number of times that the host waited for the device
+    # "what at place": number of times that the host waited for the device
+    waits: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)  # "to the device at place": number of pinned copies
     kernels: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # layer: attention, products, casts
     # key of cuDNN's cache: strides of out and grad_out

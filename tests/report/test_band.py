@@ -42,10 +42,11 @@ def test_rounding_stays_in_the_band(sweep, capsys):
 @pytest.mark.parametrize(
     ("wrong", "first"),
     [
+        # the loss is divided by the wrong number of tokens, which shows before any update
         (
             lambda step, loss: loss * 1.01,
             1,
-        ),  # the loss is divided by the wrong number of tokens, which shows before any update
+        ),
         (lambda step, loss: loss * 0.98, 1),  # the loss is lower than it can be, which is wrong too
         (lambda step, loss: loss + 1e-3 * step, 26),  # the run learns more slowly
         (lambda step, loss: math.nan if step == 30 else loss, 31),

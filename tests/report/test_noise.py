@@ -197,9 +197,8 @@ def test_a_sweep_that_runs_still_has_rows_of_what_has_begun_alone(sweep, capsys)
         {"name": f"optimizer.lr={lr} seed=7", "overrides": [], "directory": f"later-{lr}"} for lr in (0.001, 0.004)
     ]
     seeds(sweep, {"optimizer.lr": 0.001}, 0.0, (1000.0, 1010.0))
-    sweep.cell(
-        "optimizer.lr=0.002 seed=0", {"optimizer.lr": 0.002, "seed": 0}, losses=[4.0] * 20
-    )  # no result, as it has not ended
+    # no result, as it has not ended
+    sweep.cell("optimizer.lr=0.002 seed=0", {"optimizer.lr": 0.002, "seed": 0}, losses=[4.0] * 20)
     status, out, _ = sweep.report(capsys, "--md", "--over", "seed", baseline="optimizer.lr=0.004 seed=7")
     assert status == 0 and [*rows_of(out)] == ["optimizer.lr=0.001", "optimizer.lr=0.002"]
     assert "- not started, and left out: 2 of 5 cells\n" in out and "later" not in out

@@ -241,9 +241,8 @@ def test_every_schedule_is_played_to_its_end(name):
     for own, played in zip(actions, timeline.ranks, strict=True):
         assert [action for _, action in played] == own
         ends = [start + TIME[action[1]] for start, action in played]
-        assert all(
-            start >= end for (start, _), end in zip(played[1:], ends, strict=False)
-        )  # actions of a rank do not overlap
+        # actions of a rank do not overlap
+        assert all(start >= end for (start, _), end in zip(played[1:], ends, strict=False))
     assert 0 < timeline.idle < 0.5
 
 

@@ -49,9 +49,8 @@ def test_runs_are_followed_cancelled_and_retried(submit):
         "seed=2": ("interrupted", 1),
         "seed=3": ("interrupted", 1),
     }
-    assert seen["seed=3"]["cancelled_by"] and submit.attempts(runs["seed=3"]) == [
-        1
-    ]  # the batch script did not requeue it
+    # the batch script did not requeue it
+    assert seen["seed=3"]["cancelled_by"] and submit.attempts(runs["seed=3"]) == [1]
 
     submit.cluster.manage("crash", "slurmctld")
     down = submit.titan("status")

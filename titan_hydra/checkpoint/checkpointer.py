@@ -341,9 +341,8 @@ class Checkpointer:
             set_aside,
             checkpoints.held_out_loss(best) if best else inf,
         ]
-        dist.broadcast_object_list(
-            names, src=0, group=self.group
-        )  # as a file system may show other ranks an older state
+        # as a file system may show other ranks an older state
+        dist.broadcast_object_list(names, src=0, group=self.group)
         self.best = names[2]
         damaged: list[tuple[Path, list[str]]] = []
         found = None

@@ -71,9 +71,8 @@ def export_hf(
             tensors |= hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name]))
         weight_map |= dict.fromkeys(tensors, file)
         (target / file).touch()
-        mode = (
-            (target / file).stat().st_mode
-        )  # the mode by the umask: safetensors' own files can be read by their owner alone
+        # the mode by the umask: safetensors' own files can be read by their owner alone
+        mode = (target / file).stat().st_mode
         save_file(tensors, target / file, metadata={"format": "pt"})
         (target / file).chmod(mode)
     if len(files) > 1:

@@ -18,9 +18,8 @@ from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout
 
 from .planner import LoadPlanner
 
-warnings.filterwarnings(
-    "ignore", message="torch.distributed is disabled"
-)  # DCP prints it where one process is intended
+# DCP prints it where one process is intended
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 CLASSES = {
     (kind.__module__, kind.__qualname__): kind

@@ -22,9 +22,8 @@ from titan_hydra.models.init import clean_name
 from titan_hydra.parallel import formats
 from titan_hydra.parallel.split_masters import is_split, lower_half
 
-OPTIONS = StateDictOptions(
-    flatten_optimizer_state_dict=True
-)  # keys by parameter name, so that any layout can load them
+# keys by parameter name, so that any layout can load them
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Optimizers = list[torch.optim.Optimizer]
 
 

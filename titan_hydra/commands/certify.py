@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     from titan_hydra.verify.reduce import Proof
 
 MOST = 4  # ranks of a reduced job, where its techniques allow so few
+# not those of the place: it starts nothing of full size
 RULES = (
     checks.KEYS,
     checks.RANKS,
     checks.VALUES,
     checks.LAYOUT,
     checks.RECIPE,
-)  # not those of the place: it starts nothing of full size
+)
 STEPS_OF_DATA = 3  # steps whose samples are compared
 
 

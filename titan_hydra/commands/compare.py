@@ -20,11 +20,12 @@ from titan_hydra.runs.hang import names
 from titan_hydra.runs.records import flat
 from titan_hydra.runs.view import add_runs, choose_one, tells
 
+# unit of a key's number, by the end of its name
 UNITS = (
     (r"_seconds$", "s"),
     (r"_minutes$", "min"),
     (r"_gib$", "GiB"),
-)  # unit of a key's number, by the end of its name
+)
 # the first words of a key's help name the unit of any other key
 UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"
 RESULTS = (  # key of result.json, its title, its format

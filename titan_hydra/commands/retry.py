@@ -79,9 +79,8 @@ def main(args: argparse.Namespace) -> int:
     if faults := list(without_card(cells)):
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    clusters = groupby(
-        sorted(cells, key=cluster_of), key=cluster_of
-    )  # the runs of a folder may belong to several clusters
+    # the runs of a folder may belong to several clusters
+    clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)
     statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
     return next((status for status in statuses if status), Exit.DONE)
 

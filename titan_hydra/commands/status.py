@@ -36,10 +36,11 @@ SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # maximum number of failed runs whose reason is printed
 NAME = 56  # characters to which a cell's name is cut
+# seconds between two refreshes of local runs, and of runs in a queue (which other users need too)
 REFRESH, REFRESH_QUEUE = (
     2,
     10,
-)  # seconds between two refreshes of local runs, and of runs in a queue (which other users need too)
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -95,18 +95,16 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
             return encoding.encode_ordinary(text)
         return [token for part in LONG_RUN.split(text) for token in encoding.encode_ordinary(part)]
 
-    sizes = np.array(
-        [*map(len, sorted(ranks, key=ranks.__getitem__)), *map(len, specials)]
-    )  # number of bytes of each id
+    # number of bytes of each id
+    sizes = np.array([*map(len, sorted(ranks, key=ranks.__getitem__)), *map(len, specials)])
 
     def locate(text: str) -> Located:
         if LONG_RUN.search(text):
             raise ValueError(f"{MANY_BLANKS:,} blanks in a row")
         ids = encoding.encode(text, allowed_special="all")
         ends = np.cumsum(sizes[ids])
-        first = (
-            np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
-        )  # whether a byte is the first of a character
+        # whether a byte is the first of a character
+        first = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
         characters = np.cumsum(first)
         return Located(ids, characters[np.concatenate([[0], ends[:-1]])] - 1, characters[ends - 1])
 

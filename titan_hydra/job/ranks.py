@@ -7,13 +7,14 @@ import os
 from titan_hydra.config.registry import CP_ROTATIONS, EXECUTORS, RotationKind
 from titan_hydra.config.schema import Job
 
+# in the mesh's order: ranks of tp share a node, and its fast links
 DEGREES = (
     "pp",
     "dp_replicate",
     "dp_shard",
     "cp",
     "tp",
-)  # in the mesh's order: ranks of tp share a node, and its fast links
+)
 
 
 def world_size(job: Job) -> int:

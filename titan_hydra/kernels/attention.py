@@ -104,9 +104,8 @@ class OneLayout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
-        ctx.by_token = bool(
-            out.stride(1) < out.stride(2)
-        )  # whether the order in memory is [batch, seq, heads, head_dim]
+        # whether the order in memory is [batch, seq, heads, head_dim]
+        ctx.by_token = bool(out.stride(1) < out.stride(2))
         return out.view_as(out)
 
     @staticmethod

@@ -18,9 +18,8 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 TILE = 64  # columns of a tile that is stored transposed
 WIDEST = 16384  # elements of the widest row that fits a program's registers; wider rows are read twice, in parts
-KEPT = tl.constexpr(
-    8192
-)  # elements of the longest norm's weight that stays in registers; a longer one is read again for each row
+# elements of the longest norm's weight that stays in registers; a longer one is read again for each row
+KEPT = tl.constexpr(8192)
 PART = 2048  # columns of one part of a row wider than WIDEST
 
 

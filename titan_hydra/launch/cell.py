@@ -42,9 +42,8 @@ class Cell:
 
     @property
     def nodes(self) -> int:
-        groups = (
-            1 if runs_here(self.job) else self.job.fault_tolerance.replicas
-        )  # a replica group that is its own job has its own nodes
+        # a replica group that is its own job has its own nodes
+        groups = 1 if runs_here(self.job) else self.job.fault_tolerance.replicas
         return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
 
     @property

@@ -92,9 +92,8 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
         return int(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        status
-    )  # without cleaning up: a NCCL destructor or a data loader's thread could wait for ranks that have exited
+    # without cleaning up: a NCCL destructor or a data loader's thread could wait for ranks that have exited
+    os._exit(status)
 
 
 class Log(io.FileIO):

@@ -17,10 +17,11 @@ from titan_hydra.config.model import Model
 
 CHUNK = 1 << 16  # elements that are drawn at a time, so that the int64 scratch memory (0.5 MiB) stays in a core's cache
 GPU_CHUNK = 1 << 22  # the same on a GPU, where 8 billion parameters in small chunks would be four million launches
+# prefixes that activation checkpointing and torch.compile add to names
 WRAPPERS = (
     "_checkpoint_wrapped_module.",
     "_orig_mod.",
-)  # prefixes that activation checkpointing and torch.compile add to names
+)
 
 
 @dataclass(frozen=True)

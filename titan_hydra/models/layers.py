@@ -118,10 +118,11 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
 
+    # norms whose output a single module reads: that module
     normed = {
         "attention_norm": "attention",
         "ffn_norm": "feed_forward",
-    }  # norms whose output a single module reads: that module
+    }
 
     def __init__(self, config: Model):
         super().__init__()

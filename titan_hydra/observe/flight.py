@@ -30,12 +30,10 @@ RECORDED = 2000  # number of collectives that torch's recorder keeps
 WRITTEN = 400  # number of newest collectives, and of newest messages (sends and receives), in a dump
 RECORDERS = flight_recorders()
 FRAMES = 3  # number of innermost frames of a collective's stack in a dump, and of further frames outside torch
-MESSAGES: collections.deque[dict[str, Any]] = collections.deque(
-    maxlen=WRITTEN
-)  # sends and receives over gloo, the newest last
-_counts: collections.Counter[tuple[str, int]] = (
-    collections.Counter()
-)  # number of sends to, and receives from, each rank
+# sends and receives over gloo, the newest last
+MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)
+# number of sends to, and receives from, each rank
+_counts: collections.Counter[tuple[str, int]] = collections.Counter()
 _lock = threading.Lock()
 
 
@@ -84,9 +82,8 @@ def record_messages() -> None:
 
 def progress() -> tuple:
     """Return a value that changes whenever a collective, a send or a receive begins or ends. This takes microseconds."""
-    states = [
-        pickle.loads(dump(False, False, False)) for dump in RECORDERS
-    ]  # safe, as torch has just made these pickles itself
+    # safe, as torch has just made these pickles itself
+    states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]
     return str([state.get("pg_status") for state in states]), sum(_counts.values())
 
 

@@ -119,9 +119,8 @@ class Metrics:
         self.ranks = all_ranks(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
         self.parameters, formula = parameters, family_of(job.model).flops
-        self.flops = (
-            formula(job.model, job.data.seq_len, parameters) if formula else None
-        )  # FLOPs per token, forward and backward
+        # FLOPs per token, forward and backward
+        self.flops = formula(job.model, job.data.seq_len, parameters) if formula else None
         self.peak = job.metrics.peak_flops or peak_flops(device)
         self.began, self.memory_reserved, self.validation_loss = time.time(), None, None
         self.rows: Rows | None = None  # None on ranks other than 0

@@ -146,9 +146,8 @@ def _entering(name: str, observe: Callable[..., Any], module: nn.Module, args: t
         if _floating(value):
             observe("forward", "in", name, value)
             if value.requires_grad:
-                value = value.view_as(
-                    value
-                )  # a separate view, whose gradient comes from this module alone, not from other consumers
+                # a separate view, whose gradient comes from this module alone, not from other consumers
+                value = value.view_as(value)
                 value.register_hook(partial(observe, "backward", "in", name))
         passed.append(value)
     return tuple(passed)

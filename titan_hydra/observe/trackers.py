@@ -61,9 +61,8 @@ class WandB:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        os.environ.pop(
-            "WANDB_SERVICE", None
-        )  # the wandb service of the parent process may still have the run of a killed attempt open
+        # the wandb service of the parent process may still have the run of a killed attempt open
+        os.environ.pop("WANDB_SERVICE", None)
         keys: Any = job.metrics.wandb  # type: ignore[attr-defined]
         offline = keys.mode == "offline"
         for folder in layout.WANDB.of(run.directory).glob("offline-run-*") if offline else ():

@@ -39,11 +39,12 @@ STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
 # Phases without a time limit: I/O depends on the file system, and a meeting depends on the slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
 HELD = ("meeting", "checkpoint")  # phases without a limit in which a rank may wait for another rank of its world
+# phases after the step itself; the ranks have agreed before on whether to stop
 AFTER = (
     "validation",
     "checkpoint",
     "end",
-)  # phases after the step itself; the ranks have agreed before on whether to stop
+)
 BLOCKED = 30  # seconds after the limit at which a process is ended even if its main thread blocks this thread
 MARGIN = 5  # minimum seconds between a collective's time-out and the end of a rank without progress
 
@@ -73,9 +74,8 @@ class Watchdog:
         self.interval = max(1.0, run.world_size / BEATS)
         self.where = Position(0, "start", time.time(), 0)
         self.on_phase: Callable[[str, int, float], None] | None = None  # called when a phase begins (profiling=on)
-        self.steps: collections.deque[tuple[int, float]] = collections.deque(
-            maxlen=20
-        )  # (step, time at which it began) of the last steps
+        # (step, time at which it began) of the last steps
+        self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
         # times (monotonic) of the first request to stop, and of the last heartbeat; 0: none
         self.asked = self.beaten = 0.0
         self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this one checks

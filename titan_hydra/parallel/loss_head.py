@@ -172,9 +172,8 @@ def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, fa
     counts = targets >= 0
     if vocabulary is not None:
         targets = targets - vocabulary.first
-    here = (
-        counts & (targets >= 0) & (targets < logits.shape[1])
-    )  # whether this rank's part of the vocabulary has the target
+    # whether this rank's part of the vocabulary has the target
+    here = counts & (targets >= 0) & (targets < logits.shape[1])
     largest, sums = softmax_sums(logits)
     right = logits.gather(1, targets.where(here, 0)).float() * here
     if vocabulary is not None:

@@ -47,9 +47,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     for name in plan.around:
         if isinstance(part := getattr(module, name), nn.Embedding):
             part.register_forward_hook(_arrived)
-    experts = {
-        weight for layer in sparse_layers(module) for weight in layer.experts.parameters()
-    }  # experts.py splits them later
+    # experts.py splits them later
+    experts = {weight for layer in sparse_layers(module) for weight in layer.experts.parameters()}
     for name, weight in module.named_parameters():
         if not isinstance(weight, DTensor) and weight not in experts:
             raise ConfigError(

@@ -17,9 +17,8 @@ from titan_hydra.config.schema import Job
 from titan_hydra.job.adapter import adapter_parameters, adapts
 from titan_hydra.job.dtypes import SIZE
 
-FAILURES = {
-    "llama3": (419, 54 * 16384)
-}  # unexpected interruptions, and GPU-days in which they came (arXiv 2407.21783, table 5)
+# unexpected interruptions, and GPU-days in which they came (arXiv 2407.21783, table 5)
+FAILURES = {"llama3": (419, 54 * 16384)}
 # bytes per second that each device copies to the host's pageable or pinned memory, if all devices of the host copy at
 # once; assumed values
 COPIED = {"async": 3e9, "async_pinned": 20e9}

@@ -36,9 +36,8 @@ class Term:
     tag: str = "counted"  # "counted" from shapes or "fitted" to measurements
 
 
-Moment = tuple[
-    float, list[Term]
-]  # number of parameters that have a gradient by then, and the terms of temporary memory
+# number of parameters that have a gradient by then, and the terms of temporary memory
+Moment = tuple[float, list[Term]]
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,8 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
     flying = in_flight(shape.job, rank, shape.layers)
     kept, others = saved(shape), _between_stages(shape, rank, constants)
-    started = (
-        in_flight(shape.job, rank, (1, *[0] * end)).most if 0 in stages else 0
-    )  # microbatches in flight on the first stage
+    # microbatches in flight on the first stage
+    started = in_flight(shape.job, rank, (1, *[0] * end)).most if 0 in stages else 0
     earlier = started * sum(one.layers[0] * saved(one) for one in shape.before)
     late = PIPELINE_SCHEDULES[shape.job.pp_schedule.name].late
     if end in stages:
@@ -183,9 +181,8 @@ def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: l
         (block,) = _block(one)
         for alive, having in ((depth - 1, done - left), (0, done - left + (depth - 1) * one.block)):
             reduced = unit.block if tower and alive == 0 else 0 if tower else one.block
-            blocks = (
-                1 if tower or (alive == 0 and place == 0) else 2
-            )  # the model's first block has none to gather before it
+            # the model's first block has none to gather before it
+            blocks = 1 if tower or (alive == 0 and place == 0) else 2
             weights = _unsharded(unit, unit.block, reduced, True, blocks)
             yield before or having, [Term(SAVED, earlier + alive * kept), *others, *weights, *block]
         left -= depth * one.block
@@ -206,9 +203,8 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
         gradients = earlier if reduced is None else earlier + own
         return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients)]
     kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
-    tied = (
-        0 if shape.head else shape.used * shape.embedding
-    )  # a tied embedding belongs to the root module, which stays gathered
+    # a tied embedding belongs to the root module, which stays gathered
+    tied = 0 if shape.head else shape.used * shape.embedding
     if reduced is None:
         # the fused loss runs before the all-gather's buffer is freed
         heads = 2 if shape.fused_loss else 1

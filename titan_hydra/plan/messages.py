@@ -44,10 +44,11 @@ def tensor(shape: Shape) -> tuple[float, float]:
     """
     scatter = shape.tokens * shape.job.model.dim * shape.used
     gather = scatter * shape.sent / shape.used
+    # collectives that the backward's recomputation repeats
     gathers, scatters = (
         2 * shape.recomputes,
         int(shape.whole_again == 1),
-    )  # collectives that the backward's recomputation repeats
+    )
     once, again = shape.halves * (gather + scatter), shape.halves / 2
     return once, once + again * (gathers * gather + scatters * scatter)
 

@@ -26,10 +26,11 @@ READ = (
     "adapter",
     "debug.balance_experts",
 )
+# sections and keys on which a prediction depends, beside a row's own keys
 READ += (
     "data.local_batch",
     "data.document_mask",
-)  # sections and keys on which a prediction depends, beside a row's own keys
+)
 OWN = "titan_hydra"  # how the source of a row begins; published.yaml has a stack of this name
 
 

@@ -426,9 +426,8 @@ def _span(shape: Shape, block: Pair, first: Pair, head: Pair, exact: bool) -> fl
     backward[0] += first.backward
     forward[last] += head.forward
     backward[last] += head.backward
-    half = [
-        (seconds + call) / 2 for seconds in backward
-    ]  # if a schedule splits the backward in two passes: seconds of each
+    # if a schedule splits the backward in two passes: seconds of each
+    half = [(seconds + call) / 2 for seconds in backward]
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
     second = call if splits_backward(job) else 0
     most = max(sum(forward[stage] + backward[stage] + second for stage in stages) for stages in shape.stages)

@@ -50,9 +50,8 @@ class ReportCell:
     load: dict[str, float] = field(default_factory=dict)  # "cores" of the machine, load averages at "start" and "end"
     unreadable: tuple[str, ...] = ()  # damaged files and rows, which were left out
     repeat: bool = False  # whether it is the second run of the baseline, at the end of a packed sweep
-    members: dict[str, ReportCell] = field(
-        default_factory=dict
-    )  # of a `Mean`: its cells, by the value of the key that differs
+    # of a `Mean`: its cells, by the value of the key that differs
+    members: dict[str, ReportCell] = field(default_factory=dict)
 
     @property
     def single(self) -> list[ReportCell]:
@@ -118,9 +117,8 @@ class ReportCell:
     rate = property(lambda self: self.numbers.get("tokens_per_second"))  # median over the steady steps, per device
     iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # interquartile range over the same steps
     noise = iqr  # rates that differ by less are indistinguishable
-    measured = property(
-        lambda self: self.numbers.get("measured_steps")
-    )  # number of steps (or rows) over which the rate is the median
+    # number of steps (or rows) over which the rate is the median
+    measured = property(lambda self: self.numbers.get("measured_steps"))
     memory = property(lambda self: self.numbers.get("memory_gib"))  # peak GiB reserved, the largest over all ranks
     mfu = property(lambda self: self.numbers.get("mfu"))
     parameters = property(lambda self: self.result.get("parameters"))

@@ -221,9 +221,8 @@ def commands(report: Report) -> Iterable[str]:
     typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
         for one in row.cell.single:
-            implied = any(
-                key_of(word) == "sweeps" for word in one.overrides
-            )  # then the sweep's file sets overrides that were not typed
+            # then the sweep's file sets overrides that were not typed
+            implied = any(key_of(word) == "sweeps" for word in one.overrides)
             words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"
             yield f"python launch.py {quoted(words)}".rstrip()

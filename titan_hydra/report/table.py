@@ -217,9 +217,8 @@ class Report:
             if held_out:
                 lost.append("held-out losses are not compared")
             why = " (on purpose)" if difference.purpose else "" if held_out else " (allowed)"
-            runs = (
-                {} if self.over and difference.purpose else difference.values
-            )  # means are named by what a sweep varies
+            # means are named by what a sweep varies
+            runs = {} if self.over and difference.purpose else difference.values
             values = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in runs.items())
             if lost or not difference.purpose:
                 notes.append(": ".join(filter(None, (f"{difference.key} differs{why}", values, ", ".join(lost)))))

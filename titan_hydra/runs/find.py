@@ -69,9 +69,8 @@ def select_runs(target: str, runs: Path) -> Selection:
         if {cell.directory.name.rpartition("-")[0] for cell in named[folder].cells} == {target}
     ]
     inside = {cell.directory for folder in whole for cell in named[folder].cells}
-    every = {
-        run: run.name.rpartition("-")[::2] for run in all_runs(runs) if run not in inside
-    }  # the name and the hash of each
+    # the name and the hash of each
+    every = {run: run.name.rpartition("-")[::2] for run in all_runs(runs) if run not in inside}
     matches = [run for run, (name, digest) in every.items() if target in (run.name, name) or digest.startswith(target)]
     matches += whole[-1:] or [folder for folder in named if folder.name.startswith(target)]
     if len(matches) == 1:

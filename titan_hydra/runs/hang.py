@@ -17,9 +17,8 @@ from . import layout
 
 # torch's description of a group outside the mesh: that of the checkpoints, which a thread may use at any time
 OTHER = "undefined"
-Operation = dict[
-    str, Any
-]  # group, mesh, ranks, seq, op, sizes, done, time, stack; for a message between two ranks also peer
+# group, mesh, ranks, seq, op, sizes, done, time, stack; for a message between two ranks also peer
+Operation = dict[str, Any]
 Series = tuple[Any, ...]
 
 

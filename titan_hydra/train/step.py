@@ -30,9 +30,10 @@ def build_step(
     loss, measure = (compile.function(function, job.compile) for function in (objective.loss, objective.measure))
     if mesh.degrees.pp == 1:
         return Plain(stages[0], objective.inputs, loss, measure)
+    # importing it takes a second, which jobs without a pipeline save
     from titan_hydra.parallel.pipeline import (
         Pipeline,
-    )  # importing it takes a second, which jobs without a pipeline save
+    )
 
     microbatch = objective.example(microbatch_size(job))
     first, _ = objective.inputs(context_parallel.shard_batch(microbatch, mesh).tensors)

@@ -51,9 +51,8 @@ class Trainer:
     parameters: int  # number of parameters of the whole model, over all ranks
     notes: list[str] = field(default_factory=list)  # lines for the log about how the model was changed
     stop_requested: list[int] = field(default_factory=list)  # signals received
-    progress: Callable[[], None] = lambda: (
-        None
-    )  # called for every local batch, to show the watchdog that the rank is not stuck
+    # called for every local batch, to show the watchdog that the rank is not stuck
+    progress: Callable[[], None] = lambda: None
     groups: Groups = field(default_factory=Groups)  # the run's replica groups
     balance: experts.Balance | None = None  # balance of the experts in the last step
 

@@ -20,12 +20,13 @@ from .reference import Trace
 # Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry each: the
 # largest difference of all steps.
 Differences = dict[str, dict[str, float]]
+# differences that pass without measuring a band
 TIGHT = {
     "loss": 1e-5,
     "norm": 1e-5,
     "gradients": 1e-2,
     "weights": 1e-3,
-}  # differences that pass without measuring a band
+}
 # Factors by which the spread is multiplied. In layouts that differ by rounding alone, a parameter differed by 0.3 to
 # 1.3 times its largest difference in the draws. Loss and norm are single numbers, so all draws may agree by chance.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
@@ -150,9 +151,8 @@ def rounds_alike(job: Job, reference: Job) -> bool:
     """Whether a layout rounds like its reference, apart from the order of sums. Only then can the reference measure the
     layout's band.
     """
-    precisions = [
-        {**vars(one.precision), "float8_all_gather": False} for one in (job, reference)
-    ]  # a gather in Float8 rounds nothing more
+    # a gather in Float8 rounds nothing more
+    precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]
     return precisions[0] == precisions[1] and job.optimizer.masters == reference.optimizer.masters
 
 

@@ -144,9 +144,8 @@ def _reduced_to(job: Job, degrees: dict[str, int]) -> Job:
     small.optimizer.lr = RATES.get(job.optimizer.name, job.optimizer.lr)
     if job.compile.name != "off":
         small.compile.backend = "aot_eager"
-        small.precision = _without_format(
-            small.precision
-        )  # an emulated format rounds in other places if it is compiled
+        # an emulated format rounds in other places if it is compiled
+        small.precision = _without_format(small.precision)
     elif job.precision.converter:
         small.precision.emulate = True
     small.steps, small.notes = STEPS_OF_PROOF, ""

@@ -238,10 +238,11 @@ def yarn_frequency(i: int, half: int, model: Sparse) -> float:
     value, yarn = model.rope_theta ** (-i / half), model.yarn
     if yarn.factor == 1:
         return value
+    # indices of the pairs that rotate beta_fast and beta_slow times
     fast, slow = (
         half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta)
         for turns in (yarn.beta_fast, yarn.beta_slow)
-    )  # indices of the pairs that rotate beta_fast and beta_slow times
+    )
     fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
     stretched = min(max((i - fast) / max(slow - fast, 1e-3), 0), 1)
     return value * (1 - stretched + stretched / yarn.factor)

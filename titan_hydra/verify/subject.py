@@ -30,12 +30,10 @@ class Subject:
     mesh: dict[str, int]  # sizes of the mesh's dimensions by name; their product is the number of ranks
     model: Callable[[], nn.Module]  # the whole module; its weights are the same at every call
     parallelize: Callable[[nn.Module, DeviceMesh], nn.Module]  # this rank's part of it
-    batch: Callable[
-        [int], dict[str, Tensor]
-    ]  # the whole batch of a step; the first dimension of each tensor is that of samples
-    loss: Callable[
-        [nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor
-    ]  # loss of some samples; no mesh: in one process
+    # the whole batch of a step; the first dimension of each tensor is that of samples
+    batch: Callable[[int], dict[str, Tensor]]
+    # loss of some samples; no mesh: in one process
+    loss: Callable[[nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor]
     split: tuple[str, ...] = ()  # dimensions of the mesh whose ranks get different samples; the outer one comes first
     # how the losses of parts of a batch make the loss of the whole; `mean`: ranks average gradients
     losses: Literal["mean", "sum"] = "mean"

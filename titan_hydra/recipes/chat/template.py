@@ -33,10 +33,11 @@ from .conversations import Conversation
 from .sources import TemplateSource
 
 BUILT_IN = {file.stem: file for file in sorted((Path(__file__).parent / "assets/templates").glob("*.jinja"))}
+# marks around the assistant's text: noncharacters of Unicode, which texts do not contain
 BEGIN, END = (
     "\ufdd0",
     "\ufdd1",
-)  # marks around the assistant's text: noncharacters of Unicode, which texts do not contain
+)
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # the date that templates get, as a run must not depend on the present day; the default of Llama 3's template
 TODAY = date(2024, 7, 26)

@@ -182,9 +182,8 @@ class ImageReader(ConversationReader):
     def picture(self, open: Callable[[], Image], where: str) -> Picture:
         """Return an image with its size, reading only its header."""
         image = open()
-        turned = (
-            image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5
-        )  # not asked of a PNG, as that would decode the image
+        # not asked of a PNG, as that would decode the image
+        turned = image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5
         width, height = image.size[::-1] if turned else image.size
         return Picture(where, open, *cells_of(height, width, self.side, self.most))
 

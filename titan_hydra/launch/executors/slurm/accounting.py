@@ -90,9 +90,8 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
     heard = {said.get("host") for rank, said in records.items() if rank in died or "exit_status" in said}
     for rank, said in records.items() if died and noticed else ():
         if rank not in died and "exit_status" not in said:
-            lost = (
-                said.get("host") not in heard
-            )  # SLURM reports a lost node only after its SlurmdTimeout, when the job has long ended
+            # SLURM reports a lost node only after its SlurmdTimeout, when the job has long ended
+            lost = said.get("host") not in heard
             seen[rank] = {"exit_status": Exit.UNHEALTHY if lost else 0, "ended": float("inf")}
     return seen
 

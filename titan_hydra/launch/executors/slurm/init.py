@@ -61,9 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--partition", help="a partition (default: SLURM's default partition, else the one with most GPUs)"
     )
-    conf = (
-        Path("conf") if Path("conf").is_dir() else CONF
-    )  # conf/ of the project in the current folder, if there is one
+    # conf/ of the project in the current folder, if there is one
+    conf = Path("conf") if Path("conf").is_dir() else CONF
     init.add_argument(
         "--folder", type=Path, default=conf / "cluster", help="folder of the file (default: conf/cluster)"
     )

@@ -37,10 +37,11 @@ OURS = {
 }
 # keys that become #SBATCH lines of the batch script
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
+# seconds that ranks may need until their first step; seconds by which SLURM's signal may be early
 START, EARLY = (
     60,
     60,
-)  # seconds that ranks may need until their first step; seconds by which SLURM's signal may be early
+)
 SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
 
 

@@ -84,9 +84,8 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
         for line in (out or "").splitlines():
             job_id, state, nodes = [*line.split("|"), "", ""][:3]
             if state:
-                found[job_id] = SlurmJob(
-                    job_id, state.split()[0], nodes=nodes
-                )  # a state may have further words: "CANCELLED by 1000"
+                # a state may have further words: "CANCELLED by 1000"
+                found[job_id] = SlurmJob(job_id, state.split()[0], nodes=nodes)
     return found
 
 

@@ -73,9 +73,8 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
             owner = rundir.note(folder, job_id=job.id)
     if job and job.waiting:
         return State("queued", attempt, job=job)
-    over = owner.get("packed") and _has_ended(
-        folder
-    )  # this cell has ended; its packed job may continue with other cells
+    # this cell has ended; its packed job may continue with other cells
+    over = owner.get("packed") and _has_ended(folder)
     if job and job.active and not over:
         started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
