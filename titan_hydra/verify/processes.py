@@ -1,5 +1,6 @@
 """Processes that verify jobs: worlds of gloo ranks that run a function, and jobs spread over the cores."""
 
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -79,6 +80,8 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
 
 def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     os.dup2(2, 1)  # what libraries of a rank print, such as gloo, is no part of the command's output
+    if rank:
+        logging.getLogger("torch").setLevel(logging.ERROR)  # rank 0 prints the same warnings
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
