@@ -323,8 +323,8 @@ def test_functions_fit_a_screen():
 # the schema have the names of the parts that they configure.
 CONVENTIONS = {
     "add_arguments",
-    "after_step",
     "apply",
+    "before_forward",
     "build",
     "convert",
     "faults",

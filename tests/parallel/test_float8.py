@@ -240,18 +240,30 @@ def test_scales_are_computed_once_a_step_and_change_nothing(on_ranks, monkeypatc
         device = torch.device("cpu")
         precomputed = trace(job, device)
         trainer = build(job, device)
-        trainer.update(GRADIENT)
+        trainer.prepare_weights()
         weights = [
             p._local_tensor
             for name, p in trainer.model.named_parameters()
             if p.ndim == 2 and name.startswith("layers.")
         ]
         assert len(weights) == 28 and all(weight._precomputed_scale is not None for weight in weights)
-        monkeypatch.setattr(float8, "after_step", lambda model: None)
+        monkeypatch.setattr(float8, "before_forward", lambda model: None)
         each = trace(job, device)
         assert precomputed.losses == each.losses and precomputed.norms == each.norms
 
     on_ranks(2, task)
+
+
+@pytest.mark.parametrize("layout", ("fsdp_tp", "fsdp_pp"))
+def test_a_resumed_run_has_the_scales_of_one_that_was_not_interrupted(on_ranks, layout):
+    """A scale belongs to a whole weight. Under TP, a scale that FSDP computes while it gathers is that of a part."""
+    job = job_of(*TENSORWISE, "gpus=4", f"parallelism={layout}", "data.local_batch=8", "steps=4")
+
+    def task(rank):
+        whole, resumed = (trace(job, torch.device("cpu"), resumed=resumed) for resumed in (False, True))
+        assert resumed.losses == whole.losses and resumed.norms == whole.norms
+
+    on_ranks(4, task)
 
 
 def test_a_rank_that_gathers_from_no_other_holds_plain_weights():

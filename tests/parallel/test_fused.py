@@ -244,6 +244,6 @@ with torch.device("meta"):
     model = models.build(job.model, 16)
 formats.convert(model, job, Mesh(job.parallelism, None, None, None, None), torch.device("cpu"))
 model.to_empty(device="cpu")(torch.zeros(1, 16, dtype=torch.int64)).sum().backward()
-formats.after_step(model, job)
+formats.before_forward(model, job)
 assert "torchao" not in sys.modules"""
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -247,7 +247,7 @@ register(
         opaque=lambda precision: precision.kernels == "fused",
         faults="titan_hydra.config.rules.precision:float8_faults",
         linears=f"{FLOAT8}:linears",
-        after_step=f"{FLOAT8}:after_step",
+        before_forward=f"{FLOAT8}:before_forward",
         plain=f"{FLOAT8}:plain",
     )
 )

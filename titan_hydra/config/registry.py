@@ -206,7 +206,7 @@ class Format:
     faults: Reference | None = None  # (Job) -> further faults: what the format cannot be combined with
     tensor_parallel: bool = True  # whether the converted linears can be split over ranks
     linears: Reference | None = None  # (Job) -> the styles with which tensor parallelism splits converted linears
-    after_step: Reference | None = None  # (model), called after the weights have changed
+    before_forward: Reference | None = None  # (model), called before the forwards of a step or of a validation
     plain: Reference | None = None  # (weight) -> the plain weight for a checkpoint, in the same memory
 
 

@@ -26,7 +26,6 @@ from titan_hydra.checkpoint import state
 from titan_hydra.data.batch import Batch
 from titan_hydra.data.loader import Loader
 from titan_hydra.observe.watchdog import Watchdog
-from titan_hydra.parallel import formats
 from titan_hydra.runs.run import Run
 from titan_hydra.train.agreement import Agreement
 from titan_hydra.train.groups import Groups
@@ -215,7 +214,6 @@ class PerStep(Groups):
         for mine, got in zip(shards(state.weights(self.model) | optimizers), received, strict=True):
             mine.copy_(got)
         state.into_optimizers(self.model, self.optimizers, optimizers)
-        formats.after_step(self.model, self.job)
 
     # --- within the group ---------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from titan_hydra.base.errors import RunError, Stopped
 from titan_hydra.checkpoint import state
 from titan_hydra.config.family import family_of
 from titan_hydra.observe.watchdog import Watchdog
-from titan_hydra.parallel import formats
 from titan_hydra.runs.run import Run
 from titan_hydra.train.groups import Groups
 from titan_hydra.train.trainer import Trainer
@@ -142,7 +141,6 @@ class Replicas(Groups):
         *averages, mean_loss = means
         for number, average in zip(due(meeting.step, self.job.steps, self.config), averages, strict=True):
             self.fragments[number].take(average, self.config)
-        formats.after_step(self.model, self.job)
         self.last.fill_(meeting.step)
         self.members = sorted(meeting.members)
         if self.board is not None:

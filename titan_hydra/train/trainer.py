@@ -63,7 +63,7 @@ class Trainer:
         The loss is the sum over all elements that count, divided by their number in the whole global batch. They are
         counted before the first microbatch, so that accumulation, uneven masks and replica groups give the right loss.
         """
-        self.masters.cast()
+        self.prepare_weights()
         count = onto(self.device, self.objective.count(batch.tensors))
         if self.mesh.batch is not None:
             dist.all_reduce(count, group=self.mesh.batch)
@@ -79,6 +79,13 @@ class Trainer:
         self.groups.add_up([total])
         self.groups.add_up_gradients()
         return total
+
+    def prepare_weights(self) -> None:
+        """Compute what the forwards need of the present weights: copies in the compute dtype, and the format's scales.
+        An optimizer step, a checkpoint or another replica group may have changed the weights.
+        """
+        self.masters.cast()
+        formats.before_forward(self.model, self.job)
 
     def prepare(self, batch: Batch) -> Batch:
         """Return this rank's part of a local batch, on its device."""
@@ -106,7 +113,6 @@ class Trainer:
         optimizer_step(self.optimizers, divisor, agreement.finite)
         self.balance = experts.after_step(self.model, self.mesh, self.job.model, agreement.finite)
         self.drop_gradients()
-        formats.after_step(self.model, self.job)
 
     def drop_gradients(self) -> None:
         """Delete this step's gradients, and reset the experts' counts."""
@@ -120,7 +126,7 @@ class Trainer:
         layout.
         """
         self.model.eval()
-        self.masters.cast()
+        self.prepare_weights()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         loader.rewind()
         for _ in range(steps):

@@ -27,11 +27,11 @@ def linears(job: Job) -> Linears:
     return resolve(format.linears)(job) if format and format.linears else Linears()
 
 
-def after_step(model: nn.Module, job: Job) -> None:
-    """Call the format's function for this rank's part of the model, once the weights have changed."""
+def before_forward(model: nn.Module, job: Job) -> None:
+    """Call the format's function for this rank's part of the model, whose weights may have changed."""
     format = format_of(job)
-    if format and format.after_step:
-        resolve(format.after_step)(model)
+    if format and format.before_forward:
+        resolve(format.before_forward)(model)
 
 
 def plain(weight: Tensor) -> Tensor:

@@ -51,9 +51,9 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     return report(f"float8 {precision.recipe}{' (emulated)' * precision.emulate}", chosen, left)
 
 
-def after_step(model: nn.Module) -> None:
+def before_forward(model: nn.Module) -> None:
     """Compute the scales of all weights that FSDP gathers as Float8, with one reduction over ranks instead of one for
-    each weight.
+    each weight. Without this, FSDP computes a scale for each tensor-parallel rank's part of a weight.
     """
     if "torchao" not in sys.modules:  # all linears use this package's kernels, and none is gathered as Float8
         return
