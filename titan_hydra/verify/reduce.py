@@ -53,6 +53,8 @@ SIZES = {
     "v_head_dim": 16,
 }
 RATES = {"adamw": 2e-3, "muon": 2e-3, "sgd": 0.05}  # learning rates with which a few steps move the weights
+# Smallest global batch: a band is measured with the reference's batch cut into as many as four parts (judge.DRAWS).
+SAMPLES = 4
 # Keys that reductions do not list, as they change neither what is computed nor how.
 BESIDE = (
     "name",
@@ -136,9 +138,10 @@ def _reduced_to(job: Job, degrees: dict[str, int]) -> Job:
     small.data.seq_len = 64 if layout.cp > 1 else 32
     small.data.document_mask = False  # the case masks documents of its own (Case.documents)
     small.data.mixture, small.data.shuffle_buffer = {}, 0
+    parallel = data_parallel(small) * (2 if several else 1)
     if layout.pp == 1:
-        small.data.local_batch = min(job.data.local_batch, 2)
-    small.data.global_batch = small.data.local_batch * data_parallel(small) * (2 if several else 1)
+        small.data.local_batch = max(min(job.data.local_batch, 2), SAMPLES // parallel)
+    small.data.global_batch = small.data.local_batch * parallel
     small.tokenizer = Tokenizer()
     small.lr_scheduler.warmup_steps = min(job.lr_scheduler.warmup_steps, 2)
     small.optimizer.lr = RATES.get(job.optimizer.name, job.optimizer.lr)
