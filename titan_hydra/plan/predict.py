@@ -124,8 +124,7 @@ def objection(prediction: Prediction) -> Fault | None:
 
 
 def too_large(prediction: Prediction) -> bool:
-    """Whether the predicted memory exceeds the device's so far that the job is refused, and not only a warning printed.
-    """
+    """Whether the predicted memory exceeds the device's so far that the job is refused, and not only a warning printed."""
     return prediction.fits == "no" and prediction.peak.gib > REFUSED * prediction.capacity_gib
 
 
