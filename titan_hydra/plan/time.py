@@ -27,8 +27,8 @@ BAND, UNMEASURED = 0.15, 0.20
 # bytes of memory traffic per parameter in an update: 28 for AdamW in float32, 8 for the norm (on an H200, 10^9
 # parameters took 7.95 and 3.5 ms)
 TOKEN_BYTES = 36
-# bytes per element of a cast to Float8 with one scale: a bf16 element is read twice (to find the largest value, and to
-# cast), and one byte is written
+# bytes per element of a cast to Float8 with one scale: bf16 is read twice (for the largest value, and to cast), a byte
+# is written
 CAST_BYTES = 5
 LATENCY = 0.01  # seconds of a step that no other term counts
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` that may be null
@@ -309,9 +309,9 @@ def _rate(shape: Shape, linear: Linear) -> float:
 
 
 def _attention_rate(shape: Shape, factors: Factors) -> float:
-    """Return the FLOP/s of attention: torch's flash kernel has a rate of its own, and ring attention reaches a fraction
-    (`ring`) of the kernel's rate. A tower's mask needs torch's memory-efficient kernel, which is assumed to be as fast
-    as flash.
+    """Return the FLOP/s of attention. torch's flash kernel has a rate of its own; ring attention has a fraction
+    (`ring`) of a kernel's rate. A tower's mask needs torch's memory-efficient kernel, which is assumed to be as fast as
+    flash.
     """
     job = shape.job
     call, asked, hardware = call_of(job), job.model.attention, job.hardware
@@ -360,8 +360,8 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
 
 def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:
     """Return the time of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks whose numbers are `inside`
-    apart. It is that of a ring at the rate of its slowest link, plus a fixed time, so that short messages have a lower
-    rate.
+    apart. It is a ring's time at the rate of the slowest link, plus a fixed time, which lowers the rate of short
+    messages.
     """
     if ranks == 1 or not size:
         return Sent()

@@ -89,7 +89,8 @@ def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) ->
 
 def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
     """Yield for each window of a row: where it begins, the first token whose loss counts in this window, and where it
-    ends. Each token except the row's first counts in exactly one window. A window has at most `context` tokens.
+    ends. Each token except the row's first counts in exactly one window. The model sees at most `context` tokens at
+    once.
     """
     begin, first = 0, 1
     while first < length:

@@ -41,7 +41,8 @@ class Processes(Executor):
         """Run a claimed attempt to its end."""
         with (
             interrupts.counted()
-        ):  # before `start` imports: Python can lose a KeyboardInterrupt that comes during an import
+            # entered before `start`, which imports modules: Python can lose a KeyboardInterrupt that comes during an import
+        ):
             parent = self.start(cell.directory, attempt, cell.job)
             attach(cell.directory, attempt, cell.job.steps, interrupts, parent, cell.label)
 
@@ -105,7 +106,8 @@ class Inline(Processes):
             raise KeyboardInterrupt
         if (
             status == Exit.REQUEUED
-        ):  # the trainer has handled this process's SIGTERM; counting it prevents further cells
+            # a SIGTERM to this process reached the trainer's handler; it is counted here, so that no further cells start
+        ):
             interrupts.received.append(signal.SIGTERM)
 
 
