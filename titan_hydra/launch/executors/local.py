@@ -104,10 +104,8 @@ class Inline(Processes):
         status = worker.run_rank(str(cell.directory), int(attempt.name), inline=True)
         if status == 130:
             raise KeyboardInterrupt
-        if (
-            status == Exit.REQUEUED
-            # a SIGTERM to this process reached the trainer's handler; it is counted here, so that no further cells start
-        ):
+        # a SIGTERM to this process reached the trainer's handler; it is counted here, so that no further cells start
+        if status == Exit.REQUEUED:
             interrupts.received.append(signal.SIGTERM)
 
 
