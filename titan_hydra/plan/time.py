@@ -24,10 +24,9 @@ from .shape import NotPredictable, Shape, shape_of
 
 # relative half-widths of the error band: for a hardware preset that was fitted to runs, and for any other preset
 BAND, UNMEASURED = 0.15, 0.20
-# bytes of memory traffic per parameter in an update: 28 for AdamW, 8 for the norm (H200: 7.95 and 3.5 ms for 10^9)
+# bytes per parameter of an update's memory traffic: 28 for AdamW, 8 for the norm (H200: 7.95 and 3.5 ms for 10^9)
 TOKEN_BYTES = 36
-# bytes per element of a cast to Float8 with one scale: bf16 is read twice (for the maximum, and to cast), a byte
-# written
+# bytes per element of a cast to Float8 with one scale: bf16 is read twice (for the maximum, to cast), a byte written
 CAST_BYTES = 5
 LATENCY = 0.01  # seconds of a step that no other term counts
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` that may be null

@@ -39,10 +39,8 @@ class Processes(Executor):
 
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
         """Run a claimed attempt to its end."""
-        with (
-            interrupts.counted()
-            # entered before `start`, which imports modules: Python can lose a KeyboardInterrupt that comes during an import
-        ):
+        # entered before `start`, which imports modules: Python can lose a KeyboardInterrupt that comes during an import
+        with interrupts.counted():
             parent = self.start(cell.directory, attempt, cell.job)
             attach(cell.directory, attempt, cell.job.steps, interrupts, parent, cell.label)
 
