@@ -358,7 +358,7 @@ def test_public_names_are_unique():
 # of its own that gives the reason. The second number is what part 13 plans; the lines beyond it are to be removed.
 LINES = {
     "base": 733,  # 520
-    "config": 5596,  # 3,200
+    "config": 5595,  # 3,200
     "job": 647,  # 720
     "models": 1837,  # 1,800
     "runs": 2377,  # 2,100

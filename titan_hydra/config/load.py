@@ -111,8 +111,7 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
 
 
 def picked_anew(values: Any, picked: str | list[str]) -> Any:
-    """Return a section that selects another part (or several). Keys of both the old and the new part keep their values.
-    """
+    """Return a section that selects another part (or several). Keys that both parts have keep their values."""
     section = next(section for section in PICKED if isinstance(values, section))
     pick = PICKED[section][0]
     cls = typed(section, {pick: picked})
