@@ -13,13 +13,15 @@ _kept: ContextVar[Callable[[Callable[[], Any]], Any]] = ContextVar("kept", defau
 
 
 def keep(compute: Callable[..., Any], *args: Any) -> Any:
-    """Return compute(*args); in a recomputation by activation checkpointing, the value that the forward has computed."""
+    """Return compute(*args). When activation checkpointing recomputes a forward, return the value that the forward has
+    computed.
+    """
     return _kept.get()(lambda: compute(*args))
 
 
 def kept() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Return two contexts. That of a forward records the values of `keep`; that of its recomputation returns these values
-    in the same order.
+    """Return two contexts, one for a forward and one for its recomputation. In the first, `keep` records its values; in
+    the second, it returns these values in the same order.
     """
     values: list[Any] = []
 

@@ -37,10 +37,11 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "get_args_parser": "hydra._internal.utils:get_args_parser",
     "ConfigLoaderImpl": "hydra._internal.config_loader_impl:ConfigLoaderImpl",
     "apply_overrides": "hydra._internal.config_loader_impl:ConfigLoaderImpl._apply_overrides_to_config",
-    # Meshes: several dimensions as one, for FSDP over dp_shard x cp; two meshes side by side, for HSDP.
+    # Meshes: several dimensions joined to one, for FSDP over dp_shard x cp; two meshes joined to one, for HSDP.
     "flatten": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "concatenate": "torch.distributed.device_mesh:DeviceMesh._concatenate",
-    # Process groups: the list of all, and a change of their time-out after the first step (public in torch 2.15).
+    # Process groups: the list of all groups, and a function that changes their time-out after the first step (public in
+    # torch 2.15).
     "process_groups": "torch.distributed.distributed_c10d:_world",
     "set_group_timeout": ("torch.distributed:set_timeout", "torch.distributed.distributed_c10d:_set_pg_timeout"),
     # One kernel for a list of tensors, as torch's own optimizers and clipping use.
@@ -48,9 +49,9 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "foreach_norm": "torch:_foreach_norm",
     "foreach_div": "torch:_foreach_div_",
     "foreach_add": "torch:_foreach_add_",
-    # Compilation: what a graph break raises where a whole graph is demanded.
+    # Compilation: the exception that a graph break raises if a whole graph is required.
     "GraphBreak": "torch._dynamo.exc:Unsupported",
-    # Pipelines: schedules of the user's own (csv), their actions, and an order without backwards, for a validation.
+    # Pipelines: schedules from a user's csv file, their actions, and an order without backwards for validation.
     "Action": f"{SCHEDULES}:_Action",
     "ComputationType": f"{SCHEDULES}:_ComputationType",
     "PipelineSchedule": f"{SCHEDULES}:_PipelineSchedule",
@@ -78,7 +79,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "expand_to_full_mesh_op_strategy": "torch.distributed.tensor._ops.utils:expand_to_full_mesh_op_strategy",
     "register_op_strategy": "torch.distributed.tensor._ops.utils:register_op_strategy",
     # Ulysses: an all-to-all that has a gradient and that a compiler can trace. Experts: an all-to-all without gradient,
-    # whose result activation checkpointing can save; the first one leaks memory there (TorchTitan #1467).
+    # whose result activation checkpointing can save; with it, the first all-to-all would leak memory (TorchTitan
+    # #1467).
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
@@ -94,7 +96,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     ),
     # Float8: the matmul with a scale for each row of both matrices.
     "scaled_mm": "torch:_scaled_mm",
-    # Muon: the two steps of torch's own optimizer, to be applied to sharded matrices.
+    # Muon: two functions of torch's own optimizer, which are applied to sharded matrices here.
     "muon_adjust_lr": "torch.optim._muon:_adjust_lr",
     "muon_orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
     # A checkpoint's index is a pickle of these and other classes. set_element puts a value into a nested dict.
@@ -136,8 +138,9 @@ def __getattr__(name: str) -> Any:
 
 @contextlib.contextmanager
 def threaded_groups(meet: Callable[[Any, Any, int, Any], None]) -> Iterator[None]:
-    """Give each thread its own world of process groups while the block runs, those that torch's tests use. A collective
-    calls `meet(collective, group, rank in the group, data)`, whose `work` computes its results, in place of waiting.
+    """While the block runs, give each thread its own process groups, of the kind that torch's tests use. Instead of
+    waiting, a collective calls `meet(collective, group, rank in the group, data)`; the collective's `work` computes the
+    results.
     """
     from torch._C import _distributed_c10d as c10d
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -155,7 +158,8 @@ def threaded_groups(meet: Callable[[Any, Any, int, Any], None]) -> Iterator[None
     with (
         mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", Handle),
         mock.patch.object(threaded.ProcessLocalGroup, "_end_coll", lambda *_: None),
-        mock.patch.object(threaded, "_store_based_barrier", lambda *_: None),  # would wait with the only turn to run
+        # the barrier would wait while this thread has the only turn to run
+        mock.patch.object(threaded, "_store_based_barrier", lambda *_: None),
     ):
         threaded._install_threaded_pg()
         c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
@@ -259,7 +263,7 @@ def holds_sent(stage: Any) -> bool:
 
 
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the compiler call a function once, while it traces, and take the result for a constant. The public function,
+    """Let the compiler call a function once, while it traces, and treat the result as a constant. The public function,
     torch.compiler.assume_constant_result, would import the compiler, which takes a second of each start.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -285,7 +289,8 @@ def share_memory(group_name: Any) -> None:
 
 def join_collectives(size: int) -> None:
     """Let the compiler join a graph's all-gathers, and its reductions, into messages of up to `size` MiB, and start
-    each early without more peak memory; 0: do neither. The passes are those that torch's configuration recommends.
+    each of them early if this does not increase peak memory. With 0, do neither. The passes are those that torch's
+    configuration recommends.
     """
     import torch._inductor.config as inductor
 

@@ -10,7 +10,7 @@ from typing import Any
 
 # Parts of a variable's name, between underscores, that show that it holds a secret.
 SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}
-LAST = {"PASS", "PWD"}  # parts that show this only at the end of a name with several parts
+LAST = {"PASS", "PWD"}  # parts that show that a variable holds a secret only at the end of a name with several parts
 PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # parts that may have another meaning in code
 SHORTEST = 8  # minimum length of a secret's value, as a shorter one would match ordinary text
 SHAPES = re.compile(  # tokens with known prefixes, passwords in addresses, authorization headers, private keys
@@ -40,9 +40,9 @@ def sureness(name: str) -> int:
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = False) -> str:
-    """Remove secrets from a text: values of the environment, known formats, and literals that are assigned to a secret's
-    name. In the shell's form, NAME=value, any value counts as a literal. With `code`, as for a diff, lines that assign
-    to such a name lose all literals.
+    """Remove secrets from a text: values of secret environment variables, known formats, and literals that are assigned
+    to a secret's name. In the form of the shell, NAME=value, any value counts as a literal. With `code`, which is for
+    diffs, all literals are removed from lines that assign to such a name.
     """
     secrets = {value: name for name, value in environment.items() if sureness(name) and len(value) >= SHORTEST}
     for value in sorted(secrets, key=len, reverse=True):
@@ -54,7 +54,8 @@ def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = 
 def _assigned(match: re.Match[str]) -> str:
     name, value, sure = match["name"], match["quoted"] or match["bare"], sureness(match["name"])
     shell = match["is"] == "=" and name.isupper()
-    a_file = shell and value.startswith(("/", "~", "./"))  # the path of a file that holds the secret
+    # whether the value is the path of a file that holds the secret
+    a_file = shell and value.startswith(("/", "~", "./"))
     if not sure or (sure < 2 and len(value) < SHORTEST) or a_file or re.search(r"[$`]", value):
         return match[0]
     literal = (sure == 2 or not re.search(r"\s", value)) if match["quoted"] else shell or _mixed(value)
@@ -91,7 +92,7 @@ def _without_values(lines: list[str]) -> Iterator[str]:
 def _without_literal(match: re.Match[str], sure: int) -> str:
     value = match["value"]
     harmless = sure < 2 and (len(value) < SHORTEST or re.search(r"\s", value))
-    a_name = value.isupper() and sureness(value)  # the name of a variable that holds the secret
+    a_name = value.isupper() and sureness(value)  # whether the value is the name of a variable that holds the secret
     return match[0] if harmless or a_name or "[redacted" in value else f"{match['quote']}[redacted]{match['quote']}"
 
 

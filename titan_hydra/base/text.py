@@ -1,5 +1,5 @@
-"""Tables for the terminal, and JSON for scripts. (For 500 rows, rich needs half a second, longer than reading the runs
-takes.)
+"""Tables for the terminal, and JSON for scripts. (rich is not used, as it needs half a second for 500 rows, longer than
+reading the runs takes.)
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36", "dim": "2", "bold": "1"}
 GAP = "  "  # the text between two columns
-NARROWEST = 12  # characters that a truncated column keeps
+NARROWEST = 12  # minimum number of characters to which a column is truncated
 
 
 def printable(text: str) -> str:
@@ -39,7 +39,7 @@ def _finite_or_null(value: Any) -> Any:
 
 @contextlib.contextmanager
 def notes_on_stderr(json: bool) -> Iterator[None]:
-    """With --json, print what is not the document to the standard error."""
+    """With --json, print everything except the JSON document to the standard error."""
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         yield
 

@@ -1,5 +1,5 @@
-"""Threads that have the GPU of their rank, and the number of cores for them. torch gives a new thread the host's device
-0. There the thread would take at least a context of 0.5 GiB from rank 0's memory.
+"""Threads whose CUDA device is that of their rank, and the number of cores. In a new thread, torch's current device is
+device 0 of the host. There the thread would create a context, which takes at least 0.5 GiB of rank 0's memory.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    # macOS does not say on which cores a process may run
+    # macOS has no function that returns the cores on which a process may run
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -39,8 +39,8 @@ from .planner import LOWER, MODEL, SavePlanner
 from .writer import Writer
 
 PARTS = {"model", "optimizer", "outer"}  # parts of a step that DCP writes; each rank's data state is a file of its own
-TRIES = 4  # number of failures in a row that end a run: two saves, each tried twice
-LONGEST = timedelta(hours=1)  # time-out of the group's collectives, in which a rank waits for the disks of other ranks
+TRIES = 4  # number of failures in a row that end a run, as each of two saves is tried twice
+LONGEST = timedelta(hours=1)  # time-out of the collectives in which a rank waits for the disks of other ranks
 
 
 @dataclass
@@ -70,11 +70,11 @@ class Checkpointer:
     outer: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's outer state of Local SGD or DiLoCo
     report: Callable[..., None] = lambda event, step, **values: None  # writes a row of events.jsonl: Metrics.event
     pending: PendingSave | None = None
-    failures: int = 0  # number of tries to save that have failed in a row
+    failures: int = 0  # number of attempts to save that have failed in a row
     again: bool = False  # whether the last save failed and is to be tried once more
     saved: int = -1  # newest complete step that this process has written or read
     best: float = inf  # lowest held-out loss of all complete steps
-    read_back: bool = False  # whether this process has written a step and read some of it back
+    read_back: bool = False  # whether this process has written a step and read a part of it back
     bin: checkpoints.Bin = field(default_factory=checkpoints.Bin)
 
     def __post_init__(self) -> None:
@@ -190,7 +190,8 @@ class Checkpointer:
             pending.seconds = time.perf_counter() - pending.began
             return
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copy runs on its own stream, while the last update may still run on this one
+            # wait, as the copy runs on its own stream, and the last update may still be running on this one
+            torch.cuda.synchronize()
         response: Any = dcp.async_save(
             content,
             storage_writer=pending.writer,
@@ -217,7 +218,8 @@ class Checkpointer:
             seconds = pending.seconds or time.perf_counter() - pending.began
             self.report("checkpoint", pending.step, seconds=seconds, seconds_held=pending.held)
             return
-        # DCP has not sent this error to all ranks (another rank may be lost), so they cannot agree on another try.
+        # DCP has not sent this error to all ranks (another rank may be lost), so the ranks cannot agree on another
+        # attempt.
         if not isinstance(failure, CheckpointException):
             raise failure
         if self.run.rank == 0:
@@ -225,7 +227,7 @@ class Checkpointer:
         self.failures += 1
         self.again = self.failures % 2 == 1
         self.reason = reason_of(failure)
-        # The step was written but cannot be read back: another try would not help.
+        # The step was written but cannot be read back, so another attempt would not help.
         if any(isinstance(error, CheckpointError) for error, _ in failure.failures.values()):
             raise CheckpointError(self._lost(pending.step))
         self.report(
@@ -341,7 +343,7 @@ class Checkpointer:
             set_aside,
             checkpoints.held_out_loss(best) if best else inf,
         ]
-        # as a file system may show other ranks an older state
+        # sent by rank 0, as a file system may show an older state to other ranks
         dist.broadcast_object_list(names, src=0, group=self.group)
         self.best = names[2]
         damaged: list[tuple[Path, list[str]]] = []
@@ -374,7 +376,7 @@ class Checkpointer:
 
 
 def reason_of(failure: BaseException) -> str:
-    """Return one line for a failure; of a DCP error, which has all ranks' tracebacks, the line of the lowest rank."""
+    """Return one line for a failure. A DCP error has the tracebacks of all ranks; the line is that of the lowest rank."""
     where = ""
     if isinstance(failure, CheckpointException):
         rank, (failure, _) = min(failure.failures.items())

@@ -1,9 +1,9 @@
 """Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start
 from.
 
-An export holds the tensors of one file in memory, an import a single tensor (all experts of a block are one tensor). An
-export writes its config.json last, and an import its `.metadata`; a folder without that file counts as incomplete, so an
-interrupted conversion is never taken for a complete one.
+An export holds the tensors of one file in memory. An import holds a single tensor, but all experts of a block are one
+tensor. An export writes its config.json last, and an import its `.metadata`; a folder without that file counts as
+incomplete, so an interrupted conversion is never taken for a complete one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def export_hf(
     max_shard_gb: float = 5.0,
     config_file: Path | None = None,
 ) -> tuple[list[str], torch.dtype]:
-    """Write the model of a checkpoint or run in its family's Hugging Face format. Tensors get the dtype `dtype`; None:
-    they keep theirs. Return the names of the weight files, and the dtype that most tensors have.
+    """Write the model of a checkpoint or run in its family's Hugging Face format. Tensors are converted to `dtype`;
+    None: they keep their dtypes. Return the names of the weight files, and the dtype that most tensors have.
     """
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
@@ -213,7 +213,9 @@ def sources_of(section: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
-    """Return the config.json of a checkpoint that has a section, and the section; {} as section if no file has it."""
+    """Return the path of the checkpoint's config.json that has a section, and the section. If no file has it, the
+    section is {}.
+    """
     candidates = [config_file] if config_file else config_files(checkpoint)
     for file in candidates:
         if section := (read_json(file) or {}).get(name):

@@ -1,8 +1,8 @@
 """Read the tensors of a model, or any part of a tensor, from a Hugging Face folder (safetensors).
 
-Here a matrix of all experts is one tensor. A folder may store it as one tensor for each expert, or packed as transformers
-5 has it in memory: the gate and up projections of all experts in one tensor. Weights in float8 are multiplied by the
-scales of their blocks, which are tensors beside them.
+In this package, a matrix of all experts is one tensor. A folder may store it as one tensor for each expert, or in the
+packed form that transformers 5 uses in memory, with the gate and up projections of all experts in one tensor. Weights
+in float8 are multiplied by the scales of their blocks, which are separate tensors of the folder.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ UNUSED = ("rotary_emb.inv_freq", SCALE)  # suffixes of tensors in a folder that 
 
 
 class Folder:
-    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` is the family's adapter for
-    the format; by default, the model_type in config.json names it. Raises ConfigError if the folder cannot be read.
+    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` is the family's
+    HuggingFace record; by default, it is chosen by the model_type in config.json. Raises ConfigError if the folder
+    cannot be read.
     """
 
     def __init__(self, source: Path, hf: HuggingFace | None = None):
@@ -76,7 +77,9 @@ class Folder:
         return self.hf.name(fqn).format(0) in self.files
 
     def shapes(self, fqn: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of each tensor in the folder that holds the model's tensor `fqn` or a part of it."""
+        """Return name and shape of each tensor in the folder that contains the model's tensor `fqn` or a part of this
+        tensor.
+        """
         name = self.hf.name(fqn)
         if packed := self._packed(name):
             theirs, _, parts = packed
@@ -167,7 +170,7 @@ class Folder:
 
 
 def side_of(content: dict, file: Path) -> HuggingFace:
-    """Return the Hugging Face adapter of the family whose model a config.json describes. Raises ConfigError if its
+    """Return the HuggingFace record of the family whose model a config.json describes. Raises ConfigError if its
     model_type belongs to no family.
     """
     sides = {side.model_type: side for family in FAMILIES.values() if (side := family.part("hf"))}

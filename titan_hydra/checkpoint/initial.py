@@ -1,5 +1,5 @@
-"""Find the initial weights of a new run, in another run's checkpoint or in a Hugging Face folder. Load those of a Hugging
-Face folder slice by slice into this rank's shards.
+"""Find the initial weights of a new run, in another run's checkpoint or in a Hugging Face folder. From a Hugging Face
+folder, load weights slice by slice into this rank's shards.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Plans of what DCP writes and reads. A checkpoint's weights are float32 even if a rank holds them as two 16-bit halves
-(split masters). The halves are joined on the host when they are written, and split on the host when they are read, so
-that the device never holds a second copy.
+"""DCP's planners for writing and reading. A checkpoint's weights are float32 even if a rank holds them as two 16-bit
+halves (split masters). The halves are joined on the host when they are written, and split on the host when they are
+read, so that the device never holds a second copy.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from titan_hydra.base.private import set_element
 from titan_hydra.kernels.split_masters import halve_into, join
 
-MODEL, LOWER = "model", "lower_halves"  # parts of a content; a checkpoint never has the second, as halves are joined
+# parts of a state to save; a checkpoint never contains the second, as halves are joined
+MODEL, LOWER = "model", "lower_halves"
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
@@ -35,7 +36,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
         super().set_up_planner(content, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """Return DCP's plan with the dtypes that are written, where they differ from those that the rank holds."""
+        """Return DCP's plan, changed to the dtypes that are written, which may differ from those that the rank holds."""
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=list(map(self._planned, plan.items)))
         return self.plan

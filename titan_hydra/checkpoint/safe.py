@@ -18,7 +18,7 @@ from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout
 
 from .planner import LoadPlanner
 
-# DCP prints it where one process is intended
+# DCP prints this warning even if a single process is intended
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 CLASSES = {
@@ -51,7 +51,7 @@ def member(kind: Any, name: Any) -> Any:
 
 
 CLASSES["builtins", "getattr"] = member
-# The index may have the path at which the checkpoint was written. It is never used, and is read as a string.
+# The index may contain the path at which the checkpoint was written. This path is read as a string and never used.
 CLASSES |= {
     (module, name): lambda *parts: "/".join(map(str, parts))
     for module in ("pathlib", "pathlib._local")
@@ -100,8 +100,8 @@ def read_index(path: Path) -> Metadata:
 
 
 def check_readable(path: Path) -> None:
-    """Read a checkpoint's index and one tensor (that with the fewest parts), in the way a resumed run does. Raises
-    CheckpointError if that fails.
+    """Read a checkpoint's index and one tensor (the one with the fewest parts), in the same way as a resumed run.
+    Raises CheckpointError if that fails.
     """
     reader = SafeReader(path)
     tensors = {

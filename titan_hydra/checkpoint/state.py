@@ -22,7 +22,7 @@ from titan_hydra.models.init import clean_name
 from titan_hydra.parallel import formats
 from titan_hydra.parallel.split_masters import is_split, lower_half
 
-# keys by parameter name, so that any layout can load them
+# optimizer state is stored under parameter names, so that any layout can load it
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 Optimizers = list[torch.optim.Optimizer]
 

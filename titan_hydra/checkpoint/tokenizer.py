@@ -2,7 +2,7 @@
 same text.
 
 The exported tokenizer follows Hugging Face in two points. It puts begin-of-text before each text, as this package does
-before each document. And where a text contains the name of a special token, it gives the id of that token.
+before each document. And if a text contains the name of a special token, it encodes this name as that token's id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def write_tokenizer(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
-    """Write a tokenizer's two files into a folder. Return the ids of begin and end of text under their names in a
+    """Write a tokenizer's two files into a folder. Return the ids of begin-of-text and end-of-text, by their names in a
     config.json. Raises ConfigError if the job has no tokenizer.
     """
     ours = tokenizer.load(config)

@@ -1,5 +1,5 @@
-"""Write one step with DCP's writer, extended: it also computes checksums, adds the rank's own file and the manifest, and
-renames the folder.
+"""Write one step with an extension of DCP's writer, which also computes checksums, adds the rank's own file and the
+manifest, and renames the folder.
 
 All of this happens inside DCP's two collectives (plan and write), in the thread in which DCP saves, so that DCP reports
 a failure on one rank to all ranks.
@@ -27,8 +27,8 @@ from titan_hydra.runs import checkpoints
 
 from . import safe
 
-SUMS = ""  # name of the entry in a rank's results that has (size, CRC-32) of each file of the rank
-SPARE = 2**20  # bytes that a save needs beside those of its tensors, for the index and the ranks' own files
+SUMS = ""  # name of the entry in a rank's results that contains (size, CRC-32) of each file that the rank has written
+SPARE = 2**20  # bytes that a save needs in addition to those of its tensors, for the index and the ranks' own files
 
 
 class Writer(dcp.FileSystemWriter):
@@ -133,7 +133,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 class SummingFiles(FileSystem):
-    """DCP's file system, extended: it computes the checksums of files while it writes them."""
+    """An extension of DCP's file system that computes the checksums of files while it writes them."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[int, int]] = {}
@@ -165,7 +165,7 @@ class SummedFile(io.FileIO):
         return written
 
     def close(self) -> None:
-        """Sync the file, then close it. torch's own sync of the index comes too early: before its buffer is flushed."""
+        """Sync the file, then close it. torch itself syncs the index too early, before its buffer is flushed."""
         try:
             if not self.closed:
                 os.fsync(self.fileno())

@@ -71,7 +71,7 @@ def _measured(cell: RunCell) -> plan.Measured | None:
 
 
 def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:
-    """Return as JSON values what `show_fit` prints."""
+    """Return what `show_fit` prints as JSON values."""
     runs = [
         {
             "name": run.name,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from titan_hydra.verify.reduce import Proof
 
 MOST = 4  # ranks of a reduced job, where its techniques allow so few
-# not those of the place: it starts nothing of full size
+# without the rules about this machine, as nothing of full size is started
 RULES = (
     checks.KEYS,
     checks.RANKS,
@@ -143,7 +143,7 @@ def certified(subjects: list[Candidate], began: float) -> list[dict[str, Any]]:
         return []
     from titan_hydra.verify.certificate import prove_all
 
-    orders = [order_of_data(one) for one in subjects]  # first, as files of data may be missing
+    orders = [order_of_data(one) for one in subjects]  # compared first, as data files may be missing
     unique = {_key(proof): proof for one in subjects for proof in one.every_proof}
     outcomes = dict(zip(unique, prove_all(unique.values()), strict=True))
     trained: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -164,7 +164,7 @@ def _key(proof: Proof) -> tuple[str, str]:
 
 
 def train_reduced(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train a reduced job twice, once killed and carried on, once undisturbed, and export its weights."""
+    """Train a reduced job twice, once without interruption and once killed and resumed, and export its weights."""
     from . import certify_run
 
     with tempfile.TemporaryDirectory(prefix="certify-", ignore_cleanup_errors=True) as folder:

@@ -1,4 +1,4 @@
-"""The parts of a certificate that need real runs: the run is killed and carried on, and its weights are exported and
+"""The parts of a certificate that need real runs: a run is killed and resumed, and its weights are exported and
 imported.
 """
 
@@ -20,13 +20,13 @@ from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
 from titan_hydra.runs import checkpoints, layout, rundir
 
-STEPS, INTERVAL = 24, 4  # steps of a run, and between two checkpoints: so many that the kill comes before the end
-TRIES = 3  # runs that are started until one is killed before its end
+STEPS, INTERVAL = 24, 4  # steps of a run, and steps between two checkpoints: enough that the kill comes before the end
+TRIES = 3  # maximum number of runs that are started until one is killed before its end
 
 
 def killed_and_carried_on(job: Job, folder: Path) -> tuple[dict[str, Any], Path]:
-    """Train a reduced job twice, once undisturbed and once killed after its first checkpoint and carried on. Returns
-    whether every loss and gradient norm has the same bits, and the directory of the undisturbed run.
+    """Train a reduced job twice, once without interruption, and once killed after its first checkpoint and resumed.
+    Returns whether every loss and gradient norm has the same bits, and the directory of the uninterrupted run.
     """
     with contextlib.redirect_stdout(sys.stderr):
         whole = _cell(job, folder / "undisturbed")
@@ -118,7 +118,7 @@ def exported_and_imported(run: Path, job: Job, folder: Path) -> dict[str, Any]:
     try:
         convert.export_hf(step, folder / "exported")
         convert.import_hf(folder / "exported", folder / "imported", imports=job.train.imports)
-    except ConfigError as error:  # a family without a form in that format
+    except ConfigError as error:  # the family has no Hugging Face format
         return {"passed": None, "reason": str(error)}
     except RunError as error:
         return {"passed": False, "reason": str(error)}

@@ -20,13 +20,13 @@ from titan_hydra.runs.hang import names
 from titan_hydra.runs.records import flat
 from titan_hydra.runs.view import add_runs, choose_one, tells
 
-# unit of a key's number, by the end of its name
+# unit of a key's value, by the end of the key's name
 UNITS = (
     (r"_seconds$", "s"),
     (r"_minutes$", "min"),
     (r"_gib$", "GiB"),
 )
-# the first words of a key's help name the unit of any other key
+# for any other key, the first words of its help text give the unit
 UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"
 RESULTS = (  # key of result.json, its title, its format
     ("steps", "steps", ",.0f"),
@@ -103,7 +103,7 @@ def side(directory: Path) -> Side:
 
 
 def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
-    """Return as JSON values all that is printed about two runs."""
+    """Return everything that is printed about two runs as JSON values."""
     keys = [(key, changes) for key, _, _, changes in configuration(a.config, b.config)]
     steps, curves = logged_by_both(a.directory, b.directory, tolerance)
     return {
@@ -157,13 +157,13 @@ def with_unit(value: Any, unit: str) -> str:
     """Format a value as on a command line; a number gets its unit."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return as_typed(value)
-    if value == 1 and len(unit) > 2:  # "1 step" loses its plural s, but "1 s" does not
+    if value == 1 and len(unit) > 2:  # "1 steps" loses the plural s, but "1 s" does not
         unit = unit.removesuffix("s")
     return f"{as_typed(value)} {unit}".rstrip()
 
 
 def unit_of(key: str, help: str) -> str:
-    """Return the unit of a key's number, taken from its name or its help; "" if neither has one."""
+    """Return the unit of a key's value, taken from its name or its help text; "" if neither has one."""
     for pattern, unit in UNITS:
         if re.search(pattern, key):
             return unit
@@ -285,7 +285,7 @@ def modules(a: Side, b: Side) -> Iterator[str]:
 
 
 def _where_to_look(when: str, what: str, name: str, call: int) -> str:
-    """Say which code to examine if this is the first traced tensor that differs."""
+    """Return which code to examine if this is the first traced tensor that differs."""
     outer = name.rpartition(".")[0]
     outer = "the model" if outer in ("", "layers") else outer
     microbatch = f", microbatch {call + 1}" if call else ""

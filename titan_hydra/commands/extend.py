@@ -1,7 +1,7 @@
 """`titan extend`: start a new run that continues from a run's checkpoint, up to another number of steps.
 
-It takes the newest checkpoint before which both numbers of steps give the same learning rates, so that the result
-equals a run that had the new number from the start. With lr_scheduler=wsd, this is a checkpoint from before the decay;
+It takes the newest checkpoint up to which both numbers of steps give the same learning rates, so that the result equals
+that of a run with the new number from the start. With lr_scheduler=wsd, this is a checkpoint from before the decay;
 with a constant rate, it is the last checkpoint.
 """
 

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, token by token."""
 
     def document(checkpoint: Path, tokenizer: Tokenizer) -> list[int]:
-        # if the tokenizer has no begin-of-text token, a document begins after the end-of-text token of the previous one
+        # if the tokenizer has no begin-of-text token, a document begins after the previous document's end-of-text token
         return tokenizer.document(args.prompt)[:-1] or [tokenizer.eos_id]
 
     return print_continuation(args, document, lambda tokenizer: {tokenizer.eos_id}, shown=args.prompt)

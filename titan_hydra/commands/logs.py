@@ -94,7 +94,7 @@ def _guilty(directory: Path, state: State) -> int:
 
 
 def _hang(directory: Path, number: int | None) -> int:
-    """Print a paragraph for each replica group in which ranks wait for a late rank."""
+    """Print a paragraph for each replica group in which ranks are waiting for a late rank."""
     attempt = layout.ATTEMPT.of(directory, number or newest_attempt(directory))
     groups = {0: attempt, **layout.REPLICA.all(attempt)}
     for group, home in layout.REPLICA.all(
@@ -120,7 +120,7 @@ def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
     say(f"{directory.name}: {state.kind}, attempt {number}")
     while True:
         log = log_of(directory, number, rank)
-        if log and (tail is None or tail.path != log):  # rank 0's own log follows the job's
+        if log and (tail is None or tail.path != log):  # rank 0's own log comes after the job's log
             tail = Tail(log, lines)
         if tail:
             tail.more()

@@ -1,4 +1,4 @@
-"""Options for the model and its dtype, shared by the commands that load a model into this process."""
+"""Command-line arguments for the model and its dtype, which all commands that load a model share."""
 
 import argparse
 from pathlib import Path

@@ -202,8 +202,8 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
 
 
 def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
-    """Predict the layout of the command line. Raises ConfigError for broken rules, but only prints faults of rules
-    about techniques that torch cannot combine. With --cell, returns 2 if the layout does not fit.
+    """Predict the layout of the command line. Raises ConfigError for broken rules. Faults of rules about techniques
+    that torch cannot combine are only printed. With --cell, returns 2 if the layout does not fit.
     """
     job = legal_job(job, gpus)
     broken = [*map(str, checks.check(job, (checks.RECIPE, checks.PLACE)))]
@@ -338,7 +338,7 @@ def bars(unit: str, values: list[tuple[str, float]]) -> list[str]:
 
 
 def halves(gpus: int) -> list[int]:
-    """Return those of a quarter, a half and the whole of the number of devices that are whole numbers."""
+    """Return a quarter, a half and the whole of the number of devices, without those that are not whole numbers."""
     return [gpus // times for times in (4, 2, 1) if gpus % times == 0 and gpus // times]
 
 

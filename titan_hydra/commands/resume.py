@@ -1,7 +1,7 @@
 """`titan resume`: start another attempt of a run, on another number of GPUs or in another layout.
 
-The run's directory, name and hash stay, and so does everything that determines what it learns: the global batch, the
-order of the data, optimizer, seed and number formats. A key that would change one of these is refused.
+The run's directory, name and hash do not change, nor does anything that determines what it learns: the global batch,
+the order of the data, optimizer, seed and number formats. A key that would change one of these is refused.
 """
 
 import argparse
@@ -75,8 +75,8 @@ def main(args: argparse.Namespace) -> int:
 
 def relaid(job: Job, values: Sequence[str]) -> Job:
     """Return a frozen job in another layout. `values` may have options and keys of SECTIONS, the keys in KEYS, and keys
-    outside the identity. The global batch stays. Without a given data-parallel degree, the ranks that the other degrees
-    leave of `gpus` are data-parallel.
+    outside the identity. The global batch does not change. If no data-parallel degree is given, it is `gpus` divided by
+    the other degrees.
 
     Raises ConfigError for other keys and for bad values.
     """

@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _fits(row: RunRow, only: list[str]) -> bool:
-    """Whether one of the words of --only selects the state of this run."""
+    """Whether any of the words given with --only selects a run in this state."""
     if row.state.kind in ("interrupted", "not submitted"):
         return "interrupted" in only
     return row.state.failure is not None and any(row.state.failure.kind in ONLY[word] for word in only)

@@ -31,12 +31,13 @@ COLOURS = {
     "new": "dim",
 }
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
-# States, the most important first: if the screen has too few lines, rows of the last states are left out.
+# States, the most important first. If the screen has too few lines, rows with states at the end of this list are left
+# out.
 SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # maximum number of failed runs whose reason is printed
 NAME = 56  # characters to which a cell's name is cut
-# seconds between two refreshes of local runs, and of runs in a queue (which other users need too)
+# seconds between two refreshes: for local runs, and for runs in a queue (fewer, as other users need the queue too)
 REFRESH, REFRESH_QUEUE = (
     2,
     10,
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table once, or repeatedly with --follow. Returns 0 for all states of the runs."""
+    """Print the table once, or repeatedly with --follow. Returns 0 whatever the states of the runs are."""
     if args.follow and args.json:
         raise ConfigError("--json: prints one document, and --follow goes on; repeat `titan status --json`")
     if args.all:

@@ -82,7 +82,8 @@ def main(args: argparse.Namespace) -> int:
         from .verify_mutants import run_mutants
 
         return run_mutants(args)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks compute on CPUs: they are more than a machine has GPUs
+    # the ranks compute on CPUs, as there are more ranks than a machine has GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if args.module:
         return _verify_module(args.module, args.json)
     from titan_hydra.verify.coverage import Coverage, covered

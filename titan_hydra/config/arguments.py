@@ -9,12 +9,13 @@ from .files import CONF
 from .load import kind_of
 from .overrides import SYNONYMS, mistakes
 
-MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # flags of which Hydra takes one
+# flags that exclude each other, as Hydra accepts only one of them
+MODES = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
 def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return the overrides and the flags. Hydra's parser needs the overrides adjacent. Raises ConfigError with a line
-    for each mistake.
+    """Return the overrides and the flags separately, as Hydra's parser needs all overrides next to each other. Raises
+    ConfigError with a line for each mistake.
     """
     from titan_hydra.base.private import get_args_parser
 

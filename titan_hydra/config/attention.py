@@ -1,9 +1,9 @@
-"""Which of torch's attention kernels may compute a call. Models, rings, the checks of a cell and its predictions all ask
-this file.
+"""Which of torch's attention kernels may compute a call. Models, ring attention, the checks of a cell and its
+predictions all use this file.
 
 torch has checks of its own (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and takes the first kernel that
 passes them. This file repeats those checks that determine how a call is prepared. It also refuses calls that torch
-would compute wrongly; the number of the issue is beside each such check.
+would compute wrongly; each such check names the issue.
 """
 
 from typing import NamedTuple
@@ -68,7 +68,7 @@ def kernel_fault(asked: str, *calls: Call) -> Fault | None:
 def refusal(kernel: str, call: Call) -> str | None:
     """Return why a kernel may not compute a call; None if it may."""
     if kernel == "math":
-        # torch would compute as if the ranks' order were that of the sequence, and report no error.
+        # torch would compute as if the order of the ranks were the order of the sequence, without an error.
         return "has no ring (pytorch #147793)" if call.ring else None
     if call.device != "cuda":
         return None if kernel == "flash" else f"does not exist on the {call.device.upper()}"
@@ -93,20 +93,20 @@ def _of_cudnn(call: Call) -> str | None:
     widths, machine = (call.width, call.value_width), call.machine
     if call.dtype not in HALF:
         return f"does not compute in {call.dtype}"
-    if call.ring:  # in torch's ring the output and its gradient differ in their layout
+    if call.ring:  # in torch's ring, the output and its gradient have different memory layouts
         return "fails in a ring, or computes wrong gradients (pytorch #176915)"
     if call.deterministic:
         return "is refused by debug.deterministic=true, as its backward is not deterministic"
     if call.masked:
         return "may compute gradients that are not finite under a mask (pytorch #196678)"
-    # later torch accepts 256, which is not verified here
+    # later releases of torch accept 256, which has not been verified
     if any(width % 8 for width in widths) or (max(widths) > 128 and widths != (192, 128)):
         return f"takes no heads of {call.width} with values of {call.value_width}, but up to 128 in steps of 8"
     if machine is None:
         return None
     if not machine.cuda:
         return "is not part of this torch, which is built for ROCm"
-    if machine.cuda < (12, 9):  # torch disables it by default there; naming the kernel enables it
+    if machine.cuda < (12, 9):  # for older CUDA torch disables cuDNN by default, but uses it if the kernel is named
         has = ".".join(map(str, machine.cuda))
         return f"reads memory that is not its own before CUDA 12.9, and this torch has {has} (pytorch #169849)"
     if max(widths) > 128 and machine.capability[0] not in (9, 10):  # pytorch #172621

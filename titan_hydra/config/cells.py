@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 MOST_CELLS = 10_000  # maximum number of cells of one command line
-PLAIN = (None, [])  # a file of conf/ that has neither a package nor a defaults list
+PLAIN = (None, [])  # package and defaults list of a file of conf/ that declares neither
 
 
 class Composition(NamedTuple):
@@ -38,14 +38,15 @@ class Composer:
 
     Hydra takes a fifth of a second for each cell, because it merges 30 files. The merged files depend only on the
     chosen options, so they are cached, and Hydra's own function applies the values to a copy. If several groups vary,
-    not every combination is composed: the section of an option that sets only keys of its own group does not depend on
-    other groups.
+    Hydra need not compose every combination: if an option sets only keys of its own group, its section does not depend
+    on the choices in other groups.
     """
 
     def __init__(self, loader: ConfigLoader, config_name: str = "config") -> None:
         self.loader, self.config_name = loader, config_name
         self.composed: dict[tuple[str, ...], Composition] = {}  # key: the overrides that choose options
-        self.fixed: dict[tuple[str, ...], bool] = {}  # same key; whether no defaults list refers to a choice (${...})
+        # by the same key: whether no defaults list refers to a choice (${...})
+        self.fixed: dict[tuple[str, ...], bool] = {}
         self.files: dict[str, tuple[str | None, Any]] = {}
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
@@ -104,9 +105,7 @@ class Composer:
         return config
 
     def _by_hydra(self, overrides: list[Override]) -> Composition:
-        """Compose the overrides with Hydra, without its own `hydra` section. Each list of overrides is composed
-        once.
-        """
+        """Compose the overrides with Hydra, without the section `hydra`. Each list of overrides is composed only once."""
         from hydra.types import RunMode
         from omegaconf import open_dict
 
@@ -137,8 +136,8 @@ class Composer:
     def _are_independent(self, groups: Iterable[str], others: list[Override]) -> bool:
         """Whether choices in `groups` can be composed one at a time.
 
-        There are two conditions. With `others` applied, the current option of each group sets only keys of that group.
-        And no defaults list refers to a choice (`${...}`).
+        There are two conditions: with `others` applied, the current option of each group sets only keys of that group;
+        and no defaults list refers to a choice (`${...}`).
         """
         from hydra.types import RunMode
 
@@ -174,7 +173,8 @@ def composer_of(loader: ConfigLoader, config_name: str) -> Composer:
 class Cells:
     """Replaces Hydra's sweeper under -m: composes each cell at once and passes it with its overrides to `collect`.
 
-    Hydra's own sweeper composes each cell twice (a launcher may run it elsewhere later), and writes a folder.
+    Hydra's own sweeper composes each cell twice, as a launcher may run the cell later on another machine, and writes a
+    folder.
     """
 
     loader: ConfigLoader

@@ -65,7 +65,7 @@ def _typed(text: str, job: Job) -> tuple[str, Any]:
         raise ConfigError(f"{key}: no such key" + did_you_mean(close))
     section: Any = job
     above = ""
-    for name in key.split("."):  # the schema has it, but perhaps for another part than the job's
+    for name in key.split("."):  # the key is in the schema, but may belong to another part than the job's
         if is_dataclass(section) and not hasattr(section, name):
             raise ConfigError(str(no_such_key(type(section), above, name, override.value(), vars(section))))
         section, above = getattr(section, name, None), f"{above}{name}."

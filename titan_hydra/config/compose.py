@@ -89,7 +89,7 @@ def compose_unchecked(*overrides: str, config_dir: Path | None = None) -> Job:
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Raise ConfigError with one line in place of what Hydra raises for a mistake of the user's."""
+    """While the block runs, replace exceptions that Hydra raises for a user's mistake by a ConfigError of one line."""
     try:
         yield
     except Exception as error:

@@ -21,7 +21,7 @@ from .schema import default_of
 
 PAGE_WIDTH, HELP_WIDTH = 140, 100
 KEYS = known_keys()
-GROUPS_OF_RECIPES = {  # groups without keys of their own: their options set keys of all the others
+GROUPS_OF_RECIPES = {  # groups without keys of their own, whose options set keys of other groups
     "experiment": "whole recipes: each sets keys of many groups",
     "sweeps": "named sweeps, chosen with a plus (+sweeps=NAME): a list of cells and what they share",
 }

@@ -89,18 +89,19 @@ def decoder_linears(config: Model, width: int | None = None) -> tuple[Linear, ..
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal blocks of a model, as predictions see them, if they are not a decoder's: those of a tower before it, or one of
-    several kinds of blocks. Attention is not causal.
+    """Equal blocks of a model that are not a decoder's, for predictions: the blocks of a tower before a decoder, or one
+    of several kinds of blocks. Their attention is not causal.
     """
 
     depth: int
     linears: tuple[Linear, ...]  # of a block, in running order
     parameters: int  # of a block
-    kept: float  # elements of a token that the forward of a block keeps in eager code, without attention's logsumexp and mask
-    again: float  # those of `kept` that compiled code computes again
-    backward: float  # elements of a token that are alive in a block's backward beside `kept`
-    # a tower's own keys of the model section and tokens of a sample; it is neither compiled nor checkpointed, and every rank
-    # of a pipeline's first stage computes whole samples, with a mask of all pairs of their tokens
+    kept: float  # elements per token that a block's forward keeps in eager code, without attention's logsumexp and mask
+    again: float  # elements of `kept` that compiled code recomputes instead
+    backward: float  # elements per token that are alive in a block's backward in addition to `kept`
+    # for a tower: its own keys of the model section, and its tokens of a sample. A tower is neither compiled nor
+    # checkpointed, and every rank of a pipeline's first stage computes whole samples, with a mask of all pairs of
+    # tokens.
     tower: Mapping[str, Any] | None = None
     tokens: int = 0
 
@@ -119,10 +120,11 @@ def places_of_blocks(modules: list[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model family is made of. A part that needs torch may be given as "package.module:name" and is then
-    imported where it is used.
+    """The parts of a model family. A part that needs torch may be given as "package.module:name", which is imported
+    only where the part is used.
 
-    All but the first three have defaults: those of a decoder with the modules tok_embeddings, layers, norm and output.
+    All fields but the first three have defaults, which suit a decoder with the modules tok_embeddings, layers, norm and
+    output.
     """
 
     name: str  # the value of model.family
@@ -145,10 +147,10 @@ class Family:
     # (Job) -> the stacks of blocks that are not a decoder's, in running order, for plan; None: the model is a decoder alone
     stacks: Callable[[Any], tuple[Stack, ...]] | None = None
     takes: str = "tokens"  # the input of the model: tokens or latents
-    pipeline: bool = True  # a stage passes one tensor to the next; False: pipeline parallelism is refused
+    pipeline: bool = True  # whether a stage passes only one tensor to the next; False: pipeline parallelism is refused
 
     def part(self, name: str) -> Any:
-        """Return the model, the sharding or the Hugging Face side, imported if it was given by name."""
+        """Return the model, the sharding or the Hugging Face record; it is imported first if it was given by name."""
         return resolve(getattr(self, name))
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """A rejected value. It is printed as `key=value: reason`, with the nearest legal numbers or all legal words. `code` is
-    the name of the rule that found it (`check` sets it), for programs and tests: wording may change, a code does not.
+    """A rejected value. It is printed as `key=value: reason`, with the nearest legal numbers or all legal words. `code`
+    is the name of the rule that found it (`check` sets it), for programs and tests: the wording may change, the code
+    does not.
     """
 
     key: str

@@ -25,9 +25,9 @@ def key(
     value.
 
     If the key is a list or a table, range and choices apply to each element; `entry` is the dataclass of a table's
-    values. `changes` states what another value changes: what is learned, the work of a step (what it computes, or how
-    long it takes), both, the samples of the held-out loss, or only the technique; `changes_of` (load.py) defines what
-    None means.
+    values. `changes` states what changes with the value of the key: what is learned, the work of a step (what it
+    computes, or how long it takes), both, the samples of the held-out loss, or only the technique. `changes_of`
+    (load.py) defines what None means.
     """
     metadata = {
         "help": help,

@@ -19,7 +19,7 @@ ASSETS = Path(__file__).parent.parent / "assets"
 # conf/ of an installed wheel; a checkout has its own at the top, and a rank's copy of the code has none
 INSTALLED = Path(__file__).parents[1] / "conf"
 CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "conf"
-# suffixes of compressed files, and the suffixes after which they may stand
+# suffixes of compressed files, and the suffixes of files that may be compressed
 PACKED, LINED = (".gz", ".zst"), (".txt", ".md", ".jsonl", ".json", ".csv")
 FASTA = (
     "python -c \"import json; rows = ('\\n' + open('FILE').read()).split('\\n>')[1:]; open('FILE.jsonl', 'w').writelines("
@@ -81,7 +81,7 @@ def kind(file: Path) -> str:
 
 
 def unread(file: Path, suffixes: tuple[str, ...]) -> str:
-    """Return why a file is not read by a source that takes these suffixes, and what converts the file."""
+    """Return why a source that reads files with these suffixes does not read this file, and a command that converts it."""
     packed = " (also with .gz or .zst behind it)" if any(suffix in LINED for suffix in suffixes) else ""
     name, ending, line = CONVERTED.get(kind(file), ("", "", ""))
     hint = f"; data={name} reads the {ending} that this makes: {line.replace('FILE', str(file))}" if line else ""
@@ -122,9 +122,10 @@ def load_yaml(file: Path) -> dict[str, Any]:
 
 
 def unusable_options(folder: Path) -> list[str]:
-    """Return a line for each file of a user's folder of options that Hydra would not use as written.
+    """Return a line for each file in a user's folder of options that Hydra would not use as it was meant.
 
-    An option of the package hides one of the same name. YAML reads `on` and `off` without quotes as truth values.
+    Hydra does not use an option that has the name of a package option. YAML reads `on` and `off` without quotes as
+    truth values.
     """
     own = {
         package: folder / package.relative_to(CONF)

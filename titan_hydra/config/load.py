@@ -46,7 +46,7 @@ from .schema import (
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 
-# The sections that select a part, and so have the part's keys too. For each: the key that selects, the parts by name.
+# The sections that select a part (an optimizer, ...) and so have its keys too: the key that selects, the parts by name.
 PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Model: ("family", FAMILIES),
     Data: ("name", DATA_SOURCES),
@@ -62,7 +62,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Metrics: ("trackers", TRACKERS),  # several parts: each has its own section below
     Cluster: ("executor", EXECUTORS),
 }
-Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # of PICKED: the section, and the dataclasses that type it
+Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # pairs of a section in PICKED and the dataclasses that may type it
 
 
 def to_dict(job: Any) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
 
 
 def picked_anew(values: Any, picked: str | list[str]) -> Any:
-    """Return a section with another part (or several) picked. Keys of both the old and the new part keep their values."""
+    """Return a section that selects another part (or several). Keys that both parts have keep their values."""
     section = next(section for section in PICKED if isinstance(values, section))
     pick = PICKED[section][0]
     cls = typed(section, {pick: picked})
@@ -164,7 +164,7 @@ def _part_faults(data: dict[str, Any]) -> Iterator[Fault]:
     """
     train = data.get("train")
     if not isinstance(train, dict) or not isinstance(train.get("imports"), list):
-        return  # `_key_faults` names the key that is missing
+        return  # `_key_faults` reports the missing key
     if not all(isinstance(module, str) for module in train["imports"]):
         yield Fault("train.imports", train["imports"], "must be a list of words, not of lists or tables")
         return
@@ -254,10 +254,10 @@ def known_keys() -> dict[str, dataclasses.Field[Any]]:
 
 
 def changes_of(key: str) -> tuple[str, Changes]:
-    """Return what another value of a dotted key changes, and the name of the field that states it: the section's, if
-    the section states it for all its keys, else the key's. A key below a user's name (data.mixture.web.weight) counts
-    as the key above. A key outside the hash changes the technique, unless it states something else. A key that is in no
-    schema changes what its section does.
+    """Return the name of the field that states what changes with the value of a dotted key, and what it states. The
+    field is the section, if that states it for all its keys, else the key. A key below a name that the user chose
+    (data.mixture.web.weight) counts as the key above the name. A key outside the hash changes the technique, unless it
+    states something else. A key that is in no schema changes the same as its section.
     """
     return _changes(key, _sections())
 
@@ -286,12 +286,12 @@ def _keys(cls: Any, prefix: str, sections: Sections) -> dict[str, dataclasses.Fi
 
 
 def picking() -> dict[str, Any]:
-    """Return the sections of a job that pick a part, by name."""
+    """Return the sections of a job that select a part, by name."""
     return {name: section for name, section in _hints(Job).items() if section in PICKED}
 
 
 def _sections() -> Sections:
-    """Return the dataclasses that may type each section that picks a part: its own, then those with a part's keys."""
+    """Return the dataclasses that may type each section of PICKED: its own, then one with the keys of each part."""
     return tuple((section, (section, *_typings(section))) for section in PICKED)
 
 
@@ -416,7 +416,7 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(_types)
 
 def _key_faults(cls: Any, data: dict[str, Any], prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
     """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value.
-    If `needed` is given, only the keys in it must be present; other keys, and those of sections within, get their
+    If `needed` is given, only the keys in it must be present; all other keys, and the keys of inner sections, get their
     defaults later.
     """
     hints = _hints(cls)
@@ -434,7 +434,7 @@ def _key_faults(cls: Any, data: dict[str, Any], prefix: str, needed: dict[str, A
 
 
 def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, Any]) -> Fault:
-    """Return the fault of a key that a section does not have. A section with a part may lack other parts' keys."""
+    """Return the fault of a key that a section does not have; the key may belong to another part than the selected one."""
     section = next((section for section in PICKED if issubclass(cls, section)), None)
     if section is None:
         return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))

@@ -22,8 +22,8 @@ class Model:
     vocab_size: int = key(..., "rows of the embedding and of the output head", Interval(1, 2**24))
     dim: int = key(..., "width of the residual stream", WIDTH)
     n_layers: int = key(..., "number of transformer blocks", Interval(1, 10_000))
-    n_heads: int = key(..., "query heads", WIDTH)
-    n_kv_heads: int = key(..., "key/value heads; fewer than n_heads is grouped-query attention", WIDTH)
+    n_heads: int = key(..., "number of query heads", WIDTH)
+    n_kv_heads: int = key(..., "number of key/value heads; fewer than n_heads gives grouped-query attention", WIDTH)
     head_dim: int | None = key(None, "width of a head; null: dim / n_heads", WIDTH)
     ffn_dim: int | None = key(None, "width of the feed-forward; null: computed by the rule of the model family", WIDTH)
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", Interval(0, 1, open_low=True))
@@ -64,8 +64,8 @@ class Model:
         return self.ffn_dim or 4 * self.dim
 
     def arithmetic(self) -> dict[str, Any]:
-        """Return, by key, all values that determine which function the weights compute. Models that differ in such a
-        value cannot exchange weights.
+        """Return, by key, all values that determine which function the weights compute. Weights cannot be exchanged
+        between models that differ in such a value.
         """
         others = ("name", "family", "max_seq_len", "attention")
         return {**vars(self), "head_dim": self.head_width, "ffn_dim": self.ffn_width} | dict.fromkeys(others)

@@ -8,7 +8,7 @@ from .field import key
 from .ranges import ADDRESS, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, PATH, POSITIVE, Interval
 from .registry import EXECUTORS, TRACKERS, Names
 
-LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint beside the weights
+LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint in addition to the weights
 
 
 @dataclass

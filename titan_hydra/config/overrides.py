@@ -16,7 +16,8 @@ from .files import CONF, default_options, unusable_options
 from .load import PICKED, holder_of, kind_of, known_keys
 from .ranges import range_of
 
-LONGEST = 20_000  # maximum length of an override in characters; for longer ones Hydra's parser takes seconds or crashes
+# maximum length of an override in characters; with longer overrides Hydra's parser takes seconds or crashes
+LONGEST = 20_000
 KINDS = {
     int: "a whole number",
     float: "a number",
@@ -67,14 +68,14 @@ SYNONYMS = {  # names that other programs give to our keys and groups
     "parallelism": "fsdp ddp strategy",
     "lr_scheduler": "scheduler lr_schedule",
 }
-NOT_OURS = {  # Hydra's keys for functions that this program has itself
+NOT_OURS = {  # keys of Hydra for features that this program has in another form
     "hydra/launcher": "cells are started by this program itself; use cluster=slurm (or cluster=local)",
     "hydra/sweeper": "cells are composed by this program itself; -m with values or range() makes them",
     "hydra.run.dir": "Hydra writes nothing here; paths.runs is the folder of runs",
     "hydra.sweep.dir": "see paths.runs",
     "hydra.output_subdir": "Hydra writes nothing here; a run's config.json has the configuration",
 }
-ELSEWHERE = {  # devices without an option of `hardware`, as this package does not run on them
+ELSEWHERE = {  # devices for which `hardware` has no option, as this package does not run on them
     r"mi\d|amd|rocm|radeon": "AMD's GPUs are not supported: nothing here has run on ROCm (`titan plan` knows mi300x)",
     r"tpu|v[2-7][ep]?$": "TPUs are not supported: PyTorch's distributed parts used here run on CUDA GPUs and CPUs; see docs/coming-from.md",
     r"gaudi|hpu|trn|trainium|inferentia|m[1-9]|mps": "is not supported: training runs on NVIDIA's GPUs and on CPUs",
@@ -126,7 +127,7 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
     else:
         values = []
     if override.package is not None or (own and kind_of(key) is None and holder_of(key)[0] in PICKED):
-        return None  # `read` knows the keys of the part that was picked
+        return None  # later `read` checks the keys of the selected part
     if any((folder / key).is_dir() for folder in folders):
         if override.is_delete():
             return (

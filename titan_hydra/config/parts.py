@@ -66,7 +66,7 @@ class Decay(LrSchedule):
 
 @dataclass
 class StableDecay(Decay):
-    decay_ratio: float = key(0.1, "fraction of the steps, at the end, over which the rate decays", SHARE)
+    decay_ratio: float = key(0.1, "fraction of the run's steps, at its end, in which the rate decays", SHARE)
     decay_type: str = key("linear", "shape of the decay", choices=("linear", "sqrt", "cosine"))
 
 
@@ -99,7 +99,7 @@ class RingRotation(Parallelism):
 
 @dataclass
 class LowRank(Adapter):
-    rank: int = key(16, "rank of the low-rank product beside a linear", Interval(1, 65_536))
+    rank: int = key(16, "rank of the low-rank product that is added to a linear", Interval(1, 65_536))
     alpha: float = key(32.0, "the product of the two matrices is scaled by alpha / rank", POSITIVE)
 
 

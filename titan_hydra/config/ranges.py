@@ -1,5 +1,5 @@
-"""The values that a key accepts beside its type: intervals of numbers and kinds of text. The schema gives each key such
-a range.
+"""The values of its type that a key accepts: intervals of numbers, and kinds of text. The schema gives each key such a
+range.
 """
 
 import math
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST = 2**31 - 1  # limit of counts that have no natural one: the largest int of C
+LARGEST = 2**31 - 1  # upper limit of counts without a natural limit: the largest int of C
 # characters that end lines, move cursors, or have no form in UTF-8
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -47,7 +47,7 @@ class Interval:
         return f"must be at most {self.high:,}" if value > self.high == LARGEST else f"must be {self}"
 
     def nearest(self, value: Any) -> tuple[float, ...]:
-        """Return the end that is nearest to a number outside, if that end is included."""
+        """Return the end of the interval that is nearest to a number outside, if this end is included."""
         end = self.low if value < self.low else self.high
         return (end,) if _finite(value) and end in self else ()
 
@@ -61,7 +61,7 @@ class Text:
     words: str
     pattern: str = ""
     longest: int = 10_000
-    longest_part: int = 10_000  # longest name between slashes, in bytes
+    longest_part: int = 10_000  # maximum length of a name between slashes, in bytes
 
     def __str__(self) -> str:
         return self.words
@@ -102,7 +102,7 @@ BELOW_ONE = Interval(0, 1, open_high=True)
 LINE = Text("text on one line, not empty", ".+")
 NOTE = Text("text on one line")
 WORD = Text("a word without blanks", r"\S+", longest=1000)
-# a folder's
+# for the name of a folder
 NAME = Text(
     "a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200
 )

@@ -1,8 +1,9 @@
 """The parts that a name in the configuration selects; each has a record. A module of `train.imports` adds its own records
 with `register`.
 
-A record holds all that the checks and the trainer know of a part. Its functions may be given as "module:name", which is
-imported only on the ranks, so that a record, and the module that registers it, need no torch.
+A record holds everything that the checks and the trainer know about a part. A function in it may be given as
+"module:name". This module is imported only on the ranks, so that neither the record nor the module that registers it
+needs torch.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ class DataSourceKind:
     encodes: bool = False  # whether the job's tokenizer encodes the source's text, as it encodes all documents
     # (key, Source, Job) -> the faults of the source's files; runs on the launcher and imports no torch
     faults: Reference | None = None
-    warnings: Reference | None = None  # like `faults`, for what is legal but probably a mistake
+    warnings: Reference | None = None  # like `faults`, but for files that are legal and probably a mistake
     # (checkpoint, config.json or None) -> files by name that an export writes beside those of the tokenizer
     exports: Reference | None = None
-    beside: str | None = None  # what the source keeps on each rank's device, and predictions of memory do not count
+    beside: str | None = None  # what the source keeps in each device's memory, which predictions do not count
 
 
 @dataclass(frozen=True)
 class ObjectiveKind:
-    """What is learned: `build(Job)` returns a titan_hydra.train.objectives.Objective. `faults(Job)` yields combinations
-    that are impossible for other reasons than those in the other fields.
+    """What is learned: `build(Job)` returns a titan_hydra.train.objectives.Objective. `faults(Job)` yields impossible
+    combinations, except those that follow from the other fields.
     """
 
     name: str
@@ -55,12 +56,12 @@ class ObjectiveKind:
     # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
     split_logits: bool = False
     cases: Reference | None = None  # the list of titan_hydra.verify.case.Case for `titan verify`
-    # (log-probabilities of labels [batch, seq] in float64, 0 where none counts; batch; Objective) -> (summed loss, number of
-    # elements), for cases against float64; None: cross-entropy
+    # (log-probabilities of labels [batch, seq] in float64, 0 where no label counts; batch; Objective) -> (summed loss,
+    # number of elements), for cases against float64; None: cross-entropy
     exact: Reference | None = None
     # the list of titan_hydra.verify.mutants.mutant.Mutant for `titan verify --mutants`
     mutants: Reference | None = None
-    makes: str = "tokens"  # the input that it gives a model; families must take this input
+    makes: str = "tokens"  # the model's input that the objective makes; the family must take this input
     faults: Reference = lambda job: ()
 
 
@@ -81,8 +82,8 @@ class OptimizerKind:
 
 @dataclass(frozen=True)
 class LrScheduleKind:
-    """A learning rate over time: `factor(step, steps, LrSchedule)` is the rate after the warm-up relative to the peak;
-    steps count from 1.
+    """A learning rate over time: `factor(step, steps, LrSchedule)` is the rate after the warm-up, relative to the peak
+    rate; `step` counts from 1.
     """
 
     name: str
@@ -105,8 +106,8 @@ class TrackerKind:
 class PipelineScheduleKind:
     """A pipeline schedule: a class like torch's schedules, and the facts on which the layout of stages depends.
     `objection(microbatches, stages, ranks)` returns why the schedule refuses that number of microbatches; None if it
-    does not. `steps(rank, pp, stages, microbatches)` yields the order of a rank for predictions (job/schedules.py);
-    without it, the order of a similar schedule is used.
+    does not. `steps(rank, pp, stages, microbatches)` yields the order of a rank's computations for predictions
+    (job/schedules.py); without `steps`, predictions use the order of a similar schedule.
     """
 
     name: str
@@ -114,7 +115,8 @@ class PipelineScheduleKind:
     config: Any = None  # a dataclass that extends schema.PipelineSchedule: the schedule's own keys
     steps: Reference | None = None
     stages_per_rank: int | None = None  # number of stages on each rank; None: as configured
-    v_shaped: bool = False  # rank r holds stages r and 2 * pp - 1 - r, so the first rank holds the first and the last
+    # whether rank r holds stages r and 2 * pp - 1 - r, so that rank 0 holds the first and the last stage
+    v_shaped: bool = False
     splits_backward: bool = False  # whether the backward computes the inputs' gradients first, and the weights' later
     late: bool = False  # whether no backward runs before the last forward
     from_file: bool = False  # whether the order is in the file `pp_schedule.csv`
@@ -123,11 +125,12 @@ class PipelineScheduleKind:
 
 @dataclass(frozen=True)
 class ActivationCheckpointKind:
-    """What the forward keeps for the backward: `ac.name`. One of every `every(ActivationCheckpoint)` blocks is
-    checkpointed (0: none); the compiler keeps a share `budget(ActivationCheckpoint)` of the activation memory.
+    """What the forward keeps for the backward: `ac.name`. Every n-th block is checkpointed, n =
+    `every(ActivationCheckpoint)` (0: none). The compiler may keep a share `budget(ActivationCheckpoint)` of the
+    activation memory.
 
     Without `contexts`, a checkpointed block keeps only its input. `contexts(ActivationCheckpoint, sparse)` returns the
-    context_fn of torch's checkpoint, which keeps chosen results, with one result out of every `matmuls` matmuls.
+    context_fn of torch's checkpoint, which keeps chosen results. Of every `matmuls` matmuls, it keeps one result.
     """
 
     name: str
@@ -136,7 +139,8 @@ class ActivationCheckpointKind:
     contexts: Reference | None = None
     matmuls: int = 1
     budget: Callable[[Any], float] | None = None
-    # `titan plan` tries it, and a fault suggests it; modes are registered from the least recomputation on
+    # whether `titan plan` tries this mode and faults suggest it; modes are registered in the order of their
+    # recomputation, the least first
     searched: bool = True
 
 
@@ -162,10 +166,11 @@ class RotationKind:
     name: str
     attention: Reference
     config: Any = None  # a dataclass that extends schema.Parallelism: the rotation's own keys
-    # torch's ring, which replaces the kernel: ranks exchange keys and values, and keep their queries
+    # whether this is torch's ring, which replaces the kernel: ranks exchange keys and values, and keep their queries
     ring: bool = False
-    gathers: bool = False  # a ring in which each rank gathers all keys and values at once
-    splits_heads: bool = False  # a rank computes some of the heads on whole sequences, so the heads must divide
+    gathers: bool = False  # whether this is a ring in which each rank gathers all keys and values at once
+    # whether a rank computes some of the heads on whole sequences, so that the ranks must divide the heads evenly
+    splits_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,8 +182,8 @@ class ExecutorKind:
     name: str
     executor: Reference
     config: Any = None  # a dataclass that extends schema.Cluster: the executor's own keys, with identity=False
-    # True: ranks are processes of the machine that starts them, whose devices can be counted. False: ranks belong to jobs
-    # on whole nodes with cluster.gpus_per_node devices, and every replica group is a job of its own.
+    # True: ranks are processes on the machine that starts them, and its devices can be counted. False: ranks belong to
+    # jobs on whole nodes with cluster.gpus_per_node devices, and every replica group is a separate job.
     here: bool = True
     single: bool = False  # whether the executor runs a single rank, in the process of launch.py
     faults: Reference | None = None  # (Job) -> the faults of the executor's keys; imports no torch
@@ -187,15 +192,15 @@ class ExecutorKind:
 @dataclass(frozen=True)
 class Format:
     """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a
-    meta-device model in place, and returns lines for the log. The functions of `titan_hydra.parallel.formats` call the
-    other functions; without them, linears are treated as plain ones.
+    meta-device model in place, and returns lines for the log. `titan_hydra.parallel.formats` calls the other functions,
+    which are optional; a linear is treated as plain where one is missing.
     """
 
     name: str
     convert: Reference
     step: int = 1  # dimensions of matmuls must be multiples of this
     bytes: int = 1  # bytes of an element
-    rounding: float = 4e-3  # fraction of the loss by which rounding alone may change a mean
+    rounding: float = 4e-3  # fraction of the loss by which rounding alone may change a mean loss
     config: Any = None  # a dataclass that extends schema.Precision: the format's own keys
     # Four functions of (Precision): whether the weights' gradients are computed in the compute dtype; whether a tensor
     # has one scale; whether FSDP gathers weights in the format; whether opaque kernels compute several modules at once.
@@ -234,7 +239,7 @@ class Registry(dict[str, Kind]):
 
 
 class Names(Sequence[str]):
-    """The names in a registry at the moment when they are read, and the names in `more`."""
+    """The names that are in a registry at the time of reading, and the names in `more`."""
 
     def __init__(self, registry: Registry[Any], more: tuple[str, ...] = ()) -> None:
         self.registry, self.more = registry, more

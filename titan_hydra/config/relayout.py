@@ -1,8 +1,8 @@
-"""The keys that `titan resume` may change: how a run is laid out over ranks, which changes nothing of what it learns."""
+"""The keys that `titan resume` may change: they determine the layout over ranks, but not what the run learns."""
 
 from typing import Any
 
-# Number formats are not among them, although they are techniques too: they change what is computed.
+# `precision` is not among them, although number formats are a technique too, as they change what is computed.
 SECTIONS = ("parallelism", "pp_schedule", "ac", "compile", "loss")
 KEYS = ("gpus", "data.local_batch")
 

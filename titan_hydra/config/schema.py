@@ -3,12 +3,13 @@ for these keys.
 
 `key(default, help, range)` describes a field. A number always has a range; text without a range is a line that is not
 empty; a key with choices, or of type bool, needs no range. If a section selects a part by its `name` (a model by
-`family`, a cluster by `executor`), it has the keys of that part beside its own (parts.py, load.PICKED). `only` names the
-options of another group with which the key is read; with any other option it must stay at its default. `identity=False`
-marks keys that do not change the experiment (where it runs, how it is logged); they are left out of the hash that names
-the run directory. `changes` states what another value of the key changes, and so which runs may be compared: "learning",
-"work" (what a step computes or how long it takes), both, "held-out loss" (the samples on which it is measured, and
-nothing of the training), or "technique". The `changes` of a section apply to all its keys; the default is "learning".
+`family`, a cluster by `executor`), it has the keys of that part in addition to its own (parts.py, load.PICKED). `only`
+names the options of a group with which the key is read; with any other option the key must keep its default.
+`identity=False` marks keys that do not change the experiment (where it runs, how it is logged); they are left out of
+the hash that names the run directory. `changes` states what changes with the value of the key, and so which runs may be
+compared: "learning", "work" (what a step computes or how long it takes), both, "held-out loss" (only the samples on
+which this loss is measured), or "technique". The `changes` of a section apply to all its keys; the default is
+"learning".
 """
 
 from __future__ import annotations

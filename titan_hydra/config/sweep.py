@@ -1,6 +1,6 @@
 """Expand a composed configuration into the cells of its sweep file, and name cells that have no name.
 
-A file of sweeps/ names its cells and lists, as overrides, how each differs from the rest of the file:
+A file of sweeps/ names its cells and lists for each cell the overrides by which it differs from the rest of the file:
 
     # @package _global_
     # When to choose it.
@@ -87,8 +87,8 @@ def named(composed: list[Composed]) -> list[Composed]:
     """Fill in the missing names of the cells of one command line: sweep.name from the swept keys, sweep.cell from the
     overrides that differ.
 
-    No two cells keep the same name: if -m has multiplied a file's cells, the swept overrides are appended. A single run
-    stays unnamed.
+    No two cells have the same name: if -m has multiplied the cells of a file, the swept overrides are appended to the
+    names. A single run gets no name.
     """
     groups: dict[str | None, list[Composed]] = {}
     for config, overrides in composed:

@@ -25,7 +25,8 @@ from .schema import Train
 
 KEY = "train.imports"
 INSTALLED = {"site-packages", "dist-packages"}
-REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # how a record names what it loads later
+# the form in which a record names a function that is imported later
+REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def load_user_modules(modules: list[str]) -> list[Fault]:
@@ -119,9 +120,9 @@ def folders(modules: Iterable[str]) -> list[str]:
 
 
 def edited_sources(train: Train) -> Fault | None:
-    """Return a fault if the sources of a frozen job's modules are not those that it was frozen with; None if they are.
+    """Return a fault if the sources of a frozen job's modules have changed since it was frozen; None if they have not.
 
-    Runs of version 0.1 have recorded none.
+    Runs of version 0.1 have no record of their sources.
     """
     if train.sources is None or (now := digest(train.imports)) == train.sources:
         return None
@@ -151,8 +152,8 @@ def _files_of(module: str) -> Iterator[tuple[str, Path, Path]]:
 
 
 def _belongs(name: str, root: Path, package: str, home: Path) -> bool:
-    """Whether a module that the user's code names is the user's own: of the same package or, if it is not installed, in
-    the same folder.
+    """Whether a module that the user's code names is part of that code: it belongs to the same installed package or,
+    without such a package, is in the same folder.
     """
     top = name.partition(".")[0]
     if top == package:

@@ -1,4 +1,4 @@
-"""Training data: build() returns a rank's Loader. The order of samples is a function of seed and step, never of the
+"""Training data: build() returns a rank's Loader. The order of samples depends on the seed and the step, never on the
 layout.
 
 A step takes G = data.global_batch samples in slots 0 to G - 1, and rank r of R data-parallel ranks owns slots [r * G/R,
@@ -78,7 +78,9 @@ class Wanted:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The job's tokenizer, loaded when a source with text needs it. A rule has compared its ids with the model's."""
+        """The job's tokenizer, loaded when a source with text needs it. A rule has already checked that its ids fit the
+        model.
+        """
         from .tokenizer import load
 
         return load(self.job.tokenizer)

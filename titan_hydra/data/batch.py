@@ -15,7 +15,7 @@ class Dims:
     """The dimensions of a tensor along which a batch is cut."""
 
     samples: int = 0  # the dimension of samples, which microbatches cut
-    # the dimension that context parallelism cuts; None: there is none, or each rank needs all
+    # the dimension that context parallelism cuts; None: there is none, or each rank needs the whole tensor
     sequence: int | None = None
     host: bool = False  # whether the tensor stays on the host, as neither the model nor the loss reads it
 
@@ -25,7 +25,7 @@ class Batch:
     """The tensors of some samples."""
 
     tensors: dict[str, torch.Tensor]
-    dims: Mapping[str, Dims]  # the dimensions of each tensor; may have further names
+    dims: Mapping[str, Dims]  # the dimensions of each tensor; further names are allowed
 
     def __post_init__(self) -> None:
         if missing := self.tensors.keys() - self.dims.keys():
@@ -48,7 +48,9 @@ class Batch:
         return [Batch(dict(zip(self.tensors, row, strict=True)), self.dims) for row in zip(*pieces, strict=True)]
 
     def of_sequences(self, index: Callable[[int], torch.Tensor]) -> Batch:
-        """Return the batch with the elements at `index(length)` of every sequence, in that order."""
+        """Return the batch with only the elements of every sequence whose indices `index(length)` returns, in that
+        order.
+        """
 
         def part(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
             if dims.sequence is None:

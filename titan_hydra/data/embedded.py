@@ -1,5 +1,5 @@
-"""The embedded corpus: this project's own pages and sources as they were when assets/corpus.txt was made. It is the same
-for every version of Python.
+"""The embedded corpus: pages and source files of this project, as they were when assets/corpus.txt was made. It is the
+same for every version of Python.
 
 The file is a list of texts between form feeds, each under its name. Editing it changes the losses of all runs with
 data=embedded.
@@ -14,7 +14,7 @@ from titan_hydra.config.files import ASSETS
 
 # Texts are cut at the first blank line after this many characters; else a slot might read one text for a whole run.
 PIECE = 4096
-HELD_OUT = 20  # one of 20 texts is kept for validation
+HELD_OUT = 20  # about one of this number of texts is kept for validation
 
 
 class Embedded:

@@ -19,7 +19,7 @@ from .permutation import permute
 from .shards import BadShard, BadShards
 
 OPEN_FILES = 64  # maximum number of open files, as a process has a limited number of descriptors
-TRIES = 1000  # number of samples to try as a replacement of an unreadable one
+TRIES = 1000  # maximum number of samples that are tried as a replacement for an unreadable one
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Numbered:
 class TokenFiles(Numbered):
     """Files of `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S], S = data.seq_len.
 
-    Samples are numbered through the endless sequence of epochs. A sample in a bad file is replaced by a random one, so
-    that the other samples keep their numbers.
+    The numbers of samples continue from one epoch to the next, without end. A sample in a bad file is replaced by a
+    random one, so that the other samples keep their numbers.
     """
 
     def __init__(

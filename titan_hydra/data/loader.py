@@ -1,4 +1,6 @@
-"""Batches for one data-parallel rank, which a thread prepares ahead, and the state from which they continue exactly."""
+"""Batches for one data-parallel rank, which a thread prepares in advance, and the state from which a resumed run
+continues exactly.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Samples(Protocol):
 
 
 class Loader:
-    """Gives the batches of the slots that this rank owns, without end."""
+    """An endless series of batches, with the samples of the slots that this rank owns."""
 
     def __init__(
         self,
@@ -64,7 +66,9 @@ class Loader:
         self.returned = self.start = self._snapshot()
 
     def next(self) -> Batch:
-        """Return the next step's batch. Raises what the thread has raised while it made the batch."""
+        """Return the next step's batch. Raises the exception that the thread has raised while it made the batch, if
+        there is one.
+        """
         if not self.prefetch:
             batch, self.returned = self._produce()
             return batch
@@ -90,7 +94,7 @@ class Loader:
         return {shard: reason for shard, reason in self.returned["bad"].items() if shard not in self.known}
 
     def take_news(self, news: dict[str, str]) -> None:
-        """Receive the bad shards that any rank has found, on all ranks. Raises ConfigError if there are too many."""
+        """Add the bad shards that any rank has found; all ranks call this. Raises ConfigError if there are too many."""
         self.known |= set(news)
         BadShards(self.bad.limit, dict.fromkeys(sorted(self.known), "") | news).check()
 

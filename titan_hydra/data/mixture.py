@@ -1,8 +1,8 @@
 """Mix sources in fixed proportions. The source of a sample follows from its number, so it is the same on every layout.
 
-The sources alternate in a pattern of PERIOD samples. At every point of the pattern, each source has had its share of the
-samples, to the nearest whole sample. Within a step, the turns of the pattern are distributed over the slots at random;
-with a fixed distribution, some slots would never read some source.
+The sources alternate in a pattern of PERIOD samples. At every point of the pattern, the number of samples from each
+source is as near to the source's share as whole numbers can be. Within a step, the places of the pattern are assigned
+to slots at random; with a fixed assignment, some slots would never read some sources.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from .permutation import permute
 
 
 class Mixture:
-    """The samples of several sources. The state of a slot is its state in each source, by name."""
+    """The samples of several sources. The state of a slot consists of the slot's state in each source, by the source's
+    name.
+    """
 
     def __init__(self, parts: dict[str, Any], weights: dict[str, float], global_batch: int, seed: int):
         """Combine the sources. Raises ConfigError if their tokens come from different tokenizers."""
@@ -62,8 +64,8 @@ class Mixture:
 
 
 def pattern(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source of each of PERIOD turns, and before each turn the number of turns that each source has had. The
-    source of a turn is the one that is furthest behind its share.
+    """Return the source of each of PERIOD samples and, for each sample, how many earlier samples each source has. A
+    sample comes from the source that is furthest behind its share.
     """
     due, had = np.array(counts), np.zeros(len(counts), dtype=np.int64)
     turns, before = np.empty(PERIOD, dtype=np.int64), np.empty((PERIOD + 1, len(counts)), dtype=np.int64)

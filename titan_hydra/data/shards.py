@@ -1,7 +1,8 @@
 """Files and shards that cannot be read. They are left out, with a warning, if data.max_bad_shards allows that.
 
-The files alone determine what is left out: of a shard of text, everything from the damaged row on; a file of tokens as
-a whole, if it does not match its header. So all layouts get the same samples, and so does a resumed run.
+Only the contents of the files determine what is left out. A damaged shard of text is left out from the damaged row on;
+a file of tokens that does not match its header is left out as a whole. So all layouts get the same samples, and so does
+a resumed run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from titan_hydra.base.errors import ConfigError
 
 
 class BadShard(ConfigError):
-    """The shard `shard` is missing or damaged. The message has the place of the damage and the reason."""
+    """The shard `shard` is missing or damaged. The message contains the place of the damage and the reason."""
 
     def __init__(self, shard: object, message: str) -> None:
         super().__init__(message)

@@ -37,8 +37,9 @@ START = {"turn": 0, "row": 0, "place": 0, "token": 0}
 
 @dataclass
 class Document:
-    turn: int  # number of units that the stream has read before the unit in which the document's block begins
-    row: int  # row of that unit with which the block begins
+    # the document's block begins in the unit of this turn: the stream has read this number of units before it
+    turn: int
+    row: int  # row of that unit at which the block begins
     place: int  # index of the document in the shuffled block
     tokens: np.ndarray
 
@@ -166,8 +167,8 @@ class Stream:
                 raise ConfigError("data.path: no document with text in it")
 
     def _unit(self, turn: int) -> int:
-        """Return the unit of a turn. Even without a seed, epochs begin at different units; otherwise a slot might read
-        the same few units in each epoch.
+        """Return the unit that this slot reads after `turn` other units. Even without a seed, epochs begin at different
+        units; otherwise a slot might read the same few units in each epoch.
         """
         epoch, place = divmod(self.slot + turn * self.slots, self.source.units)
         if self.seed is None:

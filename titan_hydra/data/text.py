@@ -22,7 +22,7 @@ class TextFiles:
     def __init__(self, key: str, path: str | None, text_key: str, slots: int):
         self.files = files.require(key, path, files.TEXT_SUFFIXES)
         self.text_key = text_key
-        # Slots share .txt files as a whole, as each is a single row.
+        # A .txt file is a single row, so slots that share it all read the whole file.
         whole = all(files.kind(file) in (".txt", ".md") for file in self.files)
         self.every = 1 if whole else -(-slots // len(self.files))
         self.units = len(self.files) * self.every
@@ -62,7 +62,7 @@ class Hub:
             yield number, files.column(row, self.text_key, f"{where}, row {number}")
 
     def _read(self, where: str, shard: int, start: int) -> Iterator[tuple[int, dict]]:
-        """Yield every n-th row of a shard with its number. Raises BadShard for any error of the library."""
+        """Yield the number and the content of every n-th row of a shard. Raises BadShard for any error of the library."""
         try:
             rows = iter(self.dataset.shard(self.dataset.num_shards, shard).skip(start))
             yield from zip(range(start, 1 << 62, self.every), islice(rows, 0, None, self.every), strict=False)

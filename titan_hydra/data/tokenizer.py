@@ -28,8 +28,8 @@ LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# A text is cut after this number of consecutive blanks: at about a million, tiktoken's regular expression fails with a
-# Rust panic.
+# A text is cut after this number of consecutive blanks, as tiktoken's regular expression fails with a Rust panic at
+# about a million.
 MANY_BLANKS = 400_000
 LONG_RUN = re.compile(rf"(\s{{{MANY_BLANKS}}})")
 
@@ -39,7 +39,9 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 
 @dataclass(frozen=True)
 class Located:
-    """Tokens, and the range of characters of each. A token with a part of a character's bytes has that character."""
+    """Tokens, and for each the range of its characters. If a token contains only some of a character's bytes, its range
+    includes the whole character.
+    """
 
     ids: list[int]
     begins: np.ndarray
@@ -66,7 +68,9 @@ class Tokenizer:
 
 
 def load(config: schema.Tokenizer) -> Tokenizer:
-    """Load the tokenizer of a job. Raises ConfigError if its file is missing, or is not of the kind tokenizer.name."""
+    """Load the tokenizer of a job. Raises ConfigError if its file is missing, or is not of the kind that tokenizer.name
+    states.
+    """
     path, content = read_content(config)
     return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
 
@@ -148,7 +152,8 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises no narrower class
         raise ConfigError(f"tokenizer.path={path}: not a tokenizer.json: {error}") from error
-    tokenizer.encode_special_tokens = True  # so that `</s>` in a text is text, not the end of a document
+    # so that `</s>` in a text is treated as text, and not as the end of a document
+    tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}

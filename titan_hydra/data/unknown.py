@@ -19,7 +19,8 @@ from . import files
 from .embedded import Embedded
 from .tokenizer import Tokenizer, load
 
-FILES, ROWS, LENGTH = 8, 32, 10_000  # number of files that are read, of rows in each, of characters of a row
+# maximum number of files that are read, of rows in each file, and of characters in each row
+FILES, ROWS, LENGTH = 8, 32, 10_000
 SHARE = 0.01  # share of unknown tokens, or characters, above which there is a warning
 # suffixes of the files of a local data set; a .md beside them is a note, not data
 ROWS_OF_TEXT = (".jsonl", ".json", ".csv", ".parquet")

@@ -1,5 +1,5 @@
-"""Communication between the ranks i of all replica groups, in a gloo group outside every mesh. The gloo group is
-created again whenever its members change.
+"""Communication between rank i of every replica group and rank i of the others, in a gloo group that belongs to no
+mesh. The gloo group is created again whenever its members change.
 """
 
 from collections.abc import Iterable
@@ -24,8 +24,8 @@ class Peers:
         self.channel: Any = None  # a ProcessGroupGloo, which some builds of torch lack
 
     def meet(self, meeting: Meeting) -> None:
-        """Connect to the members of a meeting, unless the meeting before had the same members. Raises RuntimeError if a
-        member does not answer.
+        """Connect to the members of a meeting, unless the previous meeting had the same members. Raises RuntimeError if
+        a member does not answer.
         """
         if self.channel is not None and self.lives == meeting.members:
             return

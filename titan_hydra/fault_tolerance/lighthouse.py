@@ -11,7 +11,8 @@ from torchft.coordination import LighthouseServer
 
 from titan_hydra.config.files import write_text
 
-DAY = 24 * 60 * 60 * 1000  # milliseconds to wait for a live group that has not arrived: it may be validating, or slow
+# milliseconds that a quorum waits for a live group that has not arrived, as it may be validating or be slow
+DAY = 24 * 60 * 60 * 1000
 
 
 def main() -> None:

@@ -71,7 +71,9 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def shards(content: dict[str, Any]) -> list[Tensor]:
-    """Return this rank's shard of each tensor in a state, in the order of their names, which all groups share."""
+    """Return this rank's shard of each tensor in a state, in the order of the tensors' names, which is the same in all
+    groups.
+    """
     return [local(content[name]) for name in sorted(content) if isinstance(content[name], Tensor)]
 
 

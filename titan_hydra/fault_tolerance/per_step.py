@@ -36,7 +36,7 @@ from . import shared_lighthouse
 from .outer import local, shards
 
 POLL = 0.05  # seconds between two reads of the files
-RETRIES = 100  # number of requests to a lighthouse that has died, until another one takes its place
+RETRIES = 100  # maximum number of requests while a lighthouse has died and another one has not yet replaced it
 COUNTS = ("step", "batches_committed")  # the counts in the state of torchft's manager
 
 
@@ -53,15 +53,16 @@ class PerStep(Groups):
         self.last: Batch | None = None  # the batch of the newest step
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # number of groups in the last quorum
-        # number of steps that this group skipped in the quorum for the next step; None: there is no quorum yet
+        # number of steps that this group skipped when it joined the quorum for the next step; None: there is no quorum
+        # yet
         self.caught_up: int | None = None
         self.received: list[Tensor] | None = None  # another group's shards
         self.data_ahead = 0  # data step minus training step; above 0 when a new run continues an old run's data
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # it writes some lines a step
+            logging.getLogger(name).setLevel(logging.ERROR)  # torchft writes several lines per step
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
         self.exchange = AllreduceOptions()
-        self.exchange.timeout = limit / 2  # the ranks of this group wait for each other for `limit`
+        self.exchange.timeout = limit / 2  # half, as the ranks of this group wait for each other for `limit`
         # time-out for connecting, which all groups do at the same time
         self.channel = ProcessGroupGloo(timedelta(seconds=job.fault_tolerance.timeout_seconds))
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # the host of rank 0
@@ -105,7 +106,8 @@ class PerStep(Groups):
         if self.run.rank == 0:
             self.run.meetings.mkdir(parents=True, exist_ok=True)
             (self.run.meetings / f"came_{self.run.replica}").touch()
-            # After this time, the groups that arrived begin. Other ranks wait in the barrier, with twice this limit.
+            # After this time, the groups that have arrived begin. This group's other ranks wait in the barrier, for
+            # twice as long.
             deadline = time.monotonic() + self.job.comm.init_timeout_seconds / 2
             while len(list(self.run.meetings.glob("came_*"))) < self.job.fault_tolerance.replicas:
                 if self.stop or time.monotonic() > deadline:
@@ -122,8 +124,8 @@ class PerStep(Groups):
         self.report = event
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, up to the last. A step is yielded when the groups have agreed on it, and once
-        more if it did not count.
+        """Yield the steps after `done`, up to the last. A step is yielded when the groups have agreed on it, and again
+        as long as it does not count.
         """
         while done < last:
             self.watch.at("meeting")
@@ -133,7 +135,7 @@ class PerStep(Groups):
 
     def batch(self, step: int, loader: Loader) -> Batch:
         """Return the batch of a step. For a repeated step, this is the batch that was just used. If this group has
-        skipped steps to catch up with another group, it is a batch further ahead.
+        skipped steps to catch up with another group, the batches of these steps are skipped too.
         """
         while self.last is None or loader.state()["step"] < step + self.data_ahead:
             self.last = loader.next()
@@ -152,8 +154,8 @@ class PerStep(Groups):
         return now
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Sum tensors over the groups, in place and bit-identical in each. After a failure nothing is summed; the step
-        will not count.
+        """Sum tensors over the groups, in place; the sums are bit-identical in all groups. After a failure nothing is
+        summed, as the step will not count.
         """
         for tensor in tensors:
             if self.manager.errored():
@@ -162,7 +164,7 @@ class PerStep(Groups):
             try:
                 self.channel.allreduce([host], self.exchange).wait()
                 tensor.copy_(host)  # without effect if it is the same memory
-            except RuntimeError as error:  # gloo has no others
+            except RuntimeError as error:  # gloo raises no other exceptions
                 print(f"step {self.manager.current_step() + 1} is repeated: {str(error).splitlines()[0]}", flush=True)
                 self.manager.report_error(error)
         if self.manager.errored():
@@ -192,7 +194,7 @@ class PerStep(Groups):
         return self.asked
 
     def close(self) -> None:
-        """Leave the other groups, which notice it after `fault_tolerance.timeout_seconds`."""
+        """Leave the other groups. They notice it after `fault_tolerance.timeout_seconds`."""
         if self.asked:  # when the groups begin again, they wait for this group too
             (self.run.meetings / f"came_{self.run.replica}").unlink(missing_ok=True)
         self.manager.shutdown(wait=False)
@@ -229,7 +231,7 @@ class PerStep(Groups):
         self.manager.start_quorum()
         steps = torch.tensor([self.manager.current_step(), -self.manager.current_step()])
         dist.all_reduce(steps, dist.ReduceOp.MIN)
-        if steps.sum():  # torchft asks one rank of a group for the step of all of them, and would never see it
+        if steps.sum():  # the ranks differ; torchft would not notice, as it asks only one rank of a group for the step
             self.manager.load_state_dict(before)
             self.manager.report_error(RuntimeError("not all ranks of this group received the others' state"))
         elif self.received is not None:
@@ -238,8 +240,8 @@ class PerStep(Groups):
         self.caught_up = self.manager.current_step() - step
 
     def _lighthouse(self) -> str:
-        """Return the address of the lighthouse: from the configuration, on SLURM from the job's own process, else from
-        the file that the local launcher writes.
+        """Return the address of the lighthouse. It comes from the configuration; on SLURM from this rank's lighthouse
+        process; else from the file that the local launcher writes.
 
         Raises RunError after the time-out.
         """
@@ -269,7 +271,7 @@ class Handover(CheckpointTransport):
         self.channel, self.own = channel, own
 
     def metadata(self) -> str:
-        """Return "", as the channel is known."""
+        """Return "", as the receiver already knows the channel."""
         return ""
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta) -> None:
@@ -281,8 +283,8 @@ class Handover(CheckpointTransport):
                 self.channel.send([host], rank, tag=0).wait(timeout)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
-        """Receive another group's shards into new memory, so that a partial transfer leaves the present state
-        untouched.
+        """Receive another group's shards into new memory, so that a partial transfer does not change this group's
+        state.
         """
         received = [
             torch.zeros(len(COUNTS), dtype=torch.int64),

@@ -6,8 +6,8 @@ heart_<group>.json. Meetings are numbered folders. A group that has arrived writ
 group that finds all live groups there closes the meeting with members.json. Members exchange their data and
 write done_<group>.json, and outcome.json records whether the meeting counts.
 
-members.json and outcome.json are created with link(2), which exactly one process can win, on NFS too. All groups
-therefore read the same decision even if its author dies right afterwards.
+members.json and outcome.json are created with link(2), which exactly one process can win, on NFS too. So all groups
+read the same decision, even if the process that made it dies immediately afterwards.
 tests/fault_tolerance/test_torchft_meetings.py shows what torchft's quorum loses here.
 """
 
@@ -25,7 +25,7 @@ from titan_hydra.base.threads import thread
 from titan_hydra.config.files import read_json, write_text
 
 POLL = 0.05  # seconds between two reads of the files
-KEPT = 8  # meetings whose files stay
+KEPT = 8  # number of meetings whose files are kept
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class Board:
     def __init__(self, folder: Path, group: int, groups: int, timeout: float, address: str) -> None:
         self.folder, self.group, self.groups, self.timeout, self.address = folder, group, groups, timeout, address
         self.life = uuid.uuid4().hex
-        self.phase = "starting"  # later joining or training, and at the end left
+        self.phase = "starting"  # then "joining" or "training", at the end "left"
         self.position = (0, 0)  # step of the last meeting, and the step that this group has reached
         self.number = max(self._numbers(), default=1)  # number of the next meeting
         self.beats = 0
-        self.hearts: dict[int, tuple[dict, float]] = {}  # group -> (its last heartbeat, when that changed by our clock)
+        # group -> (its last heartbeat, the time by our clock at which it changed)
+        self.hearts: dict[int, tuple[dict, float]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.beat()
@@ -91,7 +92,8 @@ class Board:
         while not self.ended.wait(min(1.0, self.timeout / 10)):
             try:
                 self.beat()
-            except OSError:  # the disk may be full; others may take this group for dead, until a later write succeeds
+            # the disk may be full; other groups may treat this group as dead until a later write succeeds
+            except OSError:
                 continue
 
     def alive(self, group: int) -> bool:
@@ -147,7 +149,7 @@ class Board:
                 self.number += 1
                 if meeting.members.get(self.group) == self.life:
                     return meeting
-                continue  # it went on without us, or long ago
+                continue  # the meeting was closed without this group
             present = place / f"present_{self.group}.json"
             if stop():
                 present.unlink(missing_ok=True)
@@ -188,8 +190,8 @@ class Board:
         )
 
     def settle(self, meeting: Meeting, went_well: bool) -> bool:
-        """Publish whether the exchange succeeded here, and return the outcome once all members have done so. A meeting
-        counts if the exchange succeeded for every member.
+        """Publish whether the exchange succeeded in this group, and return the outcome once all members have published
+        theirs. A meeting counts if the exchange succeeded for every member.
         """
         place = self.folder / str(meeting.number)
         if not place.exists():

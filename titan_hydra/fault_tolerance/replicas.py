@@ -2,8 +2,8 @@
 catch up before the first step.
 
 A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks.
-Then rank i of every group exchanges its shards with its peers (exchange.py), and outer.py changes the weights when all
-members are known to have the exchanged data.
+Then rank i of every group exchanges its shards with its peers (exchange.py), and when it is certain that all members
+have the exchanged data, outer.py changes the weights.
 """
 
 import os
@@ -64,7 +64,7 @@ class Replicas(Groups):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The outer state of this rank for a checkpoint, in its own memory."""
+        """This rank's outer state, which is part of a checkpoint; the tensors are not copied."""
         outer = {
             f"{number}.{name}": getattr(fragment, name)
             for number, fragment in enumerate(self.fragments)
@@ -82,8 +82,8 @@ class Replicas(Groups):
         """Join the other groups with the weights of this step. Return the step to continue from, and whether a stop was
         requested meanwhile.
 
-        A group that is behind the others waits here for their next meeting. A group that was stopped before a meeting
-        that was due begins with that meeting.
+        A group that is behind the others waits here for their next meeting. If the group was stopped before a meeting
+        that was due, it begins with that meeting.
         """
         if not resumed:
             self.last.fill_(step)
@@ -101,7 +101,9 @@ class Replicas(Groups):
             event("meeting", step, **values)
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, up to the last. After a meeting that leads to a later step, continue there."""
+        """Yield the steps after `done`, up to the last. If a meeting moves this group to a later step, continue after
+        that step.
+        """
         self.done = done
         while self.done < last:
             self.done += 1
@@ -137,7 +139,7 @@ class Replicas(Groups):
                 break
             self.peers.part()
             if self.run.replica in meeting.takers:
-                position = (-1, -1)  # a state that was received only in part belongs to no step
+                position = (-1, -1)  # this group's state is only partly replaced, so it belongs to no step
         *averages, mean_loss = means
         for number, average in zip(due(meeting.step, self.job.steps, self.config), averages, strict=True):
             self.fragments[number].take(average, self.config)
@@ -145,7 +147,7 @@ class Replicas(Groups):
         self.members = sorted(meeting.members)
         if self.board is not None:
             self.board.become("training", (meeting.step, meeting.step))
-        # a meeting that a stop had postponed has no loss
+        # there is no loss if a stop had postponed the meeting
         known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}
         self.report(
             "meeting",
@@ -175,7 +177,7 @@ class Replicas(Groups):
                 self.peers.add_up(offer)
                 offer.div_(len(meeting.donors))
             return offers
-        except RuntimeError as error:  # gloo and the store have no others
+        except RuntimeError as error:  # gloo and the store raise no other exceptions
             print(
                 f"meeting {meeting.number} after step {meeting.step} failed: {str(error).splitlines()[0]}", flush=True
             )

@@ -4,9 +4,10 @@ job is gone, another job runs it.
     python -m titan_hydra.fault_tolerance.shared_lighthouse FOLDER SILENT_SECONDS WAIT_SECONDS
 
 Rank 0 of each group starts this process, which ends with the rank. The process that serves writes its address and a
-counter to FOLDER/lighthouse_<n>.json every second. If the counter has not changed for SILENT_SECONDS (or no file appears
-for WAIT_SECONDS), another process serves, as number n + 1: link(2) lets only one process create that file. The new
-lighthouse gives no quorum for another SILENT_SECONDS; by then the old one has stopped, so that there are never two.
+counter to FOLDER/lighthouse_<n>.json every second. If the counter has not changed for SILENT_SECONDS (or no file
+appears for WAIT_SECONDS), another process serves, as number n + 1: link(2) lets only one process create that file. The
+new lighthouse forms no quorum for another SILENT_SECONDS. By then the old one has stopped, so that two never form
+quorums at once.
 
 torchft's manager uses one address for its whole life. The address is a port of this process on loopback, and this
 process connects the manager to the newest lighthouse; requests wait while there is no lighthouse.
@@ -37,7 +38,7 @@ LIGHTHOUSE = Entry(
     "lighthouse_<n>.json", "a rank 0", "host and port of the n-th lighthouse, and a counter that shows that it is alive"
 )
 POLL = 1.0  # seconds between two reads of the files
-ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM sends them to all processes of a rank
+ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # signals that SLURM sends to all processes of a rank
 
 
 def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
@@ -100,8 +101,8 @@ class Lighthouse:
             bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY
         )
         mine = {"host": socket.gethostname(), "port": int(server.address().rpartition(":")[2]), "counter": 0}
-        # The groups do not arrive together. So a heartbeat is sent for a group that does not exist; the first quorum is
-        # delayed until that heartbeat is too old.
+        # The groups arrive at different times, so the first quorum must be delayed. A heartbeat is sent for a group
+        # that does not exist, and the quorum waits until that heartbeat is too old.
         if number > 1:
             LighthouseClient(f"http://127.0.0.1:{mine['port']}", timedelta(seconds=5)).heartbeat("nobody")
         began = time.monotonic()
@@ -127,7 +128,7 @@ class Lighthouse:
             task.cancel()
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Once there is a lighthouse, copy what it and the manager send each other, until either ends."""
+        """Once there is a lighthouse, forward all bytes between it and the manager, until either of them closes."""
         task = asyncio.current_task()
         try:
             far_reader, far_writer = await self.reach()
@@ -182,7 +183,7 @@ async def serve(folder: Path, silent: float, wait: float) -> None:
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await asyncio.wait([watching, parent], return_when=asyncio.FIRST_COMPLETED)
     if watching.done():
-        watching.result()  # raises what has ended it
+        watching.result()  # raises the exception that has ended it
 
 
 if __name__ == "__main__":
@@ -190,4 +191,4 @@ if __name__ == "__main__":
         asyncio.run(serve(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))
     finally:
         sys.stderr.flush()
-        os._exit(0)  # at once: a thread may still read what the parent never closes
+        os._exit(0)  # exit at once: a thread may still be reading from the parent's pipe, which the parent never closes

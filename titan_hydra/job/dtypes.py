@@ -20,7 +20,8 @@ def gradient_dtype(job: Job) -> str:
     layout = job.parallelism
     if local_batches(job) > 1:
         return "float32"
-    if layout.dp_replicate * layout.dp_shard * layout.cp > 1:  # FSDP sums, after the last microbatch of a pipeline
+    # with FSDP, which sums gradients over ranks, in a pipeline after the last microbatch
+    if layout.dp_replicate * layout.dp_shard * layout.cp > 1:
         return job.precision.reduce_dtype
     return "float32" if layout.pp > 1 or job.model.tie_embeddings else job.precision.compute_dtype
 

@@ -20,7 +20,9 @@ def stage_count(job: Job) -> int:
 
 
 def stages_of_ranks(job: Job) -> list[list[int]]:
-    """Return the stages of each pipeline rank, ascending: in a loop, in a V, or as the csv schedule has them."""
+    """Return the stages of each pipeline rank, ascending. They are distributed in a loop, in a V, or as in the csv
+    schedule.
+    """
     pp, stages, schedule = job.parallelism.pp, stage_count(job), job.pp_schedule
     if written := written_schedule(job):
         return [sorted({stage for stage, _, _ in actions}) for actions in written]
@@ -41,10 +43,11 @@ def modules_of_stages(job: Job) -> list[list[str]]:
 
 
 def blocks_of_stages(job: Job) -> list[int]:
-    """Return the number of blocks of each stage: `layers_per_stage` (the last stage takes the rest), or balanced.
+    """Return the number of blocks of each stage: `layers_per_stage` (the last stage gets the rest) or, if it is null,
+    balanced numbers.
 
     The embedding and the head count as one block each, so that the paper's 126 blocks on 16 stages divide evenly. Each
-    block goes to the stage with the least work; if several have the least, to an inner stage.
+    block is assigned to the stage with the least work; if several stages have the least, to an inner stage.
     """
     stages, layers, per_stage = stage_count(job), job.model.n_layers, job.pp_schedule.layers_per_stage
     if per_stage:
@@ -63,8 +66,8 @@ def _balanced(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def splits_backward(job: Job) -> bool:
-    """Whether the schedule runs a stage's backward in two halves (inputs, weights). Several techniques cannot be
-    combined with a split backward.
+    """Whether the schedule runs a stage's backward in two halves: one for the inputs' gradients, one for the weights'.
+    Several techniques cannot be combined with a split backward.
     """
     if written := written_schedule(job):
         return any(kind == "W" for actions in written for _, kind, _ in actions)

@@ -7,7 +7,7 @@ import os
 from titan_hydra.config.registry import CP_ROTATIONS, EXECUTORS, RotationKind
 from titan_hydra.config.schema import Job
 
-# in the mesh's order: ranks of tp share a node, and its fast links
+# the degrees in the order of the mesh; tp is last, so that its ranks share a node and its fast links
 DEGREES = (
     "pp",
     "dp_replicate",

@@ -28,7 +28,9 @@ def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
 
 
 def known(name: str) -> str:
-    """Return the schedule whose steps stand for a schedule's: itself if its record has steps, else a similar one."""
+    """Return the schedule whose steps are used to predict a schedule: itself if its record has steps, else a similar
+    one.
+    """
     kind = PIPELINE_SCHEDULES[name]
     if kind.steps:
         return name
@@ -47,12 +49,13 @@ def actions(name: str, pp: int, stages: int, number: int) -> list[list[Action]]:
 def actions_of_rank(rank: int, name: str, pp: int, stages: int, number: int) -> list[Action]:
     """Return the actions of one pipeline rank."""
     order = numbered(resolve(PIPELINE_SCHEDULES[name].steps)(rank, pp, stages, number))
-    return [action for action in order if action[2] < number]  # zbv plans more microbatches than there may be
+    # the steps of zbv may contain more microbatches than there are
+    return [action for action in order if action[2] < number]
 
 
 def numbered(steps: Iterable[Step]) -> list[Action]:
-    """Give each step its microbatch: forwards and backwards of a stage in order, weight gradients in the order of their
-    first halves.
+    """Give each step its microbatch. The forwards of a stage, and its backwards, are numbered in order; the weights'
+    halves of backwards, in the order of the inputs' halves.
     """
     counts: Counter[tuple[int, bool]] = Counter()
     pending: list[tuple[int, int]] = []
@@ -151,9 +154,9 @@ def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
 class Held:
     """The microbatches whose activations a pipeline rank holds, each counted with the weight of its stage."""
 
-    most: float  # largest number held at once; a microbatch counts from its forward until its backward is done
+    most: float  # largest number that is held at once. A microbatch counts from its forward until its backward is done.
     at_end: float = 0  # number held when a forward of the last stage has just run
-    postponed: float = 0  # number of those in `most` whose weights' gradients are still to be computed
+    postponed: float = 0  # number of the microbatches in `most` whose weights' gradients are still to be computed
 
 
 def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:

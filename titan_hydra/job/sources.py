@@ -4,7 +4,8 @@ from typing import Any
 
 from titan_hydra.config.source import Data
 
-PERIOD = 10_000  # samples after which a mixture's pattern repeats: weights are rounded to whole samples of it
+# number of samples after which a mixture's pattern repeats; weights are rounded to whole samples of the pattern
+PERIOD = 10_000
 
 
 def data_sources(data: Data) -> dict[str, Any]:

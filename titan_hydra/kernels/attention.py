@@ -51,7 +51,7 @@ class SDPA(nn.Module):
 
 
 def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool = False) -> Call:
-    """Return what the choice of a kernel depends on, for queries and values [batch, heads, seq, head_dim]."""
+    """Return the facts on which the choice of a kernel depends, for queries and values [batch, heads, seq, head_dim]."""
     machine = machine_of(q.device.index or 0) if q.is_cuda else None
     return Call(
         q.device.type,
@@ -82,9 +82,9 @@ def machine_of(index: int) -> Machine:
 
 
 def suited(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return keys and values in the form that a kernel accepts, and the width of a value. Flash attention needs values as
-    wide as queries. Efficient attention (before torch 2.14) needs as many key heads as query heads. In other forms,
-    torch would choose the math kernel, which stores all scores.
+    """Return keys and values in the form that a kernel accepts, and the width of a value. Flash attention needs values
+    as wide as queries. Efficient attention (before torch 2.14) needs as many key heads as query heads. For tensors in
+    other forms, torch would choose the math kernel, which stores all scores.
     """
     width = v.shape[-1]
     if kernel == "flash":
@@ -95,10 +95,11 @@ def suited(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 class OneLayout(torch.autograd.Function):
-    """Return attention's output [batch, heads, seq, head_dim] as it is, and give its gradient the output's memory layout.
+    """Returns attention's output [batch, heads, seq, head_dim] unchanged; the backward gives the gradient the memory
+    layout of the output.
 
-    torch builds one graph of cuDNN's backward for each layout of q, k and v, with the strides of the first gradient that
-    comes. With a later gradient of other strides, the graph reads wrong elements, or torch raises an error (repaired by
+    torch builds one graph of cuDNN's backward for each layout of q, k and v, with the strides of the first gradient. If
+    a later gradient has other strides, the graph reads wrong elements, or torch raises an error (repaired by
     pytorch#191576, after 2.13). This can happen if one model has two kinds of blocks.
     """
 

@@ -1,7 +1,7 @@
 """Causal attention within packed documents. No mask is used, so that the time grows only with the number of pairs of
 tokens within documents.
 
-The same operator serves eager and compiled code, CPUs and GPUs; activation checkpointing can save its results.
+The same operator works in eager and compiled code, on CPUs and GPUs, and activation checkpointing can save its results.
 `offsets` (int32) are cumulative sequence lengths: the position of each document's first token in the concatenated
 tokens of all samples, and the number of all tokens. Documents may be empty.
 """
@@ -21,8 +21,8 @@ from titan_hydra.base.private import flash_attention, flash_attention_backward, 
 
 
 def document_offsets(ends: Tensor) -> Tensor:
-    """Return the offsets [batch * n + 1] of packed documents. `ends` [batch, n] are their ends within their samples, which
-    all have the same length.
+    """Return the offsets [batch * n + 1] of packed documents. `ends` [batch, n] are the ends of the documents within
+    their samples. All samples have the same length.
     """
     samples = torch.arange(len(ends), device=ends.device, dtype=ends.dtype).unsqueeze(1)
     return F.pad((ends + samples * ends[:, -1:]).flatten(), (1, 0))
@@ -51,7 +51,9 @@ def as_wide(v: Tensor, q: Tensor) -> Tensor:
 
 
 def cut_to(x: Tensor, width: int) -> Tensor:
-    """Return the first `width` columns of x; x itself if it has no more, as the gradient of a slice is a copy."""
+    """Return the first `width` columns of x. If x has no more columns, return x itself and not a slice, whose gradient
+    would be a copy.
+    """
     return x if x.shape[-1] == width else x[..., :width]
 
 

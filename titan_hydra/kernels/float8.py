@@ -17,8 +17,8 @@ NAN, INFINITY, SMALLEST = 0x7FC00000, 0x7F800000, 0x2B8CBCCC
 
 
 def scales_of(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale for each maximum, and its inverse. The scale is the largest power of two that takes the maximum to
-    at most 448, the largest e4m3 number. It is NaN if the maximum is not finite.
+    """Return the scale for each maximum, and the scale's inverse. The scale is the largest power of two whose product
+    with the maximum is at most 448, the largest e4m3 number. It is NaN if the maximum is not finite.
 
     As 448 is 1.75 * 2**8, the addition below makes a mantissa above 1.75 carry into the exponent.
     """
@@ -41,7 +41,7 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def cast_columns(y: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the transpose of a matrix, cast with a scale for each column of y. `bits` are the columns' maxima."""
+    """Return the transpose of the matrix y, cast with a scale for each column of y. `bits` are the columns' maxima."""
     scale, inverse = scales_of(bits)
     return (y * scale).t().contiguous().to(E4M3), inverse
 
@@ -132,7 +132,8 @@ def float8_gated_backward(
     maxima: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return three casts, each with its factors: the gradient of SwiGLU's input, cast by rows; the same gradient, cast
-    by columns and transposed; SwiGLU's product, cast by columns and transposed. Its `maxima` are given.
+    by columns and transposed; SwiGLU's product, cast by columns and transposed. `maxima` are those of the product's
+    columns.
     """
     if not in_triton(gates.device):
         return gated_backward_in_torch(gates, gradient, maxima)

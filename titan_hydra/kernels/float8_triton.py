@@ -17,8 +17,9 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 TILE = 64  # columns of a tile that is stored transposed
-WIDEST = 16384  # elements of the widest row that fits a program's registers; wider rows are read twice, in parts
-# elements of the longest norm's weight that stays in registers; a longer one is read again for each row
+# number of elements of the widest row that fits into a program's registers; wider rows are read twice, in parts
+WIDEST = 16384
+# number of elements of the longest norm's weight that is kept in registers; a longer weight is read again for each row
 KEPT = tl.constexpr(8192)
 PART = 2048  # columns of one part of a row wider than WIDEST
 
@@ -30,9 +31,9 @@ def _bits(y):
 
 @triton.jit
 def _scales(bits):
-    # Returns the scale, the largest power of two that takes the maximum to at most 448 = 1.75 * 2**8, and its inverse.
-    # Both are NaN if the maximum is not finite. A maximum below 1e-12, torchao's bound, counts as 1e-12. The addition
-    # makes a mantissa above 1.75 carry into the exponent.
+    # Returns the scale and its inverse. The scale is the largest power of two whose product with the maximum is at most
+    # 448 = 1.75 * 2**8. Both are NaN if the maximum is not finite. A maximum below 1e-12, torchao's bound, counts as
+    # 1e-12. The addition makes a mantissa above 1.75 carry into the exponent.
     exponent = (tl.maximum(bits, 0x2B8CBCCC) + 0x1FFFFF) >> 23
     finite = bits < 0x7F800000
     scale = tl.where(finite, (262 - exponent) << 23, 0x7FC00000)
@@ -42,7 +43,7 @@ def _scales(bits):
 
 @triton.jit
 def _loaded(source, row, column, here, WIDTH, GATED):
-    # Returns a part of a row in float32 or, if GATED, of SwiGLU's product of the row's two halves.
+    # Returns a part of a row in float32. If GATED, the row is first replaced by SwiGLU's product of its two halves.
     start = source + row * (2 * WIDTH if GATED else WIDTH) + column
     y = tl.load(start, mask=here, other=0.0).to(tl.float32)
     if GATED:

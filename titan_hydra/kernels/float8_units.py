@@ -1,5 +1,5 @@
-"""Float8 matmuls of a block with their casts. There are two units: linears that read the same input, and a SwiGLU
-feed-forward. Both may begin with RMSNorm.
+"""A block's Float8 matmuls together with their casts. There are two kinds of unit: linears that read the same input,
+and a SwiGLU feed-forward. Both may begin with RMSNorm.
 
 A scale must not vary along the dimension over which a matmul sums. So x and W are cast by rows for y = x W', dy by rows
 and W by columns for dx = dy W, and dy and x by columns for dW = dy' x. No Float8 copy is saved: the backward casts the
@@ -41,8 +41,8 @@ def into_input(
 
 
 def into_weights(ctx: Any, columns: Cast, inputs: Cast, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients of weights. `columns` and `inputs` are the gradients of their outputs, and their input, both
-    transposed and cast to Float8.
+    """Return the gradients of weights. `columns` are the gradients of the linears' outputs, `inputs` are the linears'
+    input; both are transposed and cast to Float8.
     """
     return multiply(columns, inputs, weights[0].dtype, ctx.emulate).split([len(weight) for weight in weights])
 

@@ -19,7 +19,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply groups of rows [n, inputs] by the transposes of weights [matrices, outputs, inputs]; return [n, outputs].
     Group i ends before row ends[i], and is multiplied by weights[i]. `ends` are int32; the last one is n.
     """
-    if not len(rows):  # a rank may have no rows, for which the kernels' behaviour is undocumented
+    if not len(rows):  # a rank may have no rows; how the kernels behave without rows is undocumented
         return rows.new_zeros(0, weights.shape[1])
     return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
 

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 512  # elements of a program: four per thread, as with eight a thread needs 142 registers instead of 42
+# number of elements of a program: four per thread, as with eight a thread would need 142 registers instead of 42
+BLOCK = 512
 
 
 @triton.jit

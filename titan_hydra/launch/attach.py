@@ -20,14 +20,14 @@ from titan_hydra.base.errors import LAST_WORDS
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.records import alive
 
-# seconds that the ranks may take to end their step after a stop; a checkpoint that is being written may take any time
+# seconds that the ranks may take to end their step after a stop was requested; writing a checkpoint may take any time
 STOP_LIMIT = 30
-POLL = 0.1  # seconds between two looks at the attempt
+POLL = 0.1  # seconds between two reads of the attempt's files
 BACKLOG = 4096  # bytes at the end of an existing log that are shown
 
 
 class Interrupts:
-    """Counts Ctrl-C and SIGTERM, which then do not end this process."""
+    """Counts Ctrl-C and SIGTERM signals, so that they do not end this process."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -47,7 +47,7 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """128 + the number of the first signal: the exit status of a program that this signal has ended."""
+        """The exit status of a program that the first received signal has ended: 128 + the signal's number."""
         return 128 + self.received[0]
 
 
@@ -99,8 +99,8 @@ def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
 
 
 def stop(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> str:
-    """Send SIGTERM to every rank, through their parent process if they have one. Return a phrase for the ranks that
-    were signalled, such as "all 8 ranks".
+    """Send SIGTERM to every rank, through the ranks' parent process if there is one. Return which ranks got the signal,
+    such as "all 8 ranks".
     """
     owner = layout.RANKS.read(attempt)
     ranks = rundir.running_ranks(attempt)

@@ -42,7 +42,7 @@ class Cell:
 
     @property
     def nodes(self) -> int:
-        # a replica group that is its own job has its own nodes
+        # replica groups that are separate jobs have separate nodes
         groups = 1 if runs_here(self.job) else self.job.fault_tolerance.replicas
         return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
 

@@ -101,7 +101,7 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
 
 
 def without_twins(cells: list[Cell]) -> Iterable[Cell]:
-    """Yield each experiment once. A cell with the same identity as an earlier one is left out, with a message."""
+    """Yield the cells, but leave out each cell with the same identity as an earlier one, with a message."""
     first: dict[str, Cell] = {}
     for cell in cells:
         twin = first.setdefault(identity(cell.job), cell)
@@ -125,8 +125,8 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """Return what prevents starting these cells here and now: a run to be replaced is running or queued, the executor
-    finds a fault, the GPU-hours are too many, or a folder cannot be written. In a dry run nothing is created.
+    """Return the reasons why these cells cannot be started now: a run to be replaced is running or queued, the executor
+    finds a fault, the GPU-hours exceed the limit, or a folder cannot be written. A dry run creates nothing.
     """
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):

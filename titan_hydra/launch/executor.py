@@ -1,4 +1,4 @@
-"""The interface of executors: what launch.py and `titan` ask of the place where ranks run."""
+"""The interface of executors: the methods by which launch.py and `titan` start and follow ranks, wherever these run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 class Executor(ABC):
     """Starts the ranks of cells and reports the state of their runs. Three things are the same for every executor: an
-    attempt is claimed in the run directory before its ranks start (`rundir.claim`), ranks write logs and results into that
-    directory, and `titan` reads them there. All cells of a command line have the same executor; its record
-    (`ExecutorKind`) holds what the rules need to know of it.
+    attempt is claimed in the run directory before its ranks start (`rundir.claim`), ranks write logs and results into
+    that directory, and `titan` reads them there. All cells of a command line have the same executor; the executor's
+    record (`ExecutorKind`) holds the facts that the rules need.
     """
 
     @abstractmethod
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield what prevents starting these cells now; `states` are the states of their runs. With launch.mode=dry
-        nothing starts, so programs of the executor may be missing.
+        """Yield a fault for each reason why these cells cannot be started now; `states` are the states of their runs.
+        With launch.mode=dry nothing starts, so programs of the executor may be missing.
         """
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
@@ -41,8 +41,8 @@ class Executor(ABC):
         """
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
-        """Return what the executor knows of the newest attempts of these runs beyond the files in their folders, with
-        one query for all. A run is a pair (directory, content of attempt.json).
+        """Return what the executor knows about the newest attempts of these runs in addition to the files in their
+        folders. One query serves all runs. A run is a pair (directory, content of attempt.json).
         """
         return Queue()
 

@@ -47,7 +47,7 @@ def launch(script: str) -> None:
         sys.exit(main())
     except KeyboardInterrupt:  # during composition, when nothing has started yet
         sys.exit(130)
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
+    except BrokenPipeError:  # the program that reads from the pipe, such as `head`, has closed the pipe
         sys.stderr.close()
 
 
@@ -59,7 +59,7 @@ def main() -> int:
         print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
         return 0
     full_error = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints the error itself and exits 1
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error itself and exits with status 1
     register_schema()
     try:
         if not full_error:

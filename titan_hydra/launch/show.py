@@ -160,7 +160,9 @@ def result_line(directory: Path) -> str:
 
 
 def lowest(result: dict[str, Any]) -> str:
-    """Return words for the lowest held-out loss of a result, and whether its checkpoint was kept; "" if it is the last."""
+    """Return a phrase with the lowest held-out loss of a result, and whether its checkpoint was kept; "" if the last
+    held-out loss is the lowest.
+    """
     loss, step = result.get("lowest_validation_loss"), result.get("lowest_validation_step")
     if loss is None or step == result.get("steps"):
         return ""
@@ -168,8 +170,8 @@ def lowest(result: dict[str, Any]) -> str:
 
 
 def longer(cell: Cell) -> None:
-    """Print the `titan extend` command for a finished run that has left a checkpoint. A single checkpoint was written
-    after the learning rate decayed; then the command names its step.
+    """Print the `titan extend` command for a finished run that has left a checkpoint. If there is only one checkpoint,
+    the command names its step, as it was written after the learning rate decayed.
     """
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":

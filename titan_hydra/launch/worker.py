@@ -84,15 +84,16 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
             print(f"{LAST_WORDS} {int(status)}\n{said}", file=sys.stderr, flush=True)
     with contextlib.suppress(
         OSError
-    ):  # the disk may be full; the launcher then has the exit status of the process alone
+    ):  # the disk may be full; then the launcher knows only the exit status of the process
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if inline:
-        signal.signal(signal.SIGTERM, before)  # the trainer's handler would ignore a SIGTERM between two cells
+        # restored, as the trainer's handler would ignore a SIGTERM between two cells
+        signal.signal(signal.SIGTERM, before)
         return int(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    # without cleaning up: a NCCL destructor or a data loader's thread could wait for ranks that have exited
+    # exit without cleaning up: a destructor of NCCL or a data loader's thread could wait for ranks that have exited
     os._exit(status)
 
 
@@ -137,7 +138,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     directory, _ = group_at(folder)
     if place.job or place.torchrun:
         until_seen(layout.CONFIG.of(directory))
-    if place.job:  # a user who starts torchrun by hand has no claimed attempt
+    if place.job:  # if a user has started torchrun by hand, no attempt is claimed
         until_seen(layout.CLAIM.of(attempt))
     set_environment(place.local_ranks, layout.CONFIG.read(directory).get("parallelism", {}).get("async_tp", False))
     job = load_job(directory)
@@ -177,8 +178,9 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
 
 
 def remove_stopped(attempt: Path, rank: int) -> None:
-    """Delete this rank's files of the previous attempt if the rank stopped there on request. In a hundred requeues, 512
-    ranks with three files each would leave 150,000 files. The files of rank 0 and of ranks that failed stay.
+    """Delete this rank's files of the previous attempt if the rank stopped there on request. Otherwise 512 ranks with
+    three files each would leave 150,000 files after a hundred requeues. The files of rank 0 and of failed ranks are
+    kept.
     """
     if rank and layout.RANK.read(attempt, rank).get("exit_status") == Exit.REQUEUED:
         for entry in (layout.RANK, layout.LOG, layout.BEAT):
@@ -190,17 +192,17 @@ def set_environment(local_ranks: int, async_tp: bool) -> None:
     """Set environment variables that torch and other libraries read once in a process. This must happen before a user's
     module imports these libraries. A variable that is already set keeps its value.
 
-    Expandable segments fragment a GPU's memory less. Async tensor parallelism runs without them, as its symmetric memory
-    cannot lie in them.
+    Expandable segments reduce the fragmentation of a GPU's memory. Async tensor parallelism runs without them, as its
+    symmetric memory cannot be in such segments.
     """
     settings = {
         "OMP_NUM_THREADS": str(max(cores() // local_ranks, 1)),
-        # An OpenMP thread that waits for others spins only briefly, then yields its core. By default it spins
-        # much longer; then a step took ten times as long on busy cores.
+        # With this value, an OpenMP thread that waits for others spins only briefly, then yields its core. With the
+        # default it spins much longer, and a step took ten times as long on busy cores.
         "GOMP_SPINCOUNT": "20000",
         "RUST_LOG": "error",  # torchft otherwise writes many lines in each step
-        # cuBLAS reads this at the first matmul of a process. It is set for all runs, as with cluster=inline a run that
-        # must be deterministic may follow others in this process. The value is torch's default on Hopper.
+        # cuBLAS reads this variable at the first matmul of a process. It is set for all runs, as with cluster=inline a
+        # deterministic run may follow other runs in the same process. The value is torch's default on Hopper.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the variable's name before torch 2.9
@@ -228,8 +230,8 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 
 def load_job(directory: Path) -> Job:
-    """Read config.json. Raises ConfigError if its hash, with the layout of the first attempt, is not the one in the
-    directory's name, because the file was edited or written by another version.
+    """Read config.json. Raises ConfigError if its hash, computed with the layout of the first attempt, differs from the
+    hash in the directory's name; then the file was edited or written by another version.
     """
     file = layout.CONFIG.of(directory)
     content = layout.CONFIG.read(directory)
@@ -240,7 +242,7 @@ def load_job(directory: Path) -> Job:
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{file}: written by another version of titan_hydra ({error})") from error
     expected = hash_of(directory)
-    first = layout.FIRST_CONFIG.read(directory)  # there if `titan resume` has changed the layout
+    first = layout.FIRST_CONFIG.read(directory)  # exists if `titan resume` has changed the layout
     found = identity(from_dict(Job, with_layout_of(content, first)) if first else job)
     if found != expected:
         raise ConfigError(
@@ -314,7 +316,7 @@ def until_seen(file: Path, seconds: int = LATE) -> None:
     """Wait for a file that was written before this rank was started. On a network file system, another host may see a
     file late.
 
-    Raises Unhealthy after `seconds`: the fault is then in this host's view of the file system.
+    Raises Unhealthy after `seconds`, as this host's access to the file system then has a fault.
     """
     if not _appears(file, seconds):
         raise Unhealthy(
@@ -327,7 +329,7 @@ def _appears(file: Path, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(FileNotFoundError):
-            # An NFS client remembers for long that a file was absent; listing the folder asks the server again.
+            # An NFS client caches for a long time that a file was absent; listing the folder asks the server again.
             if file.name in os.listdir(file.parent):
                 return True
         if time.monotonic() > deadline:

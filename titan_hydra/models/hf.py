@@ -47,7 +47,8 @@ class HuggingFace:
     """
 
     model_type: str  # value of model_type or _class_name in config.json
-    # names of modules outside the blocks, of modules in a block, and of tensors other than a module's `weight`
+    # Our names -> Hugging Face's names, of modules outside the blocks, of modules in a block, and of tensors other than
+    # a module's `weight`.
     names: dict[str, str]
     # (model section, dtype of the weights) -> config.json without token ids
     to_config: Callable[[Any, torch.dtype], dict]
@@ -60,8 +61,8 @@ class HuggingFace:
         return self
 
     def name(self, fqn: str) -> str:
-        """Return Hugging Face's name of the tensor `fqn`. For a stack of experts, this is the name of an expert, with
-        {} for the number.
+        """Return Hugging Face's name of the tensor `fqn`. For a stack of experts, this is the name of one expert's
+        tensor, with {} in place of the expert's number.
         """
         block, part = "", fqn
         if fqn.startswith("layers."):
@@ -92,15 +93,15 @@ def meta_state(config: Model) -> dict[str, Tensor]:
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to which a tensor of `meta_state` is converted: `dtype` for a parameter. A buffer keeps its dtype,
-    as it accumulates differences that are too small for 16 bits.
+    """Return the dtype to which a tensor of `meta_state` is converted: `dtype` for a parameter. A buffer keeps its own
+    dtype, as buffers accumulate changes that are too small for 16 bits.
     """
     return dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
 
 
 def only_these(config: Model, only: dict[str, Any]) -> None:
-    """Raise ConfigError if a key of the model has another value than in `only`, the values that the format can
-    express.
+    """Raise ConfigError if a key of the model differs from its value in `only`, as the format cannot express other
+    values.
     """
     for key, value in only.items():
         if getattr(config, key) != value:
@@ -108,14 +109,14 @@ def only_these(config: Model, only: dict[str, Any]) -> None:
 
 
 def only_values(data: dict, file: Path, only: dict[str, Any]) -> None:
-    """Raise ConfigError if a part of a config.json has another value than in `only`, the values that are supported."""
+    """Raise ConfigError if a key of a config.json differs from its value in `only`, as other values are not supported."""
     for key, value in only.items():
         if data.get(key, value) != value:
             raise ConfigError(f"{file}: {key}={data[key]}: only {value} can be converted")
 
 
 def decoder_to_config(config: Model, dtype: torch.dtype) -> dict:
-    """Return the keys that the config.json of every decoder has, without its type and token ids."""
+    """Return the keys that every decoder's config.json has, without the model's type and token ids."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
@@ -138,8 +139,8 @@ def decoder_to_config(config: Model, dtype: torch.dtype) -> dict:
 
 
 def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of every decoder for a config.json (old and new spelling of RoPE). Raises ConfigError if a value
-    in it differs from `only`.
+    """Return the keys of every decoder from a config.json, which may have the old or the new spelling of RoPE. Raises
+    ConfigError if a value in it differs from `only`.
     """
     only_values(data, file, {"hidden_act": "silu", "attention_bias": False, **only})
     dim, heads, rope = data["hidden_size"], data["num_attention_heads"], rope_of(data)

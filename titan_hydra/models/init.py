@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from titan_hydra.config.model import Model
 
 CHUNK = 1 << 16  # elements that are drawn at a time, so that the int64 scratch memory (0.5 MiB) stays in a core's cache
-GPU_CHUNK = 1 << 22  # the same on a GPU, where 8 billion parameters in small chunks would be four million launches
+# the same on a GPU, where 8 billion parameters in small chunks would need four million kernel launches
+GPU_CHUNK = 1 << 22
 # prefixes that activation checkpointing and torch.compile add to names
 WRAPPERS = (
     "_checkpoint_wrapped_module.",
@@ -39,7 +40,8 @@ def init_weights(module: nn.Module, config: Model, seed: int) -> None:
     """
     for name, parameter in module.named_parameters():
         fqn, (owner, _, leaf) = clean_name(name), name.rpartition(".")
-        own = getattr(module.get_submodule(owner), "initial_std", {})  # an adapter's own; families do not list adapters
+        # adapters have their own distributions, which a family does not list
+        own = getattr(module.get_submodule(owner), "initial_std", {})
         distribution = (
             (Normal(own[leaf]) if own[leaf] else 0.0) if leaf in own else module.initial_distribution(fqn, config)
         )
@@ -141,8 +143,8 @@ def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[l
 def split_order(parameter: DTensor) -> list[tuple[int, int]]:
     """Return (mesh dim, tensor dim) of each split, in the order of the splits.
 
-    A plain Shard splits before the mesh dimensions to its right. A strided one (FSDP over tensor parallel) comes after
-    as many splits of its tensor dimension as multiply to its split factor.
+    A plain Shard splits before the mesh dimensions to its right. A strided shard (FSDP over tensor parallel) comes
+    after other splits of the same tensor dimension: as many as have a product equal to its split factor.
     """
     order: list[tuple[int, int]] = []
     for mesh_dim in reversed(range(parameter.device_mesh.ndim)):

@@ -1,9 +1,9 @@
 """A decoder-only transformer and its layers: attention, feed-forward, a tied head, rotary positions, packed documents.
 
-They run on one device, without meshes, sharding or stages. Parameters have the names of Llama's reference
-code, which survive any split: layers are in a ModuleDict, and a pipeline stage is the model with layers deleted and
-`tok_embeddings`, `norm` or `output` set to None. Rotary positions pair the two halves of a head as Hugging Face does,
-so weights need no permutation to or from its format.
+They run on one device, without meshes, sharding or stages. Parameters have the names of Llama's reference code, and any
+split keeps these names: layers are in a ModuleDict, and a pipeline stage is the model with some layers deleted and
+`tok_embeddings`, `norm` or `output` set to None. A rotary pair consists of one element of each half of a head, as at
+Hugging Face, so conversion does not permute weights.
 """
 
 import math
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: attention, then feed-forward, each added to the residual stream [batch, seq, dim]."""
 
-    # norms whose output a single module reads: that module
+    # for each norm whose output only one module reads: that module
     normed = {
         "attention_norm": "attention",
         "ffn_norm": "feed_forward",
@@ -177,7 +177,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
 
-    gated = ("w1", "w3", "w2")  # its linears; it computes nothing else
+    gated = ("w1", "w3", "w2")  # the linears of SwiGLU; this module computes nothing else
 
     def __init__(self, dim: int, width: int):
         super().__init__()
@@ -193,8 +193,9 @@ class TiedOutput(nn.Linear):
     """An output head that multiplies by the embedding's weight, and has no weight of its own.
 
     The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate the two. It is a
-    Linear, so that tensor parallelism plans it like any head. FSDP must leave the embedding in the root's group, which
-    stays gathered during the root's forward: in a separate group the weight would be freed before the head needs it.
+    Linear, so that tensor parallelism plans it like any head. FSDP must leave the embedding in the root module's group,
+    which stays gathered during the whole forward. In a separate group, the weight would be freed before the head needs
+    it.
     """
 
     def __init__(self, embedding: nn.Embedding):

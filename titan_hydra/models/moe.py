@@ -4,8 +4,9 @@ the router's scores.
 No token is dropped. Everything here runs on one device; expert parallelism replaces the exchange (parallel/experts.py).
 Without expert parallelism the host never waits for the device, as the numbers of tokens stay on the device.
 
-A block of experts is compiled in parts. Between these parts, `keep` computes values once in a forward, and never again in
-its recomputation: the choice of experts, and values that must be the same on several ranks.
+A block of experts is compiled in parts. Between these parts, `keep` computes some values once in the forward and not
+again when activation checkpointing recomputes it: the choice of experts, and values that must be the same on several
+ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class MoE(nn.Module):
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
     def add_up(self, rows: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the sum over each token's experts of their rows [tokens * k, dim] times their gates, in a fixed order:
+        """Return for each token the sum of its experts' rows [tokens * k, dim] times their gates, in a fixed order:
         [tokens, dim].
         """
         gates = self.router.gates(scores, chosen).to(rows.dtype)
@@ -67,24 +68,24 @@ class MoE(nn.Module):
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a weight as it is. If parallelism splits a module's weights, it replaces this method, so that the module
-    computes with this rank's part.
+    """Return a weight unchanged. A module calls this function as its attribute `read`; parallelism that splits the
+    module's weights sets `read` to a function that returns this rank's part.
     """
     return weight
 
 
 class Destinations(NamedTuple):
-    """The experts of a rank's tokens. `order` puts the (token, expert) pairs of each expert next to each other, with tokens
-    in their order.
+    """The experts of a rank's tokens. `order` puts the (token, expert) pairs of one expert next to each other, in the
+    order of the tokens.
     """
 
     chosen: Tensor  # [tokens, k]: the experts of each token
-    order: Tensor  # [tokens * k], int32: the pair at each place
-    inverse: Tensor  # [tokens * k], int32: the row of each (token, expert) pair
-    counts: Tensor  # [experts], int32: the tokens of each expert
+    order: Tensor  # [tokens * k], int32: for each row of the sorted order, the number of its (token, expert) pair
+    inverse: Tensor  # [tokens * k], int32: for each (token, expert) pair, its row in the sorted order
+    counts: Tensor  # [experts], int32: number of tokens of each expert
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Return each token's row [tokens, dim] once for each of its experts, in the order of experts."""
+        """Return each token's row [tokens, dim] once for each expert of the token, sorted by expert."""
         return Moved.apply(rows, self.order, self.inverse)
 
     def restore(self, rows: Tensor) -> Tensor:
@@ -96,15 +97,15 @@ class Router(nn.Module):
     """Scores the experts for each token, in float32, and chooses among them. The family's `float32_router` states whether
     the router's matmul is in float32 too.
 
-    With `router_bias_update_rate` a bias is added to the scores only for the choice (arXiv 2408.15664); checkpoints
-    have it. `load` counts the tokens of each expert, and `entropy` sums that of the scores, since the last update.
-    `scale` is the weight of a token in the balance loss.
+    With `router_bias_update_rate` a bias is added to the scores, but only to choose experts (arXiv 2408.15664). The
+    bias is part of checkpoints. Since the last update, `load` counts the tokens of each expert, and `entropy` sums the
+    entropies of the scores. `scale` is the weight of a token in the balance loss.
     """
 
     def __init__(self, config: SparseModel):
         super().__init__()
         self.config = config
-        # it is not a Linear, which number formats would convert
+        # not an nn.Linear, as number formats would convert it
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
         self.read = plain
         self.register_buffer("bias", torch.zeros(config.n_experts) if config.router_bias_update_rate else None)
@@ -120,7 +121,7 @@ class Router(nn.Module):
             buffer.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Destinations]:
-        """Return the scores [tokens, experts] for x [batch, seq, dim], and where the tokens go."""
+        """Return the scores [tokens, experts] for x [batch, seq, dim], and the experts of the tokens."""
         scores, shares, entropy = self.rate(x)
         plan = keep(self.plan, scores.detach())
         excess = keep(self.excess, plan.chosen, len(x)) if self.config.sequence_balance else None
@@ -139,11 +140,12 @@ class Router(nn.Module):
         return scores, shares, torch.special.entr(shares.detach()).sum()
 
     def plan(self, scores: Tensor) -> Destinations:
-        """Choose the experts of each token, and find their order. Tokens are counted in the sorted choice, which needs
-        no atomic additions and no wait of the host.
+        """Choose the experts of each token, and sort the (token, expert) pairs by expert. The tokens of an expert are
+        counted in the sorted order, without atomic additions and without a wait of the host.
         """
         chosen = self.choose(scores)
-        experts, order = chosen.flatten().int().sort(stable=True)  # a radix sort, whose passes are the bytes of a key
+        # int32, as a radix sort makes one pass for each byte of a key
+        experts, order = chosen.flatten().int().sort(stable=True)
         each = torch.arange(self.config.n_experts, device=chosen.device, dtype=torch.int32)
         ends = torch.searchsorted(experts, each, right=True, out_int32=True)
         places = torch.arange(len(order), device=chosen.device, dtype=torch.int32)
@@ -151,7 +153,9 @@ class Router(nn.Module):
         return Destinations(chosen, order.int(), inverse, torch.diff(ends, prepend=torch.zeros_like(ends[:1])))
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the experts of each token: the best of the best groups. A group's score is the sum of its best two."""
+        """Return the experts of each token: those with the highest scores in the best groups. A group is rated by the
+        sum of its two highest scores.
+        """
         config = self.config
         if self.balanced:
             return (
@@ -172,16 +176,16 @@ class Router(nn.Module):
         return scores.topk(config.experts_per_token, -1, sorted=False).indices
 
     def gates(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the factors [tokens, k] of the outputs of each token's experts."""
+        """Return the factors [tokens, k] by which the outputs of each token's experts are multiplied."""
         picked = scores.gather(1, chosen)
         if self.config.norm_topk_prob:
             picked = picked / (picked.sum(-1, keepdim=True) + 1e-20)
         return picked * self.config.routed_scaling_factor
 
     def excess(self, chosen: Tensor, sequences: int) -> Tensor:
-        """Return the derivative of the balance loss by the shares of a token: [sequences, experts], as it is the same
-        for all tokens of a sequence. It is `sequence_balance` times the ratio of the expert's tokens in the sequence to
-        an even number of tokens, times a token's weight in the loss.
+        """Return the derivative of the balance loss with respect to a token's shares: [sequences, experts], as it is
+        the same for all tokens of a sequence. It is the product of `sequence_balance`, a token's weight in the loss,
+        and the ratio of the expert's tokens in the sequence to the number in an even distribution.
         """
         indices = chosen.view(sequences, -1)
         counts = self.over_sequence(
@@ -198,8 +202,8 @@ class Observed(torch.autograd.Function):
     """Returns the scores unchanged. The backward counts each expert's tokens, adds up the entropy of the shares, and
     adds the gradient of the balance loss.
 
-    A backward runs once for each microbatch, however often activation checkpointing recomputes the forward, and never
-    in a validation.
+    This is done in the backward because it runs exactly once for each microbatch, even if activation checkpointing
+    recomputes the forward, and never in a validation.
     """
 
     @staticmethod
@@ -231,9 +235,9 @@ class Experts(nn.Module):
         self.read = plain
 
     def forward(self, rows: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
-        """Compute rows [n, dim] with k experts each. `order` [n * k] sorts the pairs of a row and an expert by expert,
-        of which there are counts[0] with expert 0, counts[1] with expert 1, ... (as in `Destinations`). Returns one row
-        per pair, in the order of the pairs.
+        """Compute each of the rows [n, dim] with k experts. `order` [n * k] sorts the (row, expert) pairs by expert,
+        and counts[e] is the number of pairs of expert e (as in `Destinations`). Returns one row per pair, in the order
+        before sorting.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         w1, w2, w3 = (self.read(weight) for weight in (self.w1, self.w2, self.w3))
@@ -252,8 +256,8 @@ class Local(nn.Module):
 
 
 class Moved(torch.autograd.Function):
-    """Puts row order[i] // k at place i, for k = len(order) / len(rows); `inverse` undoes `order`. The backward adds up
-    the k copies of a row in a fixed order, without atomic additions.
+    """Returns rows whose row i is rows[order[i] // k], where k = len(order) / len(rows); `inverse` is the inverse
+    permutation of `order`. The backward adds up the k copies of a row in a fixed order, without atomic additions.
     """
 
     @staticmethod

@@ -20,22 +20,24 @@ EXPERTS = Interval(1, 2**16)
 @dataclass
 class SparseModel(Model):
     float32_router: ClassVar[bool] = False  # whether the router's matmul is in float32, as the published model has it
-    n_experts: int = key(..., "routed experts of a sparse block", EXPERTS)
-    experts_per_token: int = key(..., "routed experts that each token passes", EXPERTS)
+    n_experts: int = key(..., "number of routed experts of a sparse block", EXPERTS)
+    experts_per_token: int = key(..., "number of routed experts that each token uses", EXPERTS)
     expert_dim: int = key(..., "width of an expert's feed-forward", WIDTH)
     n_shared_experts: int = key(
-        0, "experts that every token passes, computed as one feed-forward of their joint width", NATURAL
+        0, "number of experts that every token uses, computed as one feed-forward of their total width", NATURAL
     )
     first_k_dense_replace: int = key(0, "number of first blocks whose feed-forward is dense", NATURAL)
-    router: str = key("softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid"))
+    router: str = key("softmax", "function that turns the router's logits into scores", choices=("softmax", "sigmoid"))
     norm_topk_prob: bool = key(True, "divide the scores of a token's experts by their sum")
     routed_scaling_factor: float = key(1.0, "multiplies the scores of a token's experts", POSITIVE)
-    n_group: int = key(1, "groups of experts, of which a token uses only the `topk_group` best", EXPERTS)
-    topk_group: int = key(1, "groups whose experts a token may use", EXPERTS)
+    n_group: int = key(
+        1, "number of groups of experts; a token uses experts of the `topk_group` best groups alone", EXPERTS
+    )
+    topk_group: int = key(1, "number of groups whose experts a token may use", EXPERTS)
     router_bias_update_rate: float = key(
         0.0,
-        "change of the bias of an expert's choice after each training step: up if the expert had fewer "
-        "tokens than the mean, else down (arXiv 2408.15664); 0: no bias",
+        "amount by which an expert's bias, used only to choose experts, changes after each training step: up if "
+        "the expert had fewer tokens than the mean, else down (arXiv 2408.15664); 0: no bias",
         NOT_NEGATIVE,
     )
     sequence_balance: float = key(

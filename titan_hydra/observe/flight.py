@@ -1,8 +1,8 @@
 """The flight recorder of a rank. It writes the rank's last collectives, from torch's own recorders, and its position into
 a file that `titan logs --hang` reads.
 
-torch has one recorder for gloo and one for NCCL. gloo's recorder omits sends and receives between pipeline stages,
-which are recorded here. NCCL's are not recorded here: that would keep their tensors in the device's memory.
+torch has one recorder for gloo and one for NCCL. gloo's recorder omits sends and receives between pipeline stages, so
+this file records them. It does not record those of NCCL, as this would keep their tensors in the device's memory.
 """
 
 import collections
@@ -70,7 +70,7 @@ def record_messages() -> None:
                 MESSAGES.append(message | {"size": list(operation.tensor.shape), "group": operation.group.group_name})
             for message in list(MESSAGES)[
                 -64:-16
-            ]:  # drops the handles of completed messages, which releases their tensors
+            ]:  # drop the handles of completed messages, so that their tensors are freed
                 if message["work"] is not None and message["work"].is_completed():
                     message["work"] = None
             return works
@@ -135,7 +135,8 @@ def collectives() -> list[dict]:
         entry
         for dump in RECORDERS
         for entry in pickle.loads(dump(True, True, False)).get("entries", [])
-        # Each rank numbers its NCCL sends and receives itself, so the numbers of two ranks cannot be compared.
+        # NCCL sends and receives are left out: each rank numbers its own, so the numbers of two ranks cannot be
+        # compared.
         if not entry["is_p2p"]
     ]
     entries.sort(key=lambda entry: entry["time_created_ns"])
@@ -156,7 +157,9 @@ def collectives() -> list[dict]:
 
 
 def callers(frames: list[dict]) -> list[str]:
-    """Return the FRAMES innermost frames of a stack and, of its other frames, the FRAMES innermost outside torch."""
+    """Return the FRAMES innermost frames of a stack and, of its other frames, the FRAMES innermost that are not in
+    torch.
+    """
     shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 

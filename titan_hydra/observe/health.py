@@ -22,7 +22,7 @@ from titan_hydra.config.operation import Comm
 from titan_hydra.job.ranks import devices_here
 from titan_hydra.runs.run import Run
 
-TAKEN = 0.1  # fraction of a device's memory that other processes may use: a desktop uses less, another job uses more
+TAKEN = 0.1  # fraction of a device's memory that other processes may use. A desktop uses less, and another job more.
 PATIENCE = 20  # seconds within which an earlier process must have released its memory
 # Seconds that the other ranks wait before they end, so that the rank at fault can write its record before it is killed.
 HEAD_START = 2.0
@@ -150,7 +150,9 @@ def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
 
 
 def judge(run: Run, seconds: float) -> dict:
-    """Return the verdict on all ranks' reports: the first rank found that is unfit, did not start, or has no GPU."""
+    """Return the verdict on all ranks' reports: the first rank that is found to be unfit, not started, or without a
+    GPU.
+    """
     keys = [f"health/{rank}" for rank in range(run.world_size)]
     deadline = time.monotonic() + seconds
     reports: dict[int, dict] = {}

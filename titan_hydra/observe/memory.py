@@ -8,7 +8,7 @@ from titan_hydra.base.private import memory_snapshot, record_memory_history
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-SHOWN = 20  # number of stacks in memory_<rank>.txt, those with the most bytes first
+SHOWN = 20  # number of stacks in memory_<rank>.txt: those with the most bytes, in descending order
 
 
 def facts() -> dict[str, float]:

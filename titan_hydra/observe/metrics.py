@@ -30,8 +30,8 @@ from titan_hydra.runs.useful import goodput_of
 
 from .trackers import Tracker, open_trackers, trackable
 
-# Dense bf16 peak in FLOP/s from the vendor's data sheet, by a part of a device's name; the first part that matches counts.
-# (conf/hardware has sustained rates, for fewer devices.)
+# Dense bf16 peak in FLOP/s from the vendor's data sheet, by a part of the device's name; the first entry that matches
+# counts. (conf/hardware has sustained rates, for fewer devices.)
 PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -56,7 +56,7 @@ class Clock:
     """Measures how many seconds each step takes, and how many it waits for data. Time between steps is not counted."""
 
     def __init__(self) -> None:
-        self.steps: list[float] = []  # seconds of every step of this process but the first
+        self.steps: list[float] = []  # seconds of every step of this process, except the first
         self.window: list[
             tuple[float, float]
         ] = []  # seconds of (step, waiting for data) of each step since the last row
@@ -174,7 +174,7 @@ class Metrics:
         } | (balance.read() if balance else {})
         if self.job.debug.balance_experts:
             row["balanced_experts"] = True
-        if first:  # of this process: its time includes compilation
+        if first:  # the first row of this process, whose time includes compilation
             row["first_step"] = True
         if self.clock.disturbed:  # the times of this row are not comparable with those of other rows
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
@@ -235,7 +235,7 @@ class Metrics:
         for tracker in list(self.trackers):
             try:
                 tracker.log(row)
-            except Exception as error:  # a tracker holds only copies, so that its failure must never stop a run
+            except Exception as error:  # trackers hold only copies, so a failing tracker must never stop a run
                 print(f"warning: {tracker.name} failed and gets no more rows: {error}", flush=True)
                 self.trackers.remove(tracker)
 

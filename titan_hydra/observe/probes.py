@@ -29,13 +29,13 @@ from titan_hydra.runs.run import Run
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # passes, in the order in which they occur in a step
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size in bytes
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor of the checksum, as a signed 64-bit number
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor in the checksum, as a signed 64-bit number
 LAST = 1 << 30  # sort position of a module that the family does not list
 
 
 class Observation(NamedTuple):
-    """Identifies an examined tensor: its pass, whether it is an input or an output, its module or parameter, and which call
-    of the module in this step it belongs to (with pipeline parallelism, the microbatch).
+    """Identifies an examined tensor: its pass, whether it is an input or an output, its module or parameter, and the
+    number of the module's call in this step (with pipeline parallelism, the microbatch).
     """
 
     when: str
@@ -146,7 +146,8 @@ def _entering(name: str, observe: Callable[..., Any], module: nn.Module, args: t
         if _floating(value):
             observe("forward", "in", name, value)
             if value.requires_grad:
-                # a separate view, whose gradient comes from this module alone, not from other consumers
+                # a separate view: its gradient comes from this module only, and not from other modules that read the
+                # tensor
                 value = value.view_as(value)
                 value.register_hook(partial(observe, "backward", "in", name))
         passed.append(value)

@@ -60,7 +60,7 @@ class Profiler:
             self.stop()
 
     def record(self, warm_up: int) -> None:
-        """Start recording, after `warm_up` steps. Ranks that do not record mark these steps as profiled too."""
+        """Start recording, after `warm_up` steps. Ranks that record nothing also mark these steps as profiled."""
         self.clock.profiled = True
         if self.run.rank == 0 or self.config.all_ranks:
             activities = [ProfilerActivity.CPU]

@@ -49,10 +49,12 @@ class TensorBoard:
 
 
 class WandB:
-    """Writes to a wandb run whose id is the run's hash, so that a resumed run continues it. Its group is the sweep.
+    """Writes to a wandb run whose id is the run's hash, so that a resumed run continues it. The sweep is the run's
+    group in wandb.
 
-    In offline mode, wandb loses rows that it has not written when the process is killed. So each start writes a new copy
-    of all recorded rows, after which the newest folder in wandb/ has every row once. Older, unsent folders are deleted.
+    In offline mode, wandb loses rows that it has not yet written when the process is killed. So each start writes all
+    recorded rows again into a new folder, and the newest folder in wandb/ has every row once. Older folders that were
+    not sent are deleted.
     """
 
     name, has = "wandb", 0

@@ -2,8 +2,8 @@
 and ends a stuck rank.
 
 The main thread only records its phase (`at`). Signals reach this thread through Python's wakeup descriptor, to which
-the interpreter's C handler writes at once. A Python handler would run in the main thread, and only after a collective
-in C has returned.
+the interpreter's C handler writes at once. A Python handler would run in the main thread, which cannot run Python while
+a collective blocks in C.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ BEATS = 50  # largest number of heartbeat files that all ranks together write in
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
 # Phases without a time limit: I/O depends on the file system, and a meeting depends on the slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
-HELD = ("meeting", "checkpoint")  # phases without a limit in which a rank may wait for another rank of its world
-# phases after the step itself; the ranks have agreed before on whether to stop
+HELD = ("meeting", "checkpoint")  # the phases in UNLIMITED in which a rank may wait for another rank of its world
+# phases after the step itself; before them, the ranks have agreed on whether to stop
 AFTER = (
     "validation",
     "checkpoint",
@@ -78,7 +78,7 @@ class Watchdog:
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
         # times (monotonic) of the first request to stop, and of the last heartbeat; 0: none
         self.asked = self.beaten = 0.0
-        self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this one checks
+        self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this rank checks
         self.heard: float | None = None  # time in the neighbour's last heartbeat, by the neighbour's clock
         self.unheard = 0.0  # seconds since the neighbour's heartbeat last changed
         self.seen: tuple | None = None
@@ -95,7 +95,9 @@ class Watchdog:
             self.on_phase(phase, self.where.step, now)
 
     def moves(self) -> None:
-        """Record that the main thread makes progress within its phase, which may have no collectives to show that."""
+        """Record that the main thread makes progress within a phase. Without this, progress shows only in collectives,
+        which the phase may lack.
+        """
         self.where = replace(self.where, count=self.where.count + 1)
 
     def set_mesh(self, mesh: Mesh) -> None:
@@ -156,7 +158,7 @@ class Watchdog:
             os.close(end)
 
     def block_signals(self) -> None:
-        """Block the signals STOP and DUMP during fork(), so that the child gets none before `detach_child`."""
+        """Block the signals STOP and DUMP during fork(), so that the child receives none of them before `detach_child`."""
         if self.thread is not None:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP + DUMP)
 
@@ -207,15 +209,15 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """The seconds without progress after which a rank is ended: 1.25 times the time-out of a collective. In the
-        first step, which may compile for long without a collective, three times that time-out.
+        """The seconds without progress after which a rank is ended: 1.25 times the time-out of a collective or, in the
+        first step, which may compile for a long time without a collective, three times the time-out.
         """
         return 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
 
     def check_neighbour(self) -> None:
         """In a phase without a limit, end this rank if the next rank writes no heartbeats, because that rank or its
-        host is frozen. Called after each heartbeat of this rank: so time in which the file system blocks both ranks is
-        not counted.
+        host is frozen. This is called after each heartbeat of this rank, so that time in which the file system blocks
+        both ranks does not count.
         """
         phase = self.where.phase
         if phase not in HELD or self.run.world_size == 1:
@@ -261,8 +263,9 @@ class Watchdog:
             flight.dump(self.run, where, self.mesh, why, error)
 
     def mark_stopped(self, how: str = "agreed") -> None:
-        """Mark for the batch script that this attempt ends because it was asked to stop. `agreed`: its ranks agreed on
-        the stop, whatever their exit statuses are. `blocked`: this rank could not agree; another may have failed.
+        """Write a file that tells the batch script that this attempt ends because it was asked to stop. `agreed`: its
+        ranks agreed on the stop, whatever their exit statuses are. `blocked`: this rank could not agree, and another
+        rank may have failed.
         """
         with contextlib.suppress(OSError):  # the disk may be full; the exit status has the same information
             layout.STOPPED.of(self.run.attempt).write_text(f"{how}\n")

@@ -1,8 +1,8 @@
 """Activation checkpointing: the backward of a block recomputes what its forward did not save.
 
-A block is checkpointed by replacing its class with one whose forward is wrapped; its name and its parameters' names
-stay. A block draws no random numbers, so the random state need not be restored. If experts are compiled, op and lean
-checkpoint each compiled part separately.
+A block is checkpointed by replacing its class with one whose forward is wrapped; the names of the block and of its
+parameters do not change. A block draws no random numbers, so the random state need not be restored. If experts are
+compiled, ac=op and ac=lean checkpoint each compiled part separately.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that this torch does not
     have.
 
-    The mode's record (config/registry.py) determines which blocks these are, and what they save beside their input.
+    The mode's record (config/registry.py) determines which blocks are checkpointed, and what they save in addition to
+    their input.
     """
     config, mode, blocks = job.ac, mode_of(job), family_of(job.model).blocks(module)
     functorch_config.activation_memory_budget = mode.budget(config) if mode.budget else 1.0
@@ -101,7 +102,9 @@ def _saved(config: OperatorCheckpoint, sparse: bool) -> frozenset:
 
 
 def keeping(others: Callable[[], tuple] | None) -> tuple:
-    """Return the contexts of a forward and of its recomputation that make `keep` work, around those of `others`."""
+    """Return the contexts of a forward and of its recomputation in which `keep` works. They enclose the contexts of
+    `others`.
+    """
     return tuple(
         both(*pair) for pair in zip(kept(), others() if others else (nullcontext(), nullcontext()), strict=True)
     )

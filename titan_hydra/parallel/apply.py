@@ -17,8 +17,8 @@ SHARDING = {"fsdp2": data.apply, "simple_fsdp": simple_fsdp.apply}  # by paralle
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Turn a meta-device module into this rank's part of it, in place.
 
-    The order is the paper's, and each step needs the one before. FSDP comes last: it shards the parameters that the
-    techniques before it have left on this rank.
+    The order is that of the TorchTitan paper, and each technique needs the one before. FSDP comes last: it shards the
+    parameters that remain on this rank after the other techniques.
     """
     for technique in TECHNIQUES:
         technique.apply(module, mesh, job)

@@ -24,9 +24,9 @@ from .mesh import Mesh
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Compile the blocks of a stage, in place, at their first call. Names of modules stay. A graph break is an error, and
-    not just a slower block. If a block lists methods in `compiled`, as a block with experts does, only those are compiled,
-    each by itself.
+    """Compile the blocks of a stage, in place, at their first call. The names of modules do not change. A graph break
+    is an error, and not just a slower block. If a block lists methods in `compiled`, as a block with experts does, only
+    those are compiled, each by itself.
 
     compile=model compiles the whole module instead, as one graph with the communication of SimpleFSDP: the compiler
     merges the parameters of a block into one all-gather, as FSDP2 does, and overlaps communication with computation.

@@ -1,8 +1,9 @@
 """Context parallelism: each rank holds a part of every sequence, and only attention combines the parts.
 
-Ring attention (torch's own; arXiv 2310.01889) keeps queries in place and communicates keys and values: gathered at once
-(`cp_rotate=allgather`) or passed from rank to rank (`alltoall`). Ulysses (arXiv 2309.14509) exchanges a part of the
-sequence with all heads for the whole sequence with a part of the heads, and back.
+Ring attention (torch's own; arXiv 2310.01889) keeps queries in place and communicates keys and values: they are
+gathered at once (`cp_rotate=allgather`) or passed from rank to rank (`alltoall`). With Ulysses (arXiv 2309.14509), a
+rank has a part of the sequence with all heads; for attention, an all-to-all gives it the whole sequence with a part of
+the heads, and another one reverses this.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """In every block of a stage, replace the attention kernel, the child called `sdpa`, by one that covers the whole
     sequence.
 
-    torch keeps the ring's options for the whole process. So every job sets them, and a job without context parallelism
-    switches the ring off. Raises ConfigError for a block without such a kernel. With a ring, it also raises for a kernel
-    that is not the package's, as torch's kernel would replace it.
+    torch's options of the ring hold for the whole process. So every job sets them, and a job without context
+    parallelism switches the ring off. Raises ConfigError for a block without such a kernel. With a ring, it also raises
+    for a kernel that is not the package's, as torch's kernel would replace it.
     """
     private.disable_ring_dispatcher()
     if mesh.degrees.cp == 1:
@@ -125,8 +126,8 @@ class Ring(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         if documents is not None:
             raise ValueError("ring attention cannot mask documents")
-        # Read here so that torch.compile guards on them: it would otherwise reuse a block compiled under another job's
-        # options.
+        # The options are read here so that torch.compile guards on them. Otherwise it would reuse a block that was
+        # compiled with another job's options.
         if ring_options() != self.options:
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")
         chosen = kernels(self.backend, call_on(q, v, self.causal, ring=True))
@@ -151,7 +152,7 @@ class Ulysses(nn.Module):
         ranks = self.group.size()
         heads = [x.shape[1] // ranks for x in (q, k, v)]
         width, v = v.shape[-1], as_wide(v, q)
-        # Data for one rank is contiguous, so that one exchange serves q, k and v.
+        # The parts for one rank are contiguous, so that q, k and v need only one exchange.
         qkv = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], dim=2).flatten(1, 2)
         q, k, v = self.exchange(qkv, scatter=1, gather=2).split(heads, dim=1)
         return self.exchange(self.sdpa(q, k, cut_to(v, width), documents), scatter=2, gather=1)

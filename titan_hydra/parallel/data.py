@@ -59,11 +59,11 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
-    """Shard a block. Its experts are sharded over the ranks that hold the same experts: by expert if the number of ranks
-    divides that of the experts, else by width.
+    """Shard a block. Its experts are sharded over the ranks that hold the same experts: by expert if the number of
+    experts is a multiple of the number of ranks, else by width.
 
-    If torch supports it (not 2.11), one group of hooks gathers both: a second group, inside the block, would run again
-    when the block is recomputed.
+    One group of hooks gathers the experts and the rest of the block, if torch supports it (not 2.11). A second group,
+    inside the block, would run again when the block is recomputed.
     """
     layers = sparse_layers(block) if mesh.experts is not None else []
     if not layers:
@@ -86,9 +86,9 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
 
 
 def gather_ahead(blocks: list[Any]) -> None:
-    """Let each block start the gathers of the next block when its forward begins. In the forward of experts, the host
-    waits for the device to read the numbers of tokens, which would delay these gathers. In the backward it does not wait,
-    so that FSDP's own prefetching suffices. In torch 2.11 experts are gathered separately.
+    """Let each block start the all-gathers of the next block when its own forward begins. Later in the forward of
+    experts, the host waits for the device to read the numbers of tokens, which would delay these all-gathers. In the
+    backward the host does not wait, so FSDP's own prefetching suffices. In torch 2.11 experts are gathered separately.
     """
     for block, later in pairwise(blocks):
         block.set_modules_to_forward_prefetch([part for part in later.modules() if isinstance(part, FSDPModule)])
@@ -107,8 +107,8 @@ def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module],
 def last_microbatch(module: nn.Module, last: bool) -> None:
     """Set whether this backward is the step's last. Replicas reduce their gradients only in the last (TorchTitan #1929).
 
-    FSDP itself is told that every backward is the last. Otherwise it would keep the order of earlier forwards, and gather
-    their heads again.
+    To FSDP itself, every backward is declared the last. Otherwise it would keep the order of earlier forwards, and
+    gather their heads again.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(last)

@@ -1,8 +1,8 @@
 """Expert parallelism: each rank of an `ep` group holds some of the experts; tokens are sent to them and back.
 
-Experts are split over their first dimension, and a rank's experts are sharded by FSDP over the ranks that hold the same
-experts. Their gradient is a plain sum over all tokens that were sent to the expert. Under tensor parallelism the tokens
-are split over the sequence.
+The experts' weights are split along their first dimension, and FSDP shards a rank's experts over the ranks that hold
+the same experts. An expert's gradient is a plain sum over all tokens that were sent to the expert. Under tensor
+parallelism the tokens are split over the sequence.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ class Balance:
     """How evenly a step's tokens were distributed over the experts of this rank's stages, as tensors on the device."""
 
     loads: Tensor  # [layers, experts]: numbers of tokens
-    worst: Tensor  # [2]: largest ratio, in any layer, of the tokens of one expert, and of one ep rank, to the mean
-    entropy: Tensor  # [2]: the sum of the router's entropies over tokens and layers, and the number of summands
+    # [2]: for experts, and for ep ranks: the largest ratio in any layer of the number of tokens to the mean
+    worst: Tensor
+    # [2]: the sum of the router's entropies over tokens and layers, and the number of entropies in the sum
+    entropy: Tensor
 
     def read(self) -> dict[str, float]:
         """Return the numbers of all stages for a row of metrics. This is a collective over all ranks."""
@@ -66,8 +68,9 @@ class Balance:
 
 @torch.no_grad()
 def after_step(module: nn.Module, mesh: Mesh, model: Any, finite: Tensor) -> Balance | None:
-    """Update the biases of all routers against the step's loads, which are summed over all ranks of the stage. If the
-    step's loss or norm is not `finite`, leave the biases. Return the step's Balance.
+    """Update the biases of all routers, so that experts with high loads in this step get fewer tokens. The loads are
+    summed over all ranks of the stage. If the step's loss or norm is not `finite`, the biases do not change. Return the
+    step's Balance.
     """
     if not model.sparse:
         return None
@@ -117,9 +120,7 @@ class Route:
     received: list[int]
 
     def there(self, rows: Tensor) -> Tensor:
-        """Send rows, which are in the order of their experts, and return those that arrive, in the order of their
-        ranks.
-        """
+        """Send rows, which are sorted by expert, and return the rows that arrive, sorted by the ranks that sent them."""
         return wait_tensor(all_to_all_single(rows, self.received, self.sent, self.group))
 
     def back(self, rows: Tensor) -> Tensor:
@@ -147,8 +148,8 @@ class AllToAll(nn.Module):
     """Computes a rank's rows [tokens, dim] on the ranks that hold their experts. Returns [tokens * k, dim], k rows for
     each token.
 
-    The host waits once for the device, for the numbers of rows, but not in a recomputation, and not with
-    debug.balance_experts, which fixes the numbers.
+    The host waits once for the device, to read the numbers of rows. It does not wait in a recomputation, nor with
+    debug.balance_experts, which fixes these numbers.
     """
 
     def __init__(self, group: dist.ProcessGroup, balanced: bool):
@@ -163,8 +164,8 @@ class AllToAll(nn.Module):
         return plan.restore(Travel.apply(rows, route.back, route.there))
 
     def sizes(self, plan: Any) -> tuple[Tensor, list[int], list[int]]:
-        """Return three numbers of rows: those that arrive [rank, own expert], those sent to each rank, and those received
-        from each rank.
+        """Return numbers of rows: those that arrive, by source and expert [rank, own expert]; those sent to each rank;
+        those received from each rank.
         """
         rank, ranks, experts = self.group.rank(), self.group.size(), len(plan.counts)
         if self.balanced:  # every rank has the same counts, the first `more` experts one more than the others
@@ -180,8 +181,8 @@ class AllToAll(nn.Module):
 
 
 def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the order (int32) that puts `total` rows from [source, expert] into [expert, source], and the inverse
-    order.
+    """Return the permutation (int32) of `total` rows from the order [source, expert] to the order [expert, source], and
+    the inverse permutation.
 
     Rows of one source for one expert stay together: all move by the same distance.
     """

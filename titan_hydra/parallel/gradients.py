@@ -22,11 +22,11 @@ CHUNK = 1024  # number of elements whose squares are summed in float32
 def gradient_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the norm of all gradients together, in float32. `pipeline`: the ranks that hold the model's other stages.
 
-    Every rank sums the squares of its shards, divided by the number of ranks that hold a copy; one sum over all ranks
-    gives the total, whatever the meshes. Separate reductions over each mesh dimension could differ between ranks in the
-    last bit, and copies of a weight that are scaled differently drift apart.
+    Every rank sums the squares of its shards, each divided by the number of ranks that hold a copy of the shard. One
+    sum over all ranks gives the total, whatever the meshes. Separate reductions over each mesh dimension could differ
+    between ranks in the last bit; then copies of a weight would be clipped differently and drift apart.
 
-    GPU kernels sum chunks of a tensor first, for which float32 suffices.
+    On GPUs float32 suffices within a tensor, as their kernels sum chunks of it first.
     """
     stage_ranks = dist.get_world_size() // (1 if pipeline is None else dist.get_world_size(pipeline))
     by_copies = defaultdict(list)

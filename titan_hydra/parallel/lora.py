@@ -26,7 +26,7 @@ from .whole import read_whole
 
 
 class LoraLinear(nn.Linear):
-    """A linear with an adapter. `apply` makes a plain linear an adapted one."""
+    """A linear with an adapter. `apply` turns plain linears into such linears."""
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -38,8 +38,9 @@ class LoraLinear(nn.Linear):
         base = super().forward(x)
         if not isinstance(x, DTensor):
             return base + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
-        # On plain tensors. In a column linear, x is whole and each rank's part of B gives its part of the output. In a
-        # row linear, each rank's parts of x and A give a summand of the whole output, as its part of the weight does.
+        # The following computes on plain tensors. In a column linear, x is whole, and a rank's part of B gives the
+        # rank's part of the output. In a row linear, a rank's parts of x and A give one summand of the whole output, as
+        # the rank's part of the weight does.
         whole = x.placements[0].is_replicate()
         part = x.to_local(grad_placements=[Partial()] if whole else None)
         product = self.factor * F.linear(F.linear(part, self._here(self.lora_a)), self._here(self.lora_b))
@@ -55,12 +56,12 @@ class LoraLinear(nn.Linear):
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Freeze a meta-device stage, in the dtype that it computes in, and add adapters to linears of its blocks, in
+    """Freeze the weights of a meta-device stage, in the compute dtype, and add adapters to linears of its blocks, in
     place.
 
     Call this after tensor parallelism: the adapters are split to match the weight. For a column linear A is whole and B
-    is split by rows; for a row linear A is split by columns and B is whole. Frozen weights need no more precision:
-    every forward rounds them to the compute dtype.
+    is split by rows; for a row linear A is split by columns and B is whole. Frozen weights need no higher precision
+    than the compute dtype, to which every forward would round them.
     """
     if not adapts(job):
         return
@@ -86,8 +87,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def adapt(linear: nn.Linear, job: Job) -> None:
-    """Make a linear an adapted one, in place. Raises ConfigError for a module of another class, whose own forward would
-    be lost.
+    """Turn a linear into one with an adapter, in place. Raises ConfigError for a module of another class, whose own
+    forward would be lost.
     """
     if not is_plain(linear):
         raise ConfigError(

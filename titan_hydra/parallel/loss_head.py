@@ -172,7 +172,7 @@ def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, fa
     counts = targets >= 0
     if vocabulary is not None:
         targets = targets - vocabulary.first
-    # whether this rank's part of the vocabulary has the target
+    # whether the target is in this rank's part of the vocabulary
     here = counts & (targets >= 0) & (targets < logits.shape[1])
     largest, sums = softmax_sums(logits)
     right = logits.gather(1, targets.where(here, 0)).float() * here

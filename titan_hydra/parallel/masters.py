@@ -42,8 +42,8 @@ class Masters:
 
 
 def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
-    """Give the modules copies of their parameters in the compute dtype, in place, unless FSDP casts or there is nothing
-    to cast. Weights that adapters leave frozen already have the compute dtype, and no optimizer has them.
+    """Replace the modules' parameters by copies in the compute dtype, in place, unless FSDP casts or there is nothing
+    to cast. With adapters, frozen weights already have the compute dtype, and are in no optimizer.
     """
     dtype = getattr(torch, precision.compute_dtype)
     parameters = dict(model.named_parameters())
@@ -67,8 +67,8 @@ def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
 
 
 class Tree(nn.Module):
-    """Parameters and buffers under their names, in modules that cannot be run. `frozen` is the tree of parameters that
-    are not trained; it is not a submodule.
+    """Parameters and buffers under their names, in a tree of modules that cannot be run. `frozen` is the tree of
+    parameters that are not trained; it is not a submodule.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], frozen: Tree | None = None):

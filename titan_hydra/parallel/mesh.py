@@ -38,8 +38,8 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's view of the mesh. `fsdp` is the mesh over which parameters are sharded (and replicated), None if
-    there is none.
+    """The mesh as this rank sees it. `fsdp` is the part of the mesh over which parameters are sharded and replicated;
+    None: they are neither.
 
     `experts` is the mesh (pp, dp_replicate, efsdp, ep) of models with experts, whose last two dimensions divide
     dp_shard x cp x tp. `batch` contains the ranks that see different samples, `loss` those that see different tokens
@@ -131,7 +131,7 @@ def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def _own_backend(device_type: str, size: int) -> str | None:
-    """Return the back end of a mesh's groups of `size` ranks; None for that of the default group.
+    """Return the back end of a mesh's groups of `size` ranks; None: the default group's back end.
 
     On GPUs, a group other than the default group has only NCCL. Inherited gloo would connect each rank with all others
     (gloo#419), and is not needed: host tensors go through the default group.

@@ -69,11 +69,14 @@ class Stage(PipelineStage):
         if not self.has_backward:
             move_received(self.args_recv_info[number], META)
             if self.is_last:
-                forget_forward(self, number)  # else it would hold the logits of all microbatches until the next step
+                # otherwise the stage would hold the logits of all microbatches until the next step
+                forget_forward(self, number)
         return output
 
     def backward_one_chunk(self, number: int, *args: Any, **options: Any) -> None:  # type: ignore[override]
-        """Run the backward of a microbatch, or its half for the inputs, and free what was received for it."""
+        """Run the backward of a microbatch, or only the half for its inputs, and free the tensors that were received
+        for it.
+        """
         super().backward_one_chunk(number, *args, **options)
         move_received(self.args_recv_info[number], META)
         move_received(self.grad_recv_info[number], META)
@@ -92,7 +95,8 @@ class Stage(PipelineStage):
         """Return the operations that send the output of a microbatch."""
         operations = super().get_fwd_send_ops(number)
         if not self.has_backward and holds_sent(self):
-            forget_forward(self, number)  # else it would hold the outputs of all microbatches until the next step
+            # otherwise the stage would hold the outputs of all microbatches until the next step
+            forget_forward(self, number)
         return operations
 
     def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
@@ -104,7 +108,8 @@ class Stage(PipelineStage):
             return super()._prepare_backward_infra(*args, **options)
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        if not self.is_last:  # torch 2.11 validates all outputs, the last stage's too, which has no declared shape
+        # torch 2.11 validates the output of every stage, but that of the last stage has no declared shape
+        if not self.is_last:
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
@@ -114,8 +119,9 @@ class Stage(PipelineStage):
 
 @contextlib.contextmanager
 def _receives_on_meta(stage: Stage) -> Iterator[None]:
-    """Let torch describe what a stage receives without memory. Before 2.15 it would allocate all microbatches at once,
-    40 GiB for 128 of them, where 1F1B has one for each stage in flight.
+    """While the block runs, let torch describe the tensors that a stage receives without allocating them. Before 2.15
+    torch would allocate them for all microbatches at once (40 GiB for 128 microbatches), although 1F1B has only one
+    microbatch for each stage in flight.
     """
     device, stage.device = stage.device, META
     try:
@@ -125,8 +131,8 @@ def _receives_on_meta(stage: Stage) -> Iterator[None]:
 
 
 def move_received(received: tuple[Any, ...], device: torch.device) -> None:
-    """Replace each tensor that a stage receives by an empty one on a device; on `META` it has no memory. torch 2.15 does
-    this itself, and its records have no tensor here.
+    """Replace each tensor that a stage receives by an empty one on a device; on `META` it has no memory. torch 2.15
+    does this itself, so its records have no tensor here.
     """
     for info in received:
         if getattr(info, "buffer", None) is not None:  # torch 2.11's records of the first stage have no buffer
@@ -164,8 +170,8 @@ class Pipeline:
         dist.all_reduce(torch.zeros(1, device=device), group=mesh.pipeline)
 
     def forward_backward(self, batch: Any, count: Tensor, last: bool) -> Tensor:
-        """Accumulate the gradients of a local batch's summed loss / `count`. Return that loss; 0 if another rank has
-        the last stage.
+        """Accumulate the gradients of a local batch's summed loss divided by `count`. Return this quotient; 0 if
+        another rank has the last stage.
 
         torch's stages reduce gradients over the data-parallel ranks once for every local batch, not only for the step's
         `last`.
@@ -178,8 +184,8 @@ class Pipeline:
             return self._run(self.schedule.eval, batch, self.measure, torch.ones((), device=self.device))
 
     def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the last stage's share of the mean loss. torch needs `target` only to count microbatches; the stage has
-        the tensors of the batch.
+        """Return a microbatch's share of the mean loss, on the last stage. torch needs `target` only to count
+        microbatches; the tensors of the batch are in the stage.
         """
         return local_part(self.summed(output, self.stages[-1].newest)) / self.count
 
@@ -232,8 +238,7 @@ def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[No
     """Remove everything but the forward from a schedule while the block runs.
 
     torch's own eval also walks through the backward actions, which fails in a V schedule where two adjacent stages are
-    on one rank. The remaining sends and receives still match, as those of a microbatch's backward are removed on both
-    sides.
+    on one rank. The remaining sends and receives still match, as those of a backward are removed on both ranks.
     """
     if not isinstance(schedule, PipelineScheduleRuntime):
         yield
@@ -259,7 +264,7 @@ def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[No
 def hidden_state(job: Job) -> Tensor:
     """Return one microbatch of the tensor sent between stages, in this rank's shape, on the meta device.
 
-    It requires grad: otherwise torch would not send its gradient back, without an error.
+    It requires grad, as otherwise torch would not send its gradient back and would raise no error.
     """
     degrees = job.parallelism
     parts = degrees.cp * (degrees.tp if degrees.sequence_parallel else 1)

@@ -1,5 +1,5 @@
-"""What a model family's sharding (models/*/sharding.py) gets and returns. It returns a plan: for each module in the
-model or in a block, the style that splits the module's weights, inputs and outputs.
+"""The arguments and the result of a model family's `plan` (models/*/sharding.py). The result has for each module in the
+model or in a block the style that splits the module's weights, inputs and outputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Plan:
 
 def with_experts(dense: Plan, norm: Norm) -> Plan:
     """Return a plan whose blocks may have experts in place of the feed-forward. Shared experts are split like the
-    feed-forward; the router gets the rank's own tokens.
+    feed-forward; each rank's router gets only the rank's own tokens.
     """
     own = {name: style for name, style in dense.block.items() if not name.startswith("feed_forward")}
     shared = {

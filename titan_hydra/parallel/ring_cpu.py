@@ -1,4 +1,5 @@
-"""Make torch's ring attention run on CPUs. torch's code suits any kernel, but is registered only for CUDA's kernels.
+"""Make torch's ring attention run on CPUs. Its code works with any attention kernel, but torch registers it only for
+CUDA's kernels.
 
 So tests on gloo ranks execute the same code as GPUs: the dispatch, the rotation, and the merging of partial results.
 """
@@ -23,17 +24,17 @@ from titan_hydra.base.private import flash_on_cpu as FORWARD
 from titan_hydra.base.private import flash_on_cpu_backward as BACKWARD
 
 SEQ_DIM = 2
-# All tensors are replicated, or all are split over batch, heads or sequence: each has dimensions that begin with [batch,
-# heads, seq].
+# Either all tensors are replicated, or all are split along the same dimension: batch, heads or sequence. The dimensions
+# of each tensor begin with [batch, heads, seq].
 PLACEMENTS = (Replicate(), Shard(1), Shard(0), Shard(SEQ_DIM))
 
 
 def register_ring() -> None:
-    """Add the CPU's flash kernel to those that torch's ring dispatcher installs when enabled. Repeated calls are
-    harmless.
+    """Add the CPU's flash kernel to the kernels that torch's ring dispatcher handles when it is enabled. Repeated calls
+    are harmless.
     """
     private.ring_kernels[FORWARD] = private.ring_kernels[BACKWARD] = _dispatch
-    # The number is that of the first argument whose value, not only its placement, a cached strategy depends on.
+    # The number is the index of the first argument on whose value (not only its placement) a cached strategy depends.
     private.register_op_strategy(FORWARD, schema_info=RuntimeSchemaInfo(4))(_forward_strategy)
     private.register_op_strategy(BACKWARD, schema_info=RuntimeSchemaInfo(6))(_backward_strategy)
 

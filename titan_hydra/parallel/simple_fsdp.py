@@ -2,7 +2,8 @@
 
 A parameter is a DTensor sharded over the mesh; reading it in a forward gathers it, and the backward of the gather
 reduces the gradient to the shard. All communication is in the graph, where a compiler can bucket and reorder it.
-Without a compiler, a gathered parameter lives until its backward, unless activation checkpointing reads it again.
+Without a compiler, a gathered parameter stays in memory until its backward, unless activation checkpointing gathers it
+again.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def gathering(cls: type, names: tuple[str, ...], gather: Gather) -> type:
 
 
 def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
-    """Return this rank's shard on dim 0, uneven if necessary. A tensor-parallel parameter becomes one DTensor over both
-    meshes.
+    """Return this rank's shard, split along dimension 0, unevenly if necessary. A tensor-parallel parameter becomes one
+    DTensor over both meshes.
 
     Nothing is communicated: on the meta device there is no data.
     """
@@ -59,7 +60,8 @@ def shard(parameter: nn.Parameter, mesh: Mesh) -> DTensor:
         return distribute_tensor(parameter.detach(), mesh.fsdp, placements, src_data_rank=None)
     local = distribute_tensor(parameter.to_local().detach(), mesh.fsdp, placements, src_data_rank=None).to_local()
     (inner,) = parameter.placements
-    if inner == Shard(0):  # tp has already split dim 0, so that FSDP's shards are strided parts of the whole
+    # tensor parallelism has already split dimension 0, so FSDP's shards are strided parts of the whole
+    if inner == Shard(0):
         placements = (*placements[:-1], StridedShard(0, split_factor=parameter.device_mesh.size()))
     both = mesh.world[(*mesh.fsdp.mesh_dim_names, *parameter.device_mesh.mesh_dim_names)]
     return DTensor.from_local(
@@ -82,7 +84,8 @@ class Gather:
     def __init__(self, mesh: Mesh, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self.mesh: Any = mesh.fsdp
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
-        # Groups are not looked up in __call__, where a compiler may find those of an earlier job in the process.
+        # Groups are looked up here and not in __call__, where a compiler might use the groups of an earlier job in this
+        # process.
         if mesh.degrees.tp > 1:
             self.tp = mesh.world["tp"]
             self.tp_rank: Any = mesh.coordinate("tp")  # torch annotates it as None
@@ -109,6 +112,6 @@ class Gather:
 
     def _whole(self, parameter: DTensor) -> torch.Tensor:
         replicated = redistribute(parameter, [Replicate()] * self.mesh.ndim, self.compute_dtype, self.reduce_dtype)
-        # Each rank has the gradient of its own samples, so that these are partial sums. Without this placement they would
-        # count as equal copies (TorchTitan #2217).
+        # Each rank has the gradient of its own samples, which is a partial sum. Without this placement, torch would
+        # treat these gradients as equal copies (TorchTitan #2217).
         return replicated.to_local(grad_placements=[Partial()] * self.mesh.ndim)

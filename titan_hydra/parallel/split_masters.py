@@ -22,8 +22,8 @@ from .mesh import like, local_part
 def split_masters(model: nn.Module, job: Job) -> Masters:
     """Split every parameter of this rank, in place, before the first forward.
 
-    FSDP treats the new parameters like those that `load_state_dict` assigns, and leaves gradients in the dtype in which
-    they are summed. Without FSDP, gradients of vectors are float32, as norms compute them in float32.
+    FSDP treats the new parameters like parameters that `load_state_dict` assigns, and leaves gradients in the dtype in
+    which it has summed them. Without FSDP, the gradients of vectors are in float32, as norms compute in float32.
     """
     dtype = getattr(torch, gradient_dtype(job))
     wrapped = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -38,8 +38,8 @@ def split_masters(model: nn.Module, job: Job) -> Masters:
 
 @torch.no_grad()
 def split_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Return the upper half of a float32 parameter. Its attribute `lower_half` holds the lower half. `dtype` is the
-    dtype of its gradient.
+    """Return the upper half of a float32 parameter, with the lower half as its attribute `lower_half`. `dtype` is the
+    dtype of the returned parameter's gradient.
     """
     weight, remainder = halves_of(local_part(parameter))
     half: Any = nn.Parameter(like(parameter, weight), requires_grad=parameter.requires_grad)
@@ -49,8 +49,8 @@ def split_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter
 
 @torch.no_grad()
 def master_of(parameter: nn.Parameter) -> Tensor:
-    """Return the value of a parameter as the optimizer knows it. For a split parameter, this is a new tensor that joins
-    both halves.
+    """Return the full value of a parameter, as the optimizer uses it. For a split parameter, this is a new tensor that
+    joins both halves.
     """
     if not is_split(parameter):
         return parameter.detach()

@@ -25,9 +25,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Split a meta-device stage's weights over the tp ranks, in place, and insert the communication that the plan
     requires.
 
-    Every parameter becomes a DTensor, norms too: optimizers and gradient clipping handle lists of one kind only. Raises
-    ConfigError for a parameter that the plan leaves out, as each rank would train its own copy with a part of the
-    gradient.
+    Every parameter becomes a DTensor, even those of norms, as optimizers and gradient clipping need lists of a single
+    kind. Raises ConfigError for a parameter that the plan leaves out: each rank would train a copy of its own, with
+    only a part of the gradient.
     """
     if mesh.degrees.tp == 1:
         return
@@ -58,7 +58,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def _arrived(embedding: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-    """Wait for the embedding's reduction over ranks; clone() waits and keeps the path of the gradient.
+    """Wait for the embedding's reduction over ranks. clone() waits, and gradients pass through it.
 
     A compiled block whose input is still being communicated crashes in the backward or, under FSDP, gives the embedding
     a wrong gradient without an error.
@@ -70,7 +70,7 @@ def overlap(tp: torch.distributed.DeviceMesh, job: Job) -> None:
     """Enable async tensor parallelism: the compiler cuts matmuls into pieces and communicates one piece while it
     computes the next.
 
-    Raises ConfigError on a CPU: the pieces are exchanged through memory that GPUs share.
+    Raises ConfigError on a CPU, as the pieces are exchanged through memory that GPUs share.
     """
     if job.compile.name != "off":
         set_async_tp(job.parallelism.async_tp)

@@ -1,4 +1,4 @@
-"""Modules under tensor parallelism whose weight every rank holds whole."""
+"""Styles for modules whose whole weight every tensor-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 
 class Whole(ParallelStyle):
-    """Every rank computes the same output from the same input, and gets the whole gradient of the output."""
+    """A module that computes the same output from the same input on every rank. Every rank gets the whole gradient of
+    the output.
+    """
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         hold_whole(module, mesh)
@@ -49,8 +51,8 @@ class WholeTree(ParallelStyle):
 
 
 class SplitTokens(ParallelStyle):
-    """Every rank applies the weights to its own tokens, and so has a partial gradient of the weights. The gradients of
-    all ranks are summed in `reduce_dtype`.
+    """A module that each rank applies to its own tokens. So a rank has only a partial gradient of the weights; the
+    gradients of all ranks are summed in `reduce_dtype`.
 
     The module reads its weights through its attribute `read`.
     """
@@ -67,7 +69,7 @@ class SplitTokens(ParallelStyle):
 
 
 class SummedGradient(ParallelStyle):
-    """Passes its input on. The backward sums the gradients of all ranks, each of which has a part."""
+    """A module that returns its input unchanged. Its backward sums the partial gradients of all ranks."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def summed(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -88,8 +90,8 @@ def hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def read_whole(weight: Any, reduce_dtype: torch.dtype, gradient: Placement) -> Tensor:
-    """Return a weight that every rank holds whole, as a plain tensor. Each rank has the gradient with the placement
-    `gradient`; it is summed over the ranks in `reduce_dtype` and then rounded once to the weight's dtype.
+    """Return a weight that every rank holds whole, as a plain tensor. `gradient` is the placement of its gradient,
+    which is summed over the ranks in `reduce_dtype` and then rounded once to the weight's dtype.
     """
     replicated = redistribute(weight, [Replicate()], weight.dtype, reduce_dtype)
     return replicated.to_local(grad_placements=[gradient])

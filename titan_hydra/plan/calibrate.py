@@ -25,7 +25,8 @@ RATES = (
     "nic_gbs",
     "passes_per_second",
 )
-PULL = 1e-3  # weight of the penalty that keeps a rate near its start, so that a rate on which the runs hardly depend stays there
+# weight of the penalty on a rate's distance from its start; so a rate on which the runs hardly depend does not change
+PULL = 1e-3
 STEPS = (0.5, 0.2, 0.05, 0.01)  # successive step sizes of the search, in natural logarithms of a rate
 
 
@@ -118,7 +119,7 @@ def _with(hardware: Hardware, rates: dict[str, Any]) -> Hardware:
 
 
 def _matters(runs: tuple[Measured, ...], start: Hardware, rate: str) -> bool:
-    """Whether a rate matters: at two thirds of it, at least one run would take 1 % longer."""
+    """Whether a rate matters: if it were two thirds as high, at least one run would take 1 % longer."""
     slower = replace(start, **{rate: getattr(start, rate) / 1.5})
     return any(seconds(run, slower) > 1.01 * seconds(run, start) for run in runs)
 
@@ -130,7 +131,7 @@ def _error(runs: tuple[Measured, ...], hardware: Hardware, start: Hardware) -> f
 
 
 def as_yaml(found: Fit, name: str) -> str:
-    """Return the text of a hardware file (conf/hardware), which names the origin of each rate."""
+    """Return the text of a file for conf/hardware with the rates, and with a comment on how each was found."""
     worst = max(abs(found.residual(run)) for run in found.runs)
     lines = [f"# {name}: calibrated from {counted(len(found.runs), 'run')}, whose times it gives within {worst:.0%}."]
     for spec in fields(Hardware):

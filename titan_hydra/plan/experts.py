@@ -19,13 +19,13 @@ class ExpertShape:
 
     number: int  # routed experts of a block, on all ranks
     ep: int
-    shards: int  # ranks over which the experts of an ep rank are sharded
+    shards: int  # number of ranks over which FSDP shards the experts of an ep rank
     rows: float
     dim: int
     width: int
-    used: int  # bytes of an activation's element
-    dense: int  # first blocks of the model, which have no experts
-    sequence: int  # ranks over which the input tokens of a router are split
+    used: int  # bytes of one element of an activation
+    dense: int  # number of blocks at the model's beginning that have no experts
+    sequence: int  # number of ranks over which the input tokens of a router are split
 
     @property
     def parameters(self) -> float:
@@ -41,13 +41,15 @@ class ExpertShape:
 
     @property
     def sent(self) -> float:
-        """The bytes per token that are sent to the ranks of its experts; as many come back."""
+        """The bytes per token that are sent to the ranks of the token's experts. The results that come back have as
+        many bytes.
+        """
         return self.rows * self.dim * self.used * (self.ep > 1)
 
     @property
     def chosen(self) -> float:
-        """The bytes per token that selective checkpointing keeps besides the outputs of matmuls: rows that were sent,
-        scores and indices.
+        """The bytes per token that selective activation checkpointing keeps in addition to the outputs of matmuls: the
+        rows that were exchanged, scores and indices.
         """
         return 2 * self.sent + 12 * self.rows
 
@@ -60,15 +62,15 @@ class ExpertShape:
 
     @property
     def everything(self) -> float:
-        """The bytes per token that the forward keeps for the backward: rows before and after the experts, four tensors
-        of the experts' width, scores of all experts in float32, and permutations.
+        """The bytes per token that the forward keeps for the backward: the rows before and after the experts, four
+        tensors as wide as an expert, the scores of all experts in float32, and the permutations.
         """
         orders = 16 * (1 + (self.ep > 1))
         return self.rows * (self.used * (2 * self.dim + 4 * self.width) + orders) + 12 * self.number / self.sequence
 
     def backward(self, again: bool) -> float:
-        """Return by how many bytes per token the backward's peak exceeds `everything`. The peak is in the experts'
-        backward or, if the block is recomputed (`again`), where rows are unpermuted.
+        """Return by how many bytes per token the peak of the backward exceeds `everything`. The peak occurs in the
+        experts' backward or, if the block is recomputed (`again`), where rows are unpermuted.
         """
         return (
             self.rows * self.used * max(self.width, 2 * self.width - self.dim, again * (2 + (self.ep > 1)) * self.dim)

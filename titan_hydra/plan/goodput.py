@@ -22,25 +22,27 @@ FAILURES = {"llama3": (419, 54 * 16384)}
 # bytes per second that each device copies to the host's pageable or pinned memory, if all devices of the host copy at
 # once; assumed values
 COPIED = {"async": 3e9, "async_pinned": 20e9}
-LONGEST = 700.0  # of an exponent, as exp() overflows beyond 709
-GROUPS = (8, 4, 2)  # replica groups that are proposed, the first number that gives whole nodes
-WAIT = 5  # seconds until groups go on without one that is gone: conf/fault_tolerance/torchft.yaml
+LONGEST = 700.0  # largest exponent that is passed to exp(), which overflows beyond 709
+GROUPS = (8, 4, 2)  # numbers of replica groups to propose: the first one with which each group has whole nodes
+WAIT = 5  # seconds until the other groups go on without a group that is gone, as in conf/fault_tolerance/torchft.yaml
 
 
 @dataclass(frozen=True)
 class Interruptions:
-    """What costs a job time: a failure every `between` seconds on average, `restart` seconds after it, and saves."""
+    """What costs a job time: a failure every `between` seconds on average, each followed by `restart` seconds, and
+    saves.
+    """
 
     between: float
     restart: float
     held: float  # how long training waits for a save
-    behind: float = 0.0  # how long it takes after that, while training goes on, until the checkpoint is complete
+    behind: float = 0.0  # time from then until the checkpoint is complete, while training goes on
 
 
 @dataclass(frozen=True)
 class TimeShares:
-    """The shares of a job's time. `redone` is work that was lost in failures and done again, and saves that did not
-    become complete.
+    """The shares of a job's time. `redone` is the share of work that is lost in failures and done again, and of saves
+    that failures interrupt.
     """
 
     goodput: float
@@ -66,12 +68,14 @@ def daly_interval(costs: Interruptions) -> float:
 
 
 def shares_of_job(interval: float, costs: Interruptions) -> TimeShares:
-    """Return the shares of a job that saves after every `interval` of work, and restarts as a whole after a failure.
+    """Return the shares of time of a job that saves after every `interval` seconds of work, and restarts as a whole
+    after a failure.
 
-    From one complete checkpoint to the next, the job needs a `period` without a failure. After a failure it must
-    restart, redo the work that it did while the last complete checkpoint was being written (`behind`), and do the
-    period, all without a failure. If p is the probability of no failure in a period, the mean time of all attempts
-    together is between * (1 - p) * exp((restart + behind + period) / between); the code has Daly's form of it.
+    From one complete checkpoint to the next, the job needs a `period` without a failure. After a failure it must do
+    three things without another failure: restart, redo the work that it did while the last complete checkpoint was
+    being written (`behind`), and do the period. If p is the probability of no failure in a period, the mean time of all
+    attempts together is between * (1 - p) * exp((restart + behind + period) / between); the code uses Daly's form of
+    this expression.
     """
     between, period = costs.between, max(interval, costs.behind) + costs.held
     alive = exp(-costs.restart / between)  # the share of time in which the job is not restarting
@@ -81,8 +85,8 @@ def shares_of_job(interval: float, costs: Interruptions) -> TimeShares:
 
 
 def shares_of_groups(groups: int, interval: float, costs: Interruptions, wait: float) -> TimeShares:
-    """Return the shares of a job in `groups` replica groups. A failure restarts one group. The other groups wait for
-    `wait` seconds and lose no work, as they go on from their own state.
+    """Return the shares of time of a job in `groups` replica groups. A failure restarts one group. The other groups
+    wait for `wait` seconds and lose no work, as they go on from their own state.
 
     A group makes steps while none of its own devices has failed in the last `restart` seconds, and none of another
     group's devices in the last `wait` seconds. A failure of all groups at once is not counted.
@@ -102,9 +106,9 @@ class Way:
     kind: str  # of checkpoint.name
     interval: float | None = None
     groups: int = 1
-    queue: bool = True  # whether a node in the place of one that failed is waited for
-    lost: float = 0.0  # a group's work that is lost with it
-    wait: float = 0.0  # how long the other groups wait
+    queue: bool = True  # whether the job waits for a node that replaces a failed one
+    lost: float = 0.0  # seconds of work that a group loses when it fails
+    wait: float = 0.0  # seconds that the other groups wait after a failure
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,15 @@ class Site:
     """A job, and the known facts of its cluster."""
 
     job: Job
-    gpus: int  # of all replica groups
+    gpus: int  # number of devices of all replica groups
     rate: float  # failures per GPU-day
     step: float
-    queue: float  # wait for a node in the place of one that failed
-    restart: float  # from then to the next step
+    queue: float  # seconds until there is a node in place of a failed one
+    restart: float  # seconds from then until the next step
     node_write: float  # bytes per second that a node writes
-    save_seconds: float | None = None  # until a checkpoint is complete; None: from its bytes
-    copy_seconds: float | None = None  # for which a save in the background holds training; None: from its bytes
+    save_seconds: float | None = None  # seconds until a checkpoint is complete; None: computed from its size
+    # seconds for which training waits while a checkpoint is copied; None: computed from its size
+    copy_seconds: float | None = None
 
     @property
     def node(self) -> int:
@@ -144,7 +149,9 @@ class Site:
         return self.bytes / (self.node_write * max(self.gpus / groups / self.node, 1))
 
     def copy(self, kind: str, groups: int = 1) -> float:
-        """Return the time for which a save in the background holds training."""
+        """Return the seconds for which training waits while a checkpoint is copied, before it is saved in the
+        background.
+        """
         if self.copy_seconds is not None:
             return self.copy_seconds
         return self.bytes * groups * self.job.parallelism.dp_replicate / self.gpus / COPIED[kind]
@@ -169,7 +176,7 @@ class Site:
         )
 
     def shares(self, way: Way, steps: int | None = None) -> TimeShares:
-        """Return the shares of time, with `steps` steps between two saves; None: with the number that the way has."""
+        """Return the shares of time with `steps` steps between two saves; None: with the number of steps of the way."""
         interval, costs = self.step * (steps or self.steps(way)), self.costs(way)
         return (
             shares_of_groups(way.groups, interval, costs, way.wait)
@@ -179,7 +186,7 @@ class Site:
 
 
 def ways(at: Site) -> Iterator[Way]:
-    """Yield the way in which the job is configured, then further ways, each with one more improvement."""
+    """Yield the way that the job's configuration has, then further ways, each with one more improvement."""
     saves, groups = at.job.checkpoint, at.job.fault_tolerance
     limits = [
         seconds
@@ -188,7 +195,8 @@ def ways(at: Site) -> Iterator[Way]:
     ]
     way = Way(f"this job: checkpoint={saves.name}", saves.name, min(limits, default=at.job.steps * at.step))
     if groups.replicas > 1:
-        often = groups.name == "torchft"  # a step that is given up is made again
+        # torchft exchanges at every step, and a step in which a group fails is repeated
+        often = groups.name == "torchft"
         lost, wait = at.step * (1 if often else groups.sync_every), groups.timeout_seconds + at.step * often
         yield replace(
             way, name=f"{way.name}, {groups.replicas} replica groups", groups=groups.replicas, lost=lost, wait=wait

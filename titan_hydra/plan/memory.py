@@ -1,8 +1,8 @@
-"""Predict the peak of a device's memory from a job alone. The peak is a sum of terms, each counted from shapes or
-fitted to measurements.
+"""Predict the peak of a device's memory from the job's configuration. The peak is a sum of terms. Each term is counted
+from shapes or fitted to measurements.
 
-The peak of a step is at one of a few moments: the loss of the last stage, with all activations alive, the backward of
-the last or the first block, or the update. docs/plan.md has the formulas and their errors; tests/plan/test_tracker.py
+The peak of a step is at one of a few moments: at the loss, when all activations are alive; in the backward of the last
+or the first block; or in the update. docs/plan.md has the formulas and their errors; tests/plan/test_tracker.py
 compares the formulas with counts in the fake world.
 """
 
@@ -22,9 +22,11 @@ from titan_hydra.job.schedules import in_flight
 from .shape import Shape, shape_of
 
 SAVED = "saved activations"  # the term that checkpointing changes
-EARLY = 2  # tensors that a rank with several stages receives before their turn: 1 to 4 of them, by schedule and rank (pp 4 and 8)
+# number of tensors that a rank with several stages receives early; in fact 1 to 4, depending on schedule and rank (pp 4
+# and 8)
+EARLY = 2
 CHUNK = 2**24  # elements that an update of split masters joins at a time (kernels/split_masters.py)
-BAND = 0.10  # half-width of the error band, relative: none of the paper's 18 rows has a larger error
+BAND = 0.10  # relative half-width of the error band: none of the paper's 18 rows has a larger error
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Term:
     tag: str = "counted"  # "counted" from shapes or "fitted" to measurements
 
 
-# number of parameters that have a gradient by then, and the terms of temporary memory
+# a moment of a step: number of parameters that have a gradient by then, and the terms of temporary memory
 Moment = tuple[float, list[Term]]
 
 
@@ -44,7 +46,7 @@ Moment = tuple[float, list[Term]]
 class Peak:
     """The memory of the fullest rank at its fullest moment."""
 
-    rank: int  # number of the fullest rank in the world; others with the same pipeline rank hold as much
+    rank: int  # global rank of the fullest rank; the other ranks of its pipeline stage hold as much
     pipeline_rank: int
     terms: tuple[Term, ...]
     live: float  # largest number of bytes of live tensors; this may be at another moment than that of `terms`
@@ -89,7 +91,7 @@ def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = Non
 
 
 def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
-    """Return the terms of one pipeline rank at the moment at which it needs most memory."""
+    """Return the terms of one pipeline rank at the moment at which it needs the most memory."""
     world, parameters = shape.job.parallelism, sum(map(shape.parameters, shape.stages[rank]))
     trained, share, of_gradient = (
         shape.trained(shape.stages[rank]),
@@ -124,9 +126,9 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
 def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -> Iterator[Moment]:
     """Yield the moments at which a rank's memory can be at its peak.
 
-    As the backward goes from the last block to the first, it frees saved activations and allocates gradients, except
-    the gradients that earlier local batches have allocated. In a pipeline, either the activations of all microbatches
-    in flight are alive or, during the last microbatch, all gradients.
+    The backward goes from the last block to the first. It frees saved activations and allocates gradients; the second
+    and later local batches find the gradients allocated. In a pipeline, either the activations of all microbatches in
+    flight are alive or, during the last microbatch, all gradients.
     """
     stages, pp, end = shape.stages[rank], len(shape.stages) > 1, len(shape.layers) - 1
     whole = shape.gathered_parameters(stages)
@@ -181,7 +183,7 @@ def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: l
         (block,) = _block(one)
         for alive, having in ((depth - 1, done - left), (0, done - left + (depth - 1) * one.block)):
             reduced = unit.block if tower and alive == 0 else 0 if tower else one.block
-            # the model's first block has none to gather before it
+            # before the model's first block there is no block whose weights could be gathered
             blocks = 1 if tower or (alive == 0 and place == 0) else 2
             weights = _unsharded(unit, unit.block, reduced, True, blocks)
             yield before or having, [Term(SAVED, earlier + alive * kept), *others, *weights, *block]
@@ -192,8 +194,8 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     """Return the gathered parameters and the gradients that are not yet reduced, in the backward of a block or, if
     `reduced` is None, at the loss.
 
-    ZeRO-3 holds the weights of `blocks` blocks, and the gradients of `reduced` parameters until they are reduced. A
-    pipeline (ZeRO-2) holds all weights and, if `summed`, gradients of earlier microbatches.
+    ZeRO-3 holds the gathered weights of `blocks` blocks, and the gradients of `reduced` parameters until they are
+    reduced. A pipeline (ZeRO-2) holds all weights of the rank and, if `summed`, the gradients of earlier microbatches.
     """
     job, own = shape.job, shape.used * shape.whole * shape.learned
     if not shape.wrapped:
@@ -246,8 +248,8 @@ def saved(shape: Shape) -> float:
 
 
 def _norms(shape: Shape) -> float:
-    """Return the elements per token in the outputs of a block's two norms as the linears read them: with tensor
-    parallelism, whole.
+    """Return the elements per token in the outputs of a block's two norms. With tensor parallelism these are the
+    gathered outputs, which the linears read.
     """
     dim = shape.job.model.dim
     if shape.job.parallelism.tp == 1:
@@ -256,8 +258,8 @@ def _norms(shape: Shape) -> float:
 
 
 def _heads(shape: Shape) -> float:
-    """Return the elements per token in queries, keys, values and attention's output, and in the tensors before them:
-    latents, or queries and keys before their norms.
+    """Return the elements per token in queries, keys, values, attention's output, and the tensors from which they are
+    computed: latents, or queries and keys before their norms.
     """
     before = 2 * shape.latents
     if shape.job.model.qk_norm:
@@ -266,8 +268,8 @@ def _heads(shape: Shape) -> float:
 
 
 def _attention(shape: Shape) -> float:
-    """Return the bytes per token that attention keeps besides queries, keys, values and its output: the logsumexp, and
-    a second copy of the output where context parallelism changes its layout.
+    """Return the bytes per token that attention keeps in addition to queries, keys, values and output: the logsumexp
+    and, if context parallelism changes the output's layout, a second copy of the output.
     """
     layout = shape.job.parallelism
     second = shape.used * shape.queries if layout.cp > 1 else 0
@@ -275,8 +277,8 @@ def _attention(shape: Shape) -> float:
 
 
 def _mask(shape: Shape) -> float:
-    """Return the bytes of a microbatch's mask, of documents or of a tower's images. All attention kernels need the mask
-    except flash in half precision.
+    """Return the bytes of a microbatch's attention mask, which separates documents or, in a vision tower, images. All
+    attention kernels need the mask except flash in half precision.
     """
     tower = shape.stack is not None and shape.stack.tower is not None
     return shape.samples * shape.job.data.seq_len**2 if tower or call_of(shape.job).masked else 0
@@ -295,7 +297,7 @@ def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]
     if last:
         message = shape.tokens * shape.used * shape.residual
         early = EARLY if job.pp_schedule.stages_per_rank > 1 else 1
-        if constants.all_received:  # inputs of all stages but the first, gradients of all but the last
+        if constants.all_received:  # every stage but the first receives inputs, every stage but the last gradients
             sides = sum(1 if stage in (0, last) else 2 for stage in shape.stages[rank])
             early = sides * shape.microbatches
         terms += [Term("early receives", early * message), Term("stage outputs", number * message)]
@@ -303,8 +305,8 @@ def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]
 
 
 def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]:
-    """Yield the memory of the head and the loss: several copies of the logits. For the fused loss, yield two moments: a
-    chunk of logits with the gradients so far, then the scaled gradients.
+    """Yield the memory of the head and the loss: several copies of the logits. For the fused loss, yield two moments:
+    first a chunk of logits with the gradients so far, then the scaled gradients.
     """
     job, tokens, last = shape.job, shape.tokens, len(shape.layers) - 1
     tp, dim = job.parallelism.tp > 1, shape.residual
@@ -327,7 +329,7 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     each = constants.logits or (16 if split else 6 if shape.compiled else 12)
     if last and shape.compiled and not split:  # pipeline stages keep their outputs until the backward
         each += (waiting - 1) * shape.used
-    elif last:  # and the softmax in float32
+    elif last:  # one more copy: the softmax in float32
         each += shape.used + (waiting - 1) * (shape.used + 4)
     kept = [Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches)] if last else []
     yield [Term("head and loss", each * logits + around), *kept]
@@ -335,8 +337,8 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
 
 def _block(shape: Shape) -> Iterator[list[Term]]:
     """Yield the memory of one block's backward (its activations, saved or recomputed, and its gradients) at two
-    moments: in the feed-forward, and in ring attention. The latter sums the gradients of queries, keys and values in
-    float32, and passes keys and values on.
+    moments: in the feed-forward, and in ring attention. Ring attention sums the gradients of queries, keys and values
+    in float32, and passes keys and values on.
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
     if shape.stack:

@@ -1,4 +1,4 @@
-"""The bytes of a rank's communication in a step, by dimension of the mesh. A collective counts as the bytes of its
+"""The bytes of a rank's communication in a step, by dimension of the mesh. A collective counts with the bytes of its
 whole tensor.
 """
 
@@ -76,15 +76,15 @@ def _context(shape: Shape) -> float:
 
 
 def _experts(shape: Shape) -> float:
-    """Return the bytes that ranks of an ep group exchange in a block: tokens to their experts and back, and their
-    gradients.
+    """Return the bytes that the ranks of an ep group exchange in a block: tokens on the way to their experts and back,
+    and the gradients of both.
     """
     return shape.tokens * shape.experts.sent * sum(exchanges(shape)) if shape.experts else 0.0
 
 
 def exchanges(shape: Shape) -> tuple[int, int]:
-    """Return how often forward and backward exchange a block's rows; a recomputation with selective checkpointing does
-    not, as received rows are kept.
+    """Return how often a block's rows are exchanged in the forward, and in the backward. Recomputation with selective
+    checkpointing exchanges nothing, as received rows are kept.
     """
     return 2, 2 + 2 * (shape.whole_again == 1)
 

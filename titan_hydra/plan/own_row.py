@@ -31,12 +31,12 @@ READ += (
     "data.local_batch",
     "data.document_mask",
 )
-OWN = "titan_hydra"  # how the source of a row begins; published.yaml has a stack of this name
+OWN = "titan_hydra"  # first word of the key `source` in such rows; `stacks` of published.yaml has an entry for it
 
 
 def row_of(job: Job, name: str) -> Row:
-    """Return the keys of a frozen job's row, without measurements. The row's `overrides` have what its other keys
-    cannot say, so that the row and the job have the same prediction.
+    """Return the keys of a frozen job's row, without measurements. What the other keys cannot express is in the key
+    `overrides`, so that the row and the job have the same prediction.
     """
     degrees = job.parallelism
     row: Row = {
@@ -57,7 +57,7 @@ def row_of(job: Job, name: str) -> Row:
     if degrees.pp > 1:
         row |= {"schedule": job.pp_schedule.name, "virtual_stages": job.pp_schedule.stages_per_rank}
     row["overrides"] = []
-    for _ in range(3):  # options of groups, options of the sections that these have, values
+    for _ in range(3):  # first options of config groups, then options of groups inside these, then values
         row["overrides"] += _differences(job, row)
     return row
 

@@ -124,7 +124,7 @@ def objection(prediction: Prediction) -> Fault | None:
 
 
 def too_large(prediction: Prediction) -> bool:
-    """Whether the predicted memory exceeds the device's so far that the job is refused, not only warned about."""
+    """Whether the predicted memory exceeds the device's so far that the job is refused, and not only a warning printed."""
     return prediction.fits == "no" and prediction.peak.gib > REFUSED * prediction.capacity_gib
 
 
@@ -151,8 +151,8 @@ def _remedies(job: Job) -> Iterator[list[Change]]:
 
 
 def _with(job: Job, changes: list[Change]) -> Job:
-    """Return a job with the changes of a remedy. With more shards the global batch grows, so that each shard has the
-    same number of samples.
+    """Return a job with some changes of `_remedies`. If they add shards, the global batch grows, so that each shard has
+    as many samples as before.
     """
     new = {key: value for key, _, value in changes}
     if "ac" in new:
@@ -201,7 +201,7 @@ def on_nodes(job: Job, gpus: int | None) -> Job:
 
 
 def not_counted(job: Job) -> list[str]:
-    """Return lines that say which memory of a rank's device its prediction lacks: what data sources keep there."""
+    """Return a line for each thing that data sources keep in device memory, which the prediction does not count."""
     sources = ((key, source.name, DATA_SOURCES[source.name].beside) for key, source in data_sources(job.data).items())
     return [f"not counted: {what}, which {key}={name} keeps on each device" for key, name, what in sources if what]
 

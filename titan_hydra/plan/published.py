@@ -26,16 +26,16 @@ from .predict import TIGHT
 from .shape import NotPredictable, Shape, shape_of
 
 SHIPPED = ASSETS / "published.yaml"
-# memory that TorchTitan holds and this trainer does not: an eager loss, pools of several streams (docs/plan.md), and
-# the inputs of torch's own pipeline stages; the first value is without tensor parallelism, the second with it
+# memory that TorchTitan holds and this trainer does not: for an eager loss, the pools of several streams
+# (docs/plan.md), and the inputs of torch's own pipeline stages; first without tensor parallelism, then with it
 OLDER = tuple(memory.Constants(reserve=1.17, logits=logits, all_received=True) for logits in (12, 16))
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A row beside its prediction: tokens/s per device and GiB, each as (measured, predicted). `apart` says why the row
-    does not count. `shape` is the shape from which the time was predicted.
+    """A row with its prediction: tokens/s per device and GiB, each as (measured, predicted). `apart` is the reason why
+    the row is not in the statistics, if it is not. `shape` is the shape from which the time was predicted.
     """
 
     row: Row
@@ -103,7 +103,7 @@ def score(row: Row) -> Scored:
     shape = shape_of(job)
     if (
         _of_megatron(row) and job.parallelism.pp > 1
-    ):  # it sends weights and gradients while the pipeline fills and drains
+    ):  # Megatron sends weights and gradients while the pipeline fills and drains
         shape = replace(shape, wrapped=False)
     apart = row.get("apart")
     if apart is None and "power limited" in row.get("device", ""):
@@ -143,8 +143,8 @@ def _constants(row: Row) -> memory.Constants:
 
 
 def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> list[str]:
-    """Return a row as overrides of a job. For the time, ZeRO-1 counts as replicas, because both send gradients once in
-    a step.
+    """Return a row as overrides of a job. To predict the time (`timed`), ZeRO-1 is replaced by replicas, because both
+    send gradients once in a step.
     """
     tp, pp, cp, dp = (row.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
     kind, samples, micro = str(row.get("dp_kind")), row["global_batch"] // dp, row.get("micro_batch", 1)
@@ -181,7 +181,8 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
         ]
     else:
         lines.append(f"data.local_batch={max(min(micro, samples), 1)}")
-    if _of_megatron(row):  # fused kernels, gathers behind matmuls, cuDNN's attention in its ring
+    # Megatron has fused kernels, all-gathers that overlap with matmuls, and cuDNN's kernel in ring attention
+    if _of_megatron(row):
         lines += ["compile=block", "hardware.flash_tflops=null"] + ["parallelism.async_tp=true"] * (tp > 1)
     else:
         lines.append(f"compile={'off' if _eager(row) else 'block'}")
@@ -222,8 +223,8 @@ def _eager(row: Row) -> bool:
 
 
 def _hardware(row: Row) -> str:
-    """Return the hardware preset of a row: the preset for its device and the year of its software or, without one, for
-    its device.
+    """Return the hardware preset of a row: the preset for its device and the year of its software or, if there is none,
+    the preset for its device.
     """
     name = row["hardware"]
     if name == "h100" and ("95 GiB" in row.get("device", "") or "500 W" in row.get("device", "")):
@@ -236,8 +237,8 @@ def _hardware(row: Row) -> str:
 
 
 def _model(row: Row) -> Iterator[str]:
-    """Yield the overrides of a row's model. The two matrices of an ungated feed-forward count as three matrices of two
-    thirds their width.
+    """Yield the overrides of a row's model. A feed-forward without a gate has two matrices; three matrices of two
+    thirds the width stand for them.
     """
     shape = row.get("shape")
     if not shape:

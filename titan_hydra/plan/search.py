@@ -21,7 +21,7 @@ from .shape import NotPredictable
 ROWS = 10  # maximum number of layouts that a search returns
 CHUNKS = (2, 3, 4, 5, 6, 8)  # numbers of stages per pipeline rank to try, if the schedule allows several
 LONG = 32_768  # sequence length in tokens from which context parallelism is searched by default
-LARGEST = 64  # most samples of a local batch without a pipeline
+LARGEST = 64  # maximum number of samples in a local batch without a pipeline
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
@@ -34,7 +34,9 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return what tells two layouts of a result apart: degrees and schedule, but not batches or checkpointing."""
+        """Return degrees and schedule. Rows with the same key differ only in batches or checkpointing, and a result has
+        one of them.
+        """
         job = self.prediction.job
         return (*(getattr(job.parallelism, name) for name in DEGREES), job.parallelism.pp > 1 and job.pp_schedule.name)
 
@@ -69,7 +71,7 @@ def prepared(job: Job, gpus: int) -> Job:
 
 
 def search(job: Job, gpus: int) -> tuple[list[Row], int]:
-    """Return up to ROWS layouts, the fastest first, and the number of legal points that were examined. Raises
+    """Return up to ROWS layouts, the fastest first, and the number of legal jobs that were examined. Raises
     NotPredictable.
 
     Layouts that fit come first, beginning with the Pareto front of speed and memory. If no layout fits, those that need
@@ -101,8 +103,8 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
 
 
 def _points(job: Job) -> Iterator[Prediction]:
-    """Yield the predicted memory of legal points of the search space. Of points that differ only in checkpointing,
-    yield only the one that recomputes least among those that fit.
+    """Yield the predicted memory of legal jobs of the search space. Of jobs that differ only in checkpointing, yield
+    the one that recomputes least among those that fit.
     """
     modes = searched_modes()
     for layout in _layouts(job):
@@ -110,7 +112,7 @@ def _points(job: Job) -> Iterator[Prediction]:
             last = next(_legal(batches, reversed(modes)), None)
             if (
                 last and (memory := in_memory(last)).fits == "no"
-            ):  # the common case: no mode of checkpointing makes it fit
+            ):  # a common case: even the mode that keeps least does not make the job fit, so no other mode does
                 yield memory
             elif last:
                 yield next(one for one in map(in_memory, _legal(batches, modes)) if one.fits != "no")

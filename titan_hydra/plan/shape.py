@@ -32,11 +32,11 @@ class Shape:
 
     job: Job
     linears: tuple[Linear, ...]  # the linears of a block
-    # parameters of a block. The number of the experts' parameters is scaled by shards / (ranks that shard experts), so
-    # that the whole number can be divided by `shards`.
+    # parameters of a block. Experts are sharded over other numbers of ranks, so their parameters are multiplied by
+    # `shards` / (ranks that shard experts); then `block` / `shards` is right for all parameters.
     block: float
     dense: tuple[int, ...]  # number of dense blocks of each stage, in a model with experts
-    lighter: float  # parameters that a dense block has less than `block`
+    lighter: float  # number of parameters by which `block` exceeds a dense block
     embedding: float
     head: float  # parameters of the head; 0 if it is tied to the embedding
     layers: tuple[int, ...]  # number of blocks of each stage
@@ -48,8 +48,9 @@ class Shape:
     shards: int  # ranks over which each parameter is sharded
     wrapped: bool  # whether FSDP wraps the model
     experts: ExpertShape | None
-    stack: Stack | None = None  # what the family says of blocks that are not a decoder's
-    before: tuple[Shape, ...] = ()  # the shapes of the stacks of blocks that run before these, on the first stage
+    stack: Stack | None = None  # the family's description of these blocks if they are not a decoder's
+    # the shapes of the stacks of blocks that run before these blocks, on the first stage
+    before: tuple[Shape, ...] = ()
 
     @property
     def causal(self) -> bool:
@@ -73,33 +74,33 @@ class Shape:
 
     @property
     def stored(self) -> int:
-        """The bytes of a parameter's element in the optimizer's dtype."""
+        """The bytes of one element of a parameter in the optimizer's dtype."""
         return SIZE[self.job.precision.param_dtype]
 
     @cached_property
     def gradient(self) -> int:
-        """The bytes of a gradient's element in the dtype that the optimizer reads."""
+        """The bytes of one element of a gradient in the dtype that the optimizer reads."""
         return SIZE[gradient_dtype(self.job)]
 
     @cached_property
     def used(self) -> int:
-        """The bytes of an activation's element."""
+        """The bytes of one element of an activation."""
         return SIZE[self.job.precision.compute_dtype]
 
     @property
     def reduced(self) -> int:
-        """The bytes of a gradient's element while it is summed over ranks."""
+        """The bytes of one element of a gradient in the dtype in which ranks sum it."""
         return SIZE[self.job.precision.reduce_dtype]
 
     @property
     def gathered(self) -> int:
-        """The bytes of a block parameter's element as FSDP gathers it."""
+        """The bytes of one element of a block's parameter in the dtype in which FSDP gathers it."""
         return self.format.bytes if self.format and gathers_in_format(self.job) and self.shards > 1 else self.used
 
     @property
     def format(self) -> Format | None:
-        """The number format in which the linears compute. None means the compute dtype, or a format that the compute
-        dtype emulates.
+        """The number format in which the linears compute. None: there is no format, or it is emulated in the compute
+        dtype.
         """
         return None if self.job.precision.emulate else FORMATS.get(self.job.precision.converter)
 
@@ -110,7 +111,7 @@ class Shape:
 
     @property
     def sent(self) -> int:
-        """The bytes of an activation's element as tensor-parallel ranks gather it."""
+        """The bytes of one element of an activation in the dtype in which tensor-parallel ranks gather it."""
         return self.format.bytes if self.one_scale else self.used
 
     @property
@@ -156,8 +157,8 @@ class Shape:
 
     @property
     def halves(self) -> int:
-        """How many of a block's two halves (attention, feed-forward) have an input that tensor-parallel ranks gather.
-        Routed experts take tokens that stay split.
+        """The number of a block's two halves (attention, feed-forward) whose input tensor-parallel ranks gather. Routed
+        experts do not gather it: their tokens stay split over the ranks.
         """
         return 1 if self.experts and not sparse(self.job).n_shared_experts else 2
 
@@ -185,7 +186,7 @@ class Shape:
 
     @cached_property
     def whole(self) -> float:
-        """The parameters of a block on a rank after the all-gather."""
+        """The number of parameters of a block that a rank holds after the all-gather."""
         return self.block + self.more
 
     @property
@@ -194,7 +195,7 @@ class Shape:
         return self.experts.parameters if self.experts and self.experts.shards == 1 else 0.0
 
     def gathered_parameters(self, stages: list[int]) -> float:
-        """Return the parameters of some stages on a rank after the all-gather."""
+        """Return the number of parameters of some stages that a rank holds after the all-gather."""
         return sum(self.parameters(stage) + (self.layers[stage] - self.dense[stage]) * self.more for stage in stages)
 
     @cached_property
@@ -214,13 +215,13 @@ class Shape:
         return self.adapter / self.block if self.adapter else 1.0
 
     def trained(self, stages: list[int]) -> float:
-        """Return the parameters of some stages that are trained, on a tensor-parallel rank."""
+        """Return the number of trained parameters of some stages on a tensor-parallel rank."""
         return sum(self.layers[stage] * self.adapter if self.adapter else self.parameters(stage) for stage in stages)
 
     @cached_property
     def sizes(self) -> list[float]:
-        """Input width times output width of each of a block's matmuls on this rank, in the order of computation: half
-        of its FLOPs per token.
+        """For each matmul of a block on this rank, in the order of computation: input width times output width, which
+        is half of the matmul's FLOPs per token.
         """
         experts = self.experts
         routed = (
@@ -305,7 +306,9 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
 
 
 def _of_tower(shape: Shape, stack: Stack) -> Shape:
-    """Return the shape of a tower's blocks, computed as in an eager job that has no checkpointing and splits no sample."""
+    """Return the shape of a tower's blocks. A tower computes as in an eager job without checkpointing that splits no
+    sample.
+    """
     job = copy.copy(shape.job)
     for section, values in (
         ("model", stack.tower),

@@ -24,37 +24,38 @@ from .shape import NotPredictable, Shape, shape_of
 
 # relative half-widths of the error band: for a hardware preset that was fitted to runs, and for any other preset
 BAND, UNMEASURED = 0.15, 0.20
-# bytes of the update's memory traffic per parameter: 28 for AdamW in float32, 8 for the norm (H200: 7.95, 3.5 ms for 10^9)
+# bytes per parameter of an update's memory traffic: 28 for AdamW, 8 for the norm (H200: 7.95 and 3.5 ms for 10^9)
 TOKEN_BYTES = 36
-# memory traffic of a cast to Float8 with one scale: each bf16 element is read twice, to find the largest value and to
-# cast
+# bytes per element of a cast to Float8 with one scale: bf16 is read twice (for the maximum, to cast), a byte written
 CAST_BYTES = 5
 LATENCY = 0.01  # seconds of a step that no other term counts
-OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # rates that a device need not have
+OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` that may be null
 
 
 @dataclass(frozen=True)
 class Factors:
     """Factors fitted to the paper's tables, unless a comment says otherwise."""
 
-    eager: float = 4.0  # element-wise traffic of a block, in passes over its activations
-    # the same for compiled code, at the lower bound of its fit, as the fitted matmul rates include all further time
+    eager: float = 4.0  # element-wise memory traffic of a block, as a multiple of the count in `_element_wise`
+    # the same for compiled code. This is the lower bound of the fit, as the fitted matmul rates include all other time.
     compiled: float = 0.5
-    # memory traffic of Float8 casts as a multiple of the count for tensorwise scaling (H200: 2.1; not fitted)
+    # memory traffic of Float8 casts as a multiple of the count in `_casts` (not fitted; measured on an H200: 2.1)
     cast: float = 2.0
-    rowwise: float = 2.1  # ratio of the time of rowwise casts to that of tensorwise casts (H200: 120 against 56 ms)
+    # ratio of the time of rowwise casts to that of tensorwise casts (measured on an H200: 120 and 56 ms)
+    rowwise: float = 2.1
     ring: float = 0.84  # ratio of the rate of ring attention (context parallelism) to the rate of attention on one rank
     memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
     async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
-    # seconds by which one second of a collective at NVLink's rate slows down the computation that overlaps with it
+    # seconds by which a collective that takes one second at NVLink's rate delays the computation that overlaps with it
     contention: float = 0.35
-    straggler: float = 23e-6  # seconds that a collective waits for its last rank, for each node; nothing hides them
-    message: float = 40e6  # bytes of a collective that reaches half of its link's rate
+    # seconds per node that a collective waits for its last rank, which never overlap with computation
+    straggler: float = 23e-6
+    message: float = 40e6  # size in bytes of a collective that reaches half of its link's rate
     launch: float = 2e-3  # seconds in which the host starts the kernels of a block's forward, in eager mode
     launch_tp: float = 2.0  # the same under tensor parallelism, as a multiple: every operator goes through DTensor
-    imbalance: float = 1.6  # rows of the rank whose experts have most, over the mean
-    dispatch: float = 0.3  # fraction of a link's rate that all-to-alls of rows reach
+    imbalance: float = 1.6  # ratio of the rows on the rank whose experts have the most to the mean over ranks
+    dispatch: float = 0.3  # fraction of a link's rate that the all-to-alls to experts reach
 
 
 class Pair(NamedTuple):
@@ -148,7 +149,7 @@ def _attention(shape: Shape, factors: Factors) -> Pair:
 
 
 def _element_wise(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of norms, activations and sums: memory traffic."""
+    """Return the seconds of norms, activation functions and sums, which follow from their memory traffic."""
     traffic = 2 * shape.tokens * (4 * shape.residual + shape.queries + shape.keys + 2 * shape.ffn_width)
     traffic *= factors.compiled if shape.compiled else factors.eager
     traffic += shape.tokens * shape.experts.traffic if shape.experts else 0
@@ -157,7 +158,7 @@ def _element_wise(shape: Shape, factors: Factors) -> Pair:
 
 
 def _float8_casts(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of casts of activations and weights: memory traffic."""
+    """Return the seconds of casts of activations and weights, which follow from their memory traffic."""
     weights = _weight_casts(shape, factors)
     inputs, outputs = (
         (casts * shape.tokens + weights) / _bandwidth(shape, factors) for casts in _casts(shape, factors)
@@ -174,7 +175,7 @@ def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
 
 
 def _optimizer(shape: Shape, factors: Factors) -> float:
-    """Return the seconds of the update, as memory traffic of the rank with most parameters."""
+    """Return the seconds of the update, which follow from the memory traffic of the rank with the most parameters."""
     parameters = max(map(shape.parameters, range(len(shape.layers)))) * len(shape.stages[0]) / shape.shards
     return parameters * TOKEN_BYTES * (1 + shape.moments) / 3 / _bandwidth(shape, factors) + LATENCY
 
@@ -188,8 +189,8 @@ def _pipeline_calls(shape: Shape) -> float:
 
 
 def _fsdp(shape: Shape, factors: Factors, block: Pair) -> float:
-    """Return the seconds by which FSDP's messages delay a step. The passes of one block (`block`) hide the messages of
-    the next block; in a pipeline nothing hides messages.
+    """Return the seconds by which FSDP's messages delay a step. The computation of one block (`block`) overlaps with
+    the messages of the next block; in a pipeline, messages overlap with nothing.
     """
     job = shape.job
     gather, reduce, replicas = _sharding(shape, factors)
@@ -203,8 +204,8 @@ def _fsdp(shape: Shape, factors: Factors, block: Pair) -> float:
 
 
 def _launch(shape: Shape, factors: Factors) -> float:
-    """Return the seconds that the host needs to start the kernels of a block's forward. A backward's kernels take no
-    longer to start, as autograd needs no Python.
+    """Return the seconds that the host needs to start the kernels of a block's forward. Starting a backward's kernels
+    takes no longer, as autograd needs no Python.
     """
     if shape.compiled or shape.job.hardware.passes_per_second:  # a CPU has no kernels that run behind the host
         return 0.0
@@ -213,9 +214,9 @@ def _launch(shape: Shape, factors: Factors) -> float:
 
 @dataclass(frozen=True)
 class Sent:
-    """Messages of a rank: their `seconds` on the link if nothing else runs, and the seconds by which they slow down
-    computation that overlaps with them (waits for other ranks, occupied multiprocessors, copies into and out of
-    buffers).
+    """Messages of a rank. `seconds` is their time on the link if nothing else runs. `taken` is the time by which they
+    delay computation that overlaps with them (by waits for other ranks, occupied multiprocessors, copies into and out
+    of buffers).
     """
 
     seconds: float = 0.0
@@ -273,7 +274,7 @@ def _experts(shape: Shape, factors: Factors) -> float:
 
 
 def _imbalance(shape: Shape, factors: Factors) -> float:
-    """Return the ratio of the largest number of rows on any rank to the mean over all ranks."""
+    """Return the ratio of the number of rows on the rank that has the most to the mean over all ranks."""
     return 1.0 if shape.job.debug.balance_experts else factors.imbalance
 
 
@@ -293,7 +294,9 @@ def _bandwidth(shape: Shape, factors: Factors) -> float:
 
 
 def _rate(shape: Shape, linear: Linear) -> float:
-    """Return the FLOP/s of a linear on one rank: lower for small matrices, such as shards."""
+    """Return the FLOP/s of a linear on one rank: it is lower for small matrices, such as those that tensor parallelism
+    splits.
+    """
     tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
     smallest = min(shape.tokens, linear.share("inputs", tp), linear.share("outputs", tp))
     fast = shape.format and linear.name not in precision.skip
@@ -304,8 +307,9 @@ def _rate(shape: Shape, linear: Linear) -> float:
 
 
 def _attention_rate(shape: Shape, factors: Factors) -> float:
-    """Return the FLOP/s of attention: torch's flash kernel has its own rate, and ring attention has a fraction (`ring`)
-    of that rate. A tower's mask needs torch's memory-efficient kernel, which is assumed to be as fast as flash.
+    """Return the FLOP/s of attention. torch's flash kernel has a rate of its own; ring attention has a fraction
+    (`ring`) of a kernel's rate. A tower's mask needs torch's memory-efficient kernel, which is assumed to be as fast as
+    flash.
     """
     job = shape.job
     call, asked, hardware = call_of(job), job.model.attention, job.hardware
@@ -323,14 +327,14 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     """Return the bytes of memory traffic per token of casts to Float8, (forward, backward).
 
     Tensorwise scaling reads a bf16 tensor twice (for its largest value, then to cast it) and writes a byte. The matmul
-    of a weight's gradient needs both operands transposed: a byte read and one written per element; under tensor
-    parallelism the operands are gathered, so whole operands count.
+    of a weight's gradient needs both operands transposed: for each element one byte is read and one written. Under
+    tensor parallelism the operands are gathered first, so this counts for whole operands.
     """
     dim = shape.job.model.dim
     if not shape.format:
         return 0, 0
     rows = sum(one.inputs for one in shape.linears if not one.column) / shape.job.parallelism.tp
-    inputs = rows + 2 * dim / shape.sequence  # the linears of attention share one input, those of the feed-forward too
+    inputs = rows + 2 * dim / shape.sequence  # attention's linears share one input, and so do those of the feed-forward
     columns = sum(one.outputs for one in shape.linears if one.column) / shape.job.parallelism.tp
     transposed = 2 * (rows + columns + 4 * dim)
     scale = factors.cast * (1 if shape.one_scale else factors.rowwise)
@@ -338,8 +342,8 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
 
 
 def _weight_casts(shape: Shape, factors: Factors) -> float:
-    """Return the memory traffic, in bytes, of casting a block's weights to Float8, which its forward and its backward
-    each do. If FSDP gathers weights in Float8, only shards are cast.
+    """Return the memory traffic, in bytes, of one cast of a block's weights to Float8. The forward makes such a cast,
+    and the backward another. If FSDP gathers weights in Float8, only shards are cast.
     """
     if not shape.format:
         return 0.0
@@ -353,13 +357,15 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
 
 
 def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:
-    """Return an all-gather or reduce-scatter of `size` bytes over `ranks` ranks that are `inside` ranks apart: a ring's
-    bytes at the rate of its slowest link, and further time for a short message.
+    """Return the time of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks whose numbers are `inside`
+    apart. It is a ring's time at the rate of the slowest link, plus a fixed time, which lowers the rate of short
+    messages.
     """
     if ranks == 1 or not size:
         return Sent()
     hardware = shape.job.hardware
-    lanes = max(hardware.gpus_per_node // inside, 1)  # the collective's devices in a node; each has its own NIC
+    # number of the collective's devices in a node; each has its own NIC
+    lanes = max(hardware.gpus_per_node // inside, 1)
     nodes, size = -(-ranks // lanes), size * (ranks - 1) / ranks
     taken = factors.contention * size / (hardware.nvlink_gbs * 1e9)
     rate = hardware.nvlink_gbs
@@ -426,7 +432,7 @@ def _span(shape: Shape, block: Pair, first: Pair, head: Pair, exact: bool) -> fl
     backward[0] += first.backward
     forward[last] += head.forward
     backward[last] += head.backward
-    # if a schedule splits the backward in two passes: seconds of each
+    # seconds of each half, if a schedule splits the backward in two
     half = [(seconds + call) / 2 for seconds in backward]
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
     second = call if splits_backward(job) else 0

@@ -1,7 +1,8 @@
 """Compare a cell's losses with the baseline's at equal steps, to find whether the cell learns the same.
 
-With the same weights and the same data in the same order, two correct layouts differ only in the order of sums, and so
-in rounding, which training amplifies. docs/report.md gives the width of the band and the measurements behind it.
+With the same weights and the same data in the same order, two correct layouts differ only in the order of sums. So they
+round differently, and training amplifies these differences. docs/report.md gives the width of the band and the
+measurements behind it.
 """
 
 import math
@@ -14,11 +15,11 @@ from titan_hydra.config.registry import FORMATS, Format
 
 from .cells import ReportCell, mean
 
-WINDOW = 10  # rows over which differences are averaged, as a single outlier is no trend
+WINDOW = 10  # number of rows over which differences are averaged, as a single outlier is not a trend
 NEIGHBOURS = 25  # the noise of the baseline's loss at a row is computed from this many rows on either side
 SHARE = 0.1  # fraction of that noise by which a mean may differ, as training amplifies rounding
-# The fraction of the loss by which rounding alone may change a mean, by compute dtype. FORMATS has this fraction for
-# number formats.
+# The fraction of the loss by which rounding alone may change a mean loss, by compute dtype. For number formats, FORMATS
+# has this fraction.
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3}
 
 
@@ -103,7 +104,7 @@ def coarser(*cells: ReportCell) -> str:
 
 
 def rounding(precision: str) -> float:
-    """Return the share of the loss by which a number format's rounding may change a mean. An unknown format counts as
-    coarse.
+    """Return the fraction of the loss by which a number format's rounding may change a mean loss. An unknown format
+    gets the large default.
     """
     return ROUNDING[precision] if precision in ROUNDING else FORMATS.get(precision, Format).rounding

@@ -30,12 +30,12 @@ from .columns import Column, columns_of
 SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # shorter names of classes of failure
 FEW = 10  # measured steps below which a rate is not reliable
 LAST, ROWS = 0.1, 5  # a mean loss is over the rows in the last tenth of the steps, but over at least 5 rows
-BUSY = 1.25  # load per core above which the machine is taken to be shared with other programs
+BUSY = 1.25  # load per core above which other programs are assumed to share the machine
 
 
 @dataclass(frozen=True)
 class ReportCell:
-    """What is read of one run directory. Files that are missing or unreadable count as empty."""
+    """The contents of one run directory. Files that are missing or unreadable count as empty."""
 
     name: str
     directory: Path
@@ -46,16 +46,16 @@ class ReportCell:
     result: dict[str, Any] = field(default_factory=dict)  # result.json of a run that is done
     columns: dict[str, Column] = field(default_factory=dict)  # columns of metrics.jsonl; "step" has every step
     events: list[dict[str, Any]] = field(default_factory=list)  # rows of events.jsonl
-    goodput: float | None = None  # useful steps' time over all time of all attempts, so far
+    goodput: float | None = None  # time of useful steps divided by the time of all attempts, so far
     load: dict[str, float] = field(default_factory=dict)  # "cores" of the machine, load averages at "start" and "end"
     unreadable: tuple[str, ...] = ()  # damaged files and rows, which were left out
     repeat: bool = False  # whether it is the second run of the baseline, at the end of a packed sweep
-    # of a `Mean`: its cells, by the value of the key that differs
+    # only for a `Mean`: the averaged cells, by the value of the key that differs
     members: dict[str, ReportCell] = field(default_factory=dict)
 
     @property
     def single(self) -> list[ReportCell]:
-        """The runs that this cell stands for: itself, or the members of a mean."""
+        """The runs of this cell: the cell itself or, for a `Mean`, its members."""
         return [*self.members.values()] or [self]
 
     @property
@@ -116,7 +116,7 @@ class ReportCell:
 
     rate = property(lambda self: self.numbers.get("tokens_per_second"))  # median over the steady steps, per device
     iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # interquartile range over the same steps
-    noise = iqr  # rates that differ by less are indistinguishable
+    noise = iqr  # rates that differ by less than this are indistinguishable
     # number of steps (or rows) over which the rate is the median
     measured = property(lambda self: self.numbers.get("measured_steps"))
     memory = property(lambda self: self.numbers.get("memory_gib"))  # peak GiB reserved, the largest over all ranks
@@ -211,7 +211,7 @@ class ReportCell:
         return [places.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
-        """Return a text that is equal for cells that differ only in the keys `without`, or in keys that change neither
+        """Return a text that is equal for cells which differ only in the keys `without`, or in keys that change neither
         the experiment (the identity hash) nor the samples of the held-out loss.
         """
         outside = set(without)
@@ -226,7 +226,7 @@ class ReportCell:
 
     @property
     def commit(self) -> str | None:
-        """The commit that ran, with a + if files differed from it."""
+        """The commit that ran, followed by + if files differed from the commit."""
         sha = self.result.get("git_sha") or self.env.get("git_sha")
         return sha and sha[:7] + ("+" if self.dirty else "")
 

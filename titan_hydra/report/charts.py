@@ -18,7 +18,7 @@ from .row import ReportRow
 from .style import DASHES, LINES, line_style, short
 from .table import Report
 
-# Keys that may grow with the number of devices: cells that are equal in all others are one scaling curve.
+# Keys that may grow with the number of devices. Cells with equal values of all other keys form one scaling curve.
 GROWS = ("gpus", "data.global_batch", "parallelism.dp_shard", "parallelism.dp_replicate")
 AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
 ROWS = (  # charts of a column of metrics.jsonl: (name, title, unit, column)
@@ -52,7 +52,7 @@ class Curve:
     y: list[float | None]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    faint: bool = False  # thin and unlabelled, as another line of the same row has the label
+    faint: bool = False  # whether the line is thin and has no label, because another line of the same row has the label
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,9 @@ def _other_samples(report: Report) -> str:
 
 def looks(report: Report) -> list[Look]:
     """Return how the lines of each row are drawn. In a sweep over several keys, the key with the most values determines
-    the colour, and the other keys the dashes. This needs enough colours and dashes, and rows for at least half of the
-    combinations. Else neighbouring rows differ in colour and dashes, and the baseline is broad and grey.
+    the colour, and the other keys the dashes. This is done if there are enough colours and dashes, and rows for at
+    least half of the combinations. Otherwise neighbouring rows differ in colour and dashes, and the baseline is broad
+    and grey.
     """
     own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
     values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}
@@ -224,7 +225,7 @@ def looks(report: Report) -> list[Look]:
 
 
 def distances(report: Report) -> Lines:
-    """Chart the mean relative difference of each loss from the baseline's. This difference decides whether the loss is
+    """Chart for each row the mean relative difference of its loss from the baseline's, which decides whether the row is
     in the band. Also chart the bands, one for each number format.
     """
     reference, lines, bands = report.baseline.cell.losses, [], {}
@@ -260,8 +261,8 @@ def distances(report: Report) -> Lines:
 
 
 def thin(values: list[Any], report: Report) -> list[Any]:
-    """Keep at most POINTS values of a line, and at most TOGETHER values of all lines of a chart: evenly spaced ones,
-    and always the first and the last.
+    """Keep at most POINTS values of a line, and at most TOGETHER values of all lines of a chart. The values are evenly
+    spaced, and always include the first and the last.
     """
     every = -(-len(values) // max(min(POINTS, TOGETHER // len(report.rows)), 2))
     return values if every < 2 else values[:-1][::every] + values[-1:]

@@ -24,7 +24,7 @@ KEPT = (
 
 
 class Column(Mapping[int, float]):
-    """The values of one column in the rows that have one, by ascending step."""
+    """The values of one column, by ascending step. Rows without a value are left out."""
 
     def __init__(self, steps: array[int] | None = None, numbers: array[float] | None = None) -> None:
         """Keep the arrays without copying them, so that columns with a value in every row share one array of steps."""
@@ -48,7 +48,7 @@ class Column(Mapping[int, float]):
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, Column]:
-    """Return the columns in KEPT, and "step" with every step. Of several rows with the same step the last counts."""
+    """Return the columns in KEPT, and "step" with every step. If several rows have the same step, the last one counts."""
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     steps = array("q", ascending)
     found = {"step": Column(steps, array("d", steps))}

@@ -26,8 +26,9 @@ LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes] 
 HELD_OUT = [name for name, changes in CHANGES.items() if changes == "held-out loss"]
 EQUAL = [name for name, changes in CHANGES.items() if changes != "technique"]
 VERSIONS = ("torch", "torchao", "triton")
-UNKNOWN = object()  # the value if a run lacks the result or the file; it counts as equal to every value
-PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what must be equal too, though it is no key of config.json
+UNKNOWN = object()  # the value of a key if a run lacks the result or the file; it counts as equal to every value
+# further values that must be equal, although they are not keys of config.json
+PLACE: dict[str, Callable[[ReportCell], Any]] = {
     "gpus": lambda cell: cell.gpus,
     "device": lambda cell: cell.device,
     "code": lambda cell: cell.code,
@@ -35,7 +36,7 @@ PLACE: dict[str, Callable[[ReportCell], Any]] = {  # what must be equal too, tho
 }
 RECIPES = ("experiment", "debug", "sweeps")  # groups whose options may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
-# For some keys: the keys whose overrides vary them on purpose.
+# For some keys: other keys, whose overrides vary them on purpose.
 MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}
 
 
@@ -94,8 +95,8 @@ def on_purpose(key: str, swept: set[str]) -> bool:
     """Whether the sweep varies a key: an override that differs between its cells sets the key, its group, or an option
     that may set any key (RECIPES).
 
-    No override sets code, versions or the device: two checkouts or two clusters are never varied on purpose. Neither is
-    debug.balance_experts, as nobody trains such a model.
+    Code, versions and device never count as varied on purpose, as no override sets them: two cells with different ones
+    come from two checkouts or clusters. Neither does debug.balance_experts, as nobody trains such a model.
     """
     if (key in PLACE and key != "gpus") or key == "debug.balance_experts":
         return False
@@ -104,7 +105,7 @@ def on_purpose(key: str, swept: set[str]) -> bool:
 
 
 def even(cells: list[ReportCell], swept: set[str]) -> bool:
-    """Whether all global batches have the same number of tokens, as for long sequences in the paper's tables. If the
+    """Whether all global batches have the same number of tokens, as in the paper's tables of long sequences. If the
     sweep varies the number of devices, the tokens per device must be the same instead (weak scaling).
     """
     tokens = [(cell.config.get("data.global_batch") or 0) * (cell.config.get("data.seq_len") or 0) for cell in cells]
@@ -153,7 +154,9 @@ def same(cell: ReportCell, baseline: ReportCell, keys: Iterable[str]) -> bool:
 
 @cache
 def _name_of(key: str) -> str:
-    """Return the name under which a key is compared: its own name, or that of its section if this states `changes`."""
+    """Return the name under which a key is compared: its own name or, if its section states `changes`, the section's
+    name.
+    """
     return changes_of(key)[0]
 
 

@@ -16,8 +16,8 @@ def rate(value: float | None, noise: float | None = None) -> str | None:
 
 
 def with_error(value: float | None, error: float | None, digits: int) -> str | None:
-    """Format a mean with its standard error, both to the second significant digit of the error; without an error, with
-    `digits` decimals.
+    """Format a mean with its standard error, both rounded to the second significant digit of the error. Without an
+    error, format the mean with `digits` decimals.
     """
     if value is None or error is None or not math.isfinite(error):
         return None if value is None else f"{value:,.{digits}f}"

@@ -74,7 +74,9 @@ def news(report: Report) -> dict[str, Any]:
 
 @cache
 def template(name: str) -> Template:
-    """Load a Jinja template from assets. It escapes inserted values for HTML, and raises if one is missing."""
+    """Load a Jinja template from assets. The template escapes inserted values for HTML, and raises an exception if one
+    is missing.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined).get_template(name)
@@ -122,7 +124,9 @@ def data(report: Report) -> dict[str, Any]:
 
 
 def digits(value: float | None) -> float | None:
-    """Round to six significant digits. Charts cannot show more, and these numbers are most of a large sweep's page."""
+    """Round to six significant digits. Charts cannot show more digits, and these numbers are the largest part of a
+    large sweep's page.
+    """
     if not isinstance(value, float):
         return value
     return int(value) if value.is_integer() else float(f"{value:.6g}")
@@ -143,7 +147,9 @@ def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
 
 
 def _run(look: charts.Look, row: ReportRow, report: Report) -> dict[str, Any]:
-    """Return the data of a row of the table: label, look of its lines, coordinates of its steps on each axis."""
+    """Return the chart data of a row of the table: its label, how its lines are drawn, and the coordinates of its steps
+    on each axis.
+    """
     axes = {
         axis: [digits(place) for place in charts.thin(list(row.cell.places(axis).values()), report)]
         for axis in charts.AXES
@@ -221,7 +227,7 @@ def commands(report: Report) -> Iterable[str]:
     typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
         for one in row.cell.single:
-            # then the sweep's file sets overrides that were not typed
+            # with +sweeps, the sweep's file sets overrides that were not typed
             implied = any(key_of(word) == "sweeps" for word in one.overrides)
             words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"

@@ -58,7 +58,7 @@ def save_figure(drawn: Figure, folder: Path, name: str) -> Iterator[Path]:
 
 
 def figure(height: float) -> tuple[Figure, Axes]:
-    """Create a figure and its axes without pyplot, which would keep a reference to it and look for a display."""
+    """Create a figure and its axes without pyplot, which would keep a reference to the figure and look for a display."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(WIDTH, height), layout="constrained")

@@ -23,8 +23,9 @@ from .table import Report
 
 
 def with_predictions(report: Report) -> Report:
-    """Return the report with a prediction in each row. The rates are those that `titan plan --tune` wrote into the
-    sweep's folder, else those of each run's `hardware`. Raises ConfigError if nothing can be predicted.
+    """Return the report with a prediction in each row. The hardware rates are those that `titan plan --tune` wrote into
+    the sweep's folder or, without such a file, those of each run's `hardware`. Raises ConfigError if nothing can be
+    predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
     found = [prediction(row.cell.directory, rates) for row in report.rows]

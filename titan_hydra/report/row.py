@@ -24,9 +24,9 @@ class ReportRow:
     label: str
     baseline: bool = False
     difference: float | None = None  # relative difference of tokens/s from the baseline's
-    noise: float | None = None  # relative difference that is not distinguishable from noise
+    noise: float | None = None  # relative differences up to this are not distinguishable from noise
     doubt: str = ""  # FEW_STEPS or NOISE; "" if the difference is reliable
-    # of a `Mean`: difference of its loss from the baseline's, standard error
+    # only for a `Mean`: the difference of its loss from the baseline's, and the standard error of this difference
     change: tuple[float, float | None] | None = None
     band: Band | None = None
     prediction: Prediction | None = None
@@ -77,7 +77,8 @@ class ReportRow:
         return _number(value, ".4f")
 
 
-# Title, name in CSV, functions for the text and the value in a row. A column without text in every row is left out.
+# Title, name in CSV, and functions that return the text and the value in a row. A column is left out if no row has a
+# text in it.
 Column = tuple[str, str, Callable[[ReportRow], str | None], Callable[[ReportRow], Any]]
 COLUMNS: tuple[Column, ...] = (
     ("technique", "technique", lambda row: row.label, lambda row: row.label),
@@ -131,8 +132,8 @@ WORDS = ("technique", "loss in band", "commit", "torch", "device")  # titles of 
 
 
 def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
-    """Build a cell's row. The row has the differences from the baseline if no key that must be equal differs. `drift`
-    is the relative change of the baseline's rate in its second run.
+    """Build a cell's row. The row gets the differences from the baseline, unless a key differs that must be equal.
+    `drift` is the relative change of the baseline's rate in its second run.
     """
     if cell is baseline:
         return ReportRow(cell, label, baseline=True)
@@ -181,7 +182,9 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
 
 
 def _lowest(row: ReportRow) -> str | None:
-    """Format the lowest held-out loss with its step, and whether its checkpoint was kept; None if it is the last one."""
+    """Format the lowest held-out loss with its step, and whether its checkpoint was kept; None if the last held-out
+    loss is the lowest.
+    """
     if row.cell.lowest is None or row.cell.lowest[1] == max(row.cell.validation):
         return None
     kept = ", kept" if row.cell.result.get("best_checkpoint") else ""

@@ -20,7 +20,7 @@ def serve(make: Callable[[], Report], port: int) -> None:
     """Serve the page until Ctrl-C, and read the runs for each request with `make`. The path is secret, as other users of
     the machine can connect.
     """
-    make()  # raises the errors of the arguments before anything is served
+    make()  # so that mistakes in the arguments raise an error before anything is served
     word = secrets.token_urlsafe(9)
     pages = {
         f"/{word}/": ("text/html", lambda: page(make(), live=EVERY)),
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, "text/plain", "no such page\n")
         try:
             return self.answer(200, kind, content())
-        except RunError as error:  # such as: a new cell differs from the others in a key that must be equal
+        except RunError as error:  # for example, a new cell differs from the others in a key that must be equal
             return self.answer(503, "text/plain", f"{error}\n")
 
     def answer(self, status: int, kind: str, text: str) -> None:

@@ -1,5 +1,5 @@
-"""The look of plots, in files and on the page: a few colours that the colour-blind can distinguish, for light and dark
-backgrounds.
+"""The appearance of plots, in files and on the page: a few colours that colour-blind people can distinguish, for light
+and dark backgrounds.
 """
 
 from typing import Any

@@ -33,7 +33,7 @@ class Report:
     allowed: set[str]
     selection: Selection
     over: str | None = None  # the key of --over: rows are means over its values
-    waiting: str = ""  # with --over: how many cells have not started, and are no rows, and how many still run
+    waiting: str = ""  # with --over: how many cells have not started and so have no row, and how many are still running
 
     @property
     def baseline(self) -> ReportRow:
@@ -217,7 +217,7 @@ class Report:
             if held_out:
                 lost.append("held-out losses are not compared")
             why = " (on purpose)" if difference.purpose else "" if held_out else " (allowed)"
-            # means are named by what a sweep varies
+            # the names of means already show what the sweep varies
             runs = {} if self.over and difference.purpose else difference.values
             values = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in runs.items())
             if lost or not difference.purpose:

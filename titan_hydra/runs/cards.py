@@ -1,7 +1,7 @@
 """Certificates of layouts (`titan certify`): which layout and code one is for, where it is, and what it states.
 
-A certificate is for a layout, not for a run: runs that differ in seed, steps, learning rate or data have the same one. It
-is for the code, and the release of torch, that proved it; others need their own.
+A certificate is for a layout, not for a run: runs that differ in seed, steps, learning rate or data have the same one.
+It is valid for the code and the release of torch that proved it; another version of either needs another certificate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titan_hydra.config.user_code import digest_of_code
 from . import layout
 from .records import flat
 
-# Keys that change what is learned alone, and yet which code a step runs.
+# Keys that are declared to change only what is learned, but also change which code a step runs.
 ALSO = ("optimizer.name", "data.global_batch", "train.sources")
 MEASURED = (
     "steps",
@@ -37,8 +37,8 @@ MEASURED = (
 
 
 def layout_hash(job: Job) -> str:
-    """Return 8 hex digits that are equal for frozen jobs with the same layout: the same values of all keys that change the
-    technique or the work of a step.
+    """Return 8 hex digits that are equal for frozen jobs with the same layout. The layout is the values of all keys
+    that change the technique or the work of a step.
     """
     known, values = known_keys(), flat(to_dict(job))
     chosen = {
@@ -79,7 +79,7 @@ def released(found: dict[str, str]) -> list[str]:
 
 
 def measured_of(directory: Path) -> dict[str, Any]:
-    """Return what a run that is done has measured; {} for another."""
+    """Return what a finished run has measured; {} for a run that is not done."""
     result = layout.RESULT.read(directory)
     if result.get("status") != "done":
         return {}

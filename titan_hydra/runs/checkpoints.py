@@ -94,7 +94,7 @@ def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{layout.MANIFEST.name} is missing or cannot be read"] if rank == 0 else []
-    # A manifest of another step: the folder was renamed, or restored under another name.
+    # The manifest may be of another step, if the folder was renamed or restored under another name.
     if re.fullmatch(r"step-\d+", path.name) and manifest.get("step") != step_of(path):
         return [f"{layout.MANIFEST.name} is that of step {manifest.get('step')}"] if rank == 0 else []
     names = sorted(manifest["files"], key=lambda name: (manifest["files"][name]["bytes"], name))
@@ -134,10 +134,10 @@ def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = F
 
 
 def asked_for(run: Path, step: str | None) -> Path:
-    """Return the folder of a run's checkpoint at `step`, a number or `best` (the lowest held-out loss). None: return
-    the run.
+    """Return the folder of a run's checkpoint at `step`, which is a number or `best` (the lowest held-out loss). If
+    `step` is None, return the run's own folder.
 
-    Raises ConfigError if that checkpoint was not kept. The best of the kept steps never replaces `best`.
+    Raises ConfigError if that checkpoint was not kept. `best` never means only the best of the steps that were kept.
     """
     if step is None:
         return run

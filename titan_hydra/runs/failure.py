@@ -116,8 +116,9 @@ def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
     after a power cut).
 
     The cause is the earliest error that began in the rank itself, or the earliest rank that died without a record. If
-    no rank has such an error, the cause that its executor knows (`outside`) comes first. Errors that only report the
-    loss of another rank count last; among them a time-out comes first, and blames the rank that the others waited for.
+    there is neither, it is the cause that the executor knows (`outside`). Errors that only report the loss of another
+    rank are considered last; among them a time-out comes first, and the guilty rank is the one that the others waited
+    for.
     """
     outside = outside or Outside()
     ranks = Ended.all(attempt, outside.ranks)
@@ -126,7 +127,7 @@ def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
     if outside.cause and not own:
         return outside.cause
     if own or silent:
-        # An abort sorts last: NCCL's watchdog aborts a rank whose peer has exited.
+        # A rank that aborted comes last, as NCCL's watchdog aborts a rank when another rank has exited.
         return min(own + silent, key=lambda rank: (rank.time, rank.status == -signal.SIGABRT, rank.order)).failure()
     others = [rank for rank in ranks if rank.error]
     if not others:
@@ -167,16 +168,18 @@ def _without_ranks(attempt: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended, from its own record (rank_<r>.json) and from its parent's (ranks.json) or its executor's."""
+    """How one rank ended, according to its own record (rank_<r>.json) and to the record of its parent process
+    (ranks.json) or of its executor.
+    """
 
     attempt: Path
     rank: int
     status: int | None  # negative: the signal
     error: dict[str, Any] | None
     time: float
-    killed: bool  # its parent or its executor ended it, after another rank had failed
-    order: int  # position among the executor's lines on ended ranks
-    spoke: bool  # the rank has recorded its own exit status
+    killed: bool  # whether its parent process or its executor ended it after another rank had failed
+    order: int  # position of this rank among the executor's lines about ended ranks
+    spoke: bool  # whether the rank has recorded its own exit status
     host: str | None
 
     @classmethod

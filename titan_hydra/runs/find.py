@@ -62,7 +62,8 @@ def select_runs(target: str, runs: Path) -> Selection:
     named = {folder: sweep(folder) for folder in readable(runs)[::-1]}
     if latest := [found for found in named.values() if found.name == target]:
         return latest[-1]
-    # If all runs of a sweep have this name (as after `-m name=...`), the newest such sweep is meant, not single runs.
+    # If all runs of a sweep have this name (as after `-m name=...`), it selects the newest such sweep, and not single
+    # runs.
     whole = [
         folder
         for folder in named

@@ -2,8 +2,9 @@
 step.
 
 A rank waits for another if it has begun an operation of a group that the other has not begun. Following these waits
-leads to a rank that waits for no other. If the waits form a circle, one of its ranks omitted an operation that it had
-executed in the step before. Whether an operation is complete is ignored: torch's recorder marks failed ones complete.
+leads to a rank that waits for no other. If the waits form a circle, one of its ranks has omitted an operation that it
+executed in the previous step. It is ignored whether an operation is recorded as complete, as torch's recorder also
+marks failed operations as complete.
 """
 
 import math
@@ -15,7 +16,8 @@ from typing import Any
 
 from . import layout
 
-# torch's description of a group outside the mesh: that of the checkpoints, which a thread may use at any time
+# torch's description of a group that is not part of the mesh, such as the checkpoints' group, which a thread may use at
+# any time
 OTHER = "undefined"
 # group, mesh, ranks, seq, op, sizes, done, time, stack; for a message between two ranks also peer
 Operation = dict[str, Any]
@@ -71,8 +73,8 @@ class Dump:
         return [one for one in self.operations if began[step] <= one["time"] < began.get(step + 1, math.inf)]
 
     def left_out(self) -> Operation | None:
-        """Return the first operation of the previous step that this step replaced by a different one; None if there is
-        none.
+        """Return the first operation of the previous step in whose place this step has a different one; None if there
+        is none.
         """
         step = self.content["step"]
         before, now = ([one for one in self.in_step(number) if one["mesh"] != OTHER] for number in (step - 1, step))
@@ -112,7 +114,8 @@ def verdict(attempt: Path) -> Verdict | None:
     if not found:
         return None
     newest = max(found, key=lambda content: content["time"])
-    # A much older dump is not of this hang: a user asked for it earlier, or its replica group was restarted since.
+    # A much older dump does not belong to this hang: a user asked for it earlier, or its replica group was restarted
+    # since.
     since = newest["time"] - 2 * newest["timeout"]
     until = given_up(attempt)
     dumps = {content["rank"]: Dump(content, until) for content in found if content["time"] > since}
@@ -133,16 +136,16 @@ def verdict(attempt: Path) -> Verdict | None:
 
 
 def given_up(attempt: Path) -> float:
-    """Return the time of an attempt's first time-out or lost connection, or infinity. A rank that was paused may have
-    gone on after that time.
+    """Return the time of an attempt's first time-out or lost connection, or infinity. Operations after that time do not
+    count, as a rank that was only paused may have continued.
     """
     errors = (rank.get("error") or {} for rank in layout.RANK.read_all(attempt).values())
     return min((error["time"] for error in errors if error.get("secondary")), default=math.inf)
 
 
 def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
-    """Return every wait of a rank for another, one for each series of operations. Each wait names the first operation
-    that the other rank has not begun. If the other rank left no dump, it names the last operation of the waiting rank.
+    """Return every wait of a rank for another, one for each series of operations. A wait contains the first operation
+    that the other rank has not begun or, if the other rank left no dump, the last operation of the waiting rank.
     """
     found: dict[tuple[int, int, Series], Wait] = {}
     for dump in dumps.values():

@@ -67,5 +67,6 @@ def less_memory(job: Job) -> Iterator[str]:
             yield f"ac={name}"
     tried = copy.deepcopy(job)
     tried.data.local_batch //= 2
-    if tried.data.local_batch and check(tried) == faults:  # the global batch stays, so that the run learns the same
+    # the global batch does not change, so that the run learns the same
+    if tried.data.local_batch and check(tried) == faults:
         yield f"data.local_batch={tried.data.local_batch} data.global_batch={tried.data.global_batch}"

@@ -24,8 +24,8 @@ from .shapes import Each, Fields, Moment, Place, Test, test_of
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A kind of file or folder. `name` is a path relative to the folder that the methods are given; <n>, <r> and <g> in
-    the name stand for a number.
+    """A kind of file or folder. `name` is a path relative to the methods' argument `folder`; <n>, <r> and <g> in it
+    stand for a number.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Entry:
         write_json(self.of(folder, number), content)
 
     def rows(self, folder: Path, number: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return the intact rows of a .jsonl file, and the number of damaged rows. A last row without a line end does not
-        count as damaged, as it may still be being written.
+        """Return the intact rows of a .jsonl file, and the number of damaged rows. If the last row has no line end, it
+        is not counted as damaged, as a process may still be writing it.
         """
         path = self.of(folder, number)
         try:
@@ -77,8 +77,8 @@ class Entry:
         return rows, ended.count(None)
 
     def last(self, folder: Path) -> dict[str, Any]:
-        """Return the last intact row among the last two lines of a .jsonl file, as the last line may still be being
-        written; {} if neither is intact.
+        """Return the last intact row among the last two lines of a .jsonl file; {} if neither is intact. A process may
+        still be writing the last line.
         """
         for line in reversed(last_lines(self.of(folder), 2, 8192).splitlines()):
             if (row := self._row(line.encode())) is not None:

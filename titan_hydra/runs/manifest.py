@@ -1,6 +1,7 @@
 """Write a sweep's manifest: its cells and their directories. find.py documents the format.
 
-Which job runs a cell is recorded in the cell's own attempt, so that two launchers of one sweep write different files.
+The job that runs a cell is recorded in the cell's own attempt, so that two launchers of the same sweep write different
+files.
 """
 
 import getpass

@@ -55,12 +55,16 @@ def executor_of(directory: Path, owner: Owner) -> Any:
 
 
 def name_of(owner: Owner) -> str:
-    """Return the name of an attempt's executor; without a record `local`, as only ranks started here have none."""
+    """Return the name of an attempt's executor. Without a record it is `local`, as only attempts that were started on
+    this machine can lack one.
+    """
     return owner.get("executor", "local")
 
 
 def is_here(owner: Owner) -> bool:
-    """Whether the ranks of an attempt are processes of a known host, so that their ids show whether they still run."""
+    """Whether the ranks of an attempt are processes of a known host, so that their process ids show whether they still
+    run.
+    """
     executor = EXECUTORS.get(name_of(owner))
     return executor is None or executor.here
 

@@ -52,7 +52,7 @@ class State:
     kind: str
     attempt: int = 0
     failure: Failure | None = None
-    host: str | None = None  # where it runs: a host, or a list of nodes
+    host: str | None = None  # where the run runs: a host, or a list of nodes
     job: QueuedJob | None = None  # its job in the executor's queue
     damage: str = ""  # if the run is damaged: which of its files cannot be read
     refused: str = ""  # if the run is not submitted: why the executor has refused it
@@ -60,7 +60,7 @@ class State:
 
     @property
     def active(self) -> bool:
-        """Whether the state may change without anybody doing anything."""
+        """Whether the state may change without a further command."""
         return self.kind in ("queued", "running", "unknown")
 
     @property
@@ -129,7 +129,7 @@ def inspect_all(directories: list[Path]) -> list[State]:
 
 
 def damage_of(directory: Path, now: State) -> str:
-    """Name the first unreadable file that defines a run or its end; "" if all are readable."""
+    """Name the first unreadable file among those that define the run or record its end; "" if all are readable."""
     attempt = layout.ATTEMPT.of(directory, now.attempt)
     others = ((layout.RESULT, directory), (layout.CLAIM, attempt), (layout.RANKS, attempt), (layout.RANK, attempt))
     for entry, folder in ((layout.CONFIG, directory), *(others if now.kind != "done" else ())):
@@ -194,8 +194,8 @@ def file_time(folder: Path) -> float:
 
 
 def heard_of_ranks(attempt: Path) -> bool:
-    """Whether ranks of an attempt seem to run: one has not ended, and a file of the attempt was written within the last
-    SILENCE seconds.
+    """Whether ranks of an attempt seem to run: at least one has not recorded its end, and a file of the attempt was
+    written within the last SILENCE seconds.
     """
     return (
         not layout.EXIT.of(attempt).exists()
@@ -234,14 +234,14 @@ def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: 
     claimed = []
     for home in homes_of(directory, replicas)[1:]:
         while (attempt := _rename_into(home, newest_attempt(home) + 1, owner | {"overrides": overrides})) is None:
-            continue  # a job of an earlier submission, requeued after its end, was faster
+            continue  # a job of an earlier submission, which was requeued after its end, has claimed this attempt first
         claimed.append(attempt)
     return claimed
 
 
 def _rename_into(directory: Path, number: int, owner: dict[str, Any]) -> Path | None:
-    """Create an attempt's folder and its owner's record in one rename; None if another launcher has it. Raises OSError
-    on a full disk.
+    """Create an attempt's folder and its owner's record in one rename. Return None if another launcher has created it.
+    Raises OSError on a full disk.
     """
     final = layout.ATTEMPT.of(directory, number)
     attempts = final.parent
@@ -273,7 +273,7 @@ def _create(directory: Path, job: Job, owner: dict[str, Any]) -> Path | None:
 
 
 def _remove(directory: Path) -> None:
-    """Move a run directory into REPLACED, then delete it, so that a partly deleted one is not mistaken for a run."""
+    """Move a run directory into REPLACED, then delete it, so that a partly deleted directory is never taken for a run."""
     grave = directory.parent / REPLACED / f"{directory.name}-{os.getpid()}-{time.time_ns()}"
     grave.parent.mkdir(exist_ok=True)
     directory.rename(grave)

@@ -1,4 +1,4 @@
-"""The shapes of JSON values, and the test whether a value has a given shape. layout.py names the shape of each file."""
+"""The shapes of JSON values, and a test of whether a value has a given shape. layout.py names the shape of each file."""
 
 import dataclasses
 import re
@@ -58,8 +58,8 @@ def test_of(kind: Any) -> Test:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string that can be printed and be part of a path. A zero byte and half of a surrogate pair,
-    both of which JSON can encode, cannot.
+    """Whether a value is a string that can be printed and be part of a path. JSON can also encode a zero byte and half
+    of a surrogate pair, which cannot.
     """
     return isinstance(value, str) and (value.isprintable() or not re.search("[\0\ud800-\udfff]", value))
 

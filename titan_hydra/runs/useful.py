@@ -15,8 +15,9 @@ OWN_FAULTS = {Kind.CONFIG, Kind.OUT_OF_MEMORY, Kind.NOT_FINITE, Kind.TIME_LIMIT,
 
 
 def useful_seconds(rows: list[dict[str, Any]]) -> float | None:
-    """Return the seconds of all steps, each counted once. The first step of a process compiles, so it counts at most
-    the median; so do steps before it whose rows were lost in a kill. None if no other step is known.
+    """Return the seconds of all steps, each counted once. The first step of a process, which compiles, counts at most
+    as much as the median step. So do steps before it whose rows were lost when the process was killed. None if no other
+    step is known.
     """
     known = [row for row in rows if row.get("step_seconds") is not None]
     steady = [row["step_seconds"] for row in known[1:] if not row.get("first_step")]
@@ -43,8 +44,8 @@ def goodput_of(directory: Path, rows: list[dict[str, Any]], now: float | None = 
 
 
 def count_interruptions(runs: list[Path]) -> tuple[int, float]:
-    """Return how many attempts ended, after at least one step, without being asked to and through no fault of the job.
-    Return also the GPU-days of all attempts with at least one step.
+    """Return the number of attempts that were interrupted after at least one step: they were not asked to end, and the
+    job itself was not the cause. Also return the GPU-days of all attempts with at least one step.
     """
     failures, seconds = 0, 0.0
     for directory, state in zip(runs, inspect_all(runs), strict=True):
@@ -61,14 +62,16 @@ def count_interruptions(runs: list[Path]) -> tuple[int, float]:
 
 
 def _life(attempt: Path) -> tuple[float, float] | None:
-    """Return the times at which rank 0 of an attempt started, and last wrote a record; None if it left no record."""
+    """Return two times of an attempt's rank 0: when it started, and when it last wrote a record. None if it left no
+    record.
+    """
     rank, status = layout.RANK.read(attempt), layout.STATUS.read(attempt)
     begin = rank.get("started")
     return None if begin is None else (begin, max(rank.get("ended", begin), status.get("time", begin)))
 
 
 def _interrupted(attempt: Path, over: bool) -> bool:
-    """Whether an attempt failed through no fault of the job, or ended without a record (as after a power cut)."""
+    """Whether an attempt failed and the job itself was not the cause, or ended without a record (as after a power cut)."""
     if layout.CANCELLED.of(attempt).exists():
         return False
     if failure := guilty(attempt):

@@ -23,10 +23,12 @@ from .queue import Owner, Queue, ask
 from .run import homes_of
 from .rundir import State
 
-# A running cell is called silent after SILENT seconds, and STEPS_SILENT times the time of a step, without progress.
+# A running cell counts as silent if it has made no progress for SILENT seconds and for STEPS_SILENT times the time of a
+# step.
 SILENT, STEPS_SILENT = 60.0, 10
 FIRST_STEP = 300.0  # seconds without progress that the first step may take, as it compiles
-LASTING = ("start", "validation", "checkpoint", "end")  # phases that may take any time before a cell is called silent
+# phases that may take any time without a cell counting as silent
+LASTING = ("start", "validation", "checkpoint", "end")
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class RunRow:
     tokens_per_second: float | None = None
     loss: float | None = None
     where: str | None = None  # its host, or SLURM's list of nodes
-    seconds: float | None = None  # how long the newest attempt has waited (if queued), has run, or took
-    to_go: float | None = None  # seconds until the end of the last step, at the present rate
+    # seconds that the newest attempt has waited (if queued), has run so far, or took in total
+    seconds: float | None = None
+    to_go: float | None = None  # predicted seconds until the last step of the run is done, at the present rate
     silent: float | None = None  # seconds without progress, if they are more than expected
     phase: str | None = None  # phase of a running cell: start, checkpoint, ..., or a part of a step
     cancelled: str | None = None  # the user who cancelled the newest attempt
@@ -192,7 +195,9 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
     now, phase, silent, to_go = time.time(), None, None, None
     if state.kind == "running":
         beat = layout.BEAT.read(attempt)
-        if beat:  # the present time by the clock of rank 0's host: its last heartbeat, plus the age of that file
+        # the present time by the clock of rank 0's host: the time in its last heartbeat, plus the age of the
+        # heartbeat's file
+        if beat:
             now = beat["time"] + file_now - modified(layout.BEAT.of(attempt))
         # Whether the newest attempt has logged a step, so that the time of its steps is known.
         steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(
@@ -250,9 +255,9 @@ def shown_group(directory: Path, state: State) -> tuple[Path, int, State]:
 
 
 def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> float | None:
-    """Return the seconds since rank 0's last progress if they are too many, else None. Too many are more than SILENT
-    since its last heartbeat (it writes one a second) or, except in phases that may take any time, more than its step
-    times explain.
+    """Return the seconds since rank 0's last progress if this is too long, else None. It is too long if the last
+    heartbeat, of which rank 0 writes one a second, is older than SILENT. It is also too long if the time of a step does
+    not explain it, except in phases that may take any time.
     """
     if not beat:
         return None
@@ -280,7 +285,7 @@ def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, 
     """Return the seconds for which the newest attempt has waited (if queued) or has run, or which it took."""
     claimed = layout.CLAIM.read(attempt).get("started")
     if state.kind == "queued":
-        began = rank.get("ended", claimed)  # a requeued job waits since its last end
+        began = rank.get("ended", claimed)  # a requeued job has waited since it last ended
     else:
         began = rank.get("started") or (moment(state.job.start) if state.job else None) or claimed
     ended = now if state.active else rank.get("ended") or beat.get("time")

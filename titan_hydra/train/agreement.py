@@ -4,12 +4,14 @@ import torch
 
 
 class Agreement:
-    """Values of a step on which all ranks agree once its gradients are computed. The device has the values at once, the
-    host after `read`.
+    """Values of a step that are the same on all ranks once the step's gradients are computed. The device can use them
+    at once, the host after `read`.
     """
 
     def __init__(self, norm: torch.Tensor, sums: torch.Tensor) -> None:
-        """Keep `sums` over all ranks (float64): the loss, the number of ranks that were asked to stop, the votes."""
+        """Store values. `sums` are sums over all ranks (float64): the loss, the number of ranks that were asked to
+        stop, the votes.
+        """
         self.norm, self.finite = norm, sums[0].isfinite() & norm.isfinite()
         # the copy begins now, so that it does not wait for work queued later
         self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)

@@ -1,5 +1,5 @@
-"""Generate text with the model of a checkpoint, in one process. Each new token takes a forward over all tokens before it,
-without a cache.
+"""Generate text with the model of a checkpoint, in one process. There is no cache: for each new token, a forward runs
+over all tokens before it.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ def generate(
     seed: int,
     dtype: str,
 ) -> Iterator[str]:
-    """Yield the text that follows the tokens `beginning(checkpoint, tokenizer)`, up to the first of `ends(tokenizer)`
-    and of at most `max_tokens` tokens, in pieces of whole characters.
+    """Yield the text that follows the tokens `beginning(checkpoint, tokenizer)`, in pieces of whole characters. It ends
+    before the first token in `ends(tokenizer)`, or after `max_tokens` tokens.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
@@ -59,7 +59,7 @@ def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dt
     """Build the whole model of a checkpoint or export in `dtype`, on the GPU if there is one, in eval mode. This changes
     `config`, the model section of the checkpoint.
     """
-    config.attention = "auto"  # as the run's kernel may not exist here
+    config.attention = "auto"  # as this machine may not have the run's attention kernel
     with torch.device("meta"):
         model = models.build(config, seq_len)
     for parameter in model.parameters():
@@ -72,7 +72,7 @@ def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dt
 
 
 def device_here() -> torch.device:
-    """Return this process's GPU, or the CPU if there is none. float32 is made as exact as in a run."""
+    """Return this process's GPU, or the CPU if there is none. Also make float32 as exact as in a run."""
     exact_float32()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 

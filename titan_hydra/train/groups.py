@@ -21,7 +21,7 @@ class Groups:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The groups' state on this rank, which is part of a checkpoint, without copying it."""
+        """The groups' state on this rank, which is part of a checkpoint; the tensors are not copied."""
         return {}
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
@@ -32,7 +32,7 @@ class Groups:
         return step, False
 
     def report_to(self, event: Callable[..., None]) -> None:
-        """From now on, write what happens to the groups to the metrics."""
+        """From now on, record events of the groups with `event`."""
 
     def steps(self, done: int, last: int) -> Iterator[int]:
         """Yield the steps after `done`, up to the last. A step that did not count is yielded again."""
@@ -57,7 +57,7 @@ class Groups:
         return asked
 
     def after_step(self, step: int, loss: float) -> tuple[int, bool]:
-        """Exchange weights with the other groups if it is time.
+        """Exchange weights with the other groups if an exchange is due after this step.
 
         Returns the step to continue from, and whether a stop was requested meanwhile.
         """

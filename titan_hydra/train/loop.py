@@ -64,7 +64,9 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
 def _begin(
     job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Groups], opened: contextlib.ExitStack
 ) -> Loop:
-    """Build all that the steps use, in the state of the step to continue from. `opened` closes it at its end."""
+    """Build everything that the steps use, and load the state of the step to continue from. `opened` closes everything
+    when it ends.
+    """
     device, watch = opened.enter_context(world(job, run)), opened.enter_context(Watchdog(job, run))
     trainer = build(job, device)
     watch.set_mesh(trainer.mesh)
@@ -109,7 +111,7 @@ def _begin(
 
 
 def record_schedule(path: Path, ranks: list[list[Action]]) -> None:
-    """Write the order in which every pipeline rank computes, for the report's timeline."""
+    """Write the order of each pipeline rank's computations to a file, for the report's timeline."""
     names = ("stage", "kind", "microbatch")
     content = {"ranks": [[dict(zip(names, action, strict=True)) for action in actions] for actions in ranks]}
     write_text(path, json.dumps(content) + "\n", durable=False)
@@ -158,7 +160,8 @@ class Loop:
             self.probes.after_backward(step)
             agreement = trainer.agree(share, trainer.measure(), [*self.checkpointer.votes(), len(self.loader.news())])
             if not groups.commits(agreement):
-                self.checkpointer.wait_for_staging()  # the next quorum may replace the weights
+                # the weights must be copied first, as the next quorum may replace them
+                self.checkpointer.wait_for_staging()
                 trainer.drop_gradients()
                 continue
             watch.at("optimizer")
@@ -235,8 +238,8 @@ def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
 
 
 def listen(trainer: Trainer) -> None:
-    """Record SIGTERM and SIGUSR2 (Ctrl-C of the launcher, preemption); the ranks agree on the stop at the end of the
-    next step.
+    """From now on, record SIGTERM and SIGUSR2 (from Ctrl-C at the launcher, or preemption). The ranks agree on the stop
+    at the end of the next step.
 
     A forked child (a data loader's) inherits this handler and must ignore the signals.
     """
@@ -270,8 +273,8 @@ def slow_formats(job: Job, device: torch.device) -> list[str]:
 
 
 def few_cores(device: torch.device) -> list[str]:
-    """Return a note for a rank with a GPU and less than four cores, which its main thread, the backward's, NCCL's,
-    gloo's and the data's share. SLURM's default is often one.
+    """Return a note for a rank with a GPU and less than four cores. The main thread and the threads of the backward, of
+    NCCL, of gloo and of the data share these cores. SLURM's default is often one core.
     """
     available = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.type == "cpu" or available >= 4:

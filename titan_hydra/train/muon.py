@@ -1,5 +1,5 @@
-"""Muon on sharded matrices. Each rank orthogonalizes a whole matrix, so that two exchanges serve as many matrices as
-there are ranks.
+"""Muon on sharded matrices. Each rank orthogonalizes another whole matrix, so that two exchanges suffice for as many
+matrices as there are ranks.
 
 torch's own Muon computes on DTensors: all ranks orthogonalize each matrix together, in about 15 collectives.
 """
@@ -19,8 +19,8 @@ from titan_hydra.parallel.mesh import local_part
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, with the same updates, for matrices that the ranks of `group` shard or replicate (None: for plain
-    tensors). In stacked experts [experts, rows, columns], each expert is a matrix.
+    """torch's Muon for matrices that are sharded or replicated over the ranks of `group` (None: for plain tensors). The
+    updates are the same. In stacked experts [experts, rows, columns], each expert is a matrix.
 
     Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1, without
     a host synchronization.
@@ -57,7 +57,9 @@ class Muon(torch.optim.Muon):
                     )
 
     def direction(self, matrix: nn.Parameter, options: dict[str, Any], keep: Tensor | float) -> Tensor:
-        """Return this rank's shard of the gradient with Nesterov momentum, in bfloat16 for the orthogonalization."""
+        """Return this rank's shard of the gradient with Nesterov momentum, in bfloat16, the dtype of the
+        orthogonalization.
+        """
         state = self.state[matrix]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(matrix.grad)
@@ -69,8 +71,8 @@ class Muon(torch.optim.Muon):
     def orthogonal(
         self, matrices: list[nn.Parameter], directions: list[Tensor], options: dict[str, Any]
     ) -> list[Tensor]:
-        """Return this rank's shards of orthogonalized matrices. There is at most one matrix for each rank of the group:
-        rank i computes the i-th.
+        """Return this rank's shards of the orthogonalized matrices. There are at most as many matrices as ranks in the
+        group; rank i computes the i-th matrix.
         """
 
         def orthogonalize(whole: Tensor) -> Tensor:
@@ -113,14 +115,14 @@ class Muon(torch.optim.Muon):
 
 
 def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
-    """Return the mesh coordinate of a rank of the group that joins all ranks of the matrix's mesh, in row-major
-    order.
+    """Return a rank's coordinate in the matrix's mesh. `rank` is the number in the group that contains all ranks of the
+    mesh, in row-major order.
     """
     return [int(index) for index in np.unravel_index(rank, matrix.device_mesh.shape)]
 
 
 def same_copy(matrix: nn.Parameter, one: int, other: int) -> bool:
-    """Whether two ranks of the group hold shards of one copy of a matrix."""
+    """Whether two ranks of the group hold shards of the same copy of a matrix."""
     places = zip(coordinate(matrix, one), coordinate(matrix, other), matrix.placements, strict=True)
     return all(a == b for a, b, placement in places if placement.is_replicate())
 

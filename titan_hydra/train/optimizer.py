@@ -119,7 +119,7 @@ def constant(step: int, steps: int, config: LrSchedule) -> float:
 
 
 def cosine(step: int, steps: int, config: Decay) -> float:
-    """Return a half-period of a cosine, from the end of the warm-up to the last step."""
+    """Return the rate of a half-period of a cosine, which lasts from the end of the warm-up to the last step."""
     return _decay(step, steps, config, steps - config.warmup_steps, "cosine")
 
 

@@ -32,8 +32,8 @@ LOGITS = 2**28  # maximum number of logits in a forward, unless a single text ne
 
 
 def score_texts(place: Path, file: Path, text_key: str, context: int | None, dtype: str) -> Iterator[dict[str, float]]:
-    """Yield for each text of a file its row, counted from 1, the negative log-probability in nats of its tokens and of
-    the end-of-text after them, and their number. `place` is a run, a checkpoint or an export.
+    """Yield for each text of a file: the number of its row (from 1), the negative log-probability in nats of its tokens
+    and of the end-of-text after them, and the number of these tokens. `place` is a run, a checkpoint or an export.
 
     A text of more than `context` tokens (default: the run's data.seq_len, or an export's model.max_seq_len) is scored
     in windows of that length. Each begins in the middle of the previous one, so that a token is predicted from at least
@@ -54,7 +54,8 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
     context = context or at_most or config.max_seq_len
     if context > config.max_seq_len:
         raise ConfigError(f"--context={context}: is more than model.max_seq_len; nearest legal: {config.max_seq_len}")
-    before = [words.eos_id] if words.bos_id is None else []  # in training the previous document's end-of-text is there
+    # as in training, where the previous document's end-of-text comes before the text
+    before = [words.eos_id] if words.bos_id is None else []
     rows = ((row, before + words.document(text)) for row, text in texts(file, text_key))
     model = None
     while some := list(islice(rows, TOGETHER)):
@@ -87,8 +88,9 @@ def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) ->
 
 
 def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """Yield for each window of a row its begin, the first token whose loss counts in it, and its end. Each token except
-    the row's first counts in exactly one window. A window has `context` tokens.
+    """Yield for each window of a row: where it begins, the first token whose loss counts in this window, and where it
+    ends. Each token except the row's first counts in exactly one window. The model sees at most `context` tokens at
+    once.
     """
     begin, first = 0, 1
     while first < length:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 def build_step(
     stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, objective: Objective
 ) -> Plain | Pipeline:
-    """Build the object that runs a local batch by `forward_backward` or `forward`, pipelined or not."""
+    """Build the object whose `forward_backward` and `forward` run a local batch, with or without a pipeline."""
     loss, measure = (compile.function(function, job.compile) for function in (objective.loss, objective.measure))
     if mesh.degrees.pp == 1:
         return Plain(stages[0], objective.inputs, loss, measure)
-    # importing it takes a second, which jobs without a pipeline save
+    # imported here, as it takes a second, which jobs without a pipeline save
     from titan_hydra.parallel.pipeline import (
         Pipeline,
     )
@@ -49,8 +49,8 @@ class Plain:
         self.model, self.inputs, self.loss, self.measure = model, inputs, loss, measure
 
     def forward_backward(self, batch: Batch, count: Tensor, last: bool) -> Tensor:
-        """Accumulate the gradients of a local batch's summed loss / `count`, and return this loss. Replicas reduce
-        gradients only in the `last` local batch of a step.
+        """Accumulate the gradients of a local batch's summed loss divided by `count`, and return this quotient.
+        Replicas reduce gradients only in the `last` local batch of a step.
         """
         data_parallel.last_microbatch(self.model, last)
         loss = self._sum(self.loss, batch) / count

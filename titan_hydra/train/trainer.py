@@ -152,7 +152,7 @@ class Parts:
     notes: list[str]
 
     def trainer(self, device: torch.device) -> Trainer:
-        """Build the trainer, once the stages have memory."""
+        """Build the trainer, after memory was allocated for the stages."""
         job, model, objective = self.job, whole(self.stages).train(), build_objective(self.job)
         masters = (
             split_masters(model, job) if job.optimizer.masters == "split" else separate(model, self.mesh, job.precision)
@@ -174,7 +174,8 @@ def assemble(job: Job, device: torch.device, mesh: Mesh | None = None) -> Parts:
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    for parameter in model.parameters():  # buffers keep their dtype: a rotary table, the bias of a router
+    # but not buffers, such as a rotary table or the bias of a router, which keep their dtype
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, job.precision.param_dtype))
     notes = formats.convert(model, job, mesh, device)
     if job.loss.name == "linear_cross_entropy":

@@ -19,7 +19,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.observe import flight, health
 from titan_hydra.runs.run import Run
 
-FILES = 2**16  # maximum number of open files that a rank needs: rank 0 has a connection with every other rank
+FILES = 2**16  # maximum number of open files that a rank may need, as rank 0 has a connection with every other rank
 CONNECTED = 256  # largest number of ranks that gloo may connect with each other at the start
 RECOMPILE = 30  # seconds in which a rank compiles a transformer block, on a busy host
 
@@ -89,7 +89,8 @@ def keep_freed_memory() -> None:
 
 
 def leave_together(run: Run) -> None:
-    """Wait until no rank is inside a collective, as a collective of gloo fails if a rank has closed its connections.
+    """Wait until no rank is inside a collective. Otherwise a rank that closes its connections would make another rank's
+    collective fail, with gloo.
 
     The ranks wait through the store. Rank 0 leaves last, as it may host the store.
     """
@@ -132,8 +133,8 @@ def exact_float32() -> None:
     """Compute float32 without TF32, even if the environment asks for TF32 (NVIDIA's containers set
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
 
-    torch's newer settings, fp32_precision, would not change the older ones, and the compiler fails where the two differ
-    (pytorch#166387, pytorch#179445).
+    This uses torch's older settings. The newer ones (fp32_precision) would not change the older ones, and the compiler
+    fails if the two differ (pytorch#166387, pytorch#179445).
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -154,8 +155,8 @@ def open_store(host: str, ranks: int | None, limit: timedelta) -> dist.TCPStore:
 def steady_timeout(job: Job) -> int:
     """Return the time-out of collectives after the first step, in seconds.
 
-    A compiled pipeline gets RECOMPILE seconds more for each rank after the first. Its ranks compile the first validation,
-    or a new shape, one after another, as each waits for the activations of the rank before.
+    A compiled pipeline gets RECOMPILE seconds more for each rank after the first. Its ranks compile one after another,
+    for the first validation or for a new shape, as each waits for the activations of the rank before.
     """
     return job.comm.train_timeout_seconds + (RECOMPILE * (job.parallelism.pp - 1) if job.compile.name != "off" else 0)
 

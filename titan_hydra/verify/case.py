@@ -30,16 +30,16 @@ QUICK_STEPS = 3  # optimizer steps of a case in the tests
 class Case:
     """A layout to be verified. Its reference is the same job in one process, or reference.py in float64.
 
-    The bounds limit relative differences. They are wide where steps amplify rounding; judge.py then measures a narrower
-    band.
+    The bounds limit relative differences. For cases whose steps amplify rounding the bounds are wide, and judge.py
+    measures a narrower band.
     """
 
     name: str
     ranks: int  # number of gloo ranks
     overrides: tuple[str, ...]  # the overrides that choose the layout
     base: tuple[str, ...] = ()  # overrides of both the layout's job and its reference
-    uneven_mask: bool = False  # whether labels are ignored, unevenly over samples and steps (verify.vary)
-    documents: bool = False  # whether samples are cut into documents that are masked from each other (verify.vary)
+    uneven_mask: bool = False  # whether labels are ignored, with other numbers in each sample and step (verify.vary)
+    documents: bool = False  # whether a sample consists of documents that do not attend to each other (verify.vary)
     # whether the layout is saved halfway and goes on in a new trainer; its reference trains without interruption
     resumed: bool = False
     validated: bool = False  # whether the held-out loss is measured at the end (twice, if resumed) and compared too
@@ -47,8 +47,9 @@ class Case:
     loss: float = 1e-5  # bound of each step's loss
     norm: float = 1e-5  # bound of each step's gradient norm
     gradients: float = 1e-5  # bound of the worst parameter's gradient at the first step
-    weights: float = 1e-3  # bound of the worst parameter at the end, relative to the distance that it has moved
-    routing: bool = True  # whether every token must use the same experts as in the reference; False in bf16, whose rounding changes a few
+    weights: float = 1e-3  # bound of the worst parameter's weight at the end, relative to how far the weight has moved
+    # whether every token must use the same experts as in the reference; False in bf16, where rounding changes some
+    routing: bool = True
     threads: bool = False  # whether the ranks are threads of one process (threads.py)
     slow: bool = False  # whether it takes many seconds, so that `pytest -m "not slow"` leaves it out
     config_dir: Path | None = None  # folder with the user's options

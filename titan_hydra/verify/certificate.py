@@ -1,4 +1,4 @@
-"""The part of a certificate that verify proves: reduced jobs learn what one process learns, from the same samples."""
+"""The proofs of a certificate: jobs of reduced size learn what one process learns, from the same samples."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def prove_all(proofs: Iterable[Proof]) -> list[Outcome]:
 
 
 def misplaced(job: Job, steps: int = 3) -> str:
-    """Return the first step and tensor in which all data-parallel ranks together take other samples than one process;
-    "" if there is none.
+    """Return the first step and tensor in which the samples of all data-parallel ranks together differ from those of
+    one process; "" if there is none.
     """
     ranks = data_parallel(job)
     loaders, whole = [data.build(job, rank, ranks) for rank in range(ranks)], data.build(job, 0, 1)

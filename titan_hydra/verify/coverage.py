@@ -24,7 +24,8 @@ class Coverage:
 
     cases: list[Case] = field(default_factory=list)
     windows: dict[str, int] = field(default_factory=dict)  # widths of the model's attention windows in tokens, by key
-    left_out: Counter[str] = field(default_factory=Counter)  # number of cases left out, by the fault of their job
+    # number of cases that were left out, by the fault that refused them
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def without_refused(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes of the cases that ran; cases that ranks refused are counted in `left_out`."""
@@ -80,7 +81,7 @@ def windows_of(model: Model) -> dict[str, int]:
 
 def _lengthened(seq_len: int, windows: dict[str, int]) -> list[str]:
     """Return an override of data.seq_len that makes sequences longer than the widest window; none if they are long
-    enough. Raises ConfigError if two windows have more than LONGEST tokens.
+    enough. Raises ConfigError if twice the widest window exceeds LONGEST.
     """
     key, width = max(windows.items(), key=lambda item: item[1], default=("", 0))
     more = -(-2 * width // 16) * 16

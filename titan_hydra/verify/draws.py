@@ -1,5 +1,5 @@
-"""Change nothing but the rounding of a reference run, to measure what rounding does (judge.DRAWS): change the last bits
-of the initial weights, and the order of the sums in linears.
+"""Run a reference with other rounding, to measure what rounding changes (judge.DRAWS). The initial weights get other
+last bits, and linears add up in another order.
 """
 
 import math
@@ -32,8 +32,8 @@ def disturb(trainer: Trainer, seed: int) -> None:
 
 
 class CutLinears(TorchFunctionMode):
-    """Computes every linear in parts, as tensor-parallel ranks do: the parts of an output, and of an input's gradient,
-    are rounded to the compute dtype before they are summed.
+    """Computes every linear in parts, as tensor-parallel ranks do. The parts of an output, and those of an input's
+    gradient, are rounded to the compute dtype before they are summed.
 
     The cuts are random, by `seed`: with fixed cuts all draws in bfloat16 would be equal, as bfloat16 lacks the bits
     that `disturb` changes.

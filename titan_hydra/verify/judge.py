@@ -1,10 +1,10 @@
-"""Judge a layout: compare its difference from the reference with the difference that rounding alone makes.
+"""Judge a layout: compare its differences from the reference with the differences that rounding alone causes.
 
 The fixed numbers of a `Case` are only upper bounds, as the effect of rounding depends on the processor and grows over
 the steps. A difference beyond a tight tolerance is judged by a band measured on the same machine: the reference runs
 again with other last bits of its initial weights and another order of its sums (`DRAWS`). Each parameter of the layout
-may differ by MULTIPLE times the spread of these runs. Besides, AdamW may have moved one element the opposite way in one
-step (`flips`).
+may differ by MULTIPLE times the spread of these runs. One further difference is allowed: AdamW may have moved one
+element in the opposite direction in one step (`flips`).
 """
 
 import math
@@ -20,17 +20,18 @@ from .reference import Trace
 # Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry each: the
 # largest difference of all steps.
 Differences = dict[str, dict[str, float]]
-# differences that pass without measuring a band
+# differences up to these pass, and no band is measured
 TIGHT = {
     "loss": 1e-5,
     "norm": 1e-5,
     "gradients": 1e-2,
     "weights": 1e-3,
 }
-# Factors by which the spread is multiplied. In layouts that differ by rounding alone, a parameter differed by 0.3 to
-# 1.3 times its largest difference in the draws. Loss and norm are single numbers, so all draws may agree by chance.
+# Factors by which the spread is multiplied. In layouts that differ from the reference by rounding alone, a parameter
+# differed by 0.3 to 1.3 times its largest difference in the draws. Loss and norm are single numbers, so all draws may
+# agree by chance; their factor is larger.
 MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
-# The first words of the error if ranks refuse a case, as ring attention refuses a user's attention kernel.
+# The first words of the error if ranks refuse a case; ring attention, for example, refuses a user's attention kernel.
 REFUSED = "titan_hydra.base.errors.ConfigError: "
 # The runs that measure a band: (seed of the weights' new last bits, or None to keep the old bits; local batches per
 # global batch). Most cases need one run; cases in which tokens change experts need more.
@@ -46,9 +47,9 @@ class Outcome:
     start: int  # number of initial tensors that differ in any bit
     routing: int  # number of values that differ: experts' loads in any step, routers' biases after the last step
     drift: int  # number of shards whose copies on several ranks differ in any bit after the last step
-    # number of gradients that were summed in bfloat16, or reduced in another dtype, against the configuration
+    # number of gradients that were summed in bfloat16, or reduced in a dtype other than the configured one
     rounded: int
-    band: float = 0.0  # largest difference, relative to the measured band; 0: none was measured
+    band: float = 0.0  # largest difference as a multiple of the measured band; 0: no band was measured
     error: str = ""  # why the case failed before its end
 
     @property
@@ -68,8 +69,8 @@ class Outcome:
 
     @property
     def weights(self) -> float:
-        """The largest difference of a parameter after the last step, relative to the parameter's total change. The
-        rounding of updates is subtracted.
+        """The largest difference of a parameter's weight after the last step, relative to the weight's total change.
+        The rounding of updates is subtracted.
         """
         return max(self.differences["weights"].values())
 
@@ -88,8 +89,8 @@ class Outcome:
 
     @property
     def times(self) -> dict[str, float]:
-        """The largest difference of each column as a multiple of the case's bound; `band` has that of the measured
-        band.
+        """For each column, the largest difference as a multiple of the case's bound. The entry `band` is the field of
+        this name.
         """
         case = self.case
         bounds = {"loss": case.loss, "norm": case.norm, "gradient": case.gradients, "weight": case.weights}
@@ -124,8 +125,8 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
 
 
 def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:
-    """Return the relative differences of a run from its reference, by column and entry. If the run is a `draw`, all its
-    differences are rounding, and nothing is subtracted.
+    """Return the relative differences of a run from its reference, by column and entry. The rounding of updates is
+    subtracted, except for a `draw`, whose differences are all rounding.
     """
     steps, start = 0 if draw else len(run.losses), reference.start
     return {
@@ -148,10 +149,10 @@ def lost(case: Case, error: str) -> Outcome:
 
 
 def rounds_alike(job: Job, reference: Job) -> bool:
-    """Whether a layout rounds like its reference, apart from the order of sums. Only then can the reference measure the
-    layout's band.
+    """Whether a layout rounds like its reference, apart from the order of sums. Only then do repeated runs of the
+    reference measure the layout's band.
     """
-    # a gather in Float8 rounds nothing more
+    # all-gathers in Float8 cause no additional rounding
     precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]
     return precisions[0] == precisions[1] and job.optimizer.masters == reference.optimizer.masters
 
@@ -165,8 +166,8 @@ def widen(spread: Differences, draw: Differences) -> Differences:
 
 
 def flips(reference: Trace, optimizer: str) -> dict[str, float]:
-    """Return each parameter's relative difference if one of its elements moves the opposite way in one step; {} for
-    SGD.
+    """Return for each parameter the relative difference that one element makes if it moves in the opposite direction in
+    one step; {} for SGD.
 
     AdamW moves an element by the learning rate, however small its gradient is. If rounding decides the gradient's sign,
     it decides the direction of the move. For a matrix the draws measure how often this happens. In a vector of 64
@@ -209,10 +210,10 @@ def misrouted(run: Trace, reference: Trace) -> int:
 
 
 def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
-    """Return the distance between a weight and the reference's weight, relative to how far the latter has moved.
+    """Return the distance between a weight and the reference's weight, relative to how far the reference's has moved.
 
-    Each update rounds a float32 weight by up to 2**-24 of its value. This rounding is subtracted, because SGD moves a
-    norm's weight, which is about 1, by little more.
+    Each update rounds a float32 weight by up to 2**-24 of its value. This rounding is subtracted, because it is nearly
+    as large as the changes that SGD makes to a norm's weight, which is about 1.
     """
     rounding = steps * 2.0**-24 * reference.double().norm()
     difference = (weight.double() - reference.double()).norm()

@@ -1,5 +1,5 @@
 """The cases of 16 to 128 ranks; the ranks are threads of one process (threads.py). The degrees are 4, 8 and 32, because
-at a degree of 2 a group with a wrong stride or a chunk of a wrong rank can go unnoticed. Imports no torch.
+a degree of 2 can hide a group with a wrong stride or a chunk from a wrong rank. Imports no torch.
 """
 
 from math import prod
@@ -20,8 +20,8 @@ def many(
     what: str, degrees: dict[str, int], *more: str, base: tuple[str, ...] = (), samples: int = 16, **options: Any
 ) -> Case:
     """Return a case whose ranks are threads. Each data-parallel rank has its part of `samples` as one local batch,
-    unless `more` sets another size. The job is meant for a cluster of nodes, as the rules forbid so many processes on
-    this machine.
+    unless `more` sets another size. The job is configured for a cluster, as the rules forbid so many processes on one
+    machine.
     """
     ranks = prod(degree for name, degree in degrees.items() if name != "ep")
     layout = [f"parallelism.{name}={degree}" for name, degree in degrees.items()]

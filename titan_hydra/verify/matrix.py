@@ -20,8 +20,8 @@ ROWWISE: dict[str, Any] = {"base": ("precision=float8_emulate", "precision.compu
 FUSED: dict[str, Any] = ROWWISE | {"base": (*ROWWISE["base"], "precision.kernels=fused")}
 TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")}
 MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.compute_dtype=float32")}
-# The gradients of A are 0 in the first step; the weights show the later gradients, as SGD's step is proportional to
-# them.
+# The gradients of an adapter's A are 0 in the first step. The later gradients are visible in the weights, as SGD's
+# steps are proportional to them.
 PLAIN_SGD = ("optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "lr_scheduler.warmup_steps=1")
 COMPILED = ("compile=block", "compile.backend=aot_eager")
 SIMPLE = "parallelism.backend=simple_fsdp"
@@ -46,15 +46,16 @@ LATENT = (
     "model.sequence_balance=0.01",
 )
 SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
-# Separate arithmetic in float64 (reference.py) also finds faults that a single process has.
+# The reference in float64 is separate code (reference.py), so it also finds faults that one process and all layouts
+# share.
 EXACT: dict[str, Any] = {"reference": "float64", "loss": 2e-6, "norm": 1e-5, "gradients": 1e-5, "weights": 2e-3}
 YARN = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", "model.yarn.temperature=0.7")
-# Products and gradients are rounded to bfloat16's 8 bits, sums are not. A layout cuts its sums elsewhere, so it rounds
-# other partial sums. Such cuts alone change the loss of one process by up to 1e-4 (`bf16, sft, fsdp 4, tp 2`, ten
-# steps).
+# Products and gradients are rounded to bfloat16's 8 bits, sums are not. A layout cuts sums at other places, so other
+# partial sums are rounded. Cutting the sums of one process alone changes its loss by up to 1e-4 (`bf16, sft, fsdp 4, tp
+# 2`, ten steps).
 BF16: dict[str, Any] = {"loss": 3e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
-# After ten steps, a tied model in bf16 differs from the same model in float64 by 1.3e-3 of the loss and 8e-3 of the
-# norm, in one process as on two ranks.
+# After ten steps, a model with tied embeddings in bf16 differs from the same model in float64 by 1.3e-3 of the loss and
+# 8e-3 of the norm, both in one process and on two ranks.
 TIED = {"loss": 5e-4, "norm": 6e-3}
 HALVED = ("precision=bf16", "optimizer.masters=split")
 SPLIT = BF16 | {"base": HALVED}
@@ -366,12 +367,13 @@ MATRIX = [
          base=(*LATENT, "model.q_lora_rank=0")),
     *(case(f"{family}, fsdp 2, ep 2, muon", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **MUON | {"base": (*base, "optimizer=muon"), "loss": 1e-4, "norm": 1e-4, "routing": False}) for family, base in SPARSE),
-    # Weights differ by 5e-2 of the distance that they moved. This sends tokens to other experts: 6 to 36 loads differ.
+    # Weights differ by 5e-2 of the distance that they have moved. So some tokens use other experts: 6 to 36 experts'
+    # loads differ.
     *(case(f"{family}, fsdp 2, ep 2, float8 {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **format | {"base": (*base, *format["base"]), "routing": False})
       for family, base in SPARSE for name, format in (("rowwise", ROWWISE), ("fused", FUSED))),
-    # One token that goes to another expert changes a router's gradient of step 1 by 0.13; without such a token the
-    # gradient differs by 6e-3.
+    # If one token uses another expert, a router's gradient of step 1 differs by 0.13; without such a token it differs
+    # by 6e-3.
     *(case(f"{family}, bf16, {name} 2, ep {ep}", 2, f"parallelism={name}", f"parallelism.ep={ep}", f"data.local_batch={batch}",
            **BF16 | {"base": (*base, "precision=bf16"), "gradients": 0.2, "weights": 0.3, "routing": False})
       for name, ep, batch in (("fsdp", 1, 8), ("fsdp", 2, 8), ("tp", 2, 16)) for family, base in SPARSE),

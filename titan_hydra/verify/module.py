@@ -1,7 +1,7 @@
 """Judge a Subject: train it on gloo ranks and in one process, and compare what they learn.
 
-The reference computes in float64 if the module can. To measure what rounding alone changes, the module also trains
-three times in one process in its own dtype, each time with other last bits of its weights.
+The reference computes in float64 if the module can. To measure what rounding alone changes, the module also trains in
+one process in its own dtype, three times, each time from weights with other last bits.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from .verify import reductions
 
 # Differences that pass on any machine. A larger one is judged by the measured effect of rounding.
 FLOOR = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "weights": 1e-4}
-SEEDS = (None, 1, 2)  # of the last bits that are changed in the runs that measure rounding
+SEEDS = (None, 1, 2)  # seeds of the runs that measure rounding, each for the last bits of the weights; None: unchanged
 SAVED = 1  # the step after which the resumed run starts
 
 
@@ -131,7 +131,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def tensors(self, value: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-        """Apply `value` to each parameter. Returns the results as whole tensors by name, zeros in place of None. A
+        """Apply `value` to each parameter. Returns the results as whole tensors by name, with zeros instead of None. A
         collective.
         """
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
@@ -143,7 +143,7 @@ class Training:
         return found
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a parameter, or its gradient, as a whole tensor that later steps do not change."""
+        """Return a parameter, or its gradient, as a whole tensor in memory of its own."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         elif self.mesh is not None and self.subject.whole is not None:
@@ -151,7 +151,7 @@ class Training:
         return tensor.clone()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a copy of what the module and the optimizer would save."""
+        """Return a copy of the state dicts of the module and the optimizer."""
         return _copied(self.model.state_dict()), _copied(self.optimizer.state_dict())
 
     def load(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -193,7 +193,7 @@ def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, in
         RuntimeError,
         TypeError,
         ValueError,
-    ) as error:  # a kernel without float64, or a dtype that the module has fixed
+    ) as error:  # a kernel does not support float64, or the module fixes a dtype
         exact, kind = (
             _train_alone(subject, steps, None),
             f"its own dtype, as float64 fails: {str(error).splitlines()[0]}",
@@ -304,8 +304,8 @@ def _copies(weights: dict[str, Tensor]) -> Check:
 
 
 def _dtypes(dtypes: set[str], subject: Subject, trace: Trace, single: set[str]) -> Check:
-    """Check that FSDP2 reduces in `reduce_dtype`, and that no gradient lacks the lower bits unless it lacks them in one
-    process (`single`) too.
+    """Check that FSDP2 reduces in `reduce_dtype`, and that every gradient has lower bits, except the gradients that
+    have none in one process either (`single`).
     """
     coarse = [name for name, value in trace.gradients.items() if name not in single and _looks_rounded(value)]
     right = dtypes <= {subject.reduce_dtype}

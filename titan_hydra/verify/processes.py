@@ -33,7 +33,7 @@ class Raised(RuntimeError):
 
 
 class Crashed(RuntimeError):
-    """A signal has ended a rank: from a user, for lack of memory, or after a fault in native code."""
+    """A signal has ended a rank: a user sent it, memory was short, or native code had a fault."""
 
 
 def share_over_cores(function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
@@ -79,7 +79,7 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
 
 
 def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
-    os.dup2(2, 1)  # what libraries of a rank print, such as gloo, is no part of the command's output
+    os.dup2(2, 1)  # the output of a rank's libraries, such as gloo, does not belong to the command's output
     if rank:
         logging.getLogger("torch").setLevel(logging.ERROR)  # rank 0 prints the same warnings
     if "OMP_NUM_THREADS" not in os.environ:

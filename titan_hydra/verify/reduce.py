@@ -1,4 +1,4 @@
-"""Reduce a job to a size that a few CPU ranks can train, with every technique of its layout. Imports no torch."""
+"""Reduce a job to a size that a few CPU ranks can train, and keep every technique of its layout. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from titan_hydra.runs.records import flat
 
 from .matrix import BF16, EIGHT_BITS, Case
 
-AT_ONCE = 3  # techniques of one reduced job: three degrees of two are eight ranks
+AT_ONCE = 3  # maximum number of degrees above 1 in one reduced job: three degrees of two make eight ranks
 STEPS_OF_PROOF = 6
-# The largest value of each size of a model; a smaller value is kept. Heads follow from the degrees (`_small_model`).
+# The upper limit of each size of a reduced model. The number of heads follows from the degrees (`_small_model`).
 SIZES = {
     "dim": 64,
     "vocab_size": 512,
@@ -53,9 +53,9 @@ SIZES = {
     "v_head_dim": 16,
 }
 RATES = {"adamw": 2e-3, "muon": 2e-3, "sgd": 0.05}  # learning rates with which a few steps move the weights
-# Smallest global batch: a band is measured with the reference's batch cut into as many as four parts (judge.DRAWS).
+# The smallest global batch: a band is measured with the reference's batch cut into as many as four parts (judge.DRAWS).
 SAMPLES = 4
-# Keys that reductions do not list, as they change neither what is computed nor how.
+# Keys that `reduced_keys` leaves out, as they change neither what is computed nor how.
 BESIDE = (
     "name",
     "notes",
@@ -83,9 +83,9 @@ class Proof:
 
 
 def reduced(job: Job, most: int) -> list[Job]:
-    """Return the job reduced to at most `most` ranks or, if its techniques need more, to eight. A job that is split in
-    more than three ways becomes several jobs, one for every three ways. Raises ConfigError for a job that has no
-    reduced form.
+    """Return the job reduced to at most `most` ranks or, if its techniques need more, to eight. A job with more than
+    three degrees above 1 becomes several jobs, one for each combination of three of these degrees. Raises ConfigError
+    for a job that has no reduced form.
     """
     if job.objective.name != "language":
         reason = "one process and several are compared for language alone; titan verify has cases of this objective"
@@ -102,7 +102,8 @@ def reduced(job: Job, most: int) -> list[Job]:
 
 def _degrees(job: Job, most: int) -> Iterator[dict[str, int]]:
     """Yield the degrees of each reduced job."""
-    written = PIPELINE_SCHEDULES[job.pp_schedule.name].from_file  # such a schedule fits its own number of ranks alone
+    # a schedule from a file is for a fixed number of ranks
+    written = PIPELINE_SCHEDULES[job.pp_schedule.name].from_file
     own = {name: degree for name in DEGREES if (degree := getattr(job.parallelism, name)) > 1}
     for names in itertools.combinations(own, min(len(own), AT_ONCE)):
         degrees = {name: own[name] for name in names}
@@ -136,7 +137,7 @@ def _reduced_to(job: Job, degrees: dict[str, int]) -> Job:
     _small_model(job, small)
     small.data = picked_anew(small.data, "synthetic")
     small.data.seq_len = 64 if layout.cp > 1 else 32
-    small.data.document_mask = False  # the case masks documents of its own (Case.documents)
+    small.data.document_mask = False  # the case has its own documents instead (Case.documents)
     small.data.mixture, small.data.shuffle_buffer = {}, 0
     parallel = data_parallel(small) * (2 if several else 1)
     if layout.pp == 1:
@@ -147,7 +148,7 @@ def _reduced_to(job: Job, degrees: dict[str, int]) -> Job:
     small.optimizer.lr = RATES.get(job.optimizer.name, job.optimizer.lr)
     if job.compile.name != "off":
         small.compile.backend = "aot_eager"
-        # an emulated format rounds in other places if it is compiled
+        # compiled code rounds an emulated format at other places
         small.precision = _without_format(small.precision)
     elif job.precision.converter:
         small.precision.emulate = True
@@ -163,8 +164,8 @@ def _without_format(precision: Precision) -> Precision:
 
 
 def _experts(job: Job, layout: Parallelism) -> int:
-    """Return the reduced expert-parallel degree: all the ranks that hold the layers once, if the job's degree covers
-    all such ranks, else two.
+    """Return the reduced expert-parallel degree. If the job's degree is dp_shard x cp x tp, so is the reduced degree;
+    else it is two.
     """
     inside = {name: getattr(job.parallelism, name) for name in ("dp_shard", "cp", "tp")}
     ranks = layout.dp_shard * layout.cp * layout.tp
@@ -189,7 +190,7 @@ def _small_pipeline(job: Job, small: Job) -> None:
 
 
 def _small_model(job: Job, small: Job) -> None:
-    """Shrink the model's sizes and keep its kind: grouped queries, experts, latents, an odd vocabulary."""
+    """Reduce the model's sizes and keep its features: grouped queries, experts, latents, an odd vocabulary."""
     model, layout = small.model, small.parallelism
     for name, size in SIZES.items():
         if getattr(model, name, 0):
@@ -207,8 +208,8 @@ def _small_model(job: Job, small: Job) -> None:
 
 
 def _beside_training(small: Job) -> Job:
-    """Return the job with nothing but training: on local ranks, with the defaults of all keys that do not change the
-    result.
+    """Return the job for training on local ranks, without any other task: all keys that do not change the result have
+    their defaults.
     """
     small.validation, small.profiling, small.launch, small.sweep = Validation(), Profiling(), Launch(), Sweep()
     small.metrics, small.hardware = from_dict(Metrics, {"name": "console", "trackers": [], "log_every": 1}), Hardware()
@@ -224,8 +225,8 @@ def _beside_training(small: Job) -> Job:
 
 def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
     """Yield a reduced job's proofs: one in float32, with narrow bounds; one in bfloat16 if the job computes in
-    bfloat16; one in the number format of its linears. The last proof has float32 between the linears, as one rounding
-    more or less changes an 8-bit value.
+    bfloat16; one in the number format of its linears. In the last proof everything outside the linears is in float32,
+    as a single rounding more or less would change 8-bit values.
     """
     sparse, muon = small.model.sparse, small.optimizer.name == "muon"
     exact = {"gradients": 5e-5 if sparse else 1e-5} | (

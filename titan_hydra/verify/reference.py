@@ -91,7 +91,9 @@ def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor,
 
 
 def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """Return logits [batch, seq, vocab]. Stores in `routed`, by layer, which experts the router chose and their shares."""
+    """Return logits [batch, seq, vocab]. Stores in `routed`, by layer, the experts that the router chose and all
+    experts' shares.
+    """
     size, length = batch["tokens"].shape
     places = torch.arange(length)
     positions = batch.tensors.get("positions", places.expand(size, length))
@@ -170,8 +172,8 @@ def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, 
 
 
 def _choice(scores: Tensor, model: Sparse) -> Tensor:
-    """Return for each token and expert whether the token uses it: if its score is among the highest in the best groups.
-    A group is rated by the sum of its two highest scores.
+    """Return for each token and expert whether the token uses the expert, which must have one of the highest scores in
+    the best groups. A group is rated by the sum of its two highest scores.
     """
     width = model.n_experts // model.n_group
     groups = scores.unflatten(-1, (model.n_group, width))
@@ -195,8 +197,8 @@ def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
 
 
 def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Sparse) -> Tensor:
-    """Compute multi-head latent attention head by head; all heads share the rotated part of the key. Every DeepSeek-V3
-    normalizes latents with an epsilon of 1e-6.
+    """Compute multi-head latent attention head by head; all heads share the rotated part of the key. DeepSeek-V3's
+    epsilon for latents is always 1e-6.
     """
     plain, value, width = model.qk_nope_head_dim, model.v_head_dim, model.qk_nope_head_dim + model.qk_rope_head_dim
     down = x @ block["attention.wkv_a.weight"].T

@@ -1,5 +1,5 @@
-"""Random legal jobs, in combinations of degrees, schedules, odd shapes, experts, masks and optimizers that the matrix
-lacks. Imports no torch.
+"""Draw random legal jobs. They combine degrees, schedules, odd shapes, experts, masks and optimizers in ways that the
+matrix lacks. Imports no torch.
 """
 
 import math
@@ -87,7 +87,7 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
 
 
 def _shape(dice: random.Random) -> tuple[str, ...]:
-    """Draw the shapes of a model, and a sequence length; most are unusual."""
+    """Draw the shapes of a model and a sequence length, most of them unusual."""
     heads, shared = dice.choice(((6, 2), (8, 4), (12, 4), (4, 1), (4, 4)))
     return (
         f"model.n_heads={heads}",

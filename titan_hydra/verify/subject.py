@@ -1,4 +1,4 @@
-"""The contract of `titan verify --module`: what a user's file says about its module. docs/verify-module.md explains it."""
+"""What a user's file must define for `titan verify --module`. docs/verify-module.md explains it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ class Subject:
 
     mesh: dict[str, int]  # sizes of the mesh's dimensions by name; their product is the number of ranks
     model: Callable[[], nn.Module]  # the whole module; its weights are the same at every call
-    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module]  # this rank's part of it
+    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module]  # returns this rank's part of the module
     # the whole batch of a step; the first dimension of each tensor is that of samples
     batch: Callable[[int], dict[str, Tensor]]
-    # loss of some samples; no mesh: in one process
+    # loss of some samples; the mesh is None in one process
     loss: Callable[[nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor]
     split: tuple[str, ...] = ()  # dimensions of the mesh whose ranks get different samples; the outer one comes first
-    # how the losses of parts of a batch make the loss of the whole; `mean`: ranks average gradients
+    # how the losses of a batch's parts are combined to the loss of the whole batch; `mean`: ranks also average
+    # gradients
     losses: Literal["mean", "sum"] = "mean"
     accumulation: int = 1  # microbatches of a step
     # default: SGD of all parameters, with a rate of 0.1
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     # the gradient's norm; default: that of torch.nn.utils
     norm: Callable[[nn.Module, DeviceMesh], Tensor] | None = None
-    # turns a shard that is no DTensor into the whole tensor; a collective
+    # makes the whole tensor of a shard that is not a DTensor; a collective
     whole: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None
-    reduce_dtype: str = "float32"  # the dtype in which FSDP2 shall sum gradients
+    reduce_dtype: str = "float32"  # the dtype in which FSDP2 must sum gradients
 
     @property
     def ranks(self) -> int:

@@ -1,8 +1,8 @@
 """Run many ranks as threads of one process: 128 ranks on one core, with real arithmetic.
 
-One thread runs at a time, and the turn changes only inside a collective. So a run is reproducible; if no thread can
-continue, it is known at once in which collectives the ranks wait. The process groups are those of torch's own tests.
-They have no point-to-point messages, so pipelines cannot run.
+Only one thread runs at a time, and another thread gets its turn only inside a collective. So a run is reproducible, and
+if no thread can continue, the collectives in which the ranks wait are known at once. The process groups are those of
+torch's own tests. They have no point-to-point messages, so pipelines cannot run.
 """
 
 import logging
@@ -28,10 +28,10 @@ REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
 class OpenCollective:
     """A collective that some ranks of its group have not entered yet."""
 
-    collective: Any  # has `work`, which computes the results of all ranks from the data of all ranks
+    collective: Any  # its method `work` computes the results of all ranks from the data of all ranks
     group: str
-    data: dict[int, Any] = field(default_factory=dict)  # by the rank in the group
-    waiting: list[int] = field(default_factory=list)  # ranks of the world
+    data: dict[int, Any] = field(default_factory=dict)  # each rank's data, by the rank's number in the group
+    waiting: list[int] = field(default_factory=list)  # global numbers of the ranks that wait
 
 
 class Stuck(RuntimeError):
@@ -43,7 +43,7 @@ class OtherRankFailed(BaseException):
 
 
 class RankTurns:
-    """Gives one thread at a time its turn. Only the thread that has the turn calls a method."""
+    """Lets one thread run at a time. Only the thread that has the turn calls these methods."""
 
     def __init__(self, ranks: int):
         self.gates = [threading.Semaphore(0) for _ in range(ranks)]
@@ -70,7 +70,7 @@ class RankTurns:
         self.next()
 
     def meet(self, collective: Any, group: Any, member: int, data: Any) -> None:
-        """Return once all ranks of a group have brought their data to a collective and its results are in their
+        """Return once all ranks of a group have entered a collective with their data, and its results are in their
         tensors. Raises RuntimeError if they do not all call the same collective.
         """
         rank, name = self.own.rank, group.group_name
@@ -106,7 +106,7 @@ class RankTurns:
         vars(dist).update(reductions)
 
     def next(self) -> None:
-        """Give the turn to the next thread that can continue. If there is none, either all ranks have ended, or the
+        """Give the turn to the next thread that can continue. If there is none although some ranks have not ended, all
         waiting ranks fail.
         """
         if not self.ready and len(self.ended) < len(self.gates):
@@ -135,7 +135,7 @@ def described_call(collective: Any) -> str:
 
 @contextmanager
 def _one_rank_warns(turns: RankTurns) -> Iterator[None]:
-    """While the block runs, keep torch's log messages of the first rank alone, as all ranks log the same."""
+    """While the block runs, show torch's log messages of the first rank only, as all ranks log the same."""
     loggers = [logging.getLogger(name) for name in tuple(logging.root.manager.loggerDict) if name.startswith("torch")]
     handlers = {handler for logger in loggers for handler in logger.handlers}
 

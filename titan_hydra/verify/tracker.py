@@ -38,7 +38,7 @@ class MemoryTracker(TorchDispatchMode):
         self.paused = False
 
     def hold(self, tensor: Tensor) -> None:
-        """Count a tensor's storage from now on, until it is freed. A meta tensor has none."""
+        """Count a tensor's storage until it is freed. A meta tensor has no storage."""
         local = local_part(tensor)
         local = getattr(local, "elem", local)  # the result of an asynchronous collective before its wait
         if local.device.type != "meta":
@@ -98,7 +98,7 @@ def _names_of_groups(mesh: Mesh) -> dict[str, str]:
 
 
 def _name_of_group(leaf: Any) -> str | None:
-    """Return the name of the process group that an argument of a collective is or names."""
+    """Return the name of a process group if an argument of a collective is a group or a name, else None."""
     if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf):
         return dist.ProcessGroup.unbox(leaf).group_name
     return leaf if isinstance(leaf, str) else None

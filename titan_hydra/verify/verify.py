@@ -125,8 +125,8 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 
 @contextlib.contextmanager
 def reductions() -> Iterator[list[torch.dtype]]:
-    """Collect the dtypes in which FSDP2 reduces gradients. `rounded` cannot detect these: a float32 sum of bfloat16
-    sums has bits that bfloat16 lacks.
+    """Collect the dtypes in which FSDP2 reduces gradients. `rounded` cannot detect a wrong dtype here: a float32 sum of
+    bfloat16 sums has bits that bfloat16 lacks.
     """
     found = []
 
@@ -213,8 +213,9 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
     """Apply a case's mask and documents to a batch of text whose first sample is in slot `first` of `slots`. Mask and
     documents depend on slot and step alone.
 
-    Up to 80 % of a sample's labels are ignored, so that microbatches have different numbers of labels. At step 1 no
-    label in the first quarter of the slots counts, and at step 2 none in the first half, so that some ranks have none.
+    Up to 80 % of a sample's labels are ignored, so that microbatches have different numbers of labels. At step 1 all
+    labels in the first quarter of the slots are ignored, and at step 2 all in the first half, so that some ranks have
+    no labels.
     """
     if not case.uneven_mask and not case.documents:
         return batch
@@ -288,7 +289,8 @@ def _run_all(ranks: int, run: Callable[..., None], folder: str, jobs: list[tuple
         except (Raised, Crashed) as error:
             text = [line for line in str(error).splitlines() if line.strip()]
             lines = [line for line in text if not line.startswith(NOTE)]
-            # If a rank refuses a case, only the last line is printed, with the note that names the case.
+            # If a rank refuses a case, only the last line of the traceback and the note that names the case are
+            # printed.
             _tell(", ".join(text[text.index(lines[-1]) :]) if lines[-1].startswith(REFUSED) else str(error))
             jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
             if not jobs:
@@ -340,7 +342,7 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         except Exception as error:
             error.add_note(f"{NOTE} {case.name}")
             raise
-        # torch limits how often the same code is compiled, and the next case has other blocks.
+        # torch limits how often the same code is compiled, and the next case compiles it for other blocks.
         torch.compiler.reset()
         if dist.get_rank() == 0:
             outcome = compare(case, run, Trace(**torch.load(f"{folder}/{reference_key(case)}.pt")))

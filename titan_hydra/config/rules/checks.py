@@ -28,10 +28,10 @@ from . import adapter, checkpoint, cluster, compile, data, experts, memory, obje
 
 Rule = Callable[[Job], Iterator[Fault]]
 KEYS: list[Rule] = [values_are_what_the_schema_takes]
-RANKS: list[Rule] = []  # the degrees, from which the batch and much else follow
-VALUES: list[Rule] = []  # keys that mean something beyond their range
-LAYOUT: list[Rule] = []  # degrees, model and batch against each other
-RECIPE: list[Rule] = []  # techniques against each other
+RANKS: list[Rule] = []  # the degrees; the batch and other values follow from them
+VALUES: list[Rule] = []  # keys whose values must satisfy more than a range
+LAYOUT: list[Rule] = []  # whether degrees, model and batch fit together
+RECIPE: list[Rule] = []  # whether techniques can be combined
 PLACE: list[Rule] = []  # the machine and its files
 
 
@@ -95,7 +95,7 @@ def secrets_stay_out(job: Job) -> Iterator[Fault]:
     """
     for key, what in redact.found(
         to_dict(job), dict(os.environ)
-    ):  # the environment is copied once, as it is read for every text
+    ):  # the environment is copied once here, as each text is compared with it
         yield Fault(
             key,
             "...",
@@ -110,7 +110,7 @@ VALUES.append(experts.dense_models_have_no_expert_ranks)
 
 @rule(VALUES)
 def user_modules_are_those_of_the_run(job: Job) -> Iterator[Fault]:
-    """The sources of the user's modules are part of the experiment: a run never continues with edited ones."""
+    """The sources of the user's modules are part of the experiment: a run never continues with edited modules."""
     if fault := user_code.edited_sources(job.train):
         yield fault
 
@@ -151,7 +151,7 @@ def family_can_be_split_over_tensor_ranks(job: Job) -> Iterator[Fault]:
 
 @rule(LAYOUT)
 def family_can_be_cut_into_stages(job: Job) -> Iterator[Fault]:
-    """A stage of a pipeline passes one tensor to the next, so blocks that pass on two cannot be cut into stages."""
+    """A stage of a pipeline passes only one tensor to the next, so blocks with two outputs cannot be split into stages."""
     if job.parallelism.pp > 1 and not family_of(job.model).pipeline:
         yield Fault(
             "parallelism.pp", job.parallelism.pp, f"family {job.model.family} cannot be cut into stages", legal=(1,)
@@ -241,7 +241,9 @@ LAYOUT.extend([pipeline.pipeline_is_laid_out, *experts.LAYOUT])
 
 @rule(LAYOUT)
 def heads_divide_over_ulysses_ranks(job: Job) -> Iterator[Fault]:
-    """Some rotations (Ulysses) give each context-parallel rank whole heads, out of those that its tensor-parallel rank holds."""
+    """With some rotations (Ulysses), a tensor-parallel rank's heads are distributed, as whole heads, over
+    context-parallel ranks.
+    """
     cp, tp, model = job.parallelism.cp, job.parallelism.tp, job.model
     if not rotation(job).splits_heads or model.n_heads % tp or model.n_kv_heads % tp:
         return
@@ -301,8 +303,8 @@ def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
-    """Zero-bubble schedules split the backward in two. If parameters are also resharded, torch computes wrong gradients
-    without an error.
+    """Zero-bubble schedules split the backward in two. If parameters are resharded after the forward, torch then
+    computes wrong gradients without an error.
     """
     if job.parallelism.pp == 1 or not splits_backward(job):
         return
@@ -313,7 +315,8 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
             f"{job.pp_schedule.name} would compute wrong gradients",
             legal=("never",),
         )
-    if job.ac.name != "none":  # with ac=full, torch 2.13 recomputed each block 11 times, 10 of them at once in memory
+    # with ac=full, torch 2.13 recomputed each block 11 times, and held ten of the results in memory at once
+    if job.ac.name != "none":
         yield Fault(
             "ac.name",
             job.ac.name,

@@ -66,8 +66,8 @@ def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
 
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
     """torch 2.13 cannot compile recomputed blocks with tensor parallelism: it puts the mesh among the saved tensors of
-    the recomputation, and asserts that all of them are tensors. torch 2.11 does not. With comm=fake nothing is
-    compiled, so that the rows of the TorchTitan paper can be tried.
+    the recomputation, and asserts that all of them are tensors. torch 2.11 can compile them. With comm=fake nothing is
+    compiled, so these layouts, which the TorchTitan paper has, are accepted.
     """
     compiled = job.compile.name == "block" and job.comm.name != "fake"
     if (

@@ -67,7 +67,7 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
 
 
 def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
-    """Warn if the text is shorter than one step, so that each step would contain all of it several times.
+    """Warn if the text is shorter than one step. Each step would then contain the whole text several times.
 
     As a token is at least one byte, there are at most as many tokens as bytes. Compressed files (.gz, .zst, .parquet) hold
     more text than their bytes, and give no warning.

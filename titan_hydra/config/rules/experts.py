@@ -88,8 +88,8 @@ def tokens_of_experts_are_split(job: Job) -> Iterator[Fault]:
 
 
 def experts_are_trained_by_one_group(job: Job) -> Iterator[Fault]:
-    """The bias of a balanced router follows the tokens of all ranks; replica groups that synchronize every few steps
-    would have different biases.
+    """The bias of a balanced router depends on the tokens of all ranks. Replica groups that synchronize only every few
+    steps would have different biases.
     """
     if job.model.sparse and job.fault_tolerance.name != "off":
         yield Fault(

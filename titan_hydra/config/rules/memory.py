@@ -31,7 +31,7 @@ def _parameters(model: Model) -> int | None:
 
 
 def of_a_rank(job: Job) -> dict[str, float]:
-    """Return the least bytes that a rank takes, by the key with which each part grows. The bytes under
+    """Return the minimum bytes that a rank takes, divided by the key that determines each part. The bytes under
     data.global_batch are on the host, all others on the device.
     """
     layout, model, stored, used = (
@@ -61,8 +61,8 @@ def of_a_rank(job: Job) -> dict[str, float]:
 
 
 def of_this_machine() -> int:
-    """Return the bytes of memory that processes may use here: the machine's, or the container's limit if it is
-    lower.
+    """Return the bytes of memory that processes may use here: the memory of the machine, or the container's limit if
+    that is lower.
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):

@@ -40,7 +40,7 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
     last = [
         number for actions in ranks for stage, kind, number in actions if (stage, kind) == (stage_count(job) - 1, "F")
     ]
-    if last != sorted(last):  # torch looks up a microbatch's loss by its position in this order
+    if last != sorted(last):  # torch finds a microbatch's loss by its position in this order
         return "the last stage must run the forwards in the order of the microbatches"
     for actions, played in zip(ranks, play(ranks, stage_count(job)), strict=True):
         if len(played) < len(actions):
@@ -170,6 +170,6 @@ def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:
 
 
 def head_is_not_tied(job: Job) -> Iterator[Fault]:
-    """The embedding is on the first stage and the head on the last: one weight cannot be on both."""
+    """The embedding is on the first stage and the head on the last, so they cannot share one weight."""
     if job.model.tie_embeddings:
         yield Fault("model.tie_embeddings", True, "embedding and head are on different pipeline stages", legal=(False,))

@@ -83,8 +83,8 @@ def widths_suit_the_format(job: Job) -> Iterator[Fault]:
 
 
 def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
-    """A weight's gradient is a matmul that sums over the tokens of a microbatch. So the number of these tokens must be
-    a multiple of the format's step, as widths must.
+    """A weight's gradient is a matmul that sums over the tokens of a microbatch. So the number of these tokens, like
+    the widths, must be a multiple of the format's step.
     """
     format, precision = FORMATS.get(job.precision.converter), job.precision
     if format is None or precision.emulate or format.plain_gradients(precision):
@@ -96,8 +96,8 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
 
 
 def emulation_is_eager(job: Job) -> Iterator[Fault]:
-    """Emulation reproduces the numerics of a format, not its speed. A compiler would fuse its casts and round in other
-    places, except the casts of our own kernels, which are opaque to it.
+    """Emulation reproduces the numerics of a format, not its speed. A compiler would fuse its casts and so round at
+    other places. The casts of our own kernels are an exception, as they are opaque to the compiler.
     """
     if job.precision.emulate and job.compile.name != "off" and not is_opaque(job):
         yield Fault(

@@ -42,7 +42,9 @@ def torchft_is_there(job: Job) -> Iterator[Fault]:
 
 
 def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
-    """A replica group that dies must leave the others alive. So each is a job of its own, or processes here."""
+    """When a replica group dies, the other groups must survive. So each group is a job of its own, or consists of
+    processes on this machine.
+    """
     if job.fault_tolerance.name == "off":
         return
     if job.launch.packed:

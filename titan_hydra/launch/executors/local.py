@@ -39,9 +39,8 @@ class Processes(Executor):
 
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
         """Run a claimed attempt to its end."""
-        with (
-            interrupts.counted()
-        ):  # before `start` imports: Python can lose a KeyboardInterrupt that comes during an import
+        # entered before `start`, which imports modules: Python can lose a KeyboardInterrupt that comes during an import
+        with interrupts.counted():
             parent = self.start(cell.directory, attempt, cell.job)
             attach(cell.directory, attempt, cell.job.steps, interrupts, parent, cell.label)
 
@@ -103,9 +102,8 @@ class Inline(Processes):
         status = worker.run_rank(str(cell.directory), int(attempt.name), inline=True)
         if status == 130:
             raise KeyboardInterrupt
-        if (
-            status == Exit.REQUEUED
-        ):  # the trainer has handled this process's SIGTERM; counting it prevents further cells
+        # a SIGTERM to this process reached the trainer's handler; it is counted here, so that no further cells start
+        if status == Exit.REQUEUED:
             interrupts.received.append(signal.SIGTERM)
 
 

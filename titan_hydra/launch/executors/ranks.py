@@ -1,10 +1,11 @@
 """Start ranks on this machine by submitit's local executor, with `Ranks` as the parent process of the ranks.
 
 submitit's own parent process shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides
-GPUs, drops exit codes, and lets ranks continue after one has died. `Ranks` has its own session, keeps the user's visible
-devices, and records every exit code in ranks.json. When a rank fails, it ends all other ranks; with replica groups
-(`fault_tolerance`), it ends the other ranks of the same group and restarts the group. It outlives launch.py: after a
-closed terminal or `kill -9` of launch.py the ranks continue, and the same command line attaches to them again.
+GPUs, drops exit codes, and lets ranks continue after one has died. `Ranks` has its own session, keeps the user's
+visible devices, and records every exit code in ranks.json. When a rank fails, `Ranks` ends all other ranks; with
+replica groups (`fault_tolerance`), it ends the other ranks of the same group and restarts the group. `Ranks` outlives
+launch.py: if the terminal is closed or launch.py is killed, the ranks continue, and the same command line attaches to
+them again.
 """
 
 import contextlib
@@ -32,12 +33,12 @@ from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
 
 GRACE = 1.5  # seconds in which the other ranks may end by themselves after one has failed
-# the same seconds after a rank has stopped on request, as the others may still write their checkpoint
+# the same limit after a rank has stopped on request: longer, as the other ranks may still write their checkpoint
 GRACE_STOPPED = 60.0
-# The ranks are asked to save and stop this many seconds before the time limit; a tenth of the limit, if that is less.
+# The ranks are asked to save and stop this many seconds before the time limit, or a tenth of the limit if that is less.
 LAST_MINUTE = 60
 VARIABLES = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
-YEAR = 365 * 24 * 60  # minutes that submitit is given as the limit of a job without a time limit
+YEAR = 365 * 24 * 60  # time limit in minutes that submitit gets for a job without one
 
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
@@ -149,8 +150,8 @@ class Ranks(Controller):
                     )
 
     def end_others(self, group: Group) -> None:
-        """Send SIGKILL to a group's running ranks, as a rank inside a collective reacts to nothing else. A SIGQUIT before
-        it makes them log their stacks.
+        """Send SIGKILL to a group's running ranks, as a rank inside a collective reacts to no other signal. Before
+        that, send SIGQUIT, which makes the ranks log their stacks.
         """
         running = [number for number in group.ranks if self.tasks[number].poll() is None]
         for signal_number in (signal.SIGQUIT, signal.SIGKILL) if running else ():
@@ -170,7 +171,7 @@ class Ranks(Controller):
     def restart(self, group: Group, replica: int) -> None:
         """Start a replica group again. It takes the weights of the other groups at the next exchange."""
         folder = folders_of(replica, self.folder.parents[2], self.folder.parent)[1]
-        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # it has the address of the group's previous start
+        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # the file has the address of the group's previous start
         group.restarts, group.deadline = group.restarts + 1, float("inf")
         for number in group.ranks:
             environment = {

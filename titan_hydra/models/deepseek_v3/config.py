@@ -1,4 +1,4 @@
-"""The keys of DeepSeek-V3 beside those of every sparse model: latent attention and YaRN. Imports no torch."""
+"""The keys of DeepSeek-V3 in addition to those of every sparse model: latent attention and YaRN. Imports no torch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class DeepSeekV3(Decoder):
 class LatentAttention(nn.Module):
     """Causal attention whose keys and values are computed from a latent of each token (arXiv 2405.04434, section 2.1).
 
-    One part of each query and key has no position (nope), the other is rotated (rope); all heads share the rotated key.
+    One part of each query and key has no position (nope), the other is rotated (rope); all heads share the rotated part
+    of the key.
     """
 
     def __init__(self, config: DeepSeekV3Config):
@@ -49,7 +50,8 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(rank, eps=LATENT_EPS)
         self.wkv_b = nn.Linear(rank, config.n_heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False)
         self.wo = nn.Linear(config.n_heads * config.v_head_dim, config.dim, bias=False)
-        self.shared_key = nn.Identity()  # under tensor parallelism each rank's heads give only a part of its gradient
+        # a module of its own, as under tensor parallelism each rank computes only a part of the shared key's gradient
+        self.shared_key = nn.Identity()
         self.sdpa = SDPA(config.attention)
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -70,7 +72,7 @@ class LatentAttention(nn.Module):
 
 
 def split_pairs(x: Tensor) -> Tensor:
-    """Return heads with the members of each rotated pair in the two halves; in DeepSeek's weights they are adjacent."""
+    """Move the two members of each rotated pair, which are adjacent in DeepSeek's weights, to the two halves of a head."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 

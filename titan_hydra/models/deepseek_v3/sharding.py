@@ -15,8 +15,9 @@ from titan_hydra.parallel.whole import SummedGradient, Whole
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Megatron's split as for Llama 3, with attention from latents. A latent's gradient is summed over ranks where
-    heads read the latent, so that the weights before it have the same gradient on every rank.
+    """Return Megatron's split as for Llama 3, with attention from latents. A latent's gradient is summed over ranks at
+    the place where the heads read the latent, so that the weights that compute the latent have the same gradient on
+    every rank.
     """
     like = llama3.plan(config, norm, linears)
     residual = Shard(1) if config.sequence_parallel else Replicate()

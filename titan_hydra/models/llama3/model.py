@@ -20,7 +20,8 @@ def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return radians per position, the low frequencies stretched.
 
     Wavelengths below original_max_seq_len / high_freq_factor stay. Those above original_max_seq_len / low_freq_factor
-    grow by `factor`. Those between are interpolated linearly in their number of turns over the original length.
+    are multiplied by `factor`. Between the two limits, the frequency is interpolated linearly by the number of
+    rotations over the original length.
     """
     if scaling.factor == 1:
         return frequencies

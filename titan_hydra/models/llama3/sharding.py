@@ -11,12 +11,13 @@ from titan_hydra.parallel.plans import Linears, Plan
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Megatron's split (arXiv 1909.08053): heads and feed-forward width over ranks, with two sums over ranks at
-    the ends of each block.
+    """Return Megatron's split (arXiv 1909.08053): heads and feed-forward width are split over ranks, and each half of a
+    block ends with a sum over ranks.
 
-    With sequence parallelism (arXiv 2205.05198), each rank has 1/tp of the sequence in the residual stream and the norms.
-    Each sum becomes a reduce-scatter and an all-gather, with the same number of bytes. Embedding and head split the
-    vocabulary. Like the matmuls around them, sums are in the compute dtype: with bf16, they round once for each rank.
+    With sequence parallelism (arXiv 2205.05198), each rank has 1/tp of the sequence in the residual stream and the
+    norms. Each sum then becomes a reduce-scatter and an all-gather, with the same number of bytes in total. Embedding
+    and head split the vocabulary. Like the matmuls around them, sums are in the compute dtype: with bf16, they round
+    once for each rank.
     """
     residual = Shard(1) if config.sequence_parallel else Replicate()
     logits = Shard(-1) if config.loss_parallel else Replicate()

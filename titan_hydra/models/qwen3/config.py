@@ -1,4 +1,4 @@
-"""The keys of Qwen3: those of every family. Imports no torch."""
+"""The keys of Qwen3, which has no keys beyond those of every family. Imports no torch."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from titan_hydra.parallel.plans import Linears, Plan
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
-    """Return Megatron's split. Each rank has other heads, so the gradient of the heads' norms is partial, with or
-    without sequence parallelism.
+    """Return Megatron's split. Each rank has other heads, so on each rank the gradient of the heads' norms is only a
+    part of the sum, with or without sequence parallelism.
     """
     whole, heads = llama3.plan(config, norm, linears), Norm(True, norm.reduce_dtype)
     return Plan(whole.around, whole.block | {"attention.q_norm": heads, "attention.k_norm": heads})

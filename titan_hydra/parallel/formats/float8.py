@@ -27,8 +27,8 @@ from .select import needs_hardware, quietly, report, select
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
     """Convert the linears of a meta-device model to Float8, in place; parameters keep names, dtype and values.
 
-    Return a report of which linears were converted and which not. Raises ConfigError if this device has no Float8
-    matmuls, or the dimensions of a rank's shard do not suit them.
+    Return a report of which linears were converted and which were not. Raises ConfigError if this device has no Float8
+    matmuls, or if they do not support the dimensions of a rank's shard.
     """
     precision = cast(Float8, job.precision)
     if not precision.emulate:
@@ -69,11 +69,11 @@ def plain(weight: Tensor) -> Tensor:
 
 
 def linears(job: Job) -> Linears:
-    """Return the styles with which tensor parallelism splits linears. Tensorwise scaling casts before the ranks gather,
-    which halves the bytes.
+    """Return the styles with which tensor parallelism splits linears. With tensorwise scaling, inputs are cast before
+    the ranks gather them, which halves the bytes.
 
-    The scale of a row needs the whole row, so the rowwise recipes gather in the compute dtype, as plain linears do. So
-    does emulation, as it is made for gloo, which cannot gather Float8.
+    The scale of a row needs the whole row, so with the rowwise recipes inputs are gathered in the compute dtype, as for
+    plain linears. The same holds for emulation, which is for gloo, and gloo cannot gather Float8.
     """
     return Linears() if not has_one_scale(job) or job.precision.emulate else float8_linears()
 

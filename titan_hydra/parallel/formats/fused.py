@@ -29,7 +29,7 @@ class Normed(NamedTuple):
 
 
 class DeferredNorm(nn.RMSNorm):
-    """An RMSNorm that passes on what it should compute; the module after it computes the norm."""
+    """An RMSNorm that computes nothing and returns its arguments; the module after it computes the norm."""
 
     def forward(self, x: Tensor) -> Normed:  # type: ignore[override]
         return Normed(x, self.weight, self.eps)
@@ -47,7 +47,7 @@ class FusedLinear(nn.Linear):
 
 @cache
 def projecting(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class with a `project` that casts the input of all its projections once."""
+    """Return the class with another `project`, which casts the common input of all projections once."""
 
     def project(self: Any, x: Tensor | Normed) -> tuple[Tensor, ...]:
         weights = [getattr(self, name).weight for name in kind.projections]
@@ -59,7 +59,7 @@ def projecting(kind: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def gating(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class with a forward that is SwiGLU as a whole."""
+    """Return the class with another forward, which computes the whole SwiGLU."""
 
     def forward(self: Any, x: Tensor | Normed) -> Tensor:
         return Float8SwiGLU.apply(*pending(x), self.emulate, *(getattr(self, name).weight for name in kind.gated))
@@ -76,8 +76,8 @@ def pending(x: Tensor | Normed) -> Normed:
 
 
 def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
-    """Make the chosen linears of a meta-device model cast with our kernels, in place; parameters stay. Return lines for
-    the log. Raises ConfigError if the compiler of the kernels is not installed and `emulate` is false.
+    """Make the chosen linears of a meta-device model cast with our kernels, in place; the parameters do not change.
+    Return lines for the log. Raises ConfigError if the compiler of the kernels is not installed and `emulate` is false.
     """
     if not emulate and find_spec("triton") is None:
         raise ConfigError(

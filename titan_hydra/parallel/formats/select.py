@@ -35,8 +35,8 @@ def needs_hardware(
     nearest: str,
     before: tuple[int, int] | None = None,
 ) -> None:
-    """Raise ConfigError unless this rank's device computes in the format: a GPU of capability `first` or later and, if
-    `before` is given, an earlier one than that.
+    """Raise ConfigError unless this rank's device computes in the format: a GPU whose capability is at least `first`
+    and, if `before` is given, less than `before`.
     """
     here = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if here is None or here < first or (before and here >= before):
@@ -61,8 +61,8 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
 
     A linear is left out if its name contains one of `precision.skip` (`wk`: those of every block; `layers.0.`: a whole
     block), if its dimensions are not multiples of the format's step, if it is the head, or if its class has its own
-    forward. It is also left out in a module that is `per_sample`: the matmul for its weight's gradient sums over one
-    row for each sample, and kernels need a multiple of the step there too.
+    forward. It is also left out in a module with `per_sample`, which gets one row for each sample: the matmul for the
+    weight's gradient sums over these rows, and kernels need a multiple of the step there too.
     """
     step = FORMATS[precision.converter].step
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

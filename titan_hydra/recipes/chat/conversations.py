@@ -1,4 +1,4 @@
-"""Conversations in files of JSON lines: where each row begins, and what a row must hold. Imports no torch."""
+"""Conversations in files of JSON lines: find where each row begins, and check what a row contains. Imports no torch."""
 
 import functools
 import json
@@ -76,7 +76,7 @@ def _open(file: Path, most: int | None) -> tuple[bytes | mmap.mmap, np.ndarray]:
 
 
 def parse(line: bytes) -> Conversation:
-    """Return the conversation of a row. Raises ValueError with a message that names what is wrong with the row.
+    """Return the conversation of a row. Raises ValueError whose message states what is wrong with the row.
 
     A row has `messages` of `role` and `content`, or ShareGPT's `conversations` of `from` and `value`; `tools` is
     optional.
@@ -92,7 +92,7 @@ def parse(line: bytes) -> Conversation:
 
 
 def record_of(line: bytes) -> dict[str, Any]:
-    """Return a row's table. Raises ValueError if it is not a JSON object."""
+    """Return a row as a dict. Raises ValueError if the row is not a JSON object."""
     try:
         row = json.loads(line)
     except RecursionError as error:
@@ -105,7 +105,7 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def conversation(messages: list[Any], tools: Any = None) -> Conversation:
-    """Return a conversation from the `messages` and `tools` of a row. Raises ValueError that names what is wrong."""
+    """Return a conversation from the `messages` and `tools` of a row. Raises ValueError that states what is wrong."""
     return Conversation([_message(message, number) for number, message in enumerate(messages, start=1)], _tools(tools))
 
 

@@ -1,9 +1,9 @@
 """Conversations as samples: a template turns each into text, which is tokenized as a whole; short ones share a sample.
 
-The conversations of an epoch are cut, in their order, into windows of WINDOW conversations. The conversations of a window
-are packed into samples by first-fit decreasing, and none is split. The samples of all windows form one sequence, which
-is distributed over the slots. So nothing depends on the layout, and a slot's position is a window and the number of the
-window's first sample. Every rank encodes all conversations, as it needs their lengths.
+The conversations of an epoch, in their order, are divided into windows of WINDOW conversations. The conversations of a
+window are packed into samples by first-fit decreasing, and none is split. The samples of all windows form one sequence,
+which is distributed over the slots. So nothing depends on the layout, and a slot's position is a window and the number
+of the window's first sample. Every rank encodes all conversations, as it needs their lengths.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Turns:
     tokens: np.ndarray
     trained: np.ndarray
     documents: tuple[int, ...] = ()  # lengths of the documents, if there are several
-    values: dict[str, np.ndarray] = field(default_factory=dict)  # arrays of a number per token, by name
+    values: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays, by name, with a number for each token
 
     @property
     def size(self) -> dict[str, int]:
-        """The size of these tokens in a sample, by unit."""
+        """How much room these tokens need in a sample, by unit."""
         return {"tokens": len(self.tokens)}
 
 
@@ -105,7 +105,7 @@ class ConversationReader:
         return Turns(np.array(found.ids, dtype=np.int32), trained)
 
     def text(self, turns: Turns, begin: int, end: int) -> str:
-        """Return the text to show for the tokens from `begin` to `end`, all of which are learned or none."""
+        """Return the text to show for the tokens from `begin` to `end`, of which either all or none are learned."""
         return self.tokenizer.decode(turns.tokens[begin:end].tolist())
 
 
@@ -128,7 +128,7 @@ class Chat:
         self.room = {"tokens": self.seq_len + 1}  # capacity of a sample, by unit
         self.limit = f"data.seq_len={self.seq_len} + 1 tokens"  # the capacity as messages print it
         self.windows = -(-len(reader.lines) // WINDOW)  # windows of an epoch
-        # the window of a slot's last sample, and that window's first sample
+        # for each slot: the window of its last sample, and the number of that window's first sample
         self.places = dict.fromkeys(wanted.slots, (0, 0))
         self.packed = functools.lru_cache(4)(self._pack)
         self.signature = {"conversations": len(reader.lines)} | reader.signature
@@ -156,7 +156,9 @@ class Chat:
         return all(turns.size[unit] <= room for unit, room in self.room.items())
 
     def _pack(self, window: int) -> list[list[Turns]]:
-        """Return the samples of a window. Conversations that are too long are left out, and counted in the first epoch."""
+        """Return the samples of a window. Conversations that are too long are left out; they are counted in the first
+        epoch only.
+        """
         epoch, place = divmod(window, self.windows)
         first, rows = place * WINDOW, len(self.reader.lines)
         turns, long = [], []
@@ -258,8 +260,8 @@ Texts = Callable[[template.Template, Any, bytes], list[str]]
 
 
 def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str, texts: Texts) -> Iterator[Fault]:
-    """Yield what is wrong with the template, or with the first row. Messages call the row `what`. `texts` applies the
-    template to a row.
+    """Yield what is wrong with the template, or with the first row. `what` is the word for a row in messages, and
+    `texts` applies the template to a row.
     """
     _, path = place_of_rows(key, source, "train")
     try:
@@ -296,8 +298,8 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
 def _refuse_unknown_marks(
     key: str, source: TemplateSource, job: schema.Job, own: template.Template, texts: list[str]
 ) -> None:
-    """Raise ConfigError if the tokenizer does not know a mark of the template (`<|im_end|>`). What is learned would
-    then mostly be the unknown token.
+    """Raise ConfigError if the tokenizer does not know a mark of the template (such as `<|im_end|>`). Otherwise mostly
+    unknown tokens would be learned.
     """
     if job.tokenizer.name != "hf":
         return  # a tokenizer of bytes encodes any text

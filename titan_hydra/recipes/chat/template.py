@@ -1,9 +1,10 @@
 """Chat templates: how a conversation becomes text, and which characters of it the assistant has generated.
 
 A template is a Jinja program that comes with a tokenizer, from any author, so it runs in a sandbox. {% generation %}
-tags in it mark the assistant's text. Without tags, the assistant's text is found by comparison: the text of a
-conversation before an answer, with the generation prompt, must be the beginning of its text with the answer. Only text
-is compared, not tokens: the tokens of the beginning of a text need not be the first tokens of the text.
+tags in it mark the assistant's text. Without tags, the assistant's text is found by comparison: the conversation is
+rendered up to an answer, with the generation prompt, and again with the answer; the first text must be the beginning of
+the second. Texts are compared, and not tokens, as the tokens of a text's beginning need not be the first tokens of the
+text.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ BEGIN, END = (
     "\ufdd1",
 )
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# the date that templates get, as a run must not depend on the present day; the default of Llama 3's template
+# the date that templates get, as a run must not depend on the present day. It is the default in Llama 3's template.
 TODAY = date(2024, 7, 26)
 LARGEST = 10_000_000  # largest number, and most characters of a text, that a template may compute by * or **
 
@@ -75,12 +76,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class TookTooLong(BaseException):
-    """A template did not end in time. Not an Exception, which Template.render takes for a refusal by the template."""
+    """A template did not end in time. This is not an Exception, as Template.render treats every Exception as a refusal
+    by the template.
+    """
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong if the block takes longer; only in the main thread, which alone handles signals."""
+    """Raise TookTooLong if the block takes longer. This works only in the main thread, as no other thread handles
+    signals.
+    """
 
     def stop(*_: object) -> None:
         raise TookTooLong
@@ -155,8 +160,8 @@ class Template:
         ]
 
     def _difference(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int]:
-        """Return the range of a turn's message in the text of the conversation, from the comparison of two texts. The
-        whitespace after the end mark is not part of it.
+        """Return the range of a turn's message in the text of the conversation, by comparison of two texts. The range
+        excludes the whitespace after the end mark.
         """
         messages = conversation.messages
         before = self.render(_beginning(conversation, turn), prompt=True)

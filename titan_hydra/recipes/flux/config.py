@@ -63,8 +63,8 @@ class FluxConfig(Model):
         return self.rope_first, rest, rest
 
     def latent_side(self, seq_len: int) -> int:
-        """Return the side length in latents of an image, whose tokens are those that the text leaves; 0 if it leaves
-        none.
+        """Return the side length, in latents, of an image whose tokens fill the part of the sequence that is not text;
+        0 if there is no such part.
         """
         return PATCH * isqrt(max(seq_len - self.text_len, 0))
 
@@ -118,7 +118,9 @@ def stacks_of_flux(job: Any) -> tuple[Stack, ...]:
     dim, width, seq_len = config.dim, config.ffn_width, job.data.seq_len
     text = config.text_len / seq_len
     sides = ("", 1 - text), ("txt_", text)
-    copied = job.data.local_batch > 1  # a side's part of attention's output, which is not contiguous in several samples
+    # the parts of attention's output for image and text, which are copied as they are not contiguous with several
+    # samples
+    copied = job.data.local_batch > 1
     double = (
         *(Linear(f"{side}modulation", dim, 6 * dim, tokens=1 / seq_len) for side, _ in sides),
         *(Linear(f"{side}{name}", dim, dim, tokens=share) for side, share in sides for name in ("wq", "wk", "wv")),
@@ -177,8 +179,8 @@ def parameters(config: FluxConfig) -> int:
 
 
 def matrices(config: FluxConfig) -> tuple[int, int, int, int, int]:
-    """Return the numbers of weights that multiply each image token, each text token, each token of either kind, and
-    each sample once: modulations, and the embeddings of a sample.
+    """Return the numbers of weights that multiply: each image token; each text token; each token of either kind; and,
+    for modulations and a sample's embeddings, each sample once.
     """
     dim, width = config.dim, config.ffn_width
     single, double = config.n_layers - config.double_layers, config.double_layers

@@ -111,8 +111,8 @@ def pixels_of(file: Path, size: int) -> np.ndarray:
 
 
 def open_image_files(key: str, source: ImageFilesSource, wanted: Wanted, seed: int) -> CaptionedImages:
-    """Encode images one by one in the data thread, on this rank's device. They have their own stream of high priority:
-    in the step's stream each image would wait for all work that is queued there.
+    """Encode images one by one in the data thread, on this rank's device. The encoders run in a stream of their own,
+    with high priority: in the step's stream each image would wait for all work that is queued there.
     """
     model: Any = wanted.job.model
     tools = Encoders(home(source.encoders), device_here())

@@ -1,6 +1,6 @@
 """FLUX's frozen encoders, which transformers and diffusers read from a folder in Hugging Face's format: text_encoder
-(CLIP), text_encoder_2 (T5), vae, and two tokenizers. The libraries are imported when a folder is opened; other runs do
-not need them.
+(CLIP), text_encoder_2 (T5), vae, and two tokenizers. These libraries are imported only when a folder is opened, as
+other runs do not need them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Encoders:
             raise ConfigError(
                 f"{folder}: is read by transformers and diffusers: pip install -e '.[images]' ({error})"
             ) from error
-        for library in (diffusers, transformers):  # what they warn about is an error here, of one line
+        # their warnings are suppressed: what they warn about raises an error of one line here
+        for library in (diffusers, transformers):
             library.utils.logging.set_verbosity_error()
             library.utils.logging.disable_progress_bar()
         self.device = device
@@ -73,7 +74,8 @@ def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json")
-    for index in folder.glob("*.index.json"):  # use_safetensors does not keep a pickle out that it names
+    # use_safetensors does not prevent that a pickle which the index names is loaded
+    for index in folder.glob("*.index.json"):
         if not all(
             str(name).endswith(".safetensors") for name in (read_json(index) or {}).get("weight_map", {}).values()
         ):

@@ -77,7 +77,9 @@ class FluxNames(HuggingFace):
 
 
 def to_config(config: FluxConfig, dtype: torch.dtype) -> dict:
-    """Return the config.json of a FluxTransformer2DModel. Raises ConfigError for a setting that it cannot express."""
+    """Return the config.json of a FluxTransformer2DModel. Raises ConfigError for a value that this format cannot
+    express.
+    """
     only_these(config, {"rope_theta": 10000.0, "ffn_width": 4 * config.dim})
     return {
         "_class_name": "FluxTransformer2DModel",

@@ -1,8 +1,9 @@
 """Captioned images as samples of the objective `diffusion`, with their random numbers; synthetic images of coloured
 shapes.
 
-All random numbers of a sample (its place in the epoch, time, noise, which caption embeddings are dropped) follow from
-the seed and the sample's number, step * global batch + slot. Every layout and every resumed run gets the same samples.
+All random numbers of a sample (its place in the epoch, its time and noise, and which caption embeddings are dropped)
+follow from the seed and the sample's number, which is step * global batch + slot. So every layout and every resumed run
+gets the same samples.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def faults_of_files(key: str, source: ImageFilesSource, job: Job) -> Iterator[Fa
 
 def unknown_words(key: str, source: ImageFilesSource, job: Job) -> Iterator[Fault]:
     """Yield a warning about captions that the tokenizer of T5, the second text encoder, encodes as unknown tokens.
-    CLIP's tokenizer has tokens of bytes.
+    CLIP's tokenizer needs no check, as it has tokens for bytes.
     """
     words = Tokenizer(name="hf", path=str(home(source.encoders or "") / "tokenizer_2" / "tokenizer.json"))
     yield from in_rows(key, source, words, (".jsonl",), "caption")
@@ -256,7 +257,9 @@ def to_cells(pixels: np.ndarray, channels: int) -> np.ndarray:
 
 
 def to_pixels(latents: np.ndarray) -> np.ndarray:
-    """Return the image [3, side, side] of latents that `to_cells` has made, without the frequencies that they lack."""
+    """Return the image [3, side, side] of latents that `to_cells` has made. It lacks the frequencies that the latents
+    do not contain.
+    """
     channels, rows, _ = latents.shape
     table = basis(channels)
     cells = latents.transpose(1, 2, 0) @ (table.T / np.maximum((table**2).sum(axis=0), 1e-9)[:, None])

@@ -22,7 +22,7 @@ EPSILON = 1e-6
 
 
 class Flux(nn.Module):
-    """Noisy latents [batch, tokens, patch_width] to their velocity, of the same shape."""
+    """Maps noisy latents [batch, tokens, patch_width] to their velocity, of the same shape."""
 
     def __init__(self, config: FluxConfig, seq_len: int):
         super().__init__()
@@ -46,9 +46,9 @@ class Flux(nn.Module):
         positions: Tensor,
         guidance: Tensor | None = None,
     ) -> Tensor:
-        """Compute the velocity at `time` [batch], 0 the image and 1 the noise. `positions` [batch, tokens, 3] are those
-        of the image's tokens; the text's are all 0. `text` is [batch, tokens, text_dim], `pooled` [batch, pooled_dim],
-        `guidance` [batch].
+        """Compute the velocity at `time` [batch], where 0 is the image and 1 the noise. `positions` [batch, tokens, 3]
+        are the positions of the image's tokens; those of the text are all 0. `text` is [batch, tokens, text_dim],
+        `pooled` [batch, pooled_dim], `guidance` [batch].
         """
         image, words = self.img_in(latents), self.txt_in(text)
         vector = self.time_in(waves(time).to(latents.dtype)) + self.vector_in(pooled)
@@ -107,7 +107,7 @@ class Modulation(nn.Linear):
 
 class Heads(nn.Module):
     """Queries, keys and values of a sequence, and the output after attention. Queries and keys are normalized over each
-    head's width, and rotated, before text and image are joined: so one pass of compiled code does all three.
+    head's width and rotated before text and image are joined, so that compiled code does all three in one pass.
     """
 
     def __init__(self, config: FluxConfig, output: bool = True):

@@ -1,4 +1,4 @@
-"""Draw images with a model of rectified flow: Euler steps against the velocity lead from noise to an image."""
+"""Draw images with a model of rectified flow. Euler steps, opposite to the velocity, lead from noise to an image."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def encoders_of(section: dict, folder: str | None) -> Encoders:
 
 
 def times(steps: int, shift: float) -> list[float]:
-    """Return the times of the steps from 1, noise, to 0, the image. A `shift` above 0 moves more of them towards 1, as
+    """Return the times of the steps from 1, noise, to 0, the image. A `shift` above 0 moves the times towards 1, which
     large images need.
     """
     even = [1 - step / steps for step in range(steps + 1)]

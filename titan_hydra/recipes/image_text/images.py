@@ -82,8 +82,8 @@ class Illustrated(Turns):
 
 
 def cells_of(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Return the numbers of rows and columns of an image's patches: at most `most` patches, with nearly its aspect
-    ratio.
+    """Return the numbers of rows and columns of an image's patches. There are at most `most` patches, and the aspect
+    ratio is nearly that of the image.
     """
     rows, columns = max(1, round(height / side)), max(1, round(width / side))
     if rows * columns > most:
@@ -182,7 +182,7 @@ class ImageReader(ConversationReader):
     def picture(self, open: Callable[[], Image], where: str) -> Picture:
         """Return an image with its size, reading only its header."""
         image = open()
-        # not asked of a PNG, as that would decode the image
+        # not read from a PNG, as that would decode the image
         turned = image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5
         width, height = image.size[::-1] if turned else image.size
         return Picture(where, open, *cells_of(height, width, self.side, self.most))
@@ -224,8 +224,8 @@ def _opener(content: bytes) -> Callable[[], Image]:
 
 
 class DrawnRows:
-    """Documents by number that code draws: a framed rectangle of any aspect ratio with its caption. Each fourth
-    document has only text, each eighth two images.
+    """Documents that code draws, by number: a framed rectangle of any aspect ratio, with a caption. Every fourth
+    document has only text, and every eighth has two images.
     """
 
     def __init__(self, seed: int, number: int):
@@ -268,10 +268,10 @@ class DrawnReader(ImageReader):
 
 
 class ImageSamples(Chat):
-    """Packed samples: a chat's arrays, and for images `patches`, `cells`, `images`, `places` (model.py).
+    """Packed samples: the arrays of `Chat`, and those of images: `patches`, `cells`, `images`, `places` (model.py).
 
-    An image that is damaged after its header becomes black, if data.max_bad_shards allows it, as all ranks have
-    reserved its place.
+    An image that is damaged behind its header becomes black, if data.max_bad_shards allows that. It cannot be left out,
+    as all ranks have reserved its place.
     """
 
     def __init__(self, reader: ImageReader, wanted: Wanted, seed: int):
@@ -329,7 +329,7 @@ def open_image_text(key: str, source: FileSource, wanted: Wanted, seed: int) -> 
 
 def _sizes(wanted: Wanted) -> tuple[int, int]:
     """Return the side of a patch in pixels, and the maximum number of patches of an image."""
-    job: Any = wanted.job  # a rule ensures that the family has a tower, and the objective its keys
+    job: Any = wanted.job  # a rule ensures that the family has a tower and that the objective has these keys
     return job.model.vision.patch, job.objective.image_patches
 
 

@@ -24,8 +24,8 @@ EPS = 1e-6  # epsilon of the tower's norms
 
 
 class WithVision(Decoder):
-    """A decoder whose embeddings at images' tokens come from a vision tower. Batches have the tensors of
-    `Tower.forward` beside those of the text.
+    """A decoder in which a vision tower computes the embeddings of images' tokens. Batches have the tensors of
+    `Tower.forward` in addition to those of the text.
     """
 
     def __init__(self, config: Llama3VisionConfig | Qwen3VisionConfig, seq_len: int):
@@ -68,9 +68,10 @@ class Tower(nn.Module):
     def forward(self, h: Tensor, patches: Tensor, cells: Tensor, images: Tensor, places: Tensor) -> Tensor:
         """Return h [batch, seq, dim] with each image token's embedding replaced by the tower's output for its patch.
 
-        patches: bytes [batch, patches, 3 * patch**2]; cells: the row and column of each, and the rows and columns of
-        its image [batch, patches, 4]; images: the number of its image in the sample, -1 of an empty one [batch,
-        patches]; places: the patch that stands at each token, or -1 [batch, seq].
+        `patches` [batch, patches, 3 * patch**2] are bytes. `cells` [batch, patches, 4] are for each patch its row and
+        column, and the numbers of rows and columns of its image. `images` [batch, patches] are the numbers of the
+        patches' images in the sample, -1 for an empty patch. `places` [batch, seq] are the patches at the tokens, -1
+        for a token of text.
         """
         x = self.patches((patches.float() / 127.5 - 1).type_as(h)) + self.positions(self.mixture(cells).type_as(h))
         mask = (images.unsqueeze(2) == images.unsqueeze(1)).unsqueeze(1)
@@ -81,8 +82,8 @@ class Tower(nn.Module):
         return torch.where((places >= 0).unsqueeze(-1), chosen.type_as(h), h)
 
     def mixture(self, cells: Tensor) -> Tensor:
-        """Return the weights [batch, patches, grid**2] with which the learned positions make the position of each
-        patch: the table resized to the image's rows and columns.
+        """Return the weights [batch, patches, grid**2] with which the learned positions are added up to the position of
+        each patch. This resizes the table of positions to the image's rows and columns.
         """
         row, column, rows, columns = cells.unbind(-1)
         return (

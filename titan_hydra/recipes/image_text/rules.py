@@ -9,7 +9,7 @@ from titan_hydra.job.adapter import adapts
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """A sample has room for any image. The tower has no number format and no adapters, and is sharded by FSDP2."""
+    """A sample has room for any image. The tower has neither number formats nor adapters, and only FSDP2 shards it."""
     objective: Any = job.objective
     if objective.image_patches > objective.patches:
         reason = f"more than objective.patches={objective.patches} of a sample"

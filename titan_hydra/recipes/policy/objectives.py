@@ -34,11 +34,12 @@ class Likelihood(SupervisedFineTuning):
     def inputs(self, batch: Tensors) -> tuple[Tensor, Tensors]:
         first, others = super().inputs(batch)
         if "targets" in others:
-            others["targets"] = others["targets"].unsqueeze(-1)  # this shape asks the head for the loss of each token
+            # with this shape, the head returns the loss of each token
+            others["targets"] = others["targets"].unsqueeze(-1)
         return first, others
 
     def log_probabilities(self, output: Tensor, batch: Tensors) -> Tensor:
-        """Return the log-probability of each label [batch, seq] in float32; 0 where none counts."""
+        """Return the log-probability of each label [batch, seq] in float32; 0 where no label counts."""
         if self.job.loss.name == "linear_cross_entropy":
             return -local_part(output)
         labels = batch["labels"]
@@ -69,7 +70,7 @@ class Preference(Likelihood):
         return batch["pairs"].sum()
 
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
-        # the loss depends on a small difference of sums in the hundreds
+        # float64, as the loss depends on a small difference between sums in the hundreds
         grown = (self.log_probabilities(output, batch) - batch["reference"]).double()
         samples, places = grown.shape[0], 2 * batch["pairs"].shape[1]
         row = torch.arange(samples, device=grown.device).unsqueeze(1) * places
@@ -81,8 +82,9 @@ class Preference(Likelihood):
 
 
 class ClippedPolicy(Likelihood):
-    """The clipped objective of PPO (arXiv 1707.06347) for each label: the ratio of its probability to that at sampling
-    time, times its advantage, without gradient once the ratio has left 1 +- clip in the direction of the advantage.
+    """The clipped objective of PPO (arXiv 1707.06347). For each label, the ratio of its probability to that at sampling
+    time is multiplied by its advantage. There is no gradient once the ratio has left 1 +- clip in the direction of the
+    advantage.
     """
 
     values = ("old_logprobs", "advantages")

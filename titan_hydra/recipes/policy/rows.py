@@ -1,8 +1,8 @@
 """Data of preference and policy training: rows with a preferred and a rejected answer, or with sampled tokens and their
 advantages.
 
-These rows are packed as conversations are. The two answers of a pair are adjacent documents of one sample, so that no
-layout separates them.
+These rows are packed in the same way as conversations. The two answers of a pair are adjacent documents of one sample,
+so that no layout separates them.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class RolloutReader(ConversationReader):
 
     def read(self, line: bytes) -> Turns:
         """Read a row of `tokens`. `old_logprobs` and `advantages` belong to the last tokens; the tokens before those
-        are the prompt. A single advantage applies to all tokens. Rows hold ids, as encoding the text again can give
-        other ids.
+        are the prompt. A single advantage applies to all tokens. Rows contain ids and not text, as encoding a text
+        again can give other ids.
         """
         row = record_of(line)
         tokens, old, advantages = row.get("tokens"), row.get("old_logprobs"), row.get("advantages")

@@ -26,7 +26,7 @@ class Objective(ABC):
     batch.
     """
 
-    dims: Mapping[str, Dims]  # for every tensor that `batch` can return; batches are cut by these alone
+    dims: Mapping[str, Dims]  # for every tensor that `batch` can return, the dimensions along which it is cut
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -34,7 +34,9 @@ class Objective(ABC):
 
     @abstractmethod
     def blank_sample(self) -> Sample:
-        """Return a sample of zeros, in the form of the data source. All samples have its shapes."""
+        """Return a sample of zeros, in the form in which the data source gives samples. All samples have the same
+        shapes.
+        """
 
     @abstractmethod
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
@@ -50,8 +52,8 @@ class Objective(ABC):
 
     @abstractmethod
     def inputs(self, batch: Tensors) -> tuple[Tensor, Tensors]:
-        """Return what the model's forward takes: its first argument, which in a pipeline only the first stage gets, and
-        all others by name.
+        """Return the arguments of the model's forward: the first one, which in a pipeline only the first stage gets,
+        and all others by name.
         """
 
     @abstractmethod

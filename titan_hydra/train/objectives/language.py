@@ -21,7 +21,8 @@ class Language(Objective):
     the documents' ends.
     """
 
-    # Context parallelism does not cut documents: only Ulysses supports them, where each rank has whole sequences.
+    # Context parallelism does not cut `documents`: only Ulysses supports them, and with Ulysses each rank's attention
+    # sees whole sequences.
     dims = {
         "tokens": Dims(sequence=1),
         "labels": Dims(sequence=1),
@@ -38,7 +39,7 @@ class Language(Objective):
         return self.assembled(cut(tokens, separators if self.job.data.document_mask else None))
 
     def assembled(self, arrays: dict[str, np.ndarray]) -> Batch:
-        """Return arrays as a batch, with positions if context parallelism needs them."""
+        """Return arrays as a batch, with positions added if context parallelism needs them."""
         # without `positions`, the model would number the positions of a part from 0
         if self.job.parallelism.cp > 1 and "positions" not in arrays:
             arrays["positions"] = np.broadcast_to(np.arange(self.job.data.seq_len), arrays["tokens"].shape).copy()
@@ -96,7 +97,8 @@ def ends_of(documents: np.ndarray) -> np.ndarray:
     filled with seq.
 
     The kernels are launched for m documents. The host knows m without waiting for the device, and empty documents cost
-    little. m is a power of two up to 16, then a multiple of 16. torch.compile compiles for the first m, then for any.
+    little. m is a power of two up to 16, and above that a multiple of 16. torch.compile compiles for the first m, and
+    then once for any m.
     """
     last = np.ones(documents.shape, bool)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]

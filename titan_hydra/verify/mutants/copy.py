@@ -21,7 +21,8 @@ from titan_hydra.config.files import CONF
 from .mutant import Mutant
 
 PACKAGE = Path(titan_hydra.__file__).parent
-BESIDE = ("sweeps", "tests", "docs", "benchmarks", "launch.py")  # what tests use; an installed package has none of it
+# files and folders that tests use; an installed package does not have them
+BESIDE = ("sweeps", "tests", "docs", "benchmarks", "launch.py")
 START, PER_CASE, PER_TEST = 60, 90, 600  # seconds after which a request or a test counts as hanging, on a busy machine
 
 
@@ -38,7 +39,8 @@ class Copy:
                 shutil.copytree(place, self.folder / place.name, ignore=leave)
             elif place.is_file():
                 shutil.copy(place, self.folder)
-        # checked by hash: a file may be changed and restored within a tick of the file system's clock
+        # Bytecode is checked by the hash of its source: a file may be changed and restored within a tick of the clock
+        # by which the file system dates files.
         mode = PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(self.folder / "titan_hydra", quiet=2, invalidation_mode=mode)
         self.environment = {

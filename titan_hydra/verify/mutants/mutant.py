@@ -10,13 +10,13 @@ class Mutant:
     """A patch of one file of the package, and the cases and tests that should notice it, the cheapest first."""
 
     name: str
-    needs: str  # the technique without which the fault has no effect; "any" if it has one in a single process
+    needs: str  # the technique without which the fault has no effect; "any" if the fault affects a single process too
     file: str  # the file in titan_hydra/
     old: str  # text that the file has `times` times
     new: str
     sentence: str  # what is wrong
     cases: tuple[str, ...] = ()  # names of cases of the matrix that could notice it
-    tests: tuple[str, ...] = ()  # tests that notice what no case can, as pytest names them
+    tests: tuple[str, ...] = ()  # pytest's names of tests that notice the fault, for a fault that no case can notice
     like: str = ""  # the real bug that it copies, as owner/repository#number
     times: int = 1
 

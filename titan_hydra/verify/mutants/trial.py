@@ -1,9 +1,9 @@
 """The trial: which mutants the matrix and the tests find, in which case and column, and how far the difference is
 beyond its bound. Imports no torch.
 
-References are run again for each mutant. Most faults are in code that one process runs too. With references of the
-unchanged tree, a case would find such a fault here, but not in a package that has the fault, where the reference has it
-too.
+References are run again for each mutant. Most faults are in code that one process runs too, so in a package with the
+fault the reference has it as well. References of the unchanged tree would find faults that cannot be found in such a
+package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Finding:
     by: By
     where: str  # the case or the test
     column: str
-    times: float  # the difference relative to its bound, or the number of values that must be equal and are not
+    times: float  # the difference as a multiple of its bound, or the number of values that should be equal and are not
     seconds: float
 
     @property
@@ -49,7 +49,7 @@ class Trial:
         self.cases = {case.name: case for case in whole_matrix()}
         self.sound: dict[
             str, bool
-        ] = {}  # whether a case or a test passes in the unchanged tree; one that does not, finds nothing
+        ] = {}  # whether a case or a test passes in the unchanged tree; one that fails there cannot find a mutant
 
     def run(self, mutants: Iterable[Mutant]) -> Iterator[Finding]:
         """Yield a finding for each mutant."""

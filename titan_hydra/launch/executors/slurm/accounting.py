@@ -30,19 +30,19 @@ SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()
 
 
 def cause_of_end(attempt: Path, state: str | None = None) -> Failure | None:
-    """Return why an attempt ended, as `guilty` does, but also from what SLURM reports. `state` is SLURM's final state of
-    the attempt's job; None if SLURM no longer lists the job.
+    """Return why an attempt ended, as `guilty` does, but use SLURM's reports too. `state` is SLURM's final state of the
+    attempt's job; None if SLURM no longer lists the job.
     """
     last = _without_trace(attempt) if state == "FAILED" else None
     return guilty(attempt, Outside(_verdict(attempt, state), _seen_by_srun(attempt), last))
 
 
 def _verdict(attempt: Path, state: str | None) -> Failure | None:
-    """Return the failure that SLURM's state of the job, or the job's log, names. None if SLURM did not end the job, or
-    preempted it with requeues left.
+    """Return the failure according to SLURM's state of the job, or to the job's log. None if SLURM did not end the job,
+    or preempted it and will requeue it.
     """
     log = layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20)
-    if layout.SPENT.of(attempt).exists():  # the batch script leaves this mark
+    if layout.SPENT.of(attempt).exists():  # the batch script has written this file
         line = "asked to stop again, and cluster.max_requeues is reached"
         return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
@@ -76,8 +76,8 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
     not in order.
 
     srun reports neither ranks that ended with status 0 nor the ranks of a lost node. When srun ends ranks itself, it
-    sends SIGTERM, whose time they record in their heartbeat files (`asked`), then SIGKILL, and no other signal. A rank
-    without a heartbeat, or any rank in a hang, counts as killed by srun unless srun's first line is about it.
+    sends only SIGTERM and then SIGKILL; ranks record the time of the SIGTERM in their heartbeat files (`asked`). A rank
+    without a heartbeat, or any rank in a hang, counts as killed by srun, unless srun's first line is about this rank.
     """
     died, records = deaths(attempt), layout.RANK.read_all(attempt)
     hung = any(said.get("exit_status") == Exit.HANG for said in records.values())

@@ -15,7 +15,8 @@ from . import squeue
 def cancel_jobs(rows: list[RunRow]) -> Iterable[str]:
     """Cancel the jobs of these cells alone, with one scancel. Yield a line for each cell that cannot be cancelled."""
     cells: list[Path] = []
-    jobs: list[str] = []  # cells of a packed job share its id; a cell has an id for each replica group
+    # job ids: cells of a packed job share one, and a cell with replica groups has one for each group
+    jobs: list[str] = []
     for row in rows:
         owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].active]
         if cluster := squeue.elsewhere(owner):

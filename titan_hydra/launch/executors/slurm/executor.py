@@ -27,8 +27,8 @@ class Slurm(Executor):
     """Submits by sbatch, through submitit, and asks squeue, sacct and the run directories for the state of a job."""
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield what prevents submitting these cells: sbatch is missing, the code cannot be copied, or a job exceeds the
-        site's limits. A dry run works without SLURM.
+        """Yield the reasons why these cells cannot be submitted: sbatch is missing, the code cannot be copied, or a job
+        exceeds the site's limits. A dry run works without SLURM.
         """
         from titan_hydra.launch import snapshot
         from titan_hydra.launch.cell import to_start

@@ -147,8 +147,8 @@ def hardware(kind: str) -> str:
 
 
 def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
-    """Return the requested partition, else the default one, else the one with most GPUs. If it has several kinds of
-    nodes, return the entry of the kind with most GPUs.
+    """Return the requested partition, else the default partition, else the partition with most GPUs. If the partition
+    has several kinds of nodes, return its entry for the kind with most GPUs.
     """
     if not found:
         raise ConfigError(

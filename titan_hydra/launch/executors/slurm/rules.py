@@ -37,7 +37,7 @@ OURS = {
 }
 # keys that become #SBATCH lines of the batch script
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
-# seconds that ranks may need until their first step; seconds by which SLURM's signal may be early
+# START: seconds that ranks may need until their first step; EARLY: seconds by which SLURM's signal may be early
 START, EARLY = (
     60,
     60,
@@ -64,8 +64,8 @@ def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
 
 
 def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
-    """Extra flags of sbatch and srun are not among those that the launcher sets. Each srun argument begins with a dash,
-    as srun takes any other argument for the program to run.
+    """Additional flags of sbatch and srun are not among the flags that the launcher sets. Each srun argument begins
+    with a dash, as srun takes any other argument for the program to run.
     """
     for flag, value in cluster.sbatch.items():
         name = flag.replace("_", "-")
@@ -90,8 +90,8 @@ def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
 
 
 def text_reaches_the_script_as_it_is(cluster: SlurmCluster, folder: str) -> Iterator[Fault]:
-    """Text in #SBATCH lines has no backslash, which sbatch drops. The path of the runs has no control character either,
-    such as a line feed.
+    """Text in #SBATCH lines has no backslash, as sbatch drops backslashes. The path of the runs also has no control
+    characters, such as a line feed.
     """
     for key in SBATCH:
         for text in elements(getattr(cluster, key)):

@@ -30,18 +30,18 @@ from titan_hydra.runs import layout
 from .keys import SlurmCluster
 
 LIST = "cells.tsv"
-LOST_NODES = 3  # how often a job is requeued at most because its ranks lost a node that SLURM still considered healthy
+LOST_NODES = 3  # maximum number of requeues because ranks lost a node that SLURM still considered healthy
 # Environment variables that would change the job in spite of the configuration, as they override the #SBATCH lines of
 # the script.
 OURS = {
     f"SBATCH_{name}"
     for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")
 }
-# flags of sbatch whose environment variables are named otherwise: SBATCH_ and this
+# flags of sbatch whose environment variable has another name: SBATCH_ followed by this value
 NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 
-# `job` cannot be SLURM_JOB_ID alone: in one task of an array, this is the array's own number, and requeuing that number
-# would requeue all tasks, even finished ones.
+# The script's variable `job` cannot simply be SLURM_JOB_ID: for one task of an array this is the number of the whole
+# array, and requeuing that number would requeue all tasks, even finished ones.
 BODY = """
 unset -f ls grep cat sed sort tail head rm mv mkdir xargs sleep date hostname  # functions that the user's shell exports, as for colours
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
@@ -190,7 +190,7 @@ class SlurmBatch(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Tell submitit that SLURM is available, even where it is not, so that launch.mode=dry works without SLURM."""
+        """Tell submitit that SLURM is available, even if it is not, so that launch.mode=dry works without SLURM."""
         return 1
 
     def flags(self, shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:

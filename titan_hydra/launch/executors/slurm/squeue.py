@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from titan_hydra.runs.queue import Owner, Queue, QueuedJob
 
-LIMIT = 30  # seconds that a SLURM command may take; without a limit it would block while SLURM's controller is down
+LIMIT = 30  # maximum seconds for a SLURM command, which would otherwise block while SLURM's controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-REASONS = {"JobArrayTaskLimit": "max_parallel"}  # SLURM's reason why a job waits: a clearer word that is shown instead
+# clearer words that are shown instead of SLURM's reason why a job waits
+REASONS = {"JobArrayTaskLimit": "max_parallel"}
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 # Time and answer of the last `scontrol show config`; if it gave no answer, it is called again after LIMIT seconds.
 SETTINGS: list[tuple[float, str]] = []

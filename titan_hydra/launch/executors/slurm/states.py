@@ -80,7 +80,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
     if job is None and not over:
         if "ended" not in owner and owner["job_id"] and rundir.heard_of_ranks(folder):
-            return State("running", attempt)  # another cluster of this name may know the job
+            return State("running", attempt)  # the job may be on another cluster of the same name
         if not queue.answers and "ended" not in owner:
             alive_lately = owner["job_id"] and rundir.heard_lately(folder) and layout.RANK.all(folder)
             return State("running" if alive_lately else "unknown", attempt)
@@ -98,7 +98,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 
 
 def _has_ended(attempt: Path) -> bool:
-    """Whether the batch script recorded that the ranks of an attempt ended without having been asked to stop."""
+    """Whether the batch script recorded that the ranks of an attempt ended, and not because they were asked to stop."""
     try:
         return layout.EXIT.of(attempt).read_text().strip() != str(int(Exit.REQUEUED))
     except OSError:

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 POLL = 5  # seconds between two squeue calls with launch.wait
 # errors of sbatch after which SLURM may have accepted the job nevertheless
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"
-# errors of sbatch if the user would have more jobs than allowed; each task of an array counts as a job
+# errors of sbatch if the user would exceed the allowed number of jobs; each task of an array counts as a job
 TOO_MANY = r"Submit\w*Limit|submit limit"
-PATIENCE = 3  # seconds between two questions to squeue after an error as in NO_ANSWER
+PATIENCE = 3  # seconds between two calls of squeue after an error of the kind NO_ANSWER
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Array:
     shape: JobShape
     cells: list[Cell]
     packed: bool = False
-    exclude: tuple[str, ...] = ()  # hosts to exclude, beside those of the configuration
+    exclude: tuple[str, ...] = ()  # hosts to exclude in addition to those of the configuration
 
     @property
     def cluster(self) -> SlurmCluster:
@@ -99,7 +99,9 @@ class ArrayOrder:
 
 
 def _shape_of(cell: Cell) -> JobShape:
-    """Return the resources of a cell's job or, with replica groups, of each of its jobs: one for each group."""
+    """Return the resources of a cell's job. With replica groups a cell has a job for each group, all with these
+    resources.
+    """
     ranks = processes(cell.job) // cell.job.fault_tolerance.replicas
     nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
     return JobShape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
@@ -254,7 +256,7 @@ def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cel
     for cell in array.cells:
         number = states[cell.directory].attempt + 1
         attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
-        if attempt is not None:  # it is None if another launcher has claimed this attempt meanwhile
+        if attempt is not None:  # None: meanwhile another launcher has claimed this attempt
             groups = rundir.claim_groups(cell.directory, cell.job.fault_tolerance.replicas, cell.overrides, **owner)
             claimed.append((cell, [attempt, *groups]))
     return claimed
@@ -278,8 +280,8 @@ def unfit_hosts(states: list[State]) -> tuple[str, ...]:
 
 
 def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, order: ArrayOrder) -> int:
-    """Submit the claimed attempts of each cell in one array or, if SLURM refuses so many jobs, in smaller ones: half as
-    many cells after each refusal.
+    """Submit the claimed attempts of each cell in one array. If SLURM refuses so many jobs, submit smaller arrays, with
+    half as many cells after each refusal.
 
     Return the exit status.
     """
