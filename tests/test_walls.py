@@ -367,9 +367,9 @@ LINES = {
     "data": 1580,  # 1,450
     "observe": 1531,  # 1,400
     "checkpoint": 1655,  # 1,400
-    "train": 1588,  # 1,550
-    "fault_tolerance": 1163,  # 600
-    "verify": 4429,  # 2,000
+    "train": 1594,  # 1,550
+    "fault_tolerance": 1159,  # 600
+    "verify": 4437,  # 2,000
     "launch": 3416,  # 1,950
     "report": 2733,  # 2,050
     "commands": 4247,  # 2,300
