@@ -8,11 +8,11 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.commands.resume import relaid
 from titan_hydra.config import identity, to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.load import changes_of, known_keys
 from titan_hydra.config.relayout import KEYS, SECTIONS
+from titan_hydra.launch.layouts import relaid
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs import layout
 

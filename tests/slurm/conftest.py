@@ -34,7 +34,9 @@ class Cluster:
         name: str = "fake",
         enforce: str = "",
         timeouts: str = "short",
+        nodes: int = NODES,
     ) -> None:
+        self.nodes = nodes
         self.home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))  # a short path, because it contains unix sockets
         self.env = {
             **os.environ,
@@ -58,7 +60,7 @@ class Cluster:
 
     def up(self) -> None:
         """Start the cluster, or only those of its daemons that have died, and wait until all nodes answer."""
-        self.manage("up", str(NODES), str(GPUS))
+        self.manage("up", str(self.nodes), str(GPUS))
 
     def status(self) -> subprocess.CompletedProcess:
         return subprocess.run([str(SCRIPT), "status"], env=self.env, capture_output=True, text=True, timeout=300)

@@ -17,6 +17,7 @@ from titan_hydra.config.operation import Launch, Paths
 from titan_hydra.config.user_code import edited_sources
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell, without_card
+from titan_hydra.launch.layouts import kept_layouts
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.hints import hint
@@ -73,7 +74,14 @@ def main(args: argparse.Namespace) -> int:
     for row, _ in again:
         print(f"{row.hash}  {row.cell}: {row.state.failure.line if row.state.failure else row.state.kind}")
     cells = [
-        Cell(number, cell.overrides, _job_of(cell.directory, args.runs), cell.directory, len(again))
+        Cell(
+            number,
+            cell.overrides,
+            job := _job_of(cell.directory, args.runs),
+            cell.directory,
+            len(again),
+            layouts=_layouts(job, cell.directory),
+        )
         for number, (_, cell) in enumerate(again, 1)
     ]
     if faults := list(without_card(cells)):
@@ -117,3 +125,9 @@ def _job_of(directory: Path, runs: Path) -> Job:
         raise ConfigError(f"{directory.name}: {fault}")
     launch = Launch(retry="all", packed=job.launch.packed, require_card=job.launch.require_card)
     return dataclasses.replace(job, launch=launch, paths=Paths(str(runs.absolute())))
+
+
+def _layouts(job: Job, directory: Path) -> tuple[Job, ...]:
+    """Return the layouts of an elastic run, with the sections of its job that a start may change; none of any other run."""
+    layouts = kept_layouts(directory) if job.elastic else ()
+    return tuple(dataclasses.replace(one, launch=job.launch, paths=job.paths) for one in layouts)

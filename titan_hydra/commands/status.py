@@ -17,6 +17,7 @@ from titan_hydra.runs.find import Selection, all_runs, runs_option
 from titan_hydra.runs.hints import hint
 from titan_hydra.runs.queue import Queue, silent
 from titan_hydra.runs.rundir import State
+from titan_hydra.runs.stretches import stretches_of
 from titan_hydra.runs.view import RunRow, add_target, choose, look, moment
 
 COLOURS = {
@@ -249,6 +250,8 @@ def _below(
         yield f"          ... and {len(failed) - FAILURES} more failed"
     if failed:
         yield ""
+    for stretch in stretches_of(rows[0].directory) if len(rows) == 1 and not rows[0].state.damage else ():
+        yield str(stretch)
     for name in silent(queues):
         yield f"{name} does not answer: its jobs' states are those in their files"
     yield summary(rows)

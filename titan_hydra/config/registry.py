@@ -187,6 +187,7 @@ class ExecutorKind:
     here: bool = True
     single: bool = False  # whether the executor runs a single rank, in the process of launch.py
     faults: Reference | None = None  # (Job) -> the faults of the executor's keys; imports no torch
+    elastic: bool = False  # whether each start of a job may be given another number of nodes (`elastic`)
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,12 @@ class Job:
     )
     steps: int = key(200, "optimizer steps", COUNT)
     seed: int = key(0, "seed of the initial weights and of the order of data", Interval(0, 2**63 - 1))
+    elastic: list[str] = key(
+        list,
+        "further layouts for other numbers of nodes, each in the words of titan resume, as 'gpus=16 parallelism=fsdp', or auto: "
+        "the planner's layouts; each start of the job takes the largest layout that fits the nodes it was given",
+        identity=False,
+    )
     model: Model = key(Model, "the network", changes="learning and work")
     parallelism: Parallelism = key(Parallelism, "how the model and the batch are split over ranks", changes="technique")
     pp_schedule: PipelineSchedule = key(PipelineSchedule, "order in which pipeline stages compute", changes="technique")

@@ -35,10 +35,12 @@ class Cell:
     directory: Path
     of: int  # number of cells of the command line
     prediction: predict.Prediction | None = None
+    layouts: tuple[Job, ...] = ()  # of an elastic job: the job in each layout, that for the most nodes first
 
     @property
     def ranks(self) -> int:
-        return all_ranks(self.job)
+        """The number of ranks; of an elastic job, in its largest layout."""
+        return max(map(all_ranks, self.layouts), default=all_ranks(self.job))
 
     @property
     def nodes(self) -> int:
@@ -80,8 +82,10 @@ def without_card(cells: list[Cell]) -> Iterator[Fault]:
     none.
     """
     for cell in cells:
-        if cell.job.launch.require_card and not read_card(cell.job):
-            name = folder_of_card(cell.job).name
+        for job in cell.layouts or (cell.job,):
+            if not job.launch.require_card or read_card(job):
+                continue
+            name = folder_of_card(job).name
             line = f"titan certify {quoted(cell.overrides)}".rstrip()
             yield Fault(
                 "launch.require_card",

@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.redact import redact
-from titan_hydra.config import Fault, identity, read
+from titan_hydra.config import Fault, Job, identity, read
 from titan_hydra.config.cells import with_count
 from titan_hydra.config.fault import counted, shown
 from titan_hydra.config.registry import executor_named
@@ -24,6 +24,7 @@ from titan_hydra.runs.rundir import State
 from . import show
 from .cell import Cell, to_start, without_card
 from .executor import Executor
+from .layouts import elastic_layouts, in_words
 
 
 def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
@@ -79,14 +80,20 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
     cells, lines, notices = [], [], []
     for number, (config, typed) in enumerate(with_count(composed, "checked"), start=1):
         job, faults = read(config)
+        layouts: tuple[Job, ...] = ()
         if job is not None:
             job = freeze(job)
             faults = check(job)
+            if job.elastic and not faults:
+                layouts, faults = elastic_layouts(job)
             notices += [] if faults else warnings(job)
-        prediction = None if faults else predict.of_launch(job)
-        if prediction and job.launch.oom_check != "off" and (fault := predict.objection(prediction)):
-            refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
-            (faults if refused else notices).append(fault)
+        predictions = [] if faults else [predict.of_launch(one) for one in (job, *layouts)]
+        for prediction in filter(None, predictions):
+            if job.launch.oom_check != "off" and (fault := predict.objection(prediction)):
+                if prediction.job.gpus != job.gpus:
+                    fault = Fault("elastic", in_words(prediction.job), str(fault))
+                refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
+                (faults if refused else notices).append(fault)
         where = (
             f"   (cell {number} of {len(composed)}: {shown(redact(config.sweep.cell or ' '.join(typed)))})"
             if len(composed) > 1
@@ -94,7 +101,7 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
         )
         lines += [f"{redact(str(fault))}{where}" for fault in faults]
         if not faults:
-            cells.append(Cell(number, typed, job, rundir.directory_of(job), len(composed), prediction))
+            cells.append(Cell(number, typed, job, rundir.directory_of(job), len(composed), predictions[0], layouts))
     for notice in dict.fromkeys(map(str, notices)):
         print(f"warning: {notice}", file=sys.stderr)
     return cells, lines

@@ -22,6 +22,7 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell, Selection
 from titan_hydra.runs.records import flat
 from titan_hydra.runs.rundir import State, inspect_all
+from titan_hydra.runs.stretches import Stretch, stretches_of
 from titan_hydra.runs.useful import goodput_of
 from titan_hydra.runs.view import short_names
 
@@ -136,12 +137,18 @@ class ReportCell:
             "cores", 1
         )
 
+    @cached_property
+    def stretches(self) -> list[Stretch]:
+        """The stretches of a run whose layout changed; none of any other run."""
+        moved = any(event["event"] == "layout" for event in self.events)
+        return stretches_of(self.directory) if moved else []
+
     def column(self, name: str, first: int = 0) -> Mapping[int, float]:
         """Return a column of metrics.jsonl by step; with `first`, only of the newest layout and without its first row."""
         column = self.columns.get(name, Column())
         if not (first and column):
             return column
-        began = max((event["step"] for event in self.events if event["event"] == "layout"), default=0)
+        began = self.stretches[-1].first - 1 if self.stretches else 0
         return column.after(next(iter(self.columns["step"].after(began)), began))
 
     @cached_property

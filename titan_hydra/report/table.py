@@ -153,10 +153,9 @@ class Report:
                 notes.append(f"{row.label}: {cell.word} after step {cell.step}: {cell.state.failure.line}")
             elif cell.state.damage:
                 notes.append(f"{row.label}: damaged: {cell.state.damage}")
-            if not isinstance(cell, Mean) and (moves := [event for event in cell.events if event["event"] == "layout"]):
+            if not isinstance(cell, Mean) and len(cell.stretches) > 1:
                 notes.append(
-                    f"{row.label}: titan resume has changed its layout, last after step {moves[-1]['step']}; its rates are those of steps "
-                    "after that"
+                    f"{row.label}: its layout changed, and its rates are those of the last one: {'; '.join(map(str, cell.stretches))}"
                 )
             if cell.unreadable:
                 notes.append(f"{row.label}: cannot be read, and left out: {', '.join(cell.unreadable)}")

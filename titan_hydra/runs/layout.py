@@ -118,8 +118,10 @@ LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks
 KEYS = typing.get_type_hints(Job)
 CONFIG = Entry("config.json", LAUNCHER, "the resolved configuration; its hash is in the run directory's name", Fields(
     {"model": KEYS["model"]}, KEYS))  # a config.json beside converted weights holds only the model
-FIRST_CONFIG = Entry("config_first.json", "`titan resume`", "after a resume in another layout: config.json of the first attempt, from "
-                     "which the hash was computed", CONFIG.shape)
+FIRST_CONFIG = Entry("config_first.json", LAUNCHER, "of a run whose layout changes (`titan resume`, `elastic`): config.json of the first "
+                     "attempt, from which the hash was computed", CONFIG.shape)
+LAYOUT = Entry("layout_<n>.json", LAUNCHER, "of an elastic run: the config.json that its batch script takes on n nodes",
+               CONFIG.shape)
 OVERRIDES = Entry("overrides.txt", LAUNCHER, "the overrides that were typed, a line each")
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt's folder has such a file too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "versions": dict[str, str], "host": str, "platform": str}))
@@ -151,8 +153,8 @@ MEETINGS = Entry("meetings/", GROUPS, "files by which the groups find each other
 TENSORBOARD = Entry("tensorboard/", FIRST, "copies of the rows")
 WANDB = Entry("wandb/", FIRST, "copies of the rows")
 ATTEMPT = Entry("attempts/<n>/", "", "one start of the run:")
-OF_RUN = (CONFIG, FIRST_CONFIG, OVERRIDES, ENV, SBATCH, METRICS, EVENTS, RESULT, CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA, MEETINGS,
-          TENSORBOARD, WANDB, ATTEMPT)
+OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, ENV, SBATCH, METRICS, EVENTS, RESULT, CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA,
+          MEETINGS, TENSORBOARD, WANDB, ATTEMPT)
 
 CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, its executor, where it runs, its job", (SUBMITTER, OWNER))
 RANKS = Entry("ranks.json", LOCAL, "processes, exit statuses, when each ended", Fields(

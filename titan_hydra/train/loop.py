@@ -25,7 +25,6 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Loader
 from titan_hydra.job.batches import local_batches
 from titan_hydra.job.pipeline import Action
-from titan_hydra.job.ranks import DEGREES
 from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
 from titan_hydra.observe.profiling import Profiler
@@ -33,6 +32,7 @@ from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel.compile import breaks_refused
 from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run, hash_of
+from titan_hydra.runs.stretches import values_of_layout
 
 from .groups import Groups
 from .optimizer import lr_factor, set_lr
@@ -94,8 +94,7 @@ def _begin(
     checkpointer.report = metrics.event
     groups.report_to(metrics.event)
     if layout.FIRST_CONFIG.of(run.home).exists():
-        degrees = {name: getattr(job.parallelism, name) for name in DEGREES}
-        metrics.event("layout", start, parallelism=job.parallelism.name, gpus=job.gpus, **degrees)
+        metrics.event("layout", start, **values_of_layout(job))
     if run.rank == 0:
         if not isinstance(trainer.step, Plain):
             from titan_hydra.parallel.pipeline import actions_of_ranks

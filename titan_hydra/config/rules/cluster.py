@@ -53,4 +53,34 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
         yield too_many(job, node)
 
 
-RULES = [nodes_can_be_counted, executor_takes_its_keys]
+def elastic_jobs_can_change_their_nodes(job: Job) -> Iterator[Fault]:
+    """Another layout needs another start of the whole run, on nodes that the executor may change. Replica groups are the
+    other answer to a lost node: the groups that are left go on, without a start.
+    """
+    if not job.elastic:
+        return
+    executor = job.cluster.executor
+    if not EXECUTORS[executor].elastic:
+        legal = [name for name, kind in EXECUTORS.items() if kind.elastic]
+        yield Fault(
+            "elastic",
+            job.elastic,
+            f"cluster.executor={executor} starts a run on one number of devices, and {' or '.join(legal)} on those that it "
+            "gets; here, titan resume RUN gpus=N changes the layout of a run that was stopped",
+            legal=([],),
+        )
+    if job.fault_tolerance.name != "off":
+        yield Fault(
+            "elastic",
+            job.elastic,
+            f"fault_tolerance={job.fault_tolerance.name}: the replica groups that are left go on without a start, and the "
+            "state that they share is not cut anew",
+            legal=([],),
+        )
+    if job.launch.packed:
+        yield Fault("launch.packed", True, "an elastic run has a job of its own", legal=(False,))
+    if job.comm.name == "fake":
+        yield Fault("elastic", job.elastic, "comm=fake runs one process, whatever the layout", legal=([],))
+
+
+RULES = [nodes_can_be_counted, executor_takes_its_keys, elastic_jobs_can_change_their_nodes]

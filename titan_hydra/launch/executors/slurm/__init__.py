@@ -6,6 +6,11 @@ from .keys import SlurmCluster
 
 register(
     ExecutorKind(
-        "slurm", f"{__package__}.executor:Slurm", SlurmCluster, here=False, faults=f"{__package__}.rules:faults"
+        "slurm",
+        f"{__package__}.executor:Slurm",
+        SlurmCluster,
+        here=False,
+        faults=f"{__package__}.rules:faults",
+        elastic=True,
     )
 )

@@ -48,11 +48,14 @@ class Slurm(Executor):
             yield from limits.faults(submit.planned(start))
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
-        """Yield a text for each array: its resources and its batch script."""
+        """Yield a text for each array: its resources, the layouts of elastic runs by nodes, and its batch script."""
+        from titan_hydra.launch.layouts import in_words, nodes_of
+
         from . import submit
 
         for array, text in submit.scripts(cells):
-            yield f"\n--- {array.words}\n{text}"
+            layouts = (f"{nodes_of(job)}: {in_words(job)}\n" for cell in array.cells for job in cell.layouts)
+            yield f"\n--- {array.words}\n{''.join(layouts)}{text}"
 
     def submit(self, cells: list[Cell], folder: Path | None) -> int:
         """Submit every cell that is to be started. With launch.wait, follow the cells until they have ended."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_hydra.config.field import key
 from titan_hydra.config.operation import Cluster
-from titan_hydra.config.ranges import ANY, NATURAL, PATH, WORD, Interval
+from titan_hydra.config.ranges import ANY, COUNT, DEGREE, NATURAL, PATH, WORD, Interval
 
 
 @dataclass
@@ -41,6 +41,17 @@ class SlurmCluster(Cluster):
     )
     max_requeues: int = key(
         100, "number of times that a preempted or timed-out job is requeued before it fails", NATURAL, identity=False
+    )
+
+    nodes_min: int | None = key(
+        None, "elastic=[auto]: the fewest nodes with which the run goes on; null: 1", DEGREE, identity=False
+    )
+    grow_minutes: int | None = key(
+        None,
+        "elastic: minutes between two looks for free nodes; if a larger layout would fit, the run saves and is requeued; "
+        "null: it grows only at a requeue that has another cause",
+        COUNT,
+        identity=False,
     )
 
     def warning_seconds(self, minutes: int | None) -> int:

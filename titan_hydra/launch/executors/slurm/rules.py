@@ -52,6 +52,7 @@ def faults(job: Job) -> Iterator[Fault]:
     yield from flags_are_the_sites(cluster)
     yield from text_reaches_the_script_as_it_is(cluster, job.paths.runs)
     yield from time_suffices_to_start_and_stop(cluster)
+    yield from keys_of_elastic_jobs_have_an_effect(job)
 
 
 def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
@@ -114,3 +115,19 @@ def time_suffices_to_start_and_stop(cluster: SlurmCluster) -> Iterator[Fault]:
             yield Fault(
                 "cluster.time_minutes", minutes, f"too short to start ({START} s) and to stop ({stop})", legal=(enough,)
             )
+
+
+def keys_of_elastic_jobs_have_an_effect(job: Job) -> Iterator[Fault]:
+    """nodes_min and grow_minutes are given only for jobs that they change."""
+    cluster: Any = job.cluster
+    if cluster.grow_minutes is not None and not job.elastic:
+        yield Fault(
+            "cluster.grow_minutes", cluster.grow_minutes, "only a job with elastic=[...] can grow", legal=(None,)
+        )
+    if cluster.nodes_min is not None and "auto" not in job.elastic:
+        yield Fault(
+            "cluster.nodes_min",
+            cluster.nodes_min,
+            "the planner's layouts begin with this number of nodes, and elastic has no auto",
+            legal=(None,),
+        )

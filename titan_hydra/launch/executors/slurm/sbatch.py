@@ -5,7 +5,9 @@ submitit makes the script's header from its parameters. Its pickles are not used
 a submitter killed just after sbatch would leave a job without its pickle. Here everything that a job needs is on disk
 before sbatch: a list with a line (number, nodes, ranks, run directory, attempt, restarts) for each cell. A task of an
 array runs its own line, a packed job all lines. Each replica group of a cell has its own line, with its run folder in
-place of the run directory, so that SLURM can requeue it alone.
+place of the run directory, so that SLURM can requeue it alone. An elastic run has several numbers of nodes and of
+ranks, those of its layouts: each start takes the first that fits the nodes of the job, and makes its
+layout_<nodes>.json the run's config.json.
 
 A job starts an attempt only if attempt.json has the submission's token. An attempt is started only once: the first job
 that writes its id into the attempt's file `job` owns the attempt. A requeued job creates the next attempt; a job that
@@ -17,6 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 # The script's variable `job` cannot simply be SLURM_JOB_ID: for one task of an array this is the number of the whole
 # array, and requeuing that number would requeue all tasks, even finished ones.
 BODY = """
-unset -f ls grep cat sed sort tail head rm mv mkdir xargs sleep date hostname  # functions that the user's shell exports, as for colours
+unset -f ls grep cat cp sed sort tail head rm mv mkdir xargs sleep date hostname  # functions that the user's shell exports, as for colours
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
 refuse() {{ echo "$(date +%T) $(hostname): $1; nothing is started"; }}
 # $1 run directory, $2 its attempt at submission. Sets `attempt` to the folder of the attempt that this start of the job owns.
@@ -72,13 +75,44 @@ own_failure() {{
         grep -qs '"secondary": true' "$attempt"/rank_*.json || grep -oE 'Exited with exit code [0-9]+' "$attempt/job.log"
     }} | grep -oE '[0-9]+' | grep -vxE '0|75' | head -n 1
 }}
-# $1 nodes, $2 ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
+# $1 the nodes of each layout, $2 their ranks, $3 run directory. Sets `nodes`, `ranks` and, if nodes stay idle, srun's `place`.
+take_layout() {{
+    local sizes counts hosts number
+    IFS=, read -ra sizes <<<"$1"; IFS=, read -ra counts <<<"$2"
+    nodes="$1" ranks="$2" place=()
+    [ "${{#sizes[@]}}" -gt 1 ] || return 0
+    for number in "${{!sizes[@]}}"; do
+        [ "${{sizes[number]}}" -gt "$SLURM_JOB_NUM_NODES" ] || break
+    done
+    nodes="${{sizes[number]}}" ranks="${{counts[number]}}"
+    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    echo "$(date +%T) $SLURM_JOB_NODELIST: layout of $nodes nodes, $ranks ranks; idle: ${{hosts[*]:nodes}}" >>"$attempt/job.log"
+    [ "$nodes" = "${{#hosts[@]}}" ] || place=(--nodelist="$(IFS=,; echo "${{hosts[*]:0:nodes}}")")
+    cp "$3/layout_$nodes.json" "$3/.config-$job" && mv -T "$3/.config-$job" "$3/config.json" || return {unhealthy}
+}}
+# Asks the ranks to stop once enough nodes are free for a larger layout, for the requeued job. $1 the nodes of each layout, $2 run
+grow() {{
+    local size next=0 start clean=(env -i PATH="$PATH" ${{SLURM_CONF:+SLURM_CONF="$SLURM_CONF"}})
+    trap 'kill $!' TERM
+    for size in ${{1//,/ }}; do [ "$size" -le "$nodes" ] || next=$((size - SLURM_JOB_NUM_NODES)); done
+    while [ "$next" -gt 0 ]; do
+        sleep {grow_seconds} & wait $! || return
+        start="$("${{clean[@]}}" sbatch --test-only --nodes="$next" "$2/sbatch.sh" 2>&1 | grep -oE 'to start at \\S+')"
+        [ -n "$start" ] && [ "$(date -d "${{start##* }}" +%s)" -le "$(($(date +%s) + 5))" ] || continue
+        echo "$(date +%T) $next more nodes are free: the run saves and is requeued" >>"$attempt/job.log"
+        scancel --signal=USR2 "$job.0" && return
+    done
+}}
+# $1 the nodes of each layout, $2 their ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
 # A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in job.log.
 run_cell() {{
-    own_attempt "$3" "$4" || return
-    srun --nodes="$1" --ntasks="$2" --ntasks-per-node="$(($2 / $1))" --kill-on-bad-exit=1 --wait=60 --unbuffered {srun} \\
+    own_attempt "$3" "$4" && take_layout "$1" "$2" "$3" || return
+    {watch}
+    srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$((ranks / nodes))" "${{place[@]}}" \\
+        --kill-on-bad-exit=1 --wait=60 --unbuffered {srun} \\
         {python} -u -m titan_hydra.launch.executors.slurm.rank "$3" "${{attempt##*/}}" </dev/null >>"$attempt/job.log" 2>&1
     rc=$?
+    [ -z "$watcher" ] || kill "$watcher" 2>/dev/null
     lost=0
     if [ "$rc" != 0 ] && grep -qsx agreed "$attempt/stopped"; then
         rc=75  # all had agreed to stop and saved, however they ended then
@@ -108,10 +142,10 @@ restarts() {{
     [ "$deaths" -le "$3" ]
 }}
 trap : TERM USR2  # this script waits for its ranks, which get the signal too
-status=0 lost=0
-while IFS=$'\\t' read -r line nodes ranks run first allowed <&3; do
+status=0 lost=0 watcher=
+while IFS=$'\\t' read -r line sizes counts run first allowed <&3; do
     [ ! -e {folder}/over-"$line" ] || continue
-    run_cell "$nodes" "$ranks" "$run" "$first"
+    run_cell "$sizes" "$counts" "$run" "$first"
     rc=$?
     if [ "$rc" = 75 ] || restarts "$run" "$first" "$((allowed > lost ? allowed : lost))"; then requeue; exit "$rc"; fi
     {done}
@@ -123,19 +157,23 @@ exit "$status"
 
 @dataclass(frozen=True)
 class JobShape:
-    """The resources of a job. Cells with the same resources share an array."""
+    """The resources of a job. Cells with the same resources share an array. A job with `fewest` nodes starts on any number
+    of nodes from that to `nodes`.
+    """
 
     nodes: int
     ranks_per_node: int
     time_minutes: int | None
+    fewest: int | None = None
 
 
 @dataclass(frozen=True)
 class JobLine:
-    """A line of a job's list: one cell, or one replica group of a cell."""
+    """A line of a job's list: one cell, or one replica group of a cell. `sizes` has nodes and ranks of each of its
+    layouts, the largest first.
+    """
 
-    nodes: int
-    ranks: int
+    sizes: list[tuple[int, int]]
     directory: Path
     attempt: int
     restarts: int = 0  # how often this replica group may be started again after a failure
@@ -167,10 +205,11 @@ class SlurmBatch(SlurmExecutor):
         self.array = len(lines) > 1 and not packed
         settings = {
             "job_name": name,
-            "nodes": shape.nodes,
+            "nodes": f"{shape.fewest}-{shape.nodes}" if shape.fewest else shape.nodes,
             "ntasks_per_node": shape.ranks_per_node,
             "gpus_per_node": shape.ranks_per_node,
             "cpus_per_task": cluster.cpus_per_task,
+            **(one_task_a_node(shape, cluster) if shape.fewest else {}),
             "time": shape.time_minutes,
             "partition": cluster.partition,
             "account": cluster.account,
@@ -215,7 +254,8 @@ class SlurmBatch(SlurmExecutor):
             # The ranks get this script's environment, even if the site submits scripts with --export=NONE.
             "unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK",
             f"export SLURM_EXPORT_ENV=ALL PYTHONPATH={paths} PYTHONSAFEPATH=1",
-            *([f"export SRUN_CPUS_PER_TASK={cores}"] if cores else []),
+            # srun before SLURM 22.05 reads the second one, which an elastic job's header sets for a whole node
+            *([f"export SRUN_CPUS_PER_TASK={cores} SLURM_CPUS_PER_TASK={cores}"] if cores else []),
             *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()),
             *self.cluster.setup,
         ]
@@ -229,6 +269,7 @@ class SlurmBatch(SlurmExecutor):
         """Return the part of the script that runs the cells."""
         folder = shlex.quote(str(self.folder))
         every = f"cat {folder}/{LIST}"
+        minutes = self.cluster.grow_minutes
         return BODY.format(
             token=self.token,
             late=LATE,
@@ -238,6 +279,8 @@ class SlurmBatch(SlurmExecutor):
             srun=shlex.join(self.cluster.srun),
             python=self.python,
             max_requeues=self.cluster.max_requeues,
+            grow_seconds=60 * (minutes or 0),
+            watch='grow "$1" "$3" & watcher=$!' if minutes else ":",
             folder=folder,
             lines=f'sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {folder}/{LIST}' if self.array else every,
             done=":" if self.array or len(self.lines) == 1 else f'echo "$rc" >{folder}/over-"$line"',
@@ -253,7 +296,8 @@ class SlurmBatch(SlurmExecutor):
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         rows = [
-            f"{number}\t{line.nodes}\t{line.ranks}\t{line.directory}\t{line.attempt}\t{line.restarts}\n"
+            f"{number}\t{joined(nodes for nodes, _ in line.sizes)}\t{joined(ranks for _, ranks in line.sizes)}"
+            f"\t{line.directory}\t{line.attempt}\t{line.restarts}\n"
             for number, line in enumerate(self.lines)
         ]
         (folder / LIST).write_text("".join(rows))
@@ -281,3 +325,15 @@ class SlurmBatch(SlurmExecutor):
             raise SubmissionError(f"sbatch: {error}") from error
         number, _, cluster = done.stdout.strip().partition(";")
         return [f"{number}_{index}" if self.array else number for index in range(len(self.lines))], cluster
+
+
+def one_task_a_node(shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
+    """Return the settings of a job that may have any number of nodes in a range. With --ntasks-per-node, SLURM counts the
+    tasks of the fewest nodes, and gives no more nodes than these tasks need; srun starts the ranks of each node anyway.
+    """
+    return {"ntasks_per_node": None, "cpus_per_task": shape.ranks_per_node * (cluster.cpus_per_task or 1)}
+
+
+def joined(numbers: Iterable[int]) -> str:
+    """Return numbers as the batch script reads them, separated by commas."""
+    return ",".join(map(str, numbers))

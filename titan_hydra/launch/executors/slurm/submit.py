@@ -27,6 +27,7 @@ from titan_hydra.config.user_code import sources
 from titan_hydra.job.ranks import processes
 from titan_hydra.launch import show, snapshot
 from titan_hydra.launch.attach import Interrupts
+from titan_hydra.launch.layouts import nodes_of, write_layouts
 from titan_hydra.runs import layout, manifest, rundir
 from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State
@@ -66,7 +67,8 @@ class Array:
         """The resources of the array in words, which launch.mode=dry prints."""
         many, nodes, groups = len(self.cells), self.shape.nodes, self.cells[0].job.fault_tolerance.replicas
         kind = "one after another in one job" if self.packed else "one job array" if many * groups > 1 else "one job"
-        per_node = f"{counted(nodes, 'node')} x {counted(self.shape.ranks_per_node, 'GPU')}"
+        fewest = f"{self.shape.fewest} to " if self.shape.fewest else ""
+        per_node = f"{fewest}{counted(nodes, 'node')} x {counted(self.shape.ranks_per_node, 'GPU')}"
         of_groups = f" of {groups} replica groups" if groups > 1 else ""
         return f"{counted(many, 'cell')}{of_groups}, {kind}, {per_node}{' a task' * bool(of_groups)}"
 
@@ -102,9 +104,17 @@ def _shape_of(cell: Cell) -> JobShape:
     """Return the resources of a cell's job. With replica groups a cell has a job for each group, all with these
     resources.
     """
+    minutes = cell.job.cluster.time_minutes
+    if cell.layouts:
+        return JobShape(
+            nodes_of(cell.layouts[0]),
+            max(job.gpus // nodes_of(job) for job in cell.layouts),
+            minutes,
+            nodes_of(cell.layouts[-1]),
+        )
     ranks = processes(cell.job) // cell.job.fault_tolerance.replicas
     nodes = math.ceil(ranks / (cell.job.cluster.gpus_per_node or ranks))
-    return JobShape(nodes, ranks // nodes, cell.job.cluster.time_minutes)
+    return JobShape(nodes, ranks // nodes, minutes)
 
 
 def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
@@ -142,8 +152,10 @@ def batch_of(
     for cell, own in zip(array.cells, attempts, strict=True):
         shape, config = _shape_of(cell), cell.job.fault_tolerance
         restarts = 0 if config.name == "off" else config.max_restarts
-        ranks = shape.nodes * shape.ranks_per_node
-        lines += [JobLine(shape.nodes, ranks, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
+        sizes = [(nodes_of(job), job.gpus) for job in cell.layouts] or [
+            (shape.nodes, shape.nodes * shape.ranks_per_node)
+        ]
+        lines += [JobLine(sizes, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
     cluster = array.cluster
     cluster = replace(
         cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)]
@@ -321,6 +333,9 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
         batch_of(array, place, claimed, name, code, after),
         [attempt for own in claimed for attempt in own],
     )
+    for cell in array.cells:
+        if cell.layouts:
+            write_layouts(cell.directory, cell.layouts)
     batch.write()
     for index, attempt in enumerate(attempts):
         rundir.note(attempt, index=index, token=array.token)

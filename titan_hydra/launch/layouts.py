@@ -1,0 +1,128 @@
+"""The layouts in which a run can be trained: other numbers of ranks and other degrees, with which it learns the same."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import Fault, Job, from_dict, to_dict
+from titan_hydra.config.change import change
+from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.fault import counted
+from titan_hydra.config.load import known_keys
+from titan_hydra.config.relayout import KEYS, SECTIONS
+from titan_hydra.config.rules.checks import check
+from titan_hydra.job.freeze import freeze
+from titan_hydra.plan import predict
+from titan_hydra.plan.search import search
+from titan_hydra.plan.shape import NotPredictable
+from titan_hydra.runs import layout
+from titan_hydra.runs.stretches import layout_in_words, values_of_layout
+
+AUTO = "auto"  # in `elastic`: the planner's layout for each number of nodes without a layout of the list
+
+
+def relaid(job: Job, values: Sequence[str]) -> Job:
+    """Return a frozen job in another layout. `values` may have options and keys of SECTIONS, the keys in KEYS, and keys
+    outside the identity. The global batch does not change. If no data-parallel degree is given, it is `gpus` divided by
+    the other degrees.
+
+    Raises ConfigError for other keys and for bad values.
+    """
+    new, typed = job, {value.partition("=")[0] for value in values}
+    for option in (value for value in values if value.partition("=")[0] in SECTIONS):
+        name = option.partition("=")[0]
+        new = dataclasses.replace(new, **{name: getattr(compose_unchecked(option), name)})
+    allowed = [*KEYS, *(key for key in known_keys() if key.split(".")[0] in SECTIONS)]
+    new = change(new, [value for value in values if value.partition("=")[0] not in SECTIONS], experiment=allowed)
+    if not typed & {"parallelism", "parallelism.dp_shard", "parallelism.dp_replicate"}:
+        free = "dp_shard" if new.parallelism.dp_shard > 1 or new.parallelism.dp_replicate == 1 else "dp_replicate"
+        setattr(new.parallelism, free, -1)
+    if "gpus" not in typed and -1 not in (new.parallelism.dp_shard, new.parallelism.dp_replicate):
+        new.gpus = None  # the product of the degrees
+    return freeze(new)
+
+
+def in_words(job: Job) -> str:
+    """Return a layout in words: parallelism=fsdp_tp on 4 ranks (dp_shard 2, tp 2), local batch 8."""
+    return layout_in_words(values_of_layout(job))
+
+
+def nodes_of(job: Job) -> int:
+    """Return the number of nodes that the ranks of a job without replica groups fill."""
+    return math.ceil(job.gpus / (job.cluster.gpus_per_node or job.gpus))
+
+
+def elastic_layouts(job: Job) -> tuple[tuple[Job, ...], list[Fault]]:
+    """Return the layouts of an elastic job, its own among them, that for the most nodes first; and the faults of the
+    others. Every layout is a whole job, which passed the checks; no two have the same number of nodes.
+    """
+    found, faults = {nodes_of(job): job}, []
+    for words in (words for words in job.elastic if words != AUTO):
+        try:
+            new = relaid(job, words.split())
+        except ConfigError as error:
+            faults.append(Fault("elastic", words, "; ".join(str(error).splitlines())))
+            continue
+        if not_a_layout := {word.partition("=")[0].partition(".")[0] for word in words.split()} - {
+            "gpus",
+            "data",
+            *SECTIONS,
+        }:
+            faults.append(Fault("elastic", words, f"{sorted(not_a_layout)[0]} is no part of a layout"))
+        elif own := check(new):
+            faults += [Fault("elastic", words, str(fault)) for fault in own]
+        elif (nodes := nodes_of(new)) in found:
+            faults.append(
+                Fault("elastic", words, f"the layout {in_words(found[nodes])} has {counted(nodes, 'node')} too")
+            )
+        else:
+            found[nodes] = new
+    if AUTO in job.elastic and not faults:
+        try:
+            found |= {nodes_of(new): new for new in _planned(job, set(found))}
+        except NotPredictable as error:
+            faults.append(Fault("elastic", AUTO, f"{error}; list the layouts instead"))
+    if len(found) == 1 and not faults:
+        faults.append(Fault("elastic", job.elastic, "gives no layout for another number of nodes"))
+    return tuple(found[nodes] for nodes in sorted(found, reverse=True)), faults
+
+
+def _planned(job: Job, known: set[int]) -> Iterator[Job]:
+    """Yield the layout that the planner predicts to be the fastest for each number of nodes from cluster.nodes_min to
+    the job's own. A number of nodes without a legal layout that fits is left out. Raises NotPredictable.
+    """
+    if predict.of_launch(job) is None or job.hardware.gpus_per_node is None:
+        raise NotPredictable("the planner must know the device: hardware=NAME")
+    for nodes in range(job.cluster.nodes_min or 1, nodes_of(job)):
+        rows, _ = search(job, nodes * job.cluster.gpus_per_node) if nodes not in known else ([], 0)
+        for best in [row.prediction.job for row in rows if row.prediction.fits != "no"][:1]:
+            data = dataclasses.replace(job.data, local_batch=best.data.local_batch)
+            sections = {name: getattr(best, name) for name in SECTIONS}
+            yield freeze(dataclasses.replace(job, gpus=best.gpus, data=data, **sections))
+
+
+def write_layouts(directory: Path, layouts: Sequence[Job]) -> None:
+    """Write the layouts of an elastic run into its directory, a file for each number of nodes, in place of former ones.
+    Its config.json is kept as that of the first layout, from which the run's hash was computed.
+    """
+    keep_first(directory)
+    for nodes, file in layout.LAYOUT.all(directory).items():
+        if nodes not in map(nodes_of, layouts):
+            file.unlink(missing_ok=True)
+    for job in layouts:
+        layout.LAYOUT.write(directory, to_dict(job), nodes_of(job))
+
+
+def kept_layouts(directory: Path) -> tuple[Job, ...]:
+    """Return the layouts that `write_layouts` wrote, that for the most nodes first."""
+    return tuple(
+        from_dict(Job, content) for _, content in sorted(layout.LAYOUT.read_all(directory).items(), reverse=True)
+    )
+
+
+def keep_first(directory: Path) -> None:
+    """Keep a copy of the first attempt's configuration, as the run's hash was computed from its layout."""
+    if not layout.FIRST_CONFIG.read(directory):
+        layout.FIRST_CONFIG.write(directory, layout.CONFIG.read(directory))
