@@ -357,7 +357,7 @@ def test_public_names_are_unique():
 # The largest number of lines of each room, as `ruff format` writes them. A number may fall; it rises only in a commit
 # of its own that gives the reason. The second number is what part 13 plans; the lines beyond it are to be removed.
 LINES = {
-    "base": 733,  # 520
+    "base": 735,  # 520
     "config": 5632,  # 3,200
     "job": 647,  # 720
     "models": 1837,  # 1,800
@@ -369,11 +369,11 @@ LINES = {
     "checkpoint": 1655,  # 1,400
     "train": 1593,  # 1,550
     "fault_tolerance": 1159,  # 600
-    "verify": 4437,  # 2,000
+    "verify": 4801,  # 2,000
     "launch": 3662,  # 1,950
     "report": 2739,  # 2,050
-    "commands": 4227,  # 2,300
-    "recipes": 4163,  # 3,100
+    "commands": 4228,  # 2,300
+    "recipes": 4482,  # 3,100
     "plan": 2548,  # 1,800
 }
 

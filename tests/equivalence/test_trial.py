@@ -59,6 +59,11 @@ def test_names_are_unique_and_cases_and_tests_exist():
             assert f"def {function}" in (ROOT / file).read_text(), test
 
 
+def test_nine_of_ten_mutants_have_a_case_that_the_default_suite_runs():
+    quick = {case.name for case in whole_matrix() if case.quick}
+    assert sum(bool(quick & set(mutant.cases)) for mutant in ALL) >= 0.9 * len(ALL)
+
+
 def planted(monkeypatch, capsys, *mutants):
     """Run `titan verify --mutants --quick --json` with these mutants, and return its exit status and the content of its
     JSON.

@@ -84,6 +84,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
+    # The matrix: the module through which DTensors sum, to note in which dtype.
+    "functional_collectives": "torch.distributed._functional_collectives",
     # SimpleFSDP: a tensor-parallel weight sharded once more on the same dimension has no public placement.
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
     # Activation checkpointing: the compiler's memory budget, and the names of all operators, for did-you-mean.

@@ -56,8 +56,8 @@ class ObjectiveKind:
     # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
     split_logits: bool = False
     cases: Reference | None = None  # the list of titan_hydra.verify.case.Case for `titan verify`
-    # (log-probabilities of labels [batch, seq] in float64, 0 where no label counts; batch; Objective) -> (summed loss,
-    # number of elements), for cases against float64; None: cross-entropy
+    # (weights, tensors of a batch, Job, routed) -> (summed loss, number of elements), in float64 and apart from the code
+    # that trains, for cases against float64 (verify/reference.py); None: cross-entropy of the next token
     exact: Reference | None = None
     # the list of titan_hydra.verify.mutants.mutant.Mutant for `titan verify --mutants`
     mutants: Reference | None = None

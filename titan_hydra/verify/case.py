@@ -40,9 +40,12 @@ class Case:
     base: tuple[str, ...] = ()  # overrides of both the layout's job and its reference
     uneven_mask: bool = False  # whether labels are ignored, with other numbers in each sample and step (verify.vary)
     documents: bool = False  # whether a sample consists of documents that do not attend to each other (verify.vary)
+    empty_step: bool = False  # whether no label at all counts at step 2 (verify.vary)
     # whether the layout is saved halfway and goes on in a new trainer; its reference trains without interruption
     resumed: bool = False
+    then: tuple[str, ...] = ()  # further overrides of the trainer that goes on
     validated: bool = False  # whether the held-out loss is measured at the end (twice, if resumed) and compared too
+    exported: bool = False  # whether an export has the same held-out loss; for cases of one process
     reference: Literal["process", "float64"] = "process"
     loss: float = 1e-5  # bound of each step's loss
     norm: float = 1e-5  # bound of each step's gradient norm
@@ -57,7 +60,7 @@ class Case:
     @property
     def quick(self) -> bool:
         """Whether the default test suite runs it."""
-        return self.ranks <= 2 and not self.slow
+        return (self.ranks <= 2 or self.threads) and not self.slow
 
 
 def later_wins(*overrides: str) -> list[str]:

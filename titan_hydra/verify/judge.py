@@ -44,11 +44,16 @@ class Outcome:
 
     case: Case
     differences: Differences
-    start: int  # number of initial tensors that differ in any bit
+    start: int  # number of initial tensors that differ in any bit, or are drawn from another distribution; after a
+    # resume also of random states that do not go on
     routing: int  # number of values that differ: experts' loads in any step, routers' biases after the last step
     drift: int  # number of shards whose copies on several ranks differ in any bit after the last step
     # number of gradients that were summed in bfloat16, or reduced in a dtype other than the configured one
     rounded: int
+    # number of samples that came before in the run, or do not go on where the slot's last sample ended; found by the
+    # float64 reference alone
+    data: int = 0
+    export: int = 0  # 1 if an export, read as Hugging Face describes it, computes another loss; only `exported` cases
     band: float = 0.0  # largest difference as a multiple of the measured band; 0: no band was measured
     error: str = ""  # why the case failed before its end
 
@@ -105,6 +110,8 @@ class Outcome:
             "routing": self.routing * self.case.routing,
             "copies": self.drift,
             "rounded": self.rounded,
+            "data": self.data,
+            "export": self.export,
         }
         return {column: number for column, number in found.items() if number}
 
@@ -113,15 +120,25 @@ class Outcome:
         return (
             f"{case.name}: loss {self.loss:.1e} of {case.loss}, norm {self.norm:.1e} of {case.norm}, gradients {self.gradients:.1e} of "
             f"{case.gradients}, weights {self.weights:.1e} of {case.weights}, {self.band:.2g} of the measured band; worst are "
-            f"{self.worst}; start {self.start}, routing {self.routing}, copies {self.drift}, rounded {self.rounded}; its job: "
-            f"{' '.join((*case.overrides, *case.base))}"
+            f"{self.worst}; start {self.start}, routing {self.routing}, copies {self.drift}, rounded {self.rounded}, "
+            f"data {self.data}, export {self.export}; its job: {' '.join((*case.overrides, *case.base))}"
         )
 
 
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     """Return the differences of a run from its reference, to be judged by the case's fixed bounds."""
     changed = sum(not torch.equal(run.start[name], weight) for name, weight in reference.start.items())
-    return Outcome(case, differ(run, reference), changed, misrouted(run, reference), run.drift, run.rounded)
+    changed += run.odd + reference.odd
+    return Outcome(
+        case,
+        differ(run, reference),
+        changed,
+        misrouted(run, reference),
+        run.drift,
+        run.rounded,
+        reference.data,
+        run.export,
+    )
 
 
 def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:

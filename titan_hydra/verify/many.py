@@ -1,5 +1,6 @@
-"""The cases of 16 to 128 ranks; the ranks are threads of one process (threads.py). The degrees are 4, 8 and 32, because
-a degree of 2 can hide a group with a wrong stride or a chunk from a wrong rank. Imports no torch.
+"""The cases of 4 to 128 ranks; the ranks are threads of one process (threads.py). Most degrees are 4, 8 and 32, because
+a degree of 2 can hide a group with a wrong stride or a chunk from a wrong rank. The case of 4 ranks is short enough for
+the default suite. Imports no torch.
 """
 
 from math import prod
@@ -43,6 +44,7 @@ def many(
 # fmt: off
 MANY = [
     many("", {"dp_shard": 4, "tp": 8}, slow=False),
+    many("chunked loss", {"dp_shard": 2, "tp": 2}, *LINEAR, slow=False),
     many("accumulation 2, uneven mask, vocabulary 2047", {"dp_shard": 4, "tp": 8}, BY_TWO, base=ODD["base"], uneven_mask=True),
     many("", {"dp_replicate": 4, "dp_shard": 8, "tp": 2}, samples=32),
     many("", {"dp_shard": 4, "cp": 4, "tp": 8}, RING),

@@ -49,6 +49,13 @@ SPARSE = (("qwen3_moe", MOE), ("deepseek_v3", LATENT))
 # The reference in float64 is separate code (reference.py), so it also finds faults that one process and all layouts
 # share.
 EXACT: dict[str, Any] = {"reference": "float64", "loss": 2e-6, "norm": 1e-5, "gradients": 1e-5, "weights": 2e-3}
+STRETCHED = ("model.rope_scaling.factor=8", "model.rope_scaling.original_max_seq_len=16")
+PACKED = ("model.vocab_size=4096", "data=embedded", "data.seq_len=64", "data.document_mask=true")
+MIXTURE = (
+    "data=mixture",
+    "+data.mixture={a: {name: synthetic, weight: 1}, b: {name: synthetic, weight: 1}, c: {name: embedded, weight: 2}}",
+    "model.vocab_size=4096",
+)
 YARN = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", "model.yarn.temperature=0.7")
 # Products and gradients are rounded to bfloat16's 8 bits, sums are not. A layout cuts sums at other places, so other
 # partial sums are rounded. Cutting the sums of one process alone changes its loss by up to 1e-4 (`bf16, sft, fsdp 4, tp
@@ -381,11 +388,19 @@ MATRIX = [
     # One process against separate arithmetic in float64. A small max_norm clips every step.
     *(case(f"{name}, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | {"base": base} | more)
       for name, base, more in (
-          ("llama3", ("optimizer.max_norm=0.1", "optimizer.weight_decay=0.5", "model.norm_eps=1e-4"), {}),
+          ("llama3", ("optimizer.max_norm=0.1", "optimizer.weight_decay=0.5", "model.norm_eps=1e-4", *STRETCHED), {}),
           ("llama3, tied, documents, uneven mask", ("model.tie_embeddings=true", "lr_scheduler=cosine", "lr_scheduler.warmup_steps=0",
-                                                    "optimizer.decay_matrices_only=true"), {"uneven_mask": True, "documents": True}),
+                                                    "optimizer.decay_matrices_only=true"),
+           {"uneven_mask": True, "documents": True, "empty_step": True, "validated": True, "exported": True}),
+          ("llama3, packed documents", (*PACKED, "model.n_layers=2", "model.attention=math"), {}),
+          ("llama3, a mixture, validated", (*MIXTURE, "model.n_layers=2"), {"validated": True}),
+          ("lora", ("adapter=lora", "adapter.rank=4", *PLAIN_SGD), {}),
           ("llama3, muon", ("optimizer=muon", "lr_scheduler.warmup_steps=1"), {"loss": 3e-4, "norm": 3e-3, "weights": 0.5}),
           ("qwen3_moe", MOE, {}),
+          ("qwen3_moe, twelve experts, exported", (*MOE, "model.router_bias_update_rate=0", "model.n_experts=12", "model.n_layers=2"),
+           {"validated": True, "exported": True}),
+          ("qwen3_moe, muon", (*MOE, "optimizer=muon", "lr_scheduler.warmup_steps=1", "model.n_layers=2"),
+           {"loss": 3e-4, "norm": 3e-3, "weights": 0.5, "routing": False}),
           ("qwen3_moe, plain scores, a dense block, the loss of balance", (*MOE, "model.norm_topk_prob=false",
            "model.first_k_dense_replace=1", "model.routed_scaling_factor=1.5", "model.sequence_balance=0.05"), {"uneven_mask": True}),
           ("qwen3_moe, sigmoid", (*MOE, "model.router=sigmoid", "model.n_shared_experts=1", "model.router_bias_update_rate=0.05"), {}),
@@ -396,8 +411,10 @@ MATRIX = [
     *(case(f"{name}, resumed", 2, "parallelism=fsdp", "data.local_batch=4", *more, resumed=True, **options)
       for name, more, options in (
           ("fsdp 2", (), {}), ("fsdp 2, muon", (), MUON), ("split masters, fsdp 2", (), SPLIT),
-          ("fsdp 2, documents", (), {"base": ("model.vocab_size=4096", "data=embedded", "data.shuffle_buffer=3", "data.seq_len=64",
-                                              "data.document_mask=true")}),
+          ("fsdp 2, documents", (), {"base": (*PACKED, "data.shuffle_buffer=3")}),
+          ("fsdp 2, a mixture", (), {"base": MIXTURE}),
+          ("whole masters, fsdp 2, then split masters, tp 2", ("optimizer.masters=whole",),
+           SPLIT | {"then": ("optimizer.masters=split", "parallelism=tp", "data.local_batch=8")}),
           ("qwen3_moe, fsdp 2, ep 2", ("parallelism.ep=2",), {"base": MOE}))),
 
     # Head and loss in one kernel, chunk by chunk.

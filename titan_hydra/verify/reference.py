@@ -5,7 +5,7 @@ It shares no arithmetic with the trainer: only the initial weights, the batches 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,10 @@ from titan_hydra.config.registry import OBJECTIVES, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
 
+from .inputs import Order, odd_starts
+
 Weights = dict[str, Tensor]
+Routed = dict[str, tuple[Tensor, Tensor]]  # by layer: (whether each token chose each expert, its shares of the scores)
 Sparse = Any  # the `model` section of a family with experts, which has the family's keys
 
 
@@ -35,20 +38,32 @@ class Trace:
     biases: Weights  # all buffers at the end, among them the routers' biases
     drift: int = 0  # see Outcome.drift
     rounded: int = 0  # see Outcome.rounded
+    odd: int = 0  # what of the start is wrong in one process too: see `odd_starts` and restart.restarted
+    data: int = 0  # see Outcome.data
+    export: int = 0  # see Outcome.export
 
 
-def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) -> Trace:
-    """Train all steps of a job from the weights `start`, with the batches `batches(step)`."""
-    weights = {name: value.double().requires_grad_() for name, value in start.items()}
+def train_in_float64(
+    job: Job, start: Weights, batches: Callable[[int], Batch], held_out: Sequence[Batch] = ()
+) -> Trace:
+    """Train all steps of a job from the weights `start`, with the batches `batches(step)`. If there are `held_out`
+    batches, their mean loss follows those of the steps.
+    """
+    trained = {name: value for name, value in start.items() if ".lora_" in name} or start
+    weights = {name: value.double().requires_grad_() for name, value in trained.items()}
+    frozen = {name: value.double() for name, value in start.items() if name not in trained}
     state: dict[str, dict] = {name: {} for name in weights}
     model: Sparse = job.model
-    record = Trace([], [], {}, start, {}, [], first_biases(start, job.model))
+    record = Trace([], [], {}, trained, {}, [], first_biases(start, job.model), odd=odd_starts(start, job))
+    order = Order(job)
     for step in range(1, job.steps + 1):
-        loss, imbalance, loads = mean_loss(weights | record.biases, batches(step), job)
+        batch = batches(step)
+        record.data += order.faults(batch)
+        loss, imbalance, loads = mean_loss(merged(frozen | weights, job) | record.biases, batch, job)
         gradients = dict(zip(weights, torch.autograd.grad(loss + imbalance, list(weights.values())), strict=True))
         record.gradients = record.gradients or gradients
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
-        clip = min(1.0, job.optimizer.max_norm / norm) if job.optimizer.max_norm else 1.0
+        clip = min(1.0, job.optimizer.max_norm / max(norm, 1e-30)) if job.optimizer.max_norm else 1.0
         factor = _rate(step, job.steps, job.lr_scheduler)
         with torch.no_grad():
             for name, weight in weights.items():
@@ -60,6 +75,10 @@ def train_in_float64(job: Job, start: Weights, batches: Callable[[int], Batch]) 
         record.norms.append(norm)
         record.loads.append({name: load.tolist() for name, load in loads.items()})
     record.weights = {name: weight.detach() for name, weight in weights.items()}
+    if held_out:
+        everything = merged(frozen | record.weights, job) | record.biases
+        record.losses.append(mean_loss_of(everything, held_out, job))
+        record.data += sum(order.repeated(batch) for batch in held_out)
     return record
 
 
@@ -67,6 +86,18 @@ def first_biases(start: Weights, model: Sparse) -> Weights:
     """Return the initial biases of the routers (arXiv 2408.15664): zero, and float32 as in every run."""
     routers = [name.removesuffix("weight") for name in start if name.endswith(".router.weight")]
     return {f"{router}bias": torch.zeros(model.n_experts) for router in routers if model.router_bias_update_rate}
+
+
+def merged(weights: Weights, job: Job) -> Weights:
+    """Return the weights with the product of each adapter's matrices added to its linear (arXiv 2106.09685)."""
+    keys: Any = job.adapter
+    return {
+        name: weight + keys.alpha / keys.rank * weights[f"{owner}.lora_b"] @ weights[f"{owner}.lora_a"]
+        if f"{(owner := name.rpartition('.')[0])}.lora_a" in weights
+        else weight
+        for name, weight in weights.items()
+        if ".lora_" not in name
+    }
 
 
 # --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.
@@ -77,30 +108,63 @@ def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor,
     of each expert by layer). The loss is the cross-entropy of labels, or the loss that the objective's record defines
     for this reference.
     """
-    model = job.model
-    routed: dict[str, tuple[Tensor, Tensor]] = {}
-    logits = forward(weights, batch, model, routed).log_softmax(-1)
-    counts = batch["labels"] >= 0
-    picked = logits.gather(-1, batch["labels"].where(counts, 0).unsqueeze(-1)).squeeze(-1)
-    summed, number = -(picked * counts).sum(), int(counts.sum())
-    if exact := resolve(OBJECTIVES[job.objective.name].exact):
-        summed, number = exact(picked * counts, batch.tensors, job.objective)
-    imbalance = sum((_unbalanced(*layer, model).mean() for layer in routed.values()), torch.zeros(()))
+    routed: Routed = {}
+    summed, number = summed_loss(weights, batch, job, routed)
+    imbalance = sum((_unbalanced(*layer, job.model).mean() for layer in routed.values()), torch.zeros(()))
     loads = {name: chosen.sum((0, 1)).double() for name, (chosen, _) in routed.items()}
     return summed / max(number, 1), imbalance, loads
 
 
-def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    """Return logits [batch, seq, vocab]. Stores in `routed`, by layer, the experts that the router chose and all
-    experts' shares.
+def mean_loss_of(weights: Weights, batches: Sequence[Batch], job: Job) -> float:
+    """Return the mean loss of several batches."""
+    sums = [summed_loss(weights, batch, job, {}) for batch in batches]
+    return sum(summed.item() for summed, _ in sums) / sum(number for _, number in sums)
+
+
+def summed_loss(weights: Weights, batch: Batch, job: Job, routed: Routed) -> tuple[Tensor, int]:
+    """Return the summed loss of the elements that count, and their number."""
+    exact = resolve(OBJECTIVES[job.objective.name].exact) or next_token_loss
+    return exact(weights, batch.tensors, job, routed)
+
+
+def next_token_loss(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:
+    """Return the summed cross-entropy of the labels that count, and their number."""
+    labels = following(batch)
+    return -logs_of_labels(weights, batch, labels, job, routed).sum(), int((labels >= 0).sum())
+
+
+def following(batch: Weights) -> Tensor:
+    """Return the labels as they follow from the tokens and documents: the next token of the document, or -1 where the
+    batch's labels say that none counts. The batch alone knows the token after its last one.
     """
-    size, length = batch["tokens"].shape
+    tokens, counts = batch["tokens"], batch["labels"] >= 0
+    if (documents := batch.get("documents")) is not None:
+        counts = counts & torch.cat((documents[:, 1:] == documents[:, :-1], counts[:, -1:]), 1)
+    return torch.cat((tokens[:, 1:], batch["labels"][:, -1:]), 1).where(counts, -1)
+
+
+def logs_of_labels(
+    weights: Weights, batch: Weights, labels: Tensor, job: Job, routed: Routed, x: Tensor | None = None
+) -> Tensor:
+    """Return the log-probability of each label [batch, seq]; 0 where the label is negative. `x` has the embeddings, if
+    they are not those of the tokens; see `forward` for `routed`.
+    """
+    x = weights["tok_embeddings.weight"][batch["tokens"]] if x is None else x
+    logits = forward(weights, x, batch.get("documents"), job.model, routed).log_softmax(-1)
+    return logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
+
+
+def forward(weights: Weights, x: Tensor, documents: Tensor | None, model: Model, routed: Routed) -> Tensor:
+    """Return logits [batch, seq, vocab] of embeddings x. `documents` [batch, seq] are numbers; each document is attended
+    to by itself alone, and its positions begin at 0. Stores in `routed`, by layer, which experts the router chose and
+    their shares.
+    """
+    size, length, _ = x.shape
     places = torch.arange(length)
-    positions = batch.tensors.get("positions", places.expand(size, length))
-    sees = (places.unsqueeze(0) <= places.unsqueeze(1)).expand(size, length, length)
-    if (documents := batch.tensors.get("documents")) is not None:
-        sees = sees & (documents.unsqueeze(2) == documents.unsqueeze(1))
-    x = weights["tok_embeddings.weight"][batch["tokens"]]
+    positions, sees = places.expand(size, length), (places <= places.unsqueeze(1)).expand(size, length, length)
+    if documents is not None:
+        same = documents.unsqueeze(2) == documents.unsqueeze(1)
+        positions, sees = places - same.int().argmax(-1), sees & same
     for layer in range(model.n_layers):
         block = {
             name.removeprefix(f"layers.{layer}."): value
@@ -123,6 +187,22 @@ def forward(weights: Weights, batch: Batch, model: Model, routed: dict[str, tupl
 def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     gate = x @ w1.T
     return (gate * torch.sigmoid(gate) * (x @ w3.T)) @ w2.T
+
+
+def affine(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """Apply a linear, which may have a bias."""
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
+
+def standardized(x: Tensor, eps: float) -> Tensor:
+    """Return rows with mean 0 and variance 1, before the weights of a LayerNorm."""
+    x = x - x.mean(-1, keepdim=True)
+    return x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def gelu_by_tanh(x: Tensor) -> Tensor:
+    """Return GELU in its approximation by tanh (arXiv 1606.08415)."""
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,18 +7,22 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from titan_hydra import data
 from titan_hydra.checkpoint.checkpointer import Checkpointer
+from titan_hydra.config import Job
 from titan_hydra.data.loader import Loader
 from titan_hydra.runs.run import Run
 from titan_hydra.train.trainer import Trainer, build
 
 
-def restarted(trainer: Trainer, loader: Loader, step: int) -> tuple[Trainer, Loader]:
-    """Save a checkpoint after `step`, and return a new trainer and a new loader that have loaded it. A collective."""
-    job, mesh, rank = trainer.job, trainer.mesh, dist.get_rank()
+def restarted(trainer: Trainer, loader: Loader, step: int, job: Job) -> tuple[Trainer, Loader, int]:
+    """Save a checkpoint after `step`. Return a new trainer and a new loader of `job`, which have loaded it, and the
+    number of random states (0 or 1) that do not go on. A collective.
+    """
+    rank = dist.get_rank()
     place = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(place)
     folder, config = Path(place[0]), dataclasses.replace(job.checkpoint, name="sync")
@@ -27,13 +31,15 @@ def restarted(trainer: Trainer, loader: Loader, step: int) -> tuple[Trainer, Loa
     before.save(step, loader.state())
     before.close()
     loader.close()
+    expected = torch.rand(2)
+    mesh = trainer.mesh if job.parallelism == trainer.job.parallelism else None
     fresh = build(job, trainer.device, mesh)
     after = Checkpointer(config, run, fresh.masters.weights, fresh.optimizers)
     _, state = after.resume()
-    later = data.build(job, mesh.data_rank, mesh.data_ranks)
+    later = data.build(job, fresh.mesh.data_rank, fresh.mesh.data_ranks)
     later.load(state)
     after.close()
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
-    return fresh, later
+    return fresh, later, int(not torch.equal(torch.rand(2), expected))

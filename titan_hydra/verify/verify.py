@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_hydra import data, models
+from titan_hydra.base.private import functional_collectives
 from titan_hydra.config import Job, from_dict, to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.fault import counted
@@ -29,6 +30,7 @@ from titan_hydra.data.batch import Batch
 from titan_hydra.job.batches import local_batches, microbatches
 from titan_hydra.job.ranks import DEGREES
 from titan_hydra.models.init import init_weights, local_box
+from titan_hydra.parallel import lora
 from titan_hydra.parallel.mesh import Mesh, build_mesh, local_part
 from titan_hydra.parallel.split_masters import master_of
 from titan_hydra.train.objectives.language import IGNORED, packed
@@ -37,6 +39,7 @@ from titan_hydra.train.trainer import Trainer, build
 
 from .case import BASE, Case, later_wins
 from .draws import CutLinears, disturb
+from .export import export_differs
 from .judge import DRAWS, REFUSED, Differences, Outcome, beyond, compare, differ, flips, lost, rounds_alike, widen
 from .processes import Crashed, Raised, share_over_cores, spawn_ranks
 from .reference import Trace, train_in_float64
@@ -44,6 +47,7 @@ from .restart import restarted
 from .threads import as_threads
 
 STEPS = 10  # optimizer steps of a case
+HELD_OUT = 2  # global batches of a validation
 NOTE = "in the case"  # beginning of the note by which an exception names its case
 
 
@@ -66,12 +70,13 @@ def trace(
     case: Case | None = None,
     seed: int | None = None,
     mesh: Mesh | None = None,
-    resumed: bool = False,
+    then: Job | None = None,
 ) -> Trace:
     """Train a job as `train` does, and return the values to compare, as whole tensors, on every rank. A collective.
 
     A `seed` changes the last bits of the initial weights (`disturb`). `mesh` is reused from an earlier job with the
-    same degrees. If `resumed`, the second half of the steps is made by a new trainer that has loaded a checkpoint.
+    same degrees. With `then`, the second half of the steps is made by a new trainer of that job, which has loaded a
+    checkpoint.
     """
     trainer = build(job, device, mesh)
     if seed is not None:
@@ -79,16 +84,17 @@ def trace(
     result = Trace([], [], {}, _of_all_stages(trainer, master_of), {}, [], {})
     loader = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks)
     for step in range(1, job.steps + 1):
-        if resumed and step == job.steps // 2 + 1:
-            trainer, loader = restarted(trainer, loader, step - 1)
+        if then is not None and step == job.steps // 2 + 1:
+            trainer, loader, forgotten = restarted(trainer, loader, step - 1, then)
+            result.odd += forgotten
         batch = loader.next()
         if case is not None:
             batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * batch.samples)
         set_lr(trainer.optimizers, lr_factor(step, job.steps, job.lr_scheduler))
-        with reductions() as dtypes:
+        with reductions(trainer) as wrong:
             share = trainer.forward_backward(batch)
         if step == 1:
-            result.rounded += sum(dtype != getattr(torch, job.precision.reduce_dtype) for dtype in dtypes)
+            result.rounded += len(wrong)
             result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)
         agreement = trainer.agree(share, trainer.measure())
         trainer.update(agreement)
@@ -98,23 +104,24 @@ def trace(
         result.norms.append(norm)
     loader.close()
     if case is not None and case.validated:
-        result.losses.append(validated_loss(job, trainer, 1 + resumed))
+        result.losses += held_out_losses(trainer, case)
+    if case is not None and case.exported:
+        result.export = export_differs(trainer, held_out_of(job))
     result.weights = _of_all_stages(trainer, master_of)
     stored = trainer.model.state_dict()
-    result.biases = _join(
-        trainer, {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored}
-    )
+    buffers = {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored}
+    result.biases = _join(trainer, buffers)
     result.drift = drift(trainer)
     result.rounded += rounded(trainer, result.gradients)
     return result
 
 
-def validated_loss(job: Job, trainer: Trainer, times: int) -> float:
-    """Validate one or several times, each time on the same samples, and return the last loss. A collective."""
-    held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
-    loss = [trainer.validate(held_out, 2) for _ in range(times)][-1]
+def held_out_losses(trainer: Trainer, case: Case) -> list[float]:
+    """Return the loss on held-out samples. A resumed case validates twice, each time on the same samples. A collective."""
+    held_out = data.build(trainer.job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
+    losses = [trainer.validate(held_out, HELD_OUT) for _ in range(1 + case.resumed)]
     held_out.close()
-    return loss
+    return losses[-1:]
 
 
 def loads(trainer: Trainer) -> dict[str, list[float]]:
@@ -124,15 +131,27 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 
 
 @contextlib.contextmanager
-def reductions() -> Iterator[list[torch.dtype]]:
-    """Collect the dtypes in which FSDP2 reduces gradients. `rounded` cannot detect a wrong dtype here: a float32 sum of
-    bfloat16 sums has bits that bfloat16 lacks.
+def reductions(trainer: Trainer) -> Iterator[list[torch.dtype]]:
+    """Collect the dtypes, other than reduce_dtype, in which FSDP2 sums gradients; and those narrower than it in which
+    tensor-parallel ranks sum the gradients of weights that each of them holds whole. `rounded` cannot detect these: a
+    float32 sum of bfloat16 sums has bits that bfloat16 lacks, and the sum of two ranks is rounded once in either dtype.
     """
-    found = []
+    found, wanted = [], getattr(torch, trainer.job.precision.reduce_dtype)
+    whole = {
+        parameter.shape
+        for parameter in trainer.masters.weights.parameters()
+        if trainer.mesh.degrees.tp > 1 and isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
+    }
 
-    def noting(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(reduce: Callable[..., Any], shapes: set[torch.Size] | None) -> Callable[..., Any]:
         def noted(*given: object, **named: object) -> object:
-            found.append(next(value.dtype for value in (*given, *named.values()) if isinstance(value, torch.Tensor)))
+            summed = next(value for value in (*given, *named.values()) if isinstance(value, torch.Tensor))
+            if (
+                summed.dtype != wanted
+                if shapes is None
+                else summed.shape in shapes and summed.itemsize < wanted.itemsize
+            ):
+                found.append(summed.dtype)
             return reduce(*given, **named)
 
         return noted
@@ -140,7 +159,11 @@ def reductions() -> Iterator[list[torch.dtype]]:
     with contextlib.ExitStack() as patched:
         for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # names in torch 2.11, and in torch 2.13
             if hasattr(dist, name):
-                patched.enter_context(mock.patch.object(dist, name, noting(getattr(dist, name))))
+                patched.enter_context(mock.patch.object(dist, name, noting(getattr(dist, name), None)))
+        # a compiler would trace the noting, too
+        if whole and trainer.job.compile.name == "off":
+            noted = noting(functional_collectives.all_reduce, whole)
+            patched.enter_context(mock.patch.object(functional_collectives, "all_reduce", noted))
         yield found
 
 
@@ -200,11 +223,25 @@ def exact(job: Job, case: Case) -> Trace:
     """Return the trace of a job as reference.py computes it in float64, from the job's initial weights and batches."""
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
+    lora.apply(model, Mesh(job.parallelism, None, None, None, None), job)
     model.to_empty(device="cpu")
     init_weights(model, job.model, job.seed)
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loader = data.build(job, 0, 1)
-    found = train_in_float64(job, start, lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0))
+    found = train_in_float64(
+        job,
+        start,
+        lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0),
+        held_out_of(job) if case.validated else (),
+    )
+    loader.close()
+    return found
+
+
+def held_out_of(job: Job) -> list[Batch]:
+    """Return the held-out batches of a job in one process."""
+    loader = data.build(job, 0, 1, split="validation")
+    found = [loader.next() for _ in range(HELD_OUT)]
     loader.close()
     return found
 
@@ -215,7 +252,7 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
 
     Up to 80 % of a sample's labels are ignored, so that microbatches have different numbers of labels. At step 1 all
     labels in the first quarter of the slots are ignored, and at step 2 all in the first half, so that some ranks have
-    no labels.
+    no labels; with `empty_step`, all labels are ignored at step 2. The first token of a document is no label.
     """
     if not case.uneven_mask and not case.documents:
         return batch
@@ -228,6 +265,10 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
         if case.uneven_mask:
             batch["labels"][row, torch.rand(shape[1], generator=dice) < share] = IGNORED
         documents[row] = (torch.rand(shape[1], generator=dice) < 0.1).cumsum(0)
+    if case.empty_step and step == 2:
+        batch["labels"].fill_(IGNORED)
+    if case.documents:
+        batch["labels"][:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
     arrays = packed(documents.numpy()) if case.documents else {}
     return Batch(batch.tensors | {name: torch.from_numpy(array) for name, array in arrays.items()}, batch.dims)
 
@@ -338,7 +379,9 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         try:
             if key not in meshes:
                 meshes[key] = build_mesh(degrees, device.type, job.model.sparse)
-            run = trace(job, device, case, mesh=dataclasses.replace(meshes[key], degrees=degrees), resumed=case.resumed)
+            later = dataclasses.replace(case, overrides=(*case.overrides, *case.then))
+            then = job_of(later, job.steps) if case.resumed else None
+            run = trace(job, device, case, mesh=dataclasses.replace(meshes[key], degrees=degrees), then=then)
         except Exception as error:
             error.add_note(f"{NOTE} {case.name}")
             raise
@@ -387,7 +430,16 @@ def _tell(line: str) -> None:
 def reference_key(case: Case) -> str:
     """Return a text that is equal for cases which share a reference."""
     return hashlib.sha256(
-        repr((case.base, case.uneven_mask, case.documents, case.validated, case.reference)).encode()
+        repr(
+            (
+                case.base,
+                case.uneven_mask,
+                case.documents,
+                case.empty_step,
+                case.validated,
+                case.reference,
+            )
+        ).encode()
     ).hexdigest()[:16]
 
 

@@ -21,6 +21,7 @@ register(
         head_loss=True,
         split_logits=True,
         cases=f"{__name__}.cases:CASES",
+        exact=f"{__name__}.exact:answers",
         mutants=f"{__name__}.mutants:MUTANTS",
     )
 )

@@ -1,7 +1,7 @@
 """The cases of `titan verify` for conversations."""
 
 from titan_hydra.verify.case import case
-from titan_hydra.verify.matrix import in_bf16
+from titan_hydra.verify.matrix import EXACT, in_bf16
 
 # The loss is a mean over the few tokens of the assistant, so another order of sums changes it by 8e-5 in one process.
 BASE = ("data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096")
@@ -17,4 +17,5 @@ CASES = [
         validated=True,
         gradients=2e-5,
     ),
+    case("sft, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | {"base": BASE}),
 ]

@@ -36,6 +36,7 @@ register(
         f"{__name__}.diffusion:Diffusion",
         needs=GIVEN,
         cases=f"{__name__}.cases:CASES",
+        exact=f"{__name__}.exact:squared_error",
         mutants=f"{__name__}.mutants:MUTANTS",
         makes="latents",
         faults=f"{__name__}.rules:faults",

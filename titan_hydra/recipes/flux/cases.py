@@ -1,6 +1,7 @@
 """The cases of `titan verify` for FLUX."""
 
 from titan_hydra.verify.case import case
+from titan_hydra.verify.matrix import EXACT
 
 BASE = (
     "model=flux_debug",
@@ -11,10 +12,13 @@ BASE = (
     "model.rope_first=0",
 )
 CASES = [
-    case(f"flux, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", base=BASE)
-    for name, ranks, layout, batch in (
-        ("accumulation 2", 1, "single", 8),
-        ("fsdp 2", 2, "fsdp", 8),
-        ("cp 2", 2, "cp", 16),
-    )
+    *(
+        case(f"flux, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", base=BASE)
+        for name, ranks, layout, batch in (
+            ("accumulation 2", 1, "single", 8),
+            ("fsdp 2", 2, "fsdp", 8),
+            ("cp 2", 2, "cp", 16),
+        )
+    ),
+    case("flux, against float64", 1, "parallelism=single", "data.local_batch=8", **EXACT | {"base": BASE}),
 ]

@@ -42,6 +42,7 @@ register(
         split_logits=True,
         faults=f"{__name__}.rules:faults",
         cases=f"{__name__}.cases:CASES",
+        exact=f"{__name__}.exact:illustrated",
         mutants=f"{__name__}.mutants:MUTANTS",
     )
 )

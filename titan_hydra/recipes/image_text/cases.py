@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from titan_hydra.verify.matrix import in_bf16
+from titan_hydra.verify.case import case
+from titan_hydra.verify.matrix import EXACT, in_bf16
 
 BASE = (
     "data=synthetic_image_text",
@@ -14,7 +15,18 @@ BASE = (
 # The gradients of the tower's norms are small sums of large terms: they differ by up to 3.3e-2.
 # For `bf16, qwen3_vision, fsdp 4, tp 2` the norm differs by 2.2e-3 after ten steps, 0.37 of one process's band.
 BOUNDS: dict[str, Any] = {"gradients": 0.05, "norm": 5e-3}
+SMALL = ("model=llama3_vision_debug", *BASE, "model.n_layers=2", "data.global_batch=8")
 CASES = [
+    case("llama3_vision, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | {"base": SMALL}),
+    case(
+        "llama3_vision, cp 2",
+        2,
+        "parallelism=cp",
+        "parallelism.cp_rotate=ulysses",
+        "data.local_batch=8",
+        base=SMALL,
+        gradients=2e-5,
+    ),
     *in_bf16("llama3_vision", "model=llama3_vision_debug", *BASE, **BOUNDS),
     *in_bf16("qwen3_vision", "model=qwen3_vision_debug", "model.head_dim=16", *BASE, slow=True, **BOUNDS),
 ]

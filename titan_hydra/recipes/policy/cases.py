@@ -6,7 +6,13 @@ from titan_hydra.verify.case import Case, case
 from titan_hydra.verify.matrix import EXACT
 
 ASSETS = Path(__file__).parent / "assets"
-LAYOUTS = (("fsdp 2", 2, "fsdp", 4), ("tp 2", 2, "tp", 16), ("pp 2", 2, "pp", 16))
+LAYOUTS = (
+    ("fsdp 2", 2, 4, "parallelism=fsdp"),
+    ("cp 2", 2, 16, "parallelism=cp", "parallelism.cp_rotate=ulysses"),
+    ("tp 2", 2, 16, "parallelism=tp"),
+    ("pp 2", 2, 16, "parallelism=pp"),
+)
+QUICK = ("dpo, fsdp 2", "policy, fsdp 2", "policy, cp 2")
 
 
 def of(name: str, source: str, seq_len: int) -> list[Case]:
@@ -16,13 +22,13 @@ def of(name: str, source: str, seq_len: int) -> list[Case]:
         case(
             f"{name}, {layout}",
             ranks,
-            f"parallelism={option}",
+            *overrides,
             f"data.local_batch={batch}",
             base=base,
             gradients=2e-5,
-            slow=layout != "fsdp 2",
+            slow=f"{name}, {layout}" not in QUICK,
         )
-        for layout, ranks, option, batch in LAYOUTS
+        for layout, ranks, batch, *overrides in LAYOUTS
     ]
     return [
         *layouts,

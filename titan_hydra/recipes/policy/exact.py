@@ -1,26 +1,76 @@
-"""The losses of preferences and policies in float64, document by document, for cases against float64."""
+"""The losses of preferences and policies in float64, document by document, for cases against float64. The numbers of a
+document come from the row of the file that it shows.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .config import DirectPreference, PolicyGradient
+from titan_hydra.config.schema import Job
+from titan_hydra.data.tokenizer import load
+from titan_hydra.recipes.chat.exact import in_llama3_template
+from titan_hydra.verify.reference import Routed, Weights, logs_of_labels
 
 
-def preference(logs: Tensor, batch: dict[str, Tensor], keys: DirectPreference) -> tuple[Tensor, int]:
+def preference(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:
     """Return the summed loss of the pairs in a batch, and their number (arXiv 2305.18290, equation 7)."""
-    grown, losses = logs - batch["reference"].double(), []
-    for gains, documents, labels in zip(grown, batch["documents"], batch["labels"], strict=True):
-        for first in range(0, int(documents.max()) + 1, 2):
-            chosen, rejected = documents == first, documents == first + 1
-            if (labels[chosen | rejected] >= 0).any():
-                losses.append(-logsigmoid(keys.beta * (gains[chosen].sum() - gains[rejected].sum())))
+    keys: Any = job.objective
+    logs, losses = logs_of_labels(weights, batch, batch["labels"], job, routed), []
+    words, known = load(job.tokenizer), {}
+    for row in _rows(job):
+        for side in ("chosen", "rejected"):
+            text = in_llama3_template(
+                [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+            )
+            known[text] = row[f"ref_{side}_logps"]
+    for log, tokens, documents, labels in zip(logs, batch["tokens"], batch["documents"], batch["labels"], strict=True):
+        gains = []
+        for document in range(int(documents.max()) + 1):
+            inside = documents == document
+            if (labels[inside] >= 0).any():  # else it fills the sample
+                text = words.decode(tokens[inside].tolist())
+                number = next(value for full, value in known.items() if full.startswith(text))
+                gains.append(log[inside].sum() - number)
+        losses += [-logsigmoid(keys.beta * (gains[pair] - gains[pair + 1])) for pair in range(0, len(gains), 2)]
     return torch.stack(losses).sum(), len(losses)
 
 
-def clipped(logs: Tensor, batch: dict[str, Tensor], keys: PolicyGradient) -> tuple[Tensor, int]:
+def clipped(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:
     """Return the summed loss of the sampled tokens in a batch, and their number (arXiv 1707.06347, equation 7)."""
-    counts = batch["labels"] >= 0
-    ratios, advantages = (logs - batch["old_logprobs"].double()).exp()[counts], batch["advantages"].double()[counts]
+    keys: Any = job.objective
+    labels, old, advantages = (torch.full(batch["tokens"].shape, -1), *torch.zeros(2, *batch["tokens"].shape).double())
+    rows = [row | {"advantages": _each(row)} for row in _rows(job)]
+    for place, (tokens, documents) in enumerate(zip(batch["tokens"], batch["documents"], strict=True)):
+        for document in range(int(documents.max()) + 1):
+            inside = (documents == document).nonzero().flatten().tolist()
+            found = tokens[inside].tolist()
+            row = next((row for row in rows if row["tokens"][: len(found)] == found), None)
+            if row is None:
+                continue  # it fills the sample
+            prompt = len(row["tokens"]) - len(row["old_logprobs"])
+            # the logits at a token are those of the next; a sample's last label is the token after its last one
+            for number, at in enumerate(inside, start=1):
+                if prompt <= number < len(row["tokens"]):
+                    labels[place, at] = row["tokens"][number]
+                    old[place, at] = row["old_logprobs"][number - prompt]
+                    advantages[place, at] = row["advantages"][number - prompt]
+    ratios = (logs_of_labels(weights, batch, labels, job, routed) - old).exp()
     bounded = ratios.clamp(min=1 - keys.clip).clamp(max=1 + keys.clip)
-    return -torch.stack((ratios * advantages, bounded * advantages)).amin(0).sum(), int(counts.sum())
+    gains = torch.stack((ratios * advantages, bounded * advantages)).amin(0)
+    return -gains[labels >= 0].sum(), int((labels >= 0).sum())
+
+
+def _rows(job: Job) -> Iterator[dict[str, Any]]:
+    source: Any = job.data  # the section of a source that reads files
+    for line in Path(source.path).read_text().splitlines():
+        yield json.loads(line)
+
+
+def _each(row: dict[str, Any]) -> list[float]:
+    found = row["advantages"]
+    return found if isinstance(found, list) else [found] * len(row["old_logprobs"])

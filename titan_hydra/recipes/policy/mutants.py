@@ -26,7 +26,7 @@ OF_PAIRS = [
            '(row + (batch["documents"] + 1).clamp(max=places - 1))', "Rejected answers are compared with the next pair's preferred ones.",
            (PAIRS,), (PAPER,)),
     Mutant("scores of the reference are exchanged", "dpo", ROWS, 'REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")',
-           'REFERENCE = ("ref_rejected_logps", "ref_chosen_logps")', "Each answer has the other's reference.", (), (PAPER,)),
+           'REFERENCE = ("ref_rejected_logps", "ref_chosen_logps")', "Each answer has the other's reference.", (PAIRS,), (PAPER,)),
 ]
 OF_ROLLOUTS = [
     Mutant("a ratio is inverted", "policy", LOSSES, '(self.log_probabilities(output, batch) - batch["old_logprobs"]).exp()',
@@ -39,9 +39,9 @@ OF_ROLLOUTS = [
            "A ratio below 1 - clip still has a gradient.", (ROLLOUTS,), (CLIPPED,)),
     Mutant("advantages are off by one", "policy", LOSSES, "sample[name][1:] for sample in samples",
            "sample[name][:-1] for sample in samples",
-           "A label has the numbers of the token before it.", (), (CLIPPED, PAPER)),
+           "A label has the numbers of the token before it.", (ROLLOUTS,), (CLIPPED, PAPER)),
     Mutant("advantages are left whole on cp ranks", "policy, cp", LOSSES, '"advantages": Dims(sequence=1)}', '"advantages": Dims()}',
-           "Each context-parallel rank has the advantages of the whole sequence.", (),
+           "Each context-parallel rank has the advantages of the whole sequence.", ("policy, cp 2",),
            (f"{TESTS}::test_policies_are_the_same_on_every_layout",)),
 ]
 # fmt: on

@@ -10,6 +10,7 @@ EXACT, PLAIN = (
     "qwen3_moe, plain scores, a dense block, the loss of balance, against float64",
 )
 SIGMOID = "qwen3_moe, sigmoid, against float64"
+EXPORTED = "qwen3_moe, twelve experts, exported, against float64"
 TESTS, RANKS = "tests/models/test_moe.py", "tests/parallel/test_experts.py"
 KEPT = f"{RANKS}::test_the_host_waits_once_for_each_layer_and_gathers_start_before"
 
@@ -68,7 +69,7 @@ MUTANTS = [
            "gates = self.router.gates(scores.detach(), chosen)",
            "The router gets no gradient from the experts' outputs.", (EXACT,), like="pytorch/torchtitan#4054"),
     Mutant("a group is rated by its best expert", "any", MOE, "groups.topk(min(2, groups.shape[-1]), -1)", "groups.topk(1, -1)",
-           "Groups of experts are chosen by their highest score, not by the sum of their two highest.", (),
+           "Groups of experts are chosen by their highest score, not by the sum of their two highest.", (EXACT,),
            (f"{TESTS}::test_groups_are_the_best_two_experts_and_limit_the_choice",)),
     Mutant("copies of a row lose a gradient", "any", MOE, "back.unflatten(0, (ctx.rows, -1)).sum(1)",
            "back.unflatten(0, (ctx.rows, -1)).sum(1) - back.unflatten(0, (ctx.rows, -1))[:, 0] * 0.5",
@@ -89,7 +90,7 @@ MUTANTS = [
            ("tests/checkpoint/test_convert_experts.py::test_packed_experts_can_be_read",), "pytorch/torchtitan#4373"),
     Mutant("experts are numbered as strings", "any", "models/hf.py", "for number, part in enumerate(tensor)}",
            "for number, part in zip(sorted(range(len(tensor)), key=str), tensor)}",
-           "Experts are exported in the order 0, 1, 10, 11, 2.", (),
+           "Experts are exported in the order 0, 1, 10, 11, 2.", (EXPORTED,),
            ("tests/checkpoint/test_convert_experts.py::test_experts_are_written_one_by_one_in_their_order",), "pytorch/torchtitan#1918"),
     Mutant("pairs of rotary positions are halves", "any", "models/deepseek_v3/model.py",
            "return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)", "return x",

@@ -6,6 +6,7 @@ MASTERS, SPLIT, UPDATE = "parallel/masters.py", "kernels/split_masters.py", "tra
 UNITS, FLOAT8 = "kernels/float8_units.py", "kernels/float8.py"
 BF16_TP, BF16_ALONE = "bf16, tp 2, sequence parallel on", "bf16, single, accumulation 4"
 WHOLE, FUSED = "split masters against whole ones, tp 2", "float8 fused against torchao"
+LOADED = "whole masters, fsdp 2, then split masters, tp 2, resumed"
 SPLIT_TESTS, MASTER_TESTS = "tests/parallel/test_split_masters.py", "tests/parallel/test_masters.py"
 
 # fmt: off
@@ -33,7 +34,7 @@ MUTANTS = [
            ".int() << 16) | (remainder.int() & 0xFFFF))", "Half of the joined masters are too large by one step of bfloat16.", (WHOLE,),
            (f"{SPLIT_TESTS}::test_halves_are_joined_to_the_same_bits",)),
     Mutant("moments of split masters are exchanged", "split masters", UPDATE, 'state["exp_avg"], state["exp_avg_sq"])))',
-           'state["exp_avg_sq"], state["exp_avg"])))', "The optimizer takes the second moment for the first.", (),
+           'state["exp_avg_sq"], state["exp_avg"])))', "The optimizer takes the second moment for the first.", (LOADED,),
            (f"{SPLIT_TESTS}::test_a_state_goes_from_whole_to_split_masters_and_back",)),
     Mutant("moments of split masters are lost by a load", "split masters, resume", UPDATE, "self.state[parameter] = dict(values[number])",
            "pass", "A resumed run with split masters begins with moments of zero.", ("split masters, fsdp 2, resumed",),

@@ -9,6 +9,7 @@ EXACT, MASKED, MUON_EXACT = (
     "llama3, tied, documents, uneven mask, against float64",
     "llama3, muon, against float64",
 )
+MIXTURE_EXACT = "llama3, a mixture, validated, against float64"
 QWEN_MUON, FSDP = "qwen3_moe, fsdp 2, ep 2, muon", "fsdp 2"
 RESUMED, MUON_RESUMED, DOCUMENTS_RESUMED = "fsdp 2, resumed", "fsdp 2, muon, resumed", "fsdp 2, documents, resumed"
 RESUME = "tests/checkpoint/test_resume.py::test_a_resumed_run_goes_on_where_it_stopped"
@@ -18,10 +19,10 @@ LOADS, STREAM_TESTS = "tests/data/test_loader.py", "tests/data/test_streams.py"
 # fmt: off
 MUTANTS = [
     # optimizers
-    Mutant("weights become not a number after step 2", "any", TRAINER, "        self.drop_gradients()\n        formats",
+    Mutant("weights become not a number after step 2", "any", TRAINER, "        self.drop_gradients()\n\n",
            "        self.drop_gradients()\n        self.steps = getattr(self, 'steps', 0) + 1\n"
            "        for weight in self.model.parameters():\n"
-           "            weight.data.mul_(float('nan') if self.steps == 2 else 1)\n        formats",
+           "            weight.data.mul_(float('nan') if self.steps == 2 else 1)\n\n",
            "All weights are NaN, in the reference too.", (FSDP,)),
     Mutant("norms are in no optimizer", "muon", OPTIMIZER, "        (matrices if",
            "        if parameter.ndim == 1:\n            continue\n        (matrices if", "Norms are not trained.", (MUON_EXACT,)),
@@ -60,7 +61,7 @@ MUTANTS = [
     Mutant("Muon orthogonalizes a stack of experts as one", "muon", MUON, "            if whole.ndim > 2:\n",
            "            if whole.ndim > 2:\n                return orthogonalize(whole.flatten(0, 1)).view_as(whole)\n"
            "            if whole.ndim > 2:\n",
-           "Experts are not orthogonalized one by one.", (),
+           "Experts are not orthogonalized one by one.", ("qwen3_moe, muon, against float64",),
            ("tests/parallel/test_experts.py::test_muon_takes_each_expert_as_a_matrix_of_its_own",)),
 
     # rates
@@ -84,7 +85,7 @@ MUTANTS = [
            'group["peak_lr"] = group["lr"]', "The peak learning rate of a resumed run is the rate of the saved step.", (RESUMED,
            MUON_RESUMED), (RESUME,)),
     Mutant("random numbers begin anew", "resume", STATE, '        torch.set_rng_state(_decode(random["cpu"]))\n', "",
-           "A resumed run draws the random numbers of its first steps again.", (),
+           "A resumed run draws the random numbers of its first steps again.", (RESUMED,),
            ("tests/checkpoint/test_resume.py::test_random_numbers_go_on",), "ai2cm/ace#690"),
     Mutant("data begins anew", "resume", LOADER, 'self.step, self.known = state["step"],', "self.step, self.known = 0,",
            "A resumed run reads the samples of its first steps again.", (RESUMED,),
@@ -105,12 +106,13 @@ MUTANTS = [
            (f"{STREAM_TESTS}::test_a_shuffle_buffer_is_exact_wherever_its_state_is_taken",)),
     Mutant("a mixture forgets its sources' positions", "resume", MIXTURE,
            "            self.parts[name].load(slot, state[name])\n", "            pass\n",
-           "Sources of a mixture begin anew after a resume.", (),
+           "Sources of a mixture begin anew after a resume.", ("fsdp 2, a mixture, resumed",),
            ("tests/data/test_mixture.py::test_three_sources_keep_their_proportions_on_any_ranks_and_across_resume",)),
 
     # order of data
     Mutant("a token between samples is lost", "any", STREAMS, 'token = self.state["token"] + self.seq_len',
-           'token = self.state["token"] + self.seq_len + 1', "The last token of a sample is not the first of the next.", (),
+           'token = self.state["token"] + self.seq_len + 1', "The last token of a sample is not the first of the next.",
+           ("llama3, packed documents, against float64",),
            (f"{STREAM_TESTS}::test_packing_loses_and_doubles_no_token",)),
     Mutant("every epoch has the same order of units", "any", STREAMS, "return permute(place, self.source.units, self.seed, epoch)",
            "return permute(place, self.source.units, self.seed)", "Slots read the same units in every epoch.", (),
@@ -121,10 +123,10 @@ MUTANTS = [
            ("tests/data/test_items.py::test_an_epoch_visits_every_sample_of_every_file_once",
             "tests/data/test_items.py::test_tokens_are_what_the_stream_of_the_same_text_packs")),
     Mutant("sources of a mixture share a seed", "any", "data/__init__.py", "wanted, _seed_of(name, seed))", "wanted, seed)",
-           "Synthetic sources of a mixture give the same tokens.", (),
+           "Synthetic sources of a mixture give the same tokens.", (MIXTURE_EXACT,),
            ("tests/data/test_mixture.py::test_synthetic_sources_are_not_alike",)),
     Mutant("held-out samples are those of training", "validation", "data/__init__.py", 'return seed if self.split == "train" else ~seed',
-           "return seed", "A validation on synthetic data uses samples of the training data.", (),
+           "return seed", "A validation on synthetic data uses samples of the training data.", (MASKED,),
            (f"{LOADS}::test_synthetic_validation_is_not_training",)),
 ]
 # fmt: on

@@ -5,6 +5,7 @@ from .mutant import Mutant
 TRAINER, LANGUAGE, HEAD = "train/trainer.py", "train/objectives/language.py", "parallel/loss_head.py"
 DOCUMENTS, SLOPES = "kernels/documents.py", "kernels/cross_entropy.py"
 EXACT, MASKED = "llama3, against float64", "llama3, tied, documents, uneven mask, against float64"
+PACKED = "llama3, packed documents, against float64"
 ALONE, CHUNKED, BF16_CHUNKED = (
     "single, accumulation 4",
     "linear_cross_entropy, single, accumulation 4",
@@ -30,7 +31,7 @@ MUTANTS = [
            "The loss is divided by the number of all tokens, masked tokens included.", (MASKED,),
            like="pytorch/torchtitan#2206"),
     Mutant("a batch without labels is divided by zero", "any", TRAINER, "count = count.masked_fill(count == 0, 1)", "pass",
-           "A step whose labels are all masked has a loss of NaN.", (),
+           "A step whose labels are all masked has a loss of NaN.", (MASKED,),
            ("tests/parallel/test_loss.py::test_a_step_without_labels_has_a_loss_of_zero",)),
     Mutant("the loss of the first local batch is lost", "accumulation", TRAINER, "total += self.step.forward_backward",
            "total = self.step.forward_backward", "The reported loss is that of the last local batch; gradients are right.", (ALONE,),
@@ -58,13 +59,13 @@ MUTANTS = [
            "scaled(weight_gradient, gradient, ctx.dtype)", "weight_gradient.to(ctx.dtype)",
            "The head's gradient is not divided by the tokens.", (CHUNKED,)),
     Mutant("the chunked loss counts masked targets", "linear_cross_entropy", HEAD, "(sums.log() + largest - right) * counts",
-           "(sums.log() + largest - right)", "A target that does not count adds the normalizer to the loss.", (),
+           "(sums.log() + largest - right)", "A target that does not count adds the normalizer to the loss.", (CHUNKED,),
            ("tests/parallel/test_loss.py::test_value_and_gradients_are_those_of_the_plain_loss",)),
     Mutant("labels are the tokens", "any", LANGUAGE, "tokens[:, :-1], tokens[:, 1:].copy()", "tokens[:, :-1], tokens[:, :-1].copy()",
-           "Each token is its own label.", (), ("tests/data/test_items.py::test_tokens_are_what_the_stream_of_the_same_text_packs",
+           "Each token is its own label.", (EXACT,), ("tests/data/test_items.py::test_tokens_are_what_the_stream_of_the_same_text_packs",
                                                  "tests/data/test_loader.py", "tests/train/test_against_transformers.py")),
     Mutant("a document's first token is a label", "documents", LANGUAGE, "    labels[begins[:, 1:]] = IGNORED\n", "",
-           "The first token of a document is predicted from the document before it.", (),
+           "The first token of a document is predicted from the document before it.", (PACKED,),
            (f"{DOCUMENT_TESTS}::test_every_layout_learns_what_one_process_learns_with_a_mask", "tests/data/test_mixture.py",
             "tests/recipes/chat/test_sft.py")),
     Mutant("documents end one token early", "documents", LANGUAGE, "ends[row, number[row, place] - 1] = place + 1",
@@ -85,7 +86,7 @@ MUTANTS = [
            (f"{DOCUMENT_TESTS}::test_documents_see_what_a_mask_would_show_them",)),
     Mutant("the mask of documents is not causal", "documents", DOCUMENTS, "(document.unsqueeze(2) == document.unsqueeze(1)).tril()",
            "(document.unsqueeze(2) == document.unsqueeze(1))",
-           "An attention kernel that takes a mask sees later tokens of the document.", (),
+           "An attention kernel that takes a mask sees later tokens of the document.", (PACKED,),
            (f"{DOCUMENT_TESTS}::test_documents_see_what_a_mask_would_show_them",)),
 ]
 # fmt: on

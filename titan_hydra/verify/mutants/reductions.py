@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant("a reduction over the vocabulary spans all ranks", "tp, linear_cross_entropy", HEAD,
            "dist.all_reduce(value, operation, vocabulary.group)", "dist.all_reduce(value, operation)",
            "The softmax also sums over data-parallel ranks, which hold other tokens.",
-           ("linear_cross_entropy, fsdp 4, tp 2, vocabulary 2047",)),
+           ("4 ranks, chunked loss, dp_shard 2, tp 2", "linear_cross_entropy, fsdp 4, tp 2, vocabulary 2047")),
 
     # data parallelism
     Mutant("FSDP sums gradients in the compute dtype", "fsdp", DATA, "reduce_dtype=reduce", "reduce_dtype=compute",
