@@ -46,7 +46,7 @@ from .schema import (
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 
-# The sections that select a part (an optimizer, ...) and so have its keys too: the key that selects, the parts by name.
+# Sections that select a part, such as an optimizer, and hold its keys. Each with its selecting key and all its parts.
 PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Model: ("family", FAMILIES),
     Data: ("name", DATA_SOURCES),
@@ -254,8 +254,8 @@ def known_keys() -> dict[str, dataclasses.Field[Any]]:
 
 
 def changes_of(key: str) -> tuple[str, Changes]:
-    """Return the name of the field that states what changes with the value of a dotted key, and what it states. The
-    field is the section, if that states it for all its keys, else the key. A key below a name that the user chose
+    """Return what changes with the value of a dotted key, after the name of the field that states it: the section, if
+    it states this for all its keys, else the key itself. A key below a name that the user chose
     (data.mixture.web.weight) counts as the key above the name. A key outside the hash changes the technique, unless it
     states something else. A key that is in no schema changes the same as its section.
     """

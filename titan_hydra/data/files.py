@@ -119,7 +119,7 @@ def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
         table = pyarrow.parquet.ParquetFile(file)
         if text_key not in table.schema_arrow.names:
             column(dict.fromkeys(table.schema_arrow.names), text_key, str(file))
-        first = 0  # number of the row group's first row
+        first = 0  # index of the first row in this row group
         for group in range(table.num_row_groups):
             size = table.metadata.row_group(group).num_rows
             wanted = range(start + -(-max(first - start, 0) // every) * every, first + size, every)

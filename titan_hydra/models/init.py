@@ -143,8 +143,9 @@ def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[l
 def split_order(parameter: DTensor) -> list[tuple[int, int]]:
     """Return (mesh dim, tensor dim) of each split, in the order of the splits.
 
-    A plain Shard splits before the mesh dimensions to its right. A strided shard (FSDP over tensor parallel) comes
-    after other splits of the same tensor dimension: as many as have a product equal to its split factor.
+    A plain Shard splits before the mesh dimensions to its right. A strided shard (FSDP over tensor parallel) is split
+    off later: its split factor is the number of parts into which other mesh dimensions have split the same tensor
+    dimension before.
     """
     order: list[tuple[int, int]] = []
     for mesh_dim in reversed(range(parameter.device_mesh.ndim)):
