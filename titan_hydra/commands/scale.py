@@ -200,9 +200,7 @@ def make_ladder(args: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(str(Fault("--make", args.make, f"{file} already exists", legal=(f"{args.make}_2",))))
     cells = ladder_cells(compose_job(*overrides, config_dir=args.config_dir), args.sizes, args.multiples)
     lists = [f"--{name} {','.join(f'{one:g}' for one in getattr(args, name))}" for name in ("sizes", "multiples")]
-    comment = (
-        f"A ladder for titan scale, made by: titan scale --make {args.make} {' '.join(lists)} {quoted(overrides)}."
-    )
+    comment = f"Made by: titan scale --make {args.make} {' '.join(lists)} {quoted(overrides)}."
     text = sweep_file(args.make, overrides, cells, comment)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

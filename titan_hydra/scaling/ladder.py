@@ -111,7 +111,8 @@ def sweep_file(name: str, overrides: Sequence[str], cells: dict[str, list[str]],
     content |= OmegaConf.to_container(OmegaConf.from_dotlist(values), resolve=False)
     content["sweep"] = {"name": name, "baseline": next(iter(cells)), "cells": cells}
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=1_000)
-    return f"# @package _global_\n# {comment}\n{text}"
+    purpose = "Sizes of one model, each on several numbers of tokens, for a scaling law: titan scale."
+    return f"# @package _global_\n# {purpose}\n# {comment}\n{text}"
 
 
 def brief(number: float) -> str:

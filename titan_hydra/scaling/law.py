@@ -139,7 +139,15 @@ def fit_law(ladder: Ladder) -> LawFit:
     solved = problem.minimum(found[0], logs, delta)[0]
     residuals = -problem.residuals(solved, logs)
     noise = float(np.sqrt(np.sum(residuals**2) / (len(residuals) - PARAMETERS)))
-    return LawFit(ladder, Law(*map(float, astuple(problem.law(solved)))), residuals, noise, delta, solved, problem.at_bound(solved))
+    return LawFit(
+        ladder,
+        Law(*map(float, astuple(problem.law(solved)))),
+        residuals,
+        noise,
+        delta,
+        solved,
+        problem.at_bound(solved),
+    )
 
 
 class Problem:
