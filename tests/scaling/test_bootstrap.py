@@ -54,7 +54,7 @@ def test_reach_is_what_the_ladder_spans_and_no_more_than_a_hundred(synthetic):
 
 def test_two_recipes_are_compared_by_their_curves(synthetic):
     """The second recipe is worse for small sizes and better for large ones; the known crossing is in its interval."""
-    first, second = Law(1.7, 400.0, 0.34, 400.0, 0.28), Law(1.6, 480.0, 0.34, 480.0, 0.28)
+    first, second = Law(1.7, 400.0, 0.34, 400.0, 0.28), Law(1.6, 420.0, 0.34, 420.0, 0.28)
     drawn = [draw_laws(fit_law(synthetic(4, 0.001, law=law)), 40, seed) for seed, law in enumerate((first, second))]
     budgets = np.geomspace(1e15, 1e22, 20_000)
     true = budgets[np.argmax(second.frontier(budgets) < first.frontier(budgets))]

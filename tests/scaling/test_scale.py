@@ -124,7 +124,7 @@ def test_gpus_and_days_give_size_tokens_layout_and_loss(write_sweep, rows_of, sy
     found = json.loads(out)["plan"]
     rate = found["layout"]["tokens_per_second"]
     assert status == 0 and found["tokens"] == pytest.approx(rate * 8 * 2 * 86400)
-    assert found["gpu_hours_of_the_plan"] == 384 and found["layout"]["fits"] == "yes"
+    assert found["gpu_hours"] == 384 and found["layout"]["fits"] == "yes"
     assert found["loss"]["value"] == pytest.approx(chinchilla.loss(found["parameters"], found["tokens"]), rel=0.02)
     assert "model.n_heads=" in found["overrides"] and "parallelism.dp_shard=" in found["overrides"]
     # at the same FLOPs per second, the best size would be that of the law; the planner's rates change it a little

@@ -176,7 +176,7 @@ def offer_part(name: str, curve: Drawn, offer: Offer, gpus: int, days: float, re
         "tokens": offer.tokens,
         "loss": around(loss),
         "factor": factor,
-        "gpu_hours_of_the_plan": hours,
+        "gpu_hours": hours,
         "overrides": f"{shape} steps={offer.tokens / samples:.0f} {offer.row.overrides}",
     }
     return ScalePart(
