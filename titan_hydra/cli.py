@@ -35,6 +35,10 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "train a run longer: a new run with steps=N, from a checkpoint of the first",
     ),
     "report": ("titan_hydra.commands.report", "the table of a sweep, its plots and its page"),
+    "scale": (
+        "titan_hydra.commands.scale",
+        "fit a scaling law to a ladder of sizes: predict larger runs, compare two recipes; --make writes a ladder",
+    ),
     "compare": (
         "titan_hydra.commands.compare",
         "how two runs differ, and the first step and module at which they diverge",

@@ -1,0 +1,3 @@
+"""Scaling curves: ladders of sizes and numbers of tokens, the law L(N, D) = E + A / N^alpha + B / D^beta fitted to their
+held-out losses, and what follows for larger runs. Imports no torch; scipy is imported by law.py when it fits.
+"""

@@ -1,0 +1,238 @@
+"""Intervals: laws drawn by a bootstrap of the residuals, what they predict, and how often such predictions are right.
+
+A draw adds resampled residuals to the fitted losses and fits again. The residuals are scaled twice: up to the noise of a
+single run, as five fitted numbers make residuals smaller than the noise; and by a draw of the noise's own uncertainty
+(chi-squared), which makes intervals of a small ladder as wide as Student's t does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from titan_hydra.base.errors import ConfigError
+
+from .law import FEWEST, Ladder, Law, LawFit, Problem, fit_law, why_not
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LEVEL = 0.9  # of all intervals
+DRAWS = 300  # laws drawn for a fit
+NOISES = 20  # draws of a run's noise for each drawn law
+FARTHEST = 100.0  # arXiv 2412.04403 predicts models from ladders with a hundredth of their compute
+
+
+@dataclass(frozen=True)
+class Interval90:
+    """A number with its interval of LEVEL."""
+
+    value: float
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def as_list(self) -> list[float]:
+        return [self.low, self.high]
+
+
+def interval_of(value: float, drawn: np.ndarray) -> Interval90:
+    """Return the interval in which LEVEL of the drawn numbers are, with as many below as above it."""
+    import numpy as np
+
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval90(float(value), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A fit with the laws of its bootstrap (one `Law` of arrays), and for each law NOISES factors of a single run's noise."""
+
+    fit: LawFit
+    laws: Law
+    noise: np.ndarray
+
+    def predicted(self, parameters: float, tokens: float) -> Interval90:
+        """Predict the held-out loss of one run. The interval has the uncertainty of the law and the run's own noise."""
+        losses = self.laws.loss(parameters, tokens)[:, None] * self.noise
+        return interval_of(self.fit.law.loss(parameters, tokens), losses)
+
+    def constants(self) -> dict[str, Interval90]:
+        names = ("E", "A", "alpha", "B", "beta")
+        return {name: interval_of(getattr(self.fit.law, name), getattr(self.laws, name)) for name in names}
+
+
+def draw_laws(fit: LawFit, draws: int = DRAWS, seed: int = 0) -> Drawn:
+    """Draw laws by a bootstrap of the residuals. The same seed gives the same laws."""
+    import numpy as np
+
+    random, problem = np.random.default_rng(seed), Problem(fit.ladder)
+    pool = (fit.residuals - fit.residuals.mean()) * np.sqrt(len(fit.residuals) / fit.freedom)
+    fitted = np.log(fit.law.loss(fit.ladder.parameters, fit.ladder.tokens))
+    scales = np.sqrt(fit.freedom / random.chisquare(fit.freedom, draws))
+    unknowns = [
+        problem.minimum(fit.unknowns, fitted + scale * random.choice(pool, len(pool)) / problem.root, fit.delta)[0]
+        for scale in scales
+    ]
+    noise = np.exp(scales[:, None] * random.choice(pool, (draws, NOISES)))
+    return Drawn(fit, problem.law(np.array(unknowns)), noise)
+
+
+def reach_of(ladder: Ladder) -> float:
+    """Return how far beyond its largest run a ladder supports predictions: the factor that its own compute spans, at most
+    FARTHEST.
+    """
+    return min(float(ladder.flops.max() / ladder.flops.min()), FARTHEST)
+
+
+def factor_beyond(ladder: Ladder, parameters: float, tokens: float) -> float:
+    """Return the factor by which a run is beyond a ladder, in compute, parameters or tokens, whichever is most; at most 1
+    within the ladder.
+    """
+    above = ((6 * parameters * tokens, ladder.flops), (parameters, ladder.parameters), (tokens, ladder.tokens))
+    below = above[1:]
+    return float(max(*(value / all.max() for value, all in above), *(all.min() / value for value, all in below)))
+
+
+def require_reach(ladder: Ladder, parameters: float, tokens: float, reach: float | None) -> float:
+    """Return the factor by which a run is beyond a ladder. Raises ConfigError if it is more than `reach` (None: what the
+    ladder supports).
+    """
+    factor, allowed = factor_beyond(ladder, parameters, tokens), reach_of(ladder) if reach is None else reach
+    if factor > allowed * (1 + 1e-9):
+        raise ConfigError(
+            f"{parameters:.3g} parameters on {tokens:.3g} tokens are {factor:.3g} x beyond the ladder, and its runs, which span "
+            f"{float(ladder.flops.max() / ladder.flops.min()):.3g} x in compute, support {allowed:.3g} x; add larger runs, or "
+            f"--reach {ceil(factor)}"
+        )
+    return factor
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A run that was left out of a fit: its measured loss beside the prediction from the other runs."""
+
+    parameters: float
+    tokens: float
+    measured: float
+    predicted: Interval90
+    cells: int  # cells of the fit
+    factor: float  # by which the run is beyond these
+
+    @property
+    def inside(self) -> bool:
+        return self.measured in self.predicted
+
+
+def leave_out(ladder: Ladder, left: int, kept: Any, draws: int, seed: int) -> LeftOut:
+    """Predict one cell from the kept cells (a mask). The cell's noise is that of its number of seeds."""
+    import numpy as np
+
+    drawn = draw_laws(fit_law(ladder.only(kept)), draws, seed)
+    one = Drawn(drawn.fit, drawn.laws, drawn.noise ** (1 / np.sqrt(ladder.runs[left])))
+    n, d = float(ladder.parameters[left]), float(ladder.tokens[left])
+    return LeftOut(
+        n, d, float(ladder.losses[left]), one.predicted(n, d), int(kept.sum()), factor_beyond(ladder.only(kept), n, d)
+    )
+
+
+def backtest(ladder: Ladder, number: int, draws: int = DRAWS, seed: int = 0) -> tuple[LeftOut, list[LeftOut]]:
+    """Return what would have been predicted for the run with most compute of the largest size, if no run of this size
+    had been made; then the same for `number` cells, drawn from the half with more compute, from all cells with less
+    compute than each. Raises ConfigError if too few cells are left.
+    """
+    import numpy as np
+
+    largest = int(np.argmax(ladder.flops * (ladder.parameters == ladder.parameters.max())))
+    smaller = ladder.parameters < ladder.parameters.max()
+    if reason := why_not(ladder.only(smaller)):
+        raise ConfigError(f"without its largest size, the ladder has {reason}")
+    possible = [*_predictable(ladder)]
+    if len(possible) < number:
+        raise ConfigError(
+            f"--backtest {number}: only {len(possible)} cells have enough smaller ones; nearest legal: {len(possible)}"
+        )
+    chosen = np.random.default_rng(seed).choice(possible, number, replace=False)
+    draws_of = [
+        leave_out(ladder, int(one), ladder.flops < ladder.flops[one] * 0.999, draws, seed) for one in sorted(chosen)
+    ]
+    return leave_out(ladder, largest, smaller, draws, seed), draws_of
+
+
+def _predictable(ladder: Ladder) -> Iterator[int]:
+    """Yield the cells of the half with more compute that the cells with less compute can predict."""
+    import numpy as np
+
+    for one in np.flatnonzero(ladder.flops >= np.median(ladder.flops)):
+        less = ladder.flops < ladder.flops[one] * 0.999
+        if less.sum() >= FEWEST and not why_not(ladder.only(less)):
+            yield int(one)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Two recipes at one budget: the loss of each at its best size, the difference (second minus first), the probability
+    that the first has the lower loss, and the budgets at which the curves cross, each with its interval.
+    """
+
+    flops: float
+    losses: tuple[Interval90, Interval90]
+    difference: Interval90
+    first_wins: float
+    crossings: list[Interval90]
+
+
+def judge_recipes(first: Drawn, second: Drawn, flops: float, reach: float | None) -> Verdict:
+    """Compare the curves of two recipes, each at the best size for the budget. The draws of the two are independent: the
+    noise that equal seeds share is counted twice.
+    """
+    import numpy as np
+
+    for one in (first, second):
+        size = float(one.fit.law.best_size(flops))
+        require_reach(one.fit.ladder, size, flops / 6 / size, reach)
+    one, other = first.laws.frontier(flops), second.laws.frontier(flops)
+    size = min(len(one), len(other))
+    differences = other[:size] - one[:size]
+    fitted = first.fit.law.frontier(flops), second.fit.law.frontier(flops)
+    budgets = _common_budgets(first, second, reach)
+    each = [_crossings(_law(first.laws, draw), _law(second.laws, draw), budgets) for draw in range(size)]
+    crossings = []
+    for crossing in _crossings(first.fit.law, second.fit.law, budgets):
+        near = [min(found, key=lambda one: abs(np.log(one / crossing))) for found in each if found]
+        if len(near) > size / 2:
+            crossings.append(interval_of(crossing, np.array(near)))
+    return Verdict(
+        flops,
+        (interval_of(fitted[0], one), interval_of(fitted[1], other)),
+        interval_of(fitted[1] - fitted[0], differences),
+        float(np.mean(differences > 0)),
+        crossings,
+    )
+
+
+def _law(laws: Law, draw: int) -> Law:
+    return Law(laws.E[draw], laws.A[draw], laws.alpha[draw], laws.B[draw], laws.beta[draw])
+
+
+def _common_budgets(first: Drawn, second: Drawn, reach: float | None) -> np.ndarray:
+    """Return budgets that both ladders support, with equal ratios."""
+    import numpy as np
+
+    ladders = first.fit.ladder, second.fit.ladder
+    low = max(one.flops.min() for one in ladders)
+    high = min(one.flops.max() * (reach_of(one) if reach is None else reach) for one in ladders)
+    return np.geomspace(low, max(high, low), 200)
+
+
+def _crossings(first: Law, second: Law, budgets: np.ndarray) -> list[float]:
+    """Return the budgets between which the order of two curves changes (geometric means of neighbours)."""
+    import numpy as np
+
+    signs = np.sign(first.frontier(budgets) - second.frontier(budgets))
+    places = np.flatnonzero(signs[1:] != signs[:-1])
+    return [float(np.sqrt(budgets[place] * budgets[place + 1])) for place in places]
