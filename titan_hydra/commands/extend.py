@@ -8,18 +8,17 @@ with a constant rate, it is the last checkpoint.
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config import Fault, Job
+from titan_hydra.config import Fault
 from titan_hydra.config.change import change
-from titan_hydra.config.fault import as_value
 from titan_hydra.config.operation import Launch, Paths, Sweep
 from titan_hydra.config.rules.checks import check
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.longer import longer_overrides, origin
 from titan_hydra.launch.worker import load_job
-from titan_hydra.runs import checkpoints, layout, rundir
+from titan_hydra.runs import checkpoints, rundir
 from titan_hydra.runs.view import add_runs, choose_one
 
 
@@ -63,55 +62,9 @@ def main(args: argparse.Namespace) -> int:
     if faults := check(new):
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    cell = Cell(1, overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1)
+    cell = Cell(1, longer_overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1)
     print(
         f"{cell.directory.name}: continues from step {checkpoints.step_of(step)} of {run.directory.name}{note}",
         flush=True,
     )
     return dispatch.begin([cell])
-
-
-def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Path, str]:
-    """Return the checkpoint to continue from and a remark to print. Raises ConfigError if there is none."""
-    steps = {checkpoints.step_of(path): path for path in checkpoints.complete(layout.CHECKPOINTS.of(directory))}
-    if not steps:
-        raise ConfigError(f"{directory.name}: has no complete checkpoint to continue from")
-    early = [step for step in steps if step < new.steps]
-    if not early:
-        raise ConfigError(
-            f"steps={new.steps}: {directory.name} has no checkpoint before step {new.steps}; its first is {min(steps)}"
-        )
-    same = same_rates(old, new)
-    part = f"the learning rates of {old.steps} and {new.steps} steps differ from step {same + 1} on"
-    if wanted is not None:
-        if wanted not in early:
-            raise ConfigError(str(Fault("--step", wanted, "there is no such checkpoint", legal=tuple(early))))
-        return steps[
-            wanted
-        ], f"; {part}: it does not learn what a run of {new.steps} steps learns" if wanted > same else ""
-    if not (fits := [step for step in early if step <= same]):
-        raise ConfigError(
-            f"{directory.name}: {part}, and its first checkpoint is that of step {min(steps)}; "
-            f"--step {max(early)} continues from there nevertheless. checkpoint.keep_every=N keeps earlier ones"
-        )
-    return steps[max(fits)], ""
-
-
-def same_rates(old: Job, new: Job) -> int:
-    """Return the last step up to which both jobs have the same learning rates."""
-    from titan_hydra.train.optimizer import lr_factor as factor
-
-    last = min(old.steps, new.steps)
-    for step in range(1, last + 1):
-        if factor(step, old.steps, old.lr_scheduler) != factor(step, new.steps, new.lr_scheduler):
-            return step - 1
-    return last
-
-
-def overrides(before: list[str], values: list[str], step: Path) -> list[str]:
-    """Return the overrides with which `python launch.py` starts the same run: the first run's overrides, with the new
-    values.
-    """
-    after = [*values, f"checkpoint.initial_load_path={as_value(str(step))}", "checkpoint.exclude_from_loading=[]"]
-    keys = {override.partition("=")[0] for override in after}
-    return [override for override in before if override.partition("=")[0] not in keys] + after

@@ -23,6 +23,17 @@ MOST_CELLS = 10_000  # maximum number of cells of one command line
 PLAIN = (None, [])  # package and defaults list of a file of conf/ that declares neither
 
 
+class Question(NamedTuple):
+    """A command line with a search: the configuration without the swept keys, the overrides that all cells share, those
+    that give the values to choose from, and a function that composes a cell from overrides.
+    """
+
+    config: DictConfig
+    fixed: list[str]
+    swept: list[Override]
+    compose: Callable[[list[str]], DictConfig]
+
+
 class Composition(NamedTuple):
     """A configuration as Hydra composes it. It is cached and shared, so it must not be changed: copy it by unpickling
     `pickled`.
@@ -178,7 +189,7 @@ class Cells:
     """
 
     loader: ConfigLoader
-    collect: Callable[..., Any]  # (configuration, overrides)
+    collect: Callable[..., Any]  # (configuration, overrides), and a Question if a search draws the cells
     config: DictConfig  # the configuration before overrides, with Hydra's own section
 
     def sweep(self, arguments: list[str]) -> None:
@@ -192,13 +203,30 @@ class Cells:
         HydraConfig.instance().set_config(self.config)
         hydra = self.config.hydra
         lines = [*(f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()), *arguments]
-        cells = combinations(OverridesParser.create(config_loader=self.loader).parse_overrides(lines))
-        compose, others = composer_of(self.loader, hydra.job.config_name), OmegaConf.to_container(hydra.overrides.hydra)
-        for overrides in with_count(cells, "composed"):
-            config = compose([*others, *overrides])
+        parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(lines)
+        composer, others = (
+            composer_of(self.loader, hydra.job.config_name),
+            OmegaConf.to_container(hydra.overrides.hydra),
+        )
+
+        def compose(overrides: list[str]) -> DictConfig:
+            config = composer([*others, *overrides])
             # resolvers such as ${now:} give all cells the same time
             OmegaConf.copy_cache(from_config=self.config, to_config=config)
-            self.collect(config, overrides)
+            return config
+
+        if self._is_search(parsed):
+            (fixed,) = combinations([override for override in parsed if not override.is_sweep_override()])
+            swept = [override for override in parsed if override.is_sweep_override()]
+            self.collect(None, fixed, Question(compose(fixed), fixed, swept, compose))
+            return
+        for overrides in with_count(combinations(parsed), "composed"):
+            self.collect(compose(overrides), overrides)
+
+    def _is_search(self, overrides: list[Override]) -> bool:
+        """Whether a search draws the cells: the last choice of the group `search` counts, or that of conf/config.yaml."""
+        chosen = [override.value() for override in overrides if override.key_or_group in ("search", "search.name")]
+        return str([self.config.search.name, *chosen][-1]) not in ("off", "False")
 
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
@@ -213,7 +241,8 @@ def combinations(overrides: list[Override]) -> list[list[str]]:
             continue
         if not override.is_discrete_sweep():
             raise ConfigError(
-                f"{override.input_line}: has no list of values to sweep; give the values, or range(START,STOP,STEP)"
+                f"{override.input_line}: has no list of values to sweep; give the values or range(START,STOP,STEP), or let "
+                "search=optuna draw values from the interval"
             )
         values = itertools.islice(override.sweep_string_iterator(), MOST_CELLS + 1)
         if not (lines := [f"{key}={value}" for value in values]):

@@ -14,7 +14,7 @@ from .fault import Fault, as_typed, suggest
 from .field import Changes
 from .field import key as described
 from .model import Model
-from .operation import Cluster, Metrics, Validation
+from .operation import Cluster, Metrics, Search, Validation
 from .ranges import Interval, Text, range_of
 from .registry import (
     ACTIVATION_CHECKPOINTS,
@@ -27,6 +27,7 @@ from .registry import (
     OBJECTIVES,
     OPTIMIZERS,
     PIPELINE_SCHEDULES,
+    SEARCHES,
     TRACKERS,
     Names,
     Registry,
@@ -61,6 +62,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Adapter: ("name", ADAPTERS),
     Metrics: ("trackers", TRACKERS),  # several parts: each has its own section below
     Cluster: ("executor", EXECUTORS),
+    Search: ("name", SEARCHES),
 }
 Sections = tuple[tuple[Any, tuple[Any, ...]], ...]  # pairs of a section in PICKED and the dataclasses that may type it
 

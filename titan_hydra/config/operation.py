@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .field import key
 from .ranges import ADDRESS, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, PATH, POSITIVE, Interval
-from .registry import EXECUTORS, TRACKERS, Names
+from .registry import EXECUTORS, SEARCHES, TRACKERS, Names
 
 LOADED = ("optimizer", "data", "lr_scheduler")  # parts of a checkpoint in addition to the weights
 
@@ -335,6 +335,11 @@ class Sweep:
         None, "cell with which the report compares the others; null: the first cell", identity=False
     )
     cells: dict[str, list[str]] = key(dict, "named cells of sweeps/NAME.yaml, each a list of overrides", identity=False)
+
+
+@dataclass
+class Search:
+    name: str = key("off", "what draws the values of the keys that -m sweeps", identity=False, choices=Names(SEARCHES))
 
 
 @dataclass

@@ -191,6 +191,17 @@ class ExecutorKind:
 
 
 @dataclass(frozen=True)
+class SearchKind:
+    """What draws the cells of a command line under -m: `search.name`. `run(Question)` (of config/cells.py) starts the
+    cells, awaits them, and returns the exit status. Without `run`, the command line itself names every cell.
+    """
+
+    name: str
+    run: Reference | None = None
+    config: Any = None  # a dataclass that extends schema.Search: the search's own keys, with identity=False
+
+
+@dataclass(frozen=True)
 class Format:
     """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a
     meta-device model in place, and returns lines for the log. `titan_hydra.parallel.formats` calls the other functions,
@@ -288,6 +299,7 @@ FORMATS: Registry[Format] = Registry("precision.converter")
 ADAPTERS: Registry[AdapterKind] = Registry("adapter.name")
 CP_ROTATIONS: Registry[RotationKind] = Registry("parallelism.cp_rotate")
 EXECUTORS: Registry[ExecutorKind] = Registry("cluster.executor")
+SEARCHES: Registry[SearchKind] = Registry("search.name")
 REGISTRIES: dict[type, Registry[Any]] = {
     PipelineScheduleKind: PIPELINE_SCHEDULES,
     DataSourceKind: DATA_SOURCES,
@@ -300,4 +312,5 @@ REGISTRIES: dict[type, Registry[Any]] = {
     AdapterKind: ADAPTERS,
     RotationKind: CP_ROTATIONS,
     ExecutorKind: EXECUTORS,
+    SearchKind: SEARCHES,
 }

@@ -30,6 +30,7 @@ from .operation import (
     Metrics,
     Paths,
     Profiling,
+    Search,
     Sweep,
     Validation,
 )
@@ -283,6 +284,7 @@ class Job:
     train: Train = key(Train, "modules of your own, garbage collection")
     launch: Launch = key(Launch, "what launch.py does with the cell")
     sweep: Sweep = key(Sweep, "the sweep that the cell belongs to")
+    search: Search = key(Search, "the search that draws the cells of a command line", identity=False)
     paths: Paths = key(Paths, "folders")
 
 

@@ -79,32 +79,45 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
     """Load, freeze and check all cells. Return the cells without faults, and one line for each fault of the others."""
     cells, lines, notices = [], [], []
     for number, (config, typed) in enumerate(with_count(composed, "checked"), start=1):
-        job, faults = read(config)
-        layouts: tuple[Job, ...] = ()
-        if job is not None:
-            job = freeze(job)
-            faults = check(job)
-            if job.elastic and not faults:
-                layouts, faults = elastic_layouts(job)
-            notices += [] if faults else warnings(job)
-        predictions = [] if faults else [predict.of_launch(one) for one in (job, *layouts)]
-        for prediction in filter(None, predictions):
-            if job.launch.oom_check != "off" and (fault := predict.objection(prediction)):
-                if prediction.job.gpus != job.gpus:
-                    fault = Fault("elastic", in_words(prediction.job), str(fault))
-                refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
-                (faults if refused else notices).append(fault)
+        cell, faults, told = examine(config, typed, number, len(composed))
+        notices += told
         where = (
             f"   (cell {number} of {len(composed)}: {shown(redact(config.sweep.cell or ' '.join(typed)))})"
             if len(composed) > 1
             else ""
         )
         lines += [f"{redact(str(fault))}{where}" for fault in faults]
-        if not faults:
-            cells.append(Cell(number, typed, job, rundir.directory_of(job), len(composed), predictions[0], layouts))
+        cells += [cell] if cell else []
     for notice in dict.fromkeys(map(str, notices)):
         print(f"warning: {notice}", file=sys.stderr)
     return cells, lines
+
+
+def examine(
+    config: Any, typed: list[str], number: int = 1, of: int = 1
+) -> tuple[Cell | None, list[Fault], list[Fault]]:
+    """Load, freeze and check one cell, and predict whether it fits. Return the cell (None if it has faults), the faults
+    and the warnings.
+    """
+    job, faults = read(config)
+    layouts: tuple[Job, ...] = ()
+    notices: list[Fault] = []
+    if job is not None:
+        job = freeze(job)
+        faults = check(job)
+        if job.elastic and not faults:
+            layouts, faults = elastic_layouts(job)
+        notices += [] if faults else warnings(job)
+    predictions = [] if faults else [predict.of_launch(one) for one in (job, *layouts)]
+    for prediction in filter(None, predictions):
+        if job.launch.oom_check != "off" and (fault := predict.objection(prediction)):
+            if prediction.job.gpus != job.gpus:
+                fault = Fault("elastic", in_words(prediction.job), str(fault))
+            refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
+            (faults if refused else notices).append(fault)
+    if faults:
+        return None, faults, notices
+    return Cell(number, typed, job, rundir.directory_of(job), of, predictions[0], layouts), faults, notices
 
 
 def without_twins(cells: list[Cell]) -> Iterable[Cell]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_hydra.config import Fault, Job
 from titan_hydra.runs.failure import Failure
@@ -14,6 +15,7 @@ from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import RunRow
 
 if TYPE_CHECKING:
+    from .attach import Interrupts
     from .cell import Cell
 
 
@@ -39,6 +41,13 @@ class Executor(ABC):
         """Start each cell that is to be started (`Cell.wants`), and print how it ends or how to follow it. Return the exit
         status. `folder` is the folder of the cells' sweep, if they belong to one.
         """
+
+    def start_one(self, cell: Cell, interrupts: Interrupts) -> subprocess.Popen[Any] | None:
+        """Start a cell for a search, and return while it runs. Return the parent process of its ranks if that is a child
+        of this process. An executor with `single` returns when the cell has ended.
+        """
+        self.submit([cell], None)
+        return None
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
         """Return what the executor knows about the newest attempts of these runs in addition to the files in their

@@ -9,23 +9,31 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from titan_hydra.base.errors import RunError, denied
+from titan_hydra.base.errors import ConfigError, RunError, denied
 from titan_hydra.config import explain
 from titan_hydra.config.arguments import arranged
+from titan_hydra.config.cells import Question
 from titan_hydra.config.compose import register_schema
 from titan_hydra.config.describe import help_text
 from titan_hydra.config.files import CONF
+from titan_hydra.config.registry import SEARCHES, resolve
 from titan_hydra.config.sweep import Composed, expand_sweep
 
 from .dispatch import dispatch
 
 cells: list[Composed] = []
 faults: list[str] = []
+questions: list[Question] = []  # one, if a search draws the cells
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def compose(config: DictConfig, overrides: list[str] | None = None) -> None:
-    """Add the cells of one composed configuration to `cells`. Nothing starts before all cells are checked."""
+def compose(config: DictConfig, overrides: list[str] | None = None, question: Question | None = None) -> None:
+    """Add the cells of one composed configuration to `cells`, or add a question. Nothing starts before all cells are
+    checked.
+    """
+    if question:
+        questions.append(question)
+        return
     if overrides is None:  # a command line without -m
         # to_container keeps the overrides as they were typed; reading a single entry would resolve interpolations
         overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task))
@@ -69,6 +77,12 @@ def main() -> int:
         if faults:
             print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
             return 2
+        if questions:
+            return resolve(SEARCHES[questions[0].config.search.name].run)(questions[0])
+        if searched := next((config.search.name for config, _ in cells if config.search.name != "off"), None):
+            raise ConfigError(
+                f"search={searched}: draws the values of swept keys, so it needs -m, and no file of sweeps/"
+            )
         return dispatch(cells)
     except RunError as error:
         print(error, file=sys.stderr)

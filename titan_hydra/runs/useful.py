@@ -61,6 +61,14 @@ def count_interruptions(runs: list[Path]) -> tuple[int, float]:
     return failures, seconds / 86400
 
 
+def device_hours(directory: Path) -> float:
+    """Return the hours of all ranks of a run, in all attempts."""
+    config = layout.CONFIG.read(directory)
+    groups = (config.get("fault_tolerance") or {}).get("replicas") or 1
+    lives = [life for attempt in layout.ATTEMPT.all(directory).values() if (life := _life(attempt))]
+    return sum(end - begin for begin, end in lives) * (config.get("gpus") or 1) * groups / 3600
+
+
 def _life(attempt: Path) -> tuple[float, float] | None:
     """Return two times of an attempt's rank 0: when it started, and when it last wrote a record. None if it left no
     record.

@@ -62,6 +62,12 @@ class Processes(Executor):
 
         return one_by_one.run_all(cells, self.run)
 
+    def start_one(self, cell: Cell, interrupts: Interrupts) -> subprocess.Popen[Any] | None:
+        """Start the ranks of a cell, unless another launcher is faster."""
+        number = rundir.state(cell.directory).attempt + 1
+        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides)
+        return None if attempt is None else self.start(cell.directory, attempt, cell.job)
+
     def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
         """Return the state of a run from its files and the processes of this machine."""
         return rundir.state_here(directory, attempt)
@@ -105,6 +111,16 @@ class Inline(Processes):
         # a SIGTERM to this process reached the trainer's handler; it is counted here, so that no further cells start
         if status == Exit.REQUEUED:
             interrupts.received.append(signal.SIGTERM)
+
+    def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
+        """Run the rank of a cell to its end."""
+        number = rundir.state(cell.directory).attempt + 1
+        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides)
+        if attempt is not None:
+            try:
+                self.run(cell, attempt, interrupts)
+            finally:
+                rundir.end_attempt(attempt)
 
 
 def started(attempt: Path, seconds: float = 15) -> bool:

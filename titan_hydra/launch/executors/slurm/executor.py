@@ -20,6 +20,7 @@ from . import squeue, states
 from .keys import SlurmCluster
 
 if TYPE_CHECKING:
+    from titan_hydra.launch.attach import Interrupts
     from titan_hydra.launch.cell import Cell
 
 
@@ -62,6 +63,12 @@ class Slurm(Executor):
         from . import submit
 
         return submit.run(cells, folder)
+
+    def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
+        """Submit a cell as a job of its own."""
+        from . import submit
+
+        submit.submit([(cell, rundir.state(cell.directory))], None, interrupts, submit.ArrayOrder([]))
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
         """Ask SLURM about the jobs of these runs and of their replica groups."""

@@ -1,0 +1,299 @@
+"""Run a search: draw trials, start their runs on the executor, await them, and decide which go on.
+
+All that the driver knows is in the journal and in the run directories. It may be killed at any moment; the same command
+line goes on: it attaches to runs that run, starts those that were drawn but not started, and decides as before.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.base.errors import ConfigError, Exit, Kind
+from titan_hydra.base.redact import redact
+from titan_hydra.config import Fault
+from titan_hydra.config.cells import Question
+from titan_hydra.config.fault import counted
+from titan_hydra.config.registry import EXECUTORS, executor_named
+from titan_hydra.launch import show
+from titan_hydra.launch.attach import STOP_LIMIT, Interrupts, kill, saving, stop
+from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.dispatch import faults_of_the_place
+from titan_hydra.runs import layout, manifest, rundir
+from titan_hydra.runs.failure import Failure
+from titan_hydra.runs.rundir import State
+from titan_hydra.runs.useful import device_hours
+
+from .journal import COMPLETE, FAILED, PRUNED, Journal, Trial, locked
+from .summary import Summary, printed, summary_of
+from .trials import Plan, plan_of
+
+MOST_STARTS = 4  # starts of a run by one driver; further ones would end in the same way
+POLL_HERE, POLL = 0.1, 5.0  # seconds between two looks at runs on this machine, and at those of a cluster
+RETRIED = (Kind.NODE, Kind.HANG, Kind.KILLED, Kind.PREEMPTED)  # failures that do not depend on what was drawn
+DRAWN = (Kind.NOT_FINITE, Kind.OUT_OF_MEMORY, Kind.CONFIG)  # failures that do, from which the sampler learns
+
+
+def run(question: Question) -> int:
+    """Run the search of a command line, and return the exit status. Raises ConfigError if it cannot start; then nothing is
+    written.
+    """
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError("search=optuna: Optuna is not installed; pip install 'titan_hydra[search]' brings it")
+    plan = plan_of(question)
+    job, states = plan.base.job, [rundir.state(plan.base.directory)]
+    faults = list(faults_of_the_place([plan.base], [] if job.launch.force else states))
+    if job.launch.force:
+        faults = [Fault("launch.force", True, "a search goes on with its runs; another search.seed begins a new one")]
+    if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].single:
+        reason = f"cluster={job.cluster.name} runs one trial, in this process"
+        faults.append(Fault("search.parallel", plan.search.parallel, reason, legal=(1,)))
+    if faults:
+        raise ConfigError("\n".join(map(str, faults)))
+    if job.launch.mode == "dry":
+        dry(plan, states)
+        return Exit.DONE
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with locked(plan.folder):
+        try:
+            return Driver(plan).drive()
+        except KeyboardInterrupt:  # inside a rank that runs in this process
+            print("stopped; the same command line continues", file=sys.stderr)
+            return 130
+
+
+def dry(plan: Plan, states: list[State]) -> None:
+    """Print what a search would do."""
+    for one in plan.space.dimensions:
+        print(one.typed)
+    lengths = " -> ".join(map(str, plan.rungs.steps))
+    print(f"{plan.name}: {counted(plan.search.trials, 'trial')} at most, of {lengths} steps; the first of them:")
+    show.dry_run([plan.base], states, None)
+
+
+@dataclass
+class Active:
+    """A run that the driver awaits: a trial's run of a length or, with `seed`, one that confirms the trial."""
+
+    trial: Trial
+    steps: int
+    cell: Cell
+    seed: int | None = None
+    starts: int = 0
+    parent: subprocess.Popen[Any] | None = None
+
+    @property
+    def label(self) -> str:
+        return self.cell.job.sweep.cell or ""
+
+
+class Driver:
+    """Draws, starts and awaits the trials of a plan, until nothing is left to do."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.search = plan, plan.search
+        self.journal = Journal(plan.folder, plan.directions)
+        self.executor = executor_named(plan.base.job.cluster.executor)
+        self.here = EXECUTORS[plan.base.job.cluster.executor].here
+        self.interrupts = Interrupts()
+        self.active: dict[Path, Active] = {}
+        self.hours: dict[Path, float] = {}  # GPU-hours of runs that have ended
+        self.final = False  # whether no further trial starts, and the best ones are trained to the last step
+        self.spent = False  # whether the budget is used
+
+    def drive(self) -> int:
+        """Run the search to its end, or until this process is asked to stop. Return the exit status."""
+        print(f"{self.plan.folder.name}: {counted(len(self.journal.trials()), 'trial')} so far", flush=True)
+        with self.interrupts.counted():
+            while True:
+                self.look()
+                while not self.interrupts.received and len(self.active) < self.search.parallel and self.start_next():
+                    self.look()
+                if self.interrupts.received:
+                    return self.stop()
+                if not self.active:
+                    break
+                deadline = time.monotonic() + (POLL_HERE if self.here else POLL)
+                while time.monotonic() < deadline and not self.interrupts.received:
+                    time.sleep(0.05)
+        summary = summary_of(self.plan.folder)
+        print("", *printed(summary), sep="\n")
+        if self.spent:
+            print(f"search.budget_gpu_hours={self.search.budget_gpu_hours:g} is used; more of it continues the search")
+        return Exit.DONE if any(trial.state == COMPLETE for trial in self.journal.trials()) else Exit.BUG
+
+    def start_next(self) -> bool:
+        """Start the next run, or refuse it. Return whether there was one."""
+        trials = self.journal.trials()
+        busy = {one.trial.number for one in self.active.values()}
+        for trial in trials:
+            if trial.open and trial.number not in busy and (steps := self.pending(trial)):
+                return self.begin(trial, steps)
+            if trial.open and self.plan.rungs.steps[-1] in trial.values:  # the driver was killed before it told
+                self.journal.tell(trial, COMPLETE, [trial.values[self.plan.rungs.steps[-1]]])
+                return True
+        budget = self.search.budget_gpu_hours
+        self.spent = budget is not None and self.used() >= budget
+        waiting = [trial for trial in trials if trial.number not in busy]
+        others = [trial for trial in trials if trial.number in busy]
+        if not self.spent and not self.final:
+            if trial := self.plan.rungs.promoted(trials, busy):
+                return self.begin(trial, self.plan.rungs.after(trial))
+            if len(trials) < self.search.trials and (drawn := self.journal.draw(self.plan.space, self.search)):
+                print(f"trial {drawn.number}: {redact(' '.join(drawn.overrides))}", flush=True)
+                return True
+        if (self.active and not self.final) or not (waiting or others):
+            return False
+        self.final = not self.spent or self.final
+        if (
+            self.final
+            and not self.spent
+            and (trial := self.plan.rungs.finalist(trials, busy, max(self.search.confirm, 1)))
+        ):
+            return self.begin(trial, self.plan.rungs.after(trial))
+        return not self.active and not self.spent and (self.close(trials) or self.confirm())
+
+    def pending(self, trial: Trial) -> int:
+        """Return the steps of the run that a trial needs now; 0 if it waits for its next length."""
+        if not trial.values and not trial.runs:
+            return self.plan.rungs.steps[self.plan.rungs.first(trial)]
+        return max((steps for steps in trial.runs if steps not in trial.values), default=0)
+
+    def begin(self, trial: Trial, steps: int, seed: int | None = None) -> bool:
+        """Start the run of a trial, or attach to it; a trial that is refused costs nothing. Returns True."""
+        cell, reason = self.plan.cell(trial, steps) if seed is None else self.plan.repeat(trial, seed)
+        if cell is None:
+            print(f"trial {trial.number}: refused: {reason}", flush=True)
+            if seed is None:
+                self.journal.tell(trial, PRUNED, reason=reason)
+            else:
+                self.journal.confirm(trial, seed, "", None)
+            return True
+        if seed is None and steps not in trial.runs:
+            self.journal.note_run(trial, steps, cell.directory.name)
+        self.list_in_manifest(cell, trial, seed)
+        self.active[cell.directory] = one = Active(trial, steps, cell, seed)
+        state = rundir.state(cell.directory)
+        if state.active:
+            print(f"{one.label}: {cell.directory.name} is {state.kind}", flush=True)
+        self.start(one, state)
+        return True
+
+    def start(self, one: Active, state: State) -> bool:
+        """Start a run if its state calls for it. Return whether it was started."""
+        again = state.kind == "failed" and state.failure.kind in RETRIED
+        if not (one.cell.wants(state) or again) or one.starts >= MOST_STARTS:
+            return False
+        one.starts += 1
+        print(f"{one.label}: {one.cell.directory.name}, attempt {state.attempt + 1}", flush=True)
+        one.parent = self.executor.start_one(one.cell, self.interrupts)
+        return True
+
+    def look(self) -> None:
+        """Take down what has become of the runs that are awaited."""
+        directories = list(self.active)
+        for directory, state in zip(directories, rundir.states(directories), strict=True):
+            one = self.active[directory]
+            if state.active or (one.parent is not None and one.parent.poll() is None):
+                continue
+            attempt = layout.ATTEMPT.of(directory, state.attempt)
+            if one.parent is not None:
+                kill(attempt, one.parent)  # ends processes that remain if the parent itself was killed
+                rundir.end_attempt(attempt)
+                one.parent = None
+            if state.kind != "done" and one.starts and layout.CANCELLED.of(attempt).exists():
+                self.interrupts.received.append(signal.SIGTERM)  # `titan cancel` ends the search, not a trial
+            if self.interrupts.received and state.kind != "done":
+                del self.active[directory]
+            elif state.kind == "done" or not self.start(one, state):
+                self.ended(one, state)
+                del self.active[directory]
+
+    def ended(self, one: Active, state: State) -> None:
+        """Record the end of a run in the journal."""
+        directory, trial = one.cell.directory, one.trial
+        self.hours[directory] = device_hours(directory)
+        values = self.plan.value(directory) if state.kind == "done" else None
+        if state.kind == "not submitted":
+            raise ConfigError(f"{one.label}: was not submitted: {state.refused}; the same command line continues")
+        failure = state.failure or Failure(None, Exit.BUG, f"{state.kind} {counted(one.starts, 'time')}")
+        reason = "" if values else "its result lacks the objective" if state.kind == "done" else failure.line
+        told = " ".join(f"{name} {value:.5g}" for name, value in zip(self.plan.measured, values or [], strict=False))
+        print(f"{one.label}: {told or reason}", flush=True)
+        if one.seed is not None:
+            self.journal.confirm(trial, one.seed, directory.name, values[0] if values else None)
+        elif values is None:
+            self.journal.tell(trial, PRUNED if failure.kind in DRAWN else FAILED, reason=reason)
+        elif self.search.objective == "loss":
+            self.journal.report(trial, one.steps, values[0])
+            if one.steps == self.plan.rungs.steps[-1]:
+                self.journal.tell(trial, COMPLETE, values)
+        else:
+            self.journal.tell(trial, COMPLETE, values)
+
+    def used(self) -> float:
+        """Return the GPU-hours of all runs of the trials so far."""
+        runs = {self.plan.runs / run for trial in self.journal.trials() for run in trial.runs.values()}
+        return sum(self.hours[run] if run in self.hours else device_hours(run) for run in runs)
+
+    def close(self, trials: list[Trial]) -> bool:
+        """Tell the journal of the trials that wait for a next length that will not come. Return whether there were any."""
+        left = [trial for trial in trials if trial.open]
+        for trial in left:
+            self.journal.tell(trial, PRUNED)
+        return bool(left)
+
+    def confirm(self) -> bool:
+        """Start a run of one of the best trials with another seed. Return whether one was left."""
+        if self.search.objective == "both":
+            return False
+        known, first = self.journal.confirmed, self.plan.base.job.seed
+        for trial in summary_of(self.plan.folder).best[: self.search.confirm]:
+            for seed in range(first + 1, first + self.search.seeds):
+                if f"{trial.number} {seed}" not in known:
+                    return self.begin(trial, self.plan.rungs.steps[-1], seed)
+        return False
+
+    def list_in_manifest(self, cell: Cell, trial: Trial, seed: int | None) -> None:
+        """List the newest run of each trial, and those with other seeds, in the manifest of the sweep."""
+        content = layout.SWEEP.read(self.plan.folder) or {
+            "name": self.plan.name,
+            "baseline": None,
+            "packed": False,
+            "created": time.time(),
+            "user": getpass.getuser(),
+            "cells": [],
+        }
+        mine = manifest.entry_of(cell) | {"trial": trial.number, "seed": seed}
+        others = [one for one in content["cells"] if (one["trial"], one["seed"]) != (trial.number, seed)]
+        cells = sorted([*others, mine], key=lambda one: (one["seed"] is not None, one["trial"], one["seed"] or 0))
+        about = {"command": list(map(redact, sys.argv[1:])), "cells": cells}
+        if {**content, **about} != content:
+            layout.SWEEP.write(self.plan.folder, {**content, **about})
+
+    def stop(self) -> int:
+        """Ask the runs on this machine to save and stop, and await them; jobs of a cluster go on. Return the exit status."""
+        began = time.monotonic()
+        for directory, one in self.active.items() if self.here else ():
+            attempt = layout.ATTEMPT.of(directory, rundir.state(directory).attempt)
+            print(f"{one.label}: asked {stop(attempt, one.parent)} to save and stop", flush=True)
+        while self.here and self.active:
+            self.look()
+            for directory, one in self.active.items():
+                if len(self.interrupts.received) > 1 or (
+                    time.monotonic() - began > STOP_LIMIT and not saving(directory)
+                ):
+                    kill(layout.ATTEMPT.of(directory, rundir.state(directory).attempt), one.parent)
+            time.sleep(POLL_HERE)
+        print("stopped; the same command line continues", file=sys.stderr)
+        return self.interrupts.status
+
+
+__all__ = ["Driver", "Summary", "run"]

@@ -1,0 +1,217 @@
+"""The state of a search: Optuna's journal file in the folder of the sweep.
+
+A trial is one line of the journal, with all its values; it exists before anything of it runs. So a driver that is killed
+finds every trial that it has drawn. One driver at a time holds the lock of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.parts import OptunaSearch
+from titan_hydra.runs import layout
+
+from .space import Space
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+
+DRAWS = 100  # draws that may repeat earlier trials before the space counts as exhausted
+STARTUP = 10  # trials that are drawn at random before TPE learns from them, or a quarter of all trials if that is less
+OPEN, COMPLETE, PRUNED, FAILED = "open", "complete", "pruned", "failed"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial as the journal has it: `values` are its held-out losses by steps, `objectives` the final ones."""
+
+    number: int
+    overrides: list[str]
+    params: dict[str, Any]
+    state: str
+    values: dict[int, float]
+    objectives: list[float]  # of a complete trial, else empty
+    runs: dict[int, str]  # its run directories by steps
+    reason: str  # why it failed or was refused
+
+    @property
+    def open(self) -> bool:
+        """Whether the trial may still go on."""
+        return self.state == OPEN
+
+
+class Journal:
+    """The study of a sweep's folder. Only a driver that holds `locked` may write."""
+
+    def __init__(self, folder: Path, directions: Sequence[str] = ("minimize",)) -> None:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+        self.file = layout.JOURNAL.of(folder)
+        # a lock file of Optuna's own would outlive a killed driver, and block the next one for half a minute
+        self.storage = JournalStorage(JournalFileBackend(str(self.file), lock_obj=Unlocked()))
+        names = [study.study_name for study in self.storage.get_all_studies()]
+        if not names:
+            optuna.create_study(storage=self.storage, study_name="search", directions=list(directions))
+        self.study: Study = optuna.load_study(storage=self.storage, study_name="search")
+        self.id = self.storage.get_study_id_from_name("search")
+
+    def trials(self) -> list[Trial]:
+        """Return all trials, by number."""
+        return [_read(frozen) for frozen in self.study.get_trials(deepcopy=False)]
+
+    def draw(self, space: Space, search: OptunaSearch) -> Trial | None:
+        """Draw a trial, and write it to the journal; None if the space has no further one. What is drawn depends only on
+        the earlier trials and on search.seed, so that a search goes on after a kill as it would have without.
+        """
+        from optuna.trial import TrialState, create_trial
+
+        known = self.trials()
+        taken = {tuple(trial.overrides) for trial in known}
+        values = _in_order(space, search, taken) if search.sampler == "grid" else self._sampled(space, search, taken)
+        if values is None:
+            return None
+        frozen = create_trial(
+            state=TrialState.RUNNING,
+            params=values,
+            distributions=space.distributions,
+            user_attrs={"overrides": space.overrides(values)},
+        )
+        self.study.add_trial(frozen)
+        return self.trials()[-1]
+
+    def _sampled(self, space: Space, search: OptunaSearch, taken: set[tuple[str, ...]]) -> dict[str, Any] | None:
+        """Return values that no trial has. The sampler sees trials that wait for their next length as pruned ones."""
+        import optuna
+
+        frozen = self.study.get_trials(deepcopy=False)
+        seed = search.seed + 1_000_003 * len(frozen)
+        sampler: Any = optuna.samplers.RandomSampler(seed=seed)
+        if search.sampler == "tpe":
+            startup = min(STARTUP, max(search.trials // 4, 1))
+            sampler = optuna.samplers.TPESampler(
+                seed=seed % 2**32, multivariate=True, constant_liar=True, n_startup_trials=startup
+            )
+        memory = optuna.create_study(sampler=sampler, directions=self.study.directions)
+        if search.sampler == "tpe":
+            memory.add_trials([_as_seen(trial) for trial in frozen])
+        for _ in range(DRAWS):
+            if len(taken) >= space.size:
+                break
+            values = space.rounded(memory.ask(space.distributions).params)
+            if tuple(space.overrides(values)) not in taken:
+                return values
+        return None
+
+    def note_run(self, trial: Trial, steps: int, directory: str) -> None:
+        """Record the run directory of a trial's length."""
+        self.storage.set_trial_user_attr(self._id(trial), f"run {steps}", directory)
+
+    def report(self, trial: Trial, steps: int, value: float) -> None:
+        """Record a trial's held-out loss at a length."""
+        self.storage.set_trial_intermediate_value(self._id(trial), steps, value)
+
+    def tell(self, trial: Trial, state: str, values: Sequence[float] | None = None, reason: str = "") -> None:
+        """Record how a trial has ended."""
+        from optuna.trial import TrialState
+
+        if reason:
+            self.storage.set_trial_user_attr(self._id(trial), "reason", reason)
+        states = {COMPLETE: TrialState.COMPLETE, PRUNED: TrialState.PRUNED, FAILED: TrialState.FAIL}
+        self.study.tell(trial.number, state=states[state], values=values)
+
+    @property
+    def confirmed(self) -> dict[str, Any]:
+        """What is recorded of the runs with other seeds: {"number seed": {"run": directory, "value": objective or null}}."""
+        return dict(self.study.user_attrs.get("confirmed", {}))
+
+    def confirm(self, trial: Trial, seed: int, directory: str, value: float | None) -> None:
+        """Record a run of a trial with another seed."""
+        entry = {f"{trial.number} {seed}": {"run": directory, "value": value}}
+        self.storage.set_study_user_attr(self.id, "confirmed", self.confirmed | entry)
+
+    def _id(self, trial: Trial) -> int:
+        return self.storage.get_trial_id_from_study_id_trial_number(self.id, trial.number)
+
+
+def _read(frozen: Any) -> Trial:
+    attrs = frozen.user_attrs
+    runs = {int(name.split()[1]): run for name, run in attrs.items() if name.startswith("run ")}
+    state = {"COMPLETE": COMPLETE, "PRUNED": PRUNED, "FAIL": FAILED}.get(frozen.state.name, OPEN)
+    objectives = list(frozen.values) if state == COMPLETE else []
+    values = dict(frozen.intermediate_values)
+    return Trial(
+        frozen.number, attrs["overrides"], frozen.params, state, values, objectives, runs, attrs.get("reason", "")
+    )
+
+
+def _as_seen(frozen: Any) -> Any:
+    """Return a trial as the sampler sees it."""
+    from optuna.trial import TrialState, create_trial
+
+    waits = frozen.state == TrialState.RUNNING and frozen.intermediate_values
+    return create_trial(
+        state=TrialState.PRUNED if waits else frozen.state,
+        values=frozen.values if frozen.state == TrialState.COMPLETE else None,
+        params=frozen.params,
+        distributions=frozen.distributions,
+        intermediate_values=frozen.intermediate_values,
+    )
+
+
+def _in_order(space: Space, search: OptunaSearch, taken: set[tuple[str, ...]]) -> dict[str, Any] | None:
+    """Return the next cell of the grid, in an order that search.seed gives."""
+    cells = space.grid()
+    random.Random(search.seed).shuffle(cells)
+    return next((cell for cell in cells if tuple(space.overrides(cell)) not in taken), None)
+
+
+class Unlocked:
+    """The lock that Optuna asks for; the driver already holds that of the folder."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder of a search while the block runs. The lock ends with this process, however it ends. Raises
+    ConfigError if another driver holds it.
+    """
+    with layout.DRIVER.of(folder).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"{folder.name}: another process drives this search already ({file.read().strip()})"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        whole_lines(layout.JOURNAL.of(folder))
+        yield
+
+
+def whole_lines(file: Path) -> None:
+    """Cut off a last line that a full disk or a power cut has left unfinished; Optuna could not append to it."""
+    with contextlib.suppress(FileNotFoundError):
+        content = file.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with file.open("r+b") as journal:
+                journal.truncate(content.rfind(b"\n") + 1)
