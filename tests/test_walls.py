@@ -36,8 +36,9 @@ ALLOWED = {  # the rooms, and which others each may import, anywhere in a file
     "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},
     "report": GROUND | {"runs", "plan"},
     "scaling": GROUND | {"runs", "plan", "report"},
+    "search": GROUND | {"runs", "launch", "report"},
     "commands": GROUND
-    | {"runs", "plan", "launch", "report", "scaling", "data", "observe", "checkpoint", "train", "verify"},
+    | {"runs", "plan", "launch", "report", "scaling", "search", "data", "observe", "checkpoint", "train", "verify"},
 }
 NO_TORCH = (
     "base",
@@ -48,6 +49,7 @@ NO_TORCH = (
     "launch",
     "report",
     "scaling",
+    "search",
     "commands",
     "verify/case.py",
     "verify/matrix.py",
@@ -199,7 +201,7 @@ def test_login_node_modules_import_no_torch():
         for file in ([PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).rglob("*.py"))
     ]
     modules = [".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files]
-    heavy = ("torch", "datasets", "wandb", "tiktoken", "matplotlib")
+    heavy = ("torch", "optuna", "datasets", "wandb", "tiktoken", "matplotlib")
     code = f"""import importlib, sys
 for module in {modules}:
     importlib.import_module(module)
@@ -361,10 +363,10 @@ def test_public_names_are_unique():
 # of its own that gives the reason. The second number is what part 13 plans; the lines beyond it are to be removed.
 LINES = {
     "base": 735,  # 520
-    "config": 5632,  # 3,200
+    "config": 5760,  # 3,200
     "job": 647,  # 720
     "models": 1838,  # 1,800
-    "runs": 2449,  # 2,100
+    "runs": 2465,  # 2,100
     "kernels": 1345,  # 900
     "parallel": 2751,  # 2,450
     "data": 1580,  # 1,450
@@ -373,11 +375,12 @@ LINES = {
     "train": 1593,  # 1,550
     "fault_tolerance": 1159,  # 600
     "verify": 4801,  # 2,000
-    "launch": 3662,  # 1,950
-    "report": 2739,  # 2,050
+    "launch": 3790,  # 1,950
+    "report": 2775,  # 2,050
     "commands": 4448,  # 2,300
     "recipes": 4482,  # 3,100
     "scaling": 1123,  # part 16
+    "search": 1300,  # part 16
     "plan": 2548,  # 1,800
 }
 

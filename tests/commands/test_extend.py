@@ -13,12 +13,12 @@ import torch
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import Reader
-from titan_hydra.launch.longer import same_rates
 from titan_hydra.config import Job, from_dict, identity, to_dict
 from titan_hydra.config.change import change
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.rules.checks import check
 from titan_hydra.launch import show
+from titan_hydra.launch.longer import same_rates
 from titan_hydra.launch.worker import load_job
 
 WSD = (

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -12,6 +13,7 @@ from titan_hydra.config.files import write_text
 from titan_hydra.report import write
 from titan_hydra.report.cells import gather
 from titan_hydra.report.table import Report, build
+from titan_hydra.runs import layout
 from titan_hydra.runs.view import add_target, choose
 
 TEXTS = {
@@ -152,6 +154,10 @@ def made(args: argparse.Namespace) -> Report:
     selection = choose(args.target, args.runs)
     allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
     report = build(selection, gather(selection), args.baseline, allowed, args.over)
+    if selection.manifest and layout.JOURNAL.of(selection.manifest).is_file():
+        from titan_hydra.search.summary import section_of
+
+        report = replace(report, section=section_of(selection.manifest))
     if not args.predicted:
         return report
     from titan_hydra.report.predicted import with_predictions

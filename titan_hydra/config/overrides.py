@@ -149,6 +149,8 @@ def _unreadable(text: str, error: BaseException) -> str:
     if not isinstance(error, ValueError) or "digits" not in str(error):
         key, _, value = text.partition("=")
         said = shown(str(error).splitlines()[0], 80)
+        if "interval(" in value:
+            return f"an interval has two bounds that are numbers, as interval(1e-4,1e-1) ({said})"
         if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # only if the value is a text
             return f"cannot be parsed ({said}); as a text it is typed {quoted([f'{key}={as_value(value)}'])}"
         return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({said})"

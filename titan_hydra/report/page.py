@@ -166,7 +166,12 @@ def _run(look: charts.Look, row: ReportRow, report: Report) -> dict[str, Any]:
 
 def more(report: Report) -> dict[str, Any]:
     """Return the parts of the page below the charts: differing keys, environment, commands."""
-    return {"differing": _differing(report), **environment(report), "commands": "\n".join(commands(report))}
+    return {
+        "section": report.section,
+        "differing": _differing(report),
+        **environment(report),
+        "commands": "\n".join(commands(report)),
+    }
 
 
 def _differing(report: Report) -> dict[str, list[Any]]:

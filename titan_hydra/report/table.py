@@ -5,6 +5,7 @@ below it.
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import did_you_mean, quoted, suggest
@@ -23,6 +24,17 @@ ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "tor
 
 
 @dataclass(frozen=True)
+class Section:
+    """A further part of a report: a table with notes, and what --json prints of it under its name."""
+
+    name: str
+    head: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Report:
     """The data of a table, a page or a plot."""
 
@@ -33,6 +45,7 @@ class Report:
     allowed: set[str]
     selection: Selection
     over: str | None = None  # the key of --over: rows are means over its values
+    section: Section | None = None  # what a search has found
     waiting: str = ""  # with --over: how many cells have not started and so have no row, and how many are still running
 
     @property

@@ -41,6 +41,10 @@ def terminal(report: Report) -> None:
         colours.append(colour | ({"difference": "dim"} if row.doubt else {}))
     lines = table(titles, report.texts, [title for title in titles if title not in WORDS], ("technique",), colours)
     print(report.name, *lines, "", *filter(None, [report.caption]), *report.notes, sep="\n")
+    if section := report.section:
+        print(
+            "", section.name, *table(section.head, section.rows, section.head, ("state",)), "", *section.notes, sep="\n"
+        )
 
 
 def markdown(report: Report) -> str:
@@ -51,6 +55,16 @@ def markdown(report: Report) -> str:
     lines += [_pipes([_md(text) for text in texts]) for texts in report.texts]
     if report.notes:
         lines += ["", *(f"- {_md(note)}" for note in report.notes)]
+    if section := report.section:
+        lines += [
+            "",
+            f"**{_md(section.name)}**",
+            "",
+            _pipes(section.head),
+            _pipes(["---"] * len(section.head), pad=False),
+        ]
+        lines += [*(_pipes([_md(text) for text in row]) for row in section.rows), ""]
+        lines += [f"- {_md(note)}" for note in section.notes]
     return "\n".join(lines) + "\n"
 
 
@@ -93,6 +107,7 @@ def report_document(report: Report) -> dict[str, Any]:
             for one in report.found
         ],
         "notes": report.notes,
+        **({report.section.name: report.section.document} if report.section else {}),
     }
 
 

@@ -6,8 +6,8 @@ line goes on: it attaches to runs that run, starts those that were drawn but not
 
 from __future__ import annotations
 
+import contextlib
 import getpass
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -31,8 +31,8 @@ from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.useful import device_hours
 
-from .journal import COMPLETE, FAILED, PRUNED, Journal, Trial, locked
-from .summary import Summary, printed, summary_of
+from .journal import COMPLETE, FAILED, PRUNED, Journal, Trial, locked, require_optuna
+from .summary import printed, summary_of
 from .trials import Plan, plan_of
 
 MOST_STARTS = 4  # starts of a run by one driver; further ones would end in the same way
@@ -45,8 +45,7 @@ def run(question: Question) -> int:
     """Run the search of a command line, and return the exit status. Raises ConfigError if it cannot start; then nothing is
     written.
     """
-    if importlib.util.find_spec("optuna") is None:
-        raise ConfigError("search=optuna: Optuna is not installed; pip install 'titan_hydra[search]' brings it")
+    require_optuna()
     plan = plan_of(question)
     job, states = plan.base.job, [rundir.state(plan.base.directory)]
     faults = list(faults_of_the_place([plan.base], [] if job.launch.force else states))
@@ -101,7 +100,7 @@ class Driver:
         self.plan, self.search = plan, plan.search
         self.journal = Journal(plan.folder, plan.directions)
         self.executor = executor_named(plan.base.job.cluster.executor)
-        self.here = EXECUTORS[plan.base.job.cluster.executor].here
+        self.kind = EXECUTORS[plan.base.job.cluster.executor]
         self.interrupts = Interrupts()
         self.active: dict[Path, Active] = {}
         self.hours: dict[Path, float] = {}  # GPU-hours of runs that have ended
@@ -111,7 +110,8 @@ class Driver:
     def drive(self) -> int:
         """Run the search to its end, or until this process is asked to stop. Return the exit status."""
         print(f"{self.plan.folder.name}: {counted(len(self.journal.trials()), 'trial')} so far", flush=True)
-        with self.interrupts.counted():
+        # a rank in this process handles signals itself
+        with contextlib.nullcontext() if self.kind.single else self.interrupts.counted():
             while True:
                 self.look()
                 while not self.interrupts.received and len(self.active) < self.search.parallel and self.start_next():
@@ -120,7 +120,7 @@ class Driver:
                     return self.stop()
                 if not self.active:
                     break
-                deadline = time.monotonic() + (POLL_HERE if self.here else POLL)
+                deadline = time.monotonic() + (POLL_HERE if self.kind.here else POLL)
                 while time.monotonic() < deadline and not self.interrupts.received:
                     time.sleep(0.05)
         summary = summary_of(self.plan.folder)
@@ -130,35 +130,33 @@ class Driver:
         return Exit.DONE if any(trial.state == COMPLETE for trial in self.journal.trials()) else Exit.BUG
 
     def start_next(self) -> bool:
-        """Start the next run, or refuse it. Return whether there was one."""
-        trials = self.journal.trials()
-        busy = {one.trial.number for one in self.active.values()}
+        """Do the next thing that the journal calls for: start a run, draw a trial, or tell how one ended. Return whether
+        there was anything to do.
+        """
+        trials, last = self.journal.trials(), self.plan.rungs.steps[-1]
+        busy = {one.trial.number for one in self.active.values() if one.seed is None}
         for trial in trials:
             if trial.open and trial.number not in busy and (steps := self.pending(trial)):
                 return self.begin(trial, steps)
-            if trial.open and self.plan.rungs.steps[-1] in trial.values:  # the driver was killed before it told
-                self.journal.tell(trial, COMPLETE, [trial.values[self.plan.rungs.steps[-1]]])
+            if trial.open and last in trial.values:  # the driver was killed before it told
+                self.journal.tell(trial, COMPLETE, [trial.values[last]])
                 return True
         budget = self.search.budget_gpu_hours
         self.spent = budget is not None and self.used() >= budget
-        waiting = [trial for trial in trials if trial.number not in busy]
-        others = [trial for trial in trials if trial.number in busy]
-        if not self.spent and not self.final:
+        if self.spent:
+            return False
+        if not self.final:
             if trial := self.plan.rungs.promoted(trials, busy):
                 return self.begin(trial, self.plan.rungs.after(trial))
             if len(trials) < self.search.trials and (drawn := self.journal.draw(self.plan.space, self.search)):
                 print(f"trial {drawn.number}: {redact(' '.join(drawn.overrides))}", flush=True)
                 return True
-        if (self.active and not self.final) or not (waiting or others):
-            return False
-        self.final = not self.spent or self.final
-        if (
-            self.final
-            and not self.spent
-            and (trial := self.plan.rungs.finalist(trials, busy, max(self.search.confirm, 1)))
-        ):
+            if busy:
+                return False
+        self.final = True
+        if trial := self.plan.rungs.finalist(trials, busy, max(self.search.confirm, 1)):
             return self.begin(trial, self.plan.rungs.after(trial))
-        return not self.active and not self.spent and (self.close(trials) or self.confirm())
+        return not busy and (self.close(trials) or self.confirm())
 
     def pending(self, trial: Trial) -> int:
         """Return the steps of the run that a trial needs now; 0 if it waits for its next length."""
@@ -175,6 +173,9 @@ class Driver:
                 self.journal.tell(trial, PRUNED, reason=reason)
             else:
                 self.journal.confirm(trial, seed, "", None)
+            return True
+        if twin := self.active.get(cell.directory):
+            self.journal.tell(trial, PRUNED, reason=f"the same experiment as {twin.label}")
             return True
         if seed is None and steps not in trial.runs:
             self.journal.note_run(trial, steps, cell.directory.name)
@@ -219,7 +220,6 @@ class Driver:
     def ended(self, one: Active, state: State) -> None:
         """Record the end of a run in the journal."""
         directory, trial = one.cell.directory, one.trial
-        self.hours[directory] = device_hours(directory)
         values = self.plan.value(directory) if state.kind == "done" else None
         if state.kind == "not submitted":
             raise ConfigError(f"{one.label}: was not submitted: {state.refused}; the same command line continues")
@@ -241,6 +241,8 @@ class Driver:
     def used(self) -> float:
         """Return the GPU-hours of all runs of the trials so far."""
         runs = {self.plan.runs / run for trial in self.journal.trials() for run in trial.runs.values()}
+        for run in runs - self.active.keys() - self.hours.keys():
+            self.hours[run] = device_hours(run)
         return sum(self.hours[run] if run in self.hours else device_hours(run) for run in runs)
 
     def close(self, trials: list[Trial]) -> bool:
@@ -254,7 +256,8 @@ class Driver:
         """Start a run of one of the best trials with another seed. Return whether one was left."""
         if self.search.objective == "both":
             return False
-        known, first = self.journal.confirmed, self.plan.base.job.seed
+        known = {*self.journal.confirmed, *(f"{one.trial.number} {one.seed}" for one in self.active.values())}
+        first = self.plan.base.job.seed
         for trial in summary_of(self.plan.folder).best[: self.search.confirm]:
             for seed in range(first + 1, first + self.search.seeds):
                 if f"{trial.number} {seed}" not in known:
@@ -281,10 +284,10 @@ class Driver:
     def stop(self) -> int:
         """Ask the runs on this machine to save and stop, and await them; jobs of a cluster go on. Return the exit status."""
         began = time.monotonic()
-        for directory, one in self.active.items() if self.here else ():
+        for directory, one in self.active.items() if self.kind.here else ():
             attempt = layout.ATTEMPT.of(directory, rundir.state(directory).attempt)
             print(f"{one.label}: asked {stop(attempt, one.parent)} to save and stop", flush=True)
-        while self.here and self.active:
+        while self.kind.here and self.active:
             self.look()
             for directory, one in self.active.items():
                 if len(self.interrupts.received) > 1 or (
@@ -294,6 +297,3 @@ class Driver:
             time.sleep(POLL_HERE)
         print("stopped; the same command line continues", file=sys.stderr)
         return self.interrupts.status
-
-
-__all__ = ["Driver", "Summary", "run"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import random
 import warnings
@@ -176,6 +177,12 @@ def _in_order(space: Space, search: OptunaSearch, taken: set[tuple[str, ...]]) -
     cells = space.grid()
     random.Random(search.seed).shuffle(cells)
     return next((cell for cell in cells if tuple(space.overrides(cell)) not in taken), None)
+
+
+def require_optuna() -> None:
+    """Raise ConfigError if Optuna is not installed."""
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError("search=optuna: Optuna is not installed; pip install 'titan_hydra[search]' brings it")
 
 
 class Unlocked:

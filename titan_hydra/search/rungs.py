@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_hydra.config import Fault, Job
 from titan_hydra.config.parts import OptunaSearch
 from titan_hydra.launch.longer import same_rates
 
 from .journal import Trial
+
+KEPT = 0.5  # share of the steps after the warm-up that a run of the next length must be able to carry on
 
 
 @dataclass(frozen=True)
@@ -112,17 +114,16 @@ def halving_faults(job: Job, search: OptunaSearch, rungs: Rungs) -> Iterator[Fau
 
 def not_the_longer_run(job: Job, rungs: Rungs) -> str | None:
     """Return why a run of one of the lengths cannot be carried on so that it learns what a run of the next length learns;
-    None if it can. A checkpoint is needed from before the learning rates differ, and after the warm-up.
+    None if it can: until shortly before its end, both have the same learning rates.
     """
-    from dataclasses import replace
-
+    warm = job.lr_scheduler.warmup_steps
     for short, long in zip(rungs.steps, rungs.steps[1:], strict=False):
+        if short <= warm:
+            return f"the shortest run has {short} steps, and the warm-up {warm}; set search.first_steps"
         same = same_rates(replace(job, steps=short), replace(job, steps=long))
-        if same <= job.lr_scheduler.warmup_steps < short or not same:
+        if same - warm < KEPT * (short - warm):
             return (
                 f"lr_scheduler={job.lr_scheduler.name}: the learning rates of {short} and {long} steps differ from step "
-                f"{same + 1} on, so a run of {short} steps cannot be carried on; constant and wsd can"
+                f"{same + 1} on, so too little of a run of {short} steps can be carried on; constant and wsd allow it"
             )
-        if short <= job.lr_scheduler.warmup_steps:
-            return f"the shortest run has {short} steps, and the warm-up {job.lr_scheduler.warmup_steps}; set search.first_steps"
     return None

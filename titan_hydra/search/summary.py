@@ -9,11 +9,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 from titan_hydra.base.text import table
+from titan_hydra.report.table import Section
 from titan_hydra.runs import layout
 from titan_hydra.runs.checkpoints import step_of
 from titan_hydra.runs.useful import device_hours
 
-from .journal import COMPLETE, Journal, Trial
+from .journal import COMPLETE, Journal, Trial, require_optuna
 
 FEWEST = 4  # complete trials below which the importance of the keys is not estimated
 
@@ -200,6 +201,13 @@ def summary_of(folder: Path) -> Summary:
     directions = ["minimize" if direction.name == "MINIMIZE" else "maximize" for direction in journal.study.directions]
     runs = folder.parents[1]
     return Summary(runs, directions, trials, journal.confirmed, _importance(journal, trials, directions))
+
+
+def section_of(folder: Path) -> Section:
+    """Return a search as a section of a report."""
+    require_optuna()
+    summary = summary_of(folder)
+    return Section("search", *summary.rows(), summary.notes(), summary.document())
 
 
 def printed(summary: Summary) -> list[str]:

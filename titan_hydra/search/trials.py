@@ -84,7 +84,7 @@ class Plan:
         plain, reason = self.made([*trial.overrides, f"steps={steps}"], name)
         if plain is None:
             return None, reason
-        if faults := list(halving_faults(plain.job, self.search, self.rungs)):
+        if faults := list(halving_faults(replace(plain.job, steps=self.rungs.steps[-1]), self.search, self.rungs)):
             return None, str(faults[0])
         more = [f"steps={steps}", *keeping(plain.job, self.rungs)]
         if before := max((length for length in trial.runs if length < steps), default=0):
