@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.redact import redact
@@ -137,7 +137,7 @@ def plan_of(question: Question) -> Plan:
     job, faults = read(question.compose([*question.fixed, *space.probes()[0]]))
     if job is None:
         raise ConfigError("\n".join(map(str, faults)))
-    search = job.search
+    search = cast(OptunaSearch, job.search)
     fixed = [one for one in question.fixed if key_of(one).partition(".")[0] != "search"]
     overrides = [[*fixed, *own] for own in space.probes()]
     composed = [(question.compose(own), own) for own in overrides]
