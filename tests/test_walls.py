@@ -363,10 +363,10 @@ def test_public_names_are_unique():
 # of its own that gives the reason. The second number is what part 13 plans; the lines beyond it are to be removed.
 LINES = {
     "base": 735,  # 520
-    "config": 5760,  # 3,200
+    "config": 5737,  # 3,200
     "job": 647,  # 720
     "models": 1838,  # 1,800
-    "runs": 2465,  # 2,100
+    "runs": 2459,  # 2,100
     "kernels": 1345,  # 900
     "parallel": 2751,  # 2,450
     "data": 1580,  # 1,450
@@ -375,12 +375,12 @@ LINES = {
     "train": 1593,  # 1,550
     "fault_tolerance": 1159,  # 600
     "verify": 4801,  # 2,000
-    "launch": 3790,  # 1,950
-    "report": 2775,  # 2,050
+    "launch": 3776,  # 1,950
+    "report": 2772,  # 2,050
     "commands": 4448,  # 2,300
     "recipes": 4482,  # 3,100
     "scaling": 1123,  # part 16
-    "search": 1300,  # part 16
+    "search": 1260,  # part 16
     "plan": 2548,  # 1,800
 }
 
