@@ -363,7 +363,7 @@ def test_public_names_are_unique():
 # of its own that gives the reason. The second number is what part 13 plans; the lines beyond it are to be removed.
 LINES = {
     "base": 735,  # 520
-    "config": 5737,  # 3,200
+    "config": 5733,  # 3,200
     "job": 647,  # 720
     "models": 1838,  # 1,800
     "runs": 2459,  # 2,100

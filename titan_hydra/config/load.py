@@ -249,9 +249,7 @@ def _identity_part(node: Any) -> dict[str, Any]:
 
 
 def known_keys() -> dict[str, dataclasses.Field[Any]]:
-    """Return every dotted key of the schema, with those of all parts, and its field, in order. The result is cached: do
-    not change it.
-    """
+    """Return every dotted key, with those of all parts, and its field, in order. Do not change the cached result."""
     return _keys(Job, "", _sections())
 
 
@@ -351,9 +349,7 @@ def _kind(key: str, sections: Sections) -> tuple[Any, Any, str]:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
-    """Yield every key that holds a value, of a job or of a section of a job: dotted name, field, value, and the section
-    that contains the key.
-    """
+    """Yield every key of a job or of a section that holds a value: dotted name, field, value, and its own section."""
     for spec in dataclasses.fields(node):
         key, value = prefix + spec.name, getattr(node, spec.name)
         if dataclasses.is_dataclass(value):
