@@ -235,7 +235,7 @@ def _train_layout(device: torch.device, folder: str, jobs: list[tuple[str, int, 
     if checks[0].passed:
         state, dtypes = None, set[str]()
         for step in range(1, steps + 1):
-            with reductions() as found:
+            with reductions() as (found, _):
                 loss, norm = training.step(step)
             dtypes |= {str(dtype).removeprefix("torch.") for dtype in found}
             trace.losses.append(_joined(loss, mesh, subject, reference.losses[step - 1]))

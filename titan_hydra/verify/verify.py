@@ -91,10 +91,10 @@ def trace(
         if case is not None:
             batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * batch.samples)
         set_lr(trainer.optimizers, lr_factor(step, job.steps, job.lr_scheduler))
-        with reductions(trainer) as wrong:
+        with reductions(trainer) as dtypes:
             share = trainer.forward_backward(batch)
         if step == 1:
-            result.rounded += len(wrong)
+            result.rounded += wrong_sums(*dtypes, getattr(torch, job.precision.reduce_dtype))
             result.gradients = _of_all_stages(trainer, lambda parameter: parameter.grad)
         agreement = trainer.agree(share, trainer.measure())
         trainer.update(agreement)
@@ -131,26 +131,23 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 
 
 @contextlib.contextmanager
-def reductions(trainer: Trainer) -> Iterator[list[torch.dtype]]:
-    """Collect the dtypes, other than reduce_dtype, in which FSDP2 sums gradients; and those narrower than it in which
-    tensor-parallel ranks sum the gradients of weights that each of them holds whole. `rounded` cannot detect these: a
-    float32 sum of bfloat16 sums has bits that bfloat16 lacks, and the sum of two ranks is rounded once in either dtype.
+def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtype], list[torch.dtype]]]:
+    """Collect the dtypes in which FSDP2 reduces gradients and, of a trainer, those in which tensor-parallel ranks sum the
+    gradients of weights that each of them holds whole. `rounded` cannot detect these: a float32 sum of bfloat16 sums
+    has bits that bfloat16 lacks, and the sum of two ranks is rounded once in either dtype.
     """
-    found, wanted = [], getattr(torch, trainer.job.precision.reduce_dtype)
-    whole = {
+    of_fsdp: list[torch.dtype] = []
+    of_whole: list[torch.dtype] = []
+    shapes = {
         parameter.shape
-        for parameter in trainer.masters.weights.parameters()
-        if trainer.mesh.degrees.tp > 1 and isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
+        for parameter in (trainer.masters.weights.parameters() if trainer and trainer.mesh.degrees.tp > 1 else ())
+        if isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
     }
 
-    def noting(reduce: Callable[..., Any], shapes: set[torch.Size] | None) -> Callable[..., Any]:
+    def noting(reduce: Callable[..., Any], found: list[torch.dtype], shapes: set[torch.Size]) -> Callable[..., Any]:
         def noted(*given: object, **named: object) -> object:
             summed = next(value for value in (*given, *named.values()) if isinstance(value, torch.Tensor))
-            if (
-                summed.dtype != wanted
-                if shapes is None
-                else summed.shape in shapes and summed.itemsize < wanted.itemsize
-            ):
+            if not shapes or summed.shape in shapes:
                 found.append(summed.dtype)
             return reduce(*given, **named)
 
@@ -159,12 +156,18 @@ def reductions(trainer: Trainer) -> Iterator[list[torch.dtype]]:
     with contextlib.ExitStack() as patched:
         for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # names in torch 2.11, and in torch 2.13
             if hasattr(dist, name):
-                patched.enter_context(mock.patch.object(dist, name, noting(getattr(dist, name), None)))
+                patched.enter_context(mock.patch.object(dist, name, noting(getattr(dist, name), of_fsdp, set())))
         # a compiler would trace the noting, too
-        if whole and trainer.job.compile.name == "off":
-            noted = noting(functional_collectives.all_reduce, whole)
+        if trainer and shapes and trainer.job.compile.name == "off":
+            noted = noting(functional_collectives.all_reduce, of_whole, shapes)
             patched.enter_context(mock.patch.object(functional_collectives, "all_reduce", noted))
-        yield found
+        yield of_fsdp, of_whole
+
+
+def wrong_sums(of_fsdp: list[torch.dtype], of_whole: list[torch.dtype], wanted: torch.dtype) -> int:
+    """Count the sums of gradients in a wrong dtype. A wider one is right over tensor-parallel ranks (whole.redistribute)."""
+    narrow = [dtype for dtype in of_whole if dtype.itemsize < wanted.itemsize]
+    return len(narrow) + sum(dtype != wanted for dtype in of_fsdp)
 
 
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
