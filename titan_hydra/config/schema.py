@@ -250,8 +250,8 @@ class Job:
     seed: int = key(0, "seed of the initial weights and of the order of data", Interval(0, 2**63 - 1))
     elastic: list[str] = key(
         list,
-        "further layouts for other numbers of nodes, each in the words of titan resume, as 'gpus=16 parallelism=fsdp', or auto: "
-        "the planner's layouts; each start of the job takes the largest layout that fits the nodes it was given",
+        "layouts for other numbers of nodes, each a text of keys for titan resume, such as 'gpus=16 parallelism=fsdp', or auto for "
+        "layouts that the planner chooses; each start of the job uses the largest layout that fits on the nodes it was given",
         identity=False,
     )
     model: Model = key(Model, "the network", changes="learning and work")
