@@ -1,8 +1,8 @@
 """What a job is: every configuration key has its type, default, range and description here. `conf/` only chooses values
 for these keys.
 
-`key(default, help, range)` describes a field. A number always has a range; text without a range is a line that is not
-empty; a key with choices, or of type bool, needs no range. If a section selects a part by its `name` (a model by
+`key(default, help, range)` describes a field. A number always has a range; a text without a range may be any line that
+is not empty; a key with choices, or of type bool, needs no range. If a section selects a part by its `name` (a model by
 `family`, a cluster by `executor`), it has the keys of that part in addition to its own (parts.py, load.PICKED). `only`
 names the options of a group with which the key is read; with any other option the key must keep its default.
 `identity=False` marks keys that do not change the experiment (where it runs, how it is logged); they are left out of
