@@ -128,6 +128,8 @@ def _job_of(directory: Path, runs: Path) -> Job:
 
 
 def _layouts(job: Job, directory: Path) -> tuple[Job, ...]:
-    """Return the layouts of an elastic run, with the sections of its job that a start may change; none of any other run."""
+    """Return the layouts of an elastic run, with the `launch` and `paths` of `job`, which retry may change; none for
+    any other run.
+    """
     layouts = kept_layouts(directory) if job.elastic else ()
     return tuple(dataclasses.replace(one, launch=job.launch, paths=job.paths) for one in layouts)

@@ -122,7 +122,7 @@ def load_yaml(file: Path) -> dict[str, Any]:
 
 
 def unusable_options(folder: Path) -> list[str]:
-    """Return a line for each file in a user's folder of options that Hydra would not use as it was meant.
+    """Return a line for each file in a user's folder of options that Hydra would ignore or misread.
 
     Hydra does not use an option that has the name of a package option. YAML reads `on` and `off` without quotes as
     truth values.

@@ -60,7 +60,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Parallelism: ("cp_rotate", CP_ROTATIONS),
     Precision: ("converter", FORMATS),
     Adapter: ("name", ADAPTERS),
-    Metrics: ("trackers", TRACKERS),  # several parts: each has its own section below
+    Metrics: ("trackers", TRACKERS),  # selects several parts, each with a section of its own inside
     Cluster: ("executor", EXECUTORS),
     Search: ("name", SEARCHES),
 }

@@ -1,8 +1,8 @@
 """What a job is: every configuration key has its type, default, range and description here. `conf/` only chooses values
 for these keys.
 
-`key(default, help, range)` describes a field. A number always has a range; text without a range is a line that is not
-empty; a key with choices, or of type bool, needs no range. If a section selects a part by its `name` (a model by
+`key(default, help, range)` describes a field. A number always has a range; a text without a range may be any line that
+is not empty; a key with choices, or of type bool, needs no range. If a section selects a part by its `name` (a model by
 `family`, a cluster by `executor`), it has the keys of that part in addition to its own (parts.py, load.PICKED). `only`
 names the options of a group with which the key is read; with any other option the key must keep its default.
 `identity=False` marks keys that do not change the experiment (where it runs, how it is logged); they are left out of
@@ -251,8 +251,8 @@ class Job:
     seed: int = key(0, "seed of the initial weights and of the order of data", Interval(0, 2**63 - 1))
     elastic: list[str] = key(
         list,
-        "further layouts for other numbers of nodes, each in the words of titan resume, as 'gpus=16 parallelism=fsdp', or auto: "
-        "the planner's layouts; each start of the job takes the largest layout that fits the nodes it was given",
+        "layouts for other numbers of nodes, each a text of keys for titan resume, such as 'gpus=16 parallelism=fsdp', or auto for "
+        "layouts that the planner chooses; each start of the job uses the largest layout that fits on the nodes it was given",
         identity=False,
     )
     model: Model = key(Model, "the network", changes="learning and work")

@@ -48,8 +48,8 @@ class Batch:
         return [Batch(dict(zip(self.tensors, row, strict=True)), self.dims) for row in zip(*pieces, strict=True)]
 
     def of_sequences(self, index: Callable[[int], torch.Tensor]) -> Batch:
-        """Return the batch with only the elements of every sequence whose indices `index(length)` returns, in that
-        order.
+        """Return the batch with only some elements of every sequence: those at the indices that `index(length)`
+        returns, in the order of these indices.
         """
 
         def part(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:

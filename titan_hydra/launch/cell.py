@@ -35,7 +35,7 @@ class Cell:
     directory: Path
     of: int  # number of cells of the command line
     prediction: predict.Prediction | None = None
-    layouts: tuple[Job, ...] = ()  # of an elastic job: the job in each layout, that for the most nodes first
+    layouts: tuple[Job, ...] = ()  # of an elastic job: the job in each layout, from the most nodes to the fewest
 
     @property
     def ranks(self) -> int:

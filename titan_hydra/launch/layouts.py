@@ -20,7 +20,7 @@ from titan_hydra.plan.shape import NotPredictable
 from titan_hydra.runs import layout
 from titan_hydra.runs.stretches import layout_in_words, values_of_layout
 
-AUTO = "auto"  # in `elastic`: the planner's layout for each number of nodes without a layout of the list
+AUTO = "auto"  # in `elastic`: the planner's layout for each number of nodes that no listed layout has
 
 
 def relaid(job: Job, values: Sequence[str]) -> Job:
@@ -55,8 +55,9 @@ def nodes_of(job: Job) -> int:
 
 
 def elastic_layouts(job: Job) -> tuple[tuple[Job, ...], list[Fault]]:
-    """Return the layouts of an elastic job, its own among them, that for the most nodes first; and the faults of the
-    others. Every layout is a whole job, which passed the checks; no two have the same number of nodes.
+    """Return the layouts of an elastic job, including its own, from the most nodes to the fewest; and the faults of
+    layouts that cannot be used. Every layout is a complete job that has passed the checks; no two have the same number
+    of nodes.
     """
     found, faults = {nodes_of(job): job}, []
     for words in (words for words in job.elastic if words != AUTO):
@@ -105,7 +106,7 @@ def _planned(job: Job, known: set[int]) -> Iterator[Job]:
 
 def write_layouts(directory: Path, layouts: Sequence[Job]) -> None:
     """Write the layouts of an elastic run into its directory, a file for each number of nodes, in place of former ones.
-    Its config.json is kept as that of the first layout, from which the run's hash was computed.
+    Before that, its config.json, from which its hash was computed, is copied to config_first.json.
     """
     keep_first(directory)
     for nodes, file in layout.LAYOUT.all(directory).items():
@@ -116,13 +117,13 @@ def write_layouts(directory: Path, layouts: Sequence[Job]) -> None:
 
 
 def kept_layouts(directory: Path) -> tuple[Job, ...]:
-    """Return the layouts that `write_layouts` wrote, that for the most nodes first."""
+    """Return the layouts that `write_layouts` wrote, from the most nodes to the fewest."""
     return tuple(
         from_dict(Job, content) for _, content in sorted(layout.LAYOUT.read_all(directory).items(), reverse=True)
     )
 
 
 def keep_first(directory: Path) -> None:
-    """Keep a copy of the first attempt's configuration, as the run's hash was computed from its layout."""
+    """Keep a copy of the first attempt's configuration, from which the run's hash was computed."""
     if not layout.FIRST_CONFIG.read(directory):
         layout.FIRST_CONFIG.write(directory, layout.CONFIG.read(directory))

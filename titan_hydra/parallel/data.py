@@ -107,8 +107,8 @@ def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module],
 def last_microbatch(module: nn.Module, last: bool) -> None:
     """Set whether this backward is the step's last. Replicas reduce their gradients only in the last (TorchTitan #1929).
 
-    To FSDP itself, every backward is declared the last. Otherwise it would keep the order of earlier forwards, and
-    gather their heads again.
+    FSDP itself is told in every backward that it is the last one. Otherwise FSDP would keep the order of earlier
+    forwards, and gather their heads again.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(last)

@@ -306,8 +306,8 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
 
 
 def _of_tower(shape: Shape, stack: Stack) -> Shape:
-    """Return the shape of a tower's blocks. A tower computes as in an eager job without checkpointing that splits no
-    sample.
+    """Return the shape of a tower's blocks. A tower is eager and not checkpointed, and each rank computes whole
+    samples.
     """
     job = copy.copy(shape.job)
     for section, values in (

@@ -36,7 +36,7 @@ PLACE: dict[str, Callable[[ReportCell], Any]] = {
 }
 RECIPES = ("experiment", "debug", "sweeps")  # groups whose options may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
-# For some keys: other keys, whose overrides vary them on purpose.
+# Key -> further keys: a sweep that varies one of them varies the key on purpose.
 MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}
 
 
@@ -96,7 +96,7 @@ def on_purpose(key: str, swept: set[str]) -> bool:
     that may set any key (RECIPES).
 
     Code, versions and device never count as varied on purpose, as no override sets them: two cells with different ones
-    come from two checkouts or clusters. Neither does debug.balance_experts, as nobody trains such a model.
+    come from two checkouts or clusters. Neither does debug.balance_experts, which no real training uses.
     """
     if (key in PLACE and key != "gpus") or key == "debug.balance_experts":
         return False

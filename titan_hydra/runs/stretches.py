@@ -29,7 +29,7 @@ class Stretch:
 
 
 def values_of_layout(job: Job) -> dict[str, Any]:
-    """Return the values of an event `layout`, by which a run's rows tell one layout from another."""
+    """Return the values of a `layout` event, which distinguish the layouts of a run."""
     degrees = {name: getattr(job.parallelism, name) for name in DEGREES}
     return {"parallelism": job.parallelism.name, "gpus": job.gpus, "local_batch": job.data.local_batch, **degrees}
 

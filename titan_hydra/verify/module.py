@@ -380,7 +380,7 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _looks_rounded(gradient: Tensor) -> bool:
-    """Whether a float32 tensor lacks the bits that bfloat16 lacks. Zeros prove nothing."""
+    """Whether a float32 tensor has only values that bfloat16 has too. If all are zero, that proves nothing: False."""
     return (
         gradient.dtype == torch.float32 and bool(gradient.any()) and torch.equal(gradient, gradient.bfloat16().float())
     )

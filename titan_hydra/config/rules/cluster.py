@@ -54,8 +54,8 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
 
 
 def elastic_jobs_can_change_their_nodes(job: Job) -> Iterator[Fault]:
-    """Another layout needs another start of the whole run, on nodes that the executor may change. Replica groups are the
-    other answer to a lost node: the groups that are left go on, without a start.
+    """A run changes its layout by a restart, for which the executor must be able to give it other nodes. Replica groups
+    handle a lost node in another way: the remaining groups go on without a restart.
     """
     if not job.elastic:
         return

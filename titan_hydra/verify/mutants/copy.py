@@ -39,8 +39,8 @@ class Copy:
                 shutil.copytree(place, self.folder / place.name, ignore=leave)
             elif place.is_file():
                 shutil.copy(place, self.folder)
-        # Bytecode is checked by the hash of its source: a file may be changed and restored within a tick of the clock
-        # by which the file system dates files.
+        # Bytecode is checked by the hash of its source, not by its date: a file may be changed and restored before the
+        # file system's clock advances.
         mode = PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(self.folder / "titan_hydra", quiet=2, invalidation_mode=mode)
         self.environment = {

@@ -1,9 +1,9 @@
 """The trial: which mutants the matrix and the tests find, in which case and column, and how far the difference is
 beyond its bound. Imports no torch.
 
-References are run again for each mutant. Most faults are in code that one process runs too, so in a package with the
-fault the reference has it as well. References of the unchanged tree would find faults that cannot be found in such a
-package.
+References are run again for each mutant, in the changed tree. Most faults are in code that one process runs too, so in
+a package that really has the fault, the reference has it as well, and a comparison shows nothing. With references of
+the unchanged tree, the trial would count such faults as found.
 """
 
 from __future__ import annotations

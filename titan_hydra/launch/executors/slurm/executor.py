@@ -49,7 +49,9 @@ class Slurm(Executor):
             yield from limits.faults(submit.planned(start))
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
-        """Yield a text for each array: its resources, the layouts of elastic runs by nodes, and its batch script."""
+        """Yield a text for each array: its resources, the layouts of its elastic runs by number of nodes, and its batch
+        script.
+        """
         from titan_hydra.launch.layouts import in_words, nodes_of
 
         from . import submit

@@ -44,12 +44,12 @@ class SlurmCluster(Cluster):
     )
 
     nodes_min: int | None = key(
-        None, "elastic=[auto]: the fewest nodes with which the run goes on; null: 1", DEGREE, identity=False
+        None, "smallest number of nodes for which elastic=[auto] plans a layout; null: 1", DEGREE, identity=False
     )
     grow_minutes: int | None = key(
         None,
-        "elastic: minutes between two looks for free nodes; if a larger layout would fit, the run saves and is requeued; "
-        "null: it grows only at a requeue that has another cause",
+        "minutes between two checks of an elastic job for free nodes; if a larger layout would fit on them, the run saves a "
+        "checkpoint and is requeued; null: no checks, so the run grows only if it is requeued for another reason",
         COUNT,
         identity=False,
     )

@@ -5,9 +5,9 @@ submitit makes the script's header from its parameters. Its pickles are not used
 a submitter killed just after sbatch would leave a job without its pickle. Here everything that a job needs is on disk
 before sbatch: a list with a line (number, nodes, ranks, run directory, attempt, restarts) for each cell. A task of an
 array runs its own line, a packed job all lines. Each replica group of a cell has its own line, with its run folder in
-place of the run directory, so that SLURM can requeue it alone. An elastic run has several numbers of nodes and of
-ranks, those of its layouts: each start takes the first that fits the nodes of the job, and makes its
-layout_<nodes>.json the run's config.json.
+place of the run directory, so that SLURM can requeue it alone. An elastic run has numbers of nodes and of ranks for
+each of its layouts. Each start takes the first layout that fits on the job's nodes, and copies its layout_<nodes>.json
+to the run's config.json.
 
 A job starts an attempt only if attempt.json has the submission's token. An attempt is started only once: the first job
 that writes its id into the attempt's file `job` owns the attempt. A requeued job creates the next attempt; a job that
@@ -157,8 +157,8 @@ exit "$status"
 
 @dataclass(frozen=True)
 class JobShape:
-    """The resources of a job. Cells with the same resources share an array. A job with `fewest` nodes starts on any number
-    of nodes from that to `nodes`.
+    """The resources of a job. Cells with the same resources share an array. If `fewest` is given, a job starts on any
+    number of nodes from `fewest` to `nodes`.
     """
 
     nodes: int
@@ -169,8 +169,8 @@ class JobShape:
 
 @dataclass(frozen=True)
 class JobLine:
-    """A line of a job's list: one cell, or one replica group of a cell. `sizes` has nodes and ranks of each of its
-    layouts, the largest first.
+    """A line of a job's list: one cell, or one replica group of a cell. `sizes` has the numbers of nodes and of ranks
+    of each layout of the cell, the largest layout first.
     """
 
     sizes: list[tuple[int, int]]
@@ -254,7 +254,7 @@ class SlurmBatch(SlurmExecutor):
             # The ranks get this script's environment, even if the site submits scripts with --export=NONE.
             "unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK",
             f"export SLURM_EXPORT_ENV=ALL PYTHONPATH={paths} PYTHONSAFEPATH=1",
-            # srun before SLURM 22.05 reads the second one, which an elastic job's header sets for a whole node
+            # srun before SLURM 22.05 reads the second variable, which an elastic job's header sets for a whole node
             *([f"export SRUN_CPUS_PER_TASK={cores} SLURM_CPUS_PER_TASK={cores}"] if cores else []),
             *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()),
             *self.cluster.setup,
@@ -328,8 +328,9 @@ class SlurmBatch(SlurmExecutor):
 
 
 def one_task_a_node(shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
-    """Return the settings of a job that may have any number of nodes in a range. With --ntasks-per-node, SLURM counts the
-    tasks of the fewest nodes, and gives no more nodes than these tasks need; srun starts the ranks of each node anyway.
+    """Return the settings of a job that may have any number of nodes in a range. With --ntasks-per-node, SLURM would
+    count the tasks for the smallest number of nodes, and give no more nodes than these tasks need. So the job has one
+    task per node; srun starts all ranks of a node nevertheless.
     """
     return {"ntasks_per_node": None, "cpus_per_task": shape.ranks_per_node * (cluster.cpus_per_task or 1)}
 
