@@ -374,13 +374,13 @@ LINES = {
     "checkpoint": 1655,  # 1,400
     "train": 1593,  # 1,550
     "fault_tolerance": 1159,  # 600
-    "verify": 4801,  # 2,000
-    "launch": 3776,  # 1,950
+    "verify": 4804,  # 2,000
+    "launch": 3779,  # 1,950
     "report": 2772,  # 2,050
-    "commands": 4448,  # 2,300
+    "commands": 4409,  # 2,300
     "recipes": 4482,  # 3,100
     "scaling": 1123,  # part 16
-    "search": 1260,  # part 16
+    "search": 1239,  # part 16
     "plan": 2548,  # 1,800
 }
 
