@@ -36,9 +36,6 @@ class Interval90:
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
 
-    def as_list(self) -> list[float]:
-        return [self.low, self.high]
-
 
 def interval_of(value: float, drawn: np.ndarray) -> Interval90:
     """Return the interval in which LEVEL of the drawn numbers are, with as many below as above it."""
@@ -174,7 +171,7 @@ def _predictable(ladder: Ladder) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RecipeVerdict:
     """Two recipes at one budget: the loss of each at its best size, the difference (second minus first), the probability
     that the first has the lower loss, and the budgets at which the curves cross, each with its interval.
     """
@@ -186,7 +183,7 @@ class Verdict:
     crossings: list[Interval90]
 
 
-def judge_recipes(first: Drawn, second: Drawn, flops: float, reach: float | None) -> Verdict:
+def judge_recipes(first: Drawn, second: Drawn, flops: float, reach: float | None) -> RecipeVerdict:
     """Compare the curves of two recipes, each at the best size for the budget. The draws of the two are independent: the
     noise that equal seeds share is counted twice.
     """
@@ -206,7 +203,7 @@ def judge_recipes(first: Drawn, second: Drawn, flops: float, reach: float | None
         near = [min(found, key=lambda one: abs(np.log(one / crossing))) for found in each if found]
         if len(near) > size / 2:
             crossings.append(interval_of(crossing, np.array(near)))
-    return Verdict(
+    return RecipeVerdict(
         flops,
         (interval_of(fitted[0], one), interval_of(fitted[1], other)),
         interval_of(fitted[1] - fitted[0], differences),

@@ -108,7 +108,8 @@ def sweep_file(name: str, overrides: Sequence[str], cells: dict[str, list[str]],
         key, _, value = override.partition("=")
         options.append({f"override /{key}": value}) if key in known else values.append(override)
     content: dict[str, Any] = {"defaults": options} if options else {}
-    content |= OmegaConf.to_container(OmegaConf.from_dotlist(values), resolve=False)
+    own: Any = OmegaConf.to_container(OmegaConf.from_dotlist(values), resolve=False)
+    content |= own
     content["sweep"] = {"name": name, "baseline": next(iter(cells)), "cells": cells}
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=1_000)
     purpose = "Sizes of one model, each on several numbers of tokens, for a scaling law: titan scale."

@@ -11,7 +11,7 @@ from titan_hydra.plan import predict
 
 from . import bootstrap
 from .afford import Offer
-from .bootstrap import LEVEL, Drawn, Interval90, LeftOut, Verdict
+from .bootstrap import LEVEL, Drawn, Interval90, LeftOut, RecipeVerdict
 from .figures import Target
 from .ladder import SHAPE, brief
 from .measured import MeasuredLadder, describe_ladder
@@ -101,16 +101,16 @@ def prediction_part(name: str, curve: Drawn, size: float, tokens: float, reach: 
     factor = bootstrap.require_reach(curve.fit.ladder, size, tokens, reach)
     loss = curve.predicted(size, tokens)
     value = {"name": name, "parameters": size, "tokens": tokens, "flops": 6 * size * tokens}
-    line = f"{name}: {brief(size)} parameters on {brief(tokens)} tokens: held-out loss {with_interval(loss, '.4f')}; {beyond(factor)}"
+    line = f"{name}: {brief(size)} parameters on {brief(tokens)} tokens: held-out loss {with_interval(loss, '.4f')}; {how_far(factor)}"
     value |= {"loss": around(loss), "factor": factor}
     return ScalePart("predictions", value, [line], ((size, tokens, loss),), several=True)
 
 
-def beyond(factor: float) -> str:
+def how_far(factor: float) -> str:
     return f"{factor:.3g} x beyond the ladder" if factor > 1 else "within the ladder"
 
 
-def verdict_part(names: Sequence[str], verdict: Verdict) -> ScalePart:
+def verdict_part(names: Sequence[str], verdict: RecipeVerdict) -> ScalePart:
     """Return the part about two recipes: their losses at a budget, which wins and how surely, and where they cross."""
     first, second = names
     winner, share = (first, verdict.first_wins) if verdict.first_wins >= 0.5 else (second, 1 - verdict.first_wins)
@@ -140,7 +140,7 @@ def backtest_part(largest: LeftOut, others: Sequence[LeftOut]) -> ScalePart:
     lines = [
         "left out, and predicted: first a run of the largest size, from the smaller sizes; then each from the cells with less compute",
         *table(titles, rows, titles[1:-1]),
-        f"{inside} of {len(others)} are in their interval of {LEVEL:.0%}; the largest size is{'' if largest.inside else ' not'}",
+        f"{inside} of {len(others)} are in their interval of {LEVEL:.0%}, {'and so is' if largest.inside else 'but not'} that of the largest size",
     ]
     value = {"largest": _left_out_json(largest), "draws": [_left_out_json(one) for one in others], "inside": inside}
     return ScalePart("backtest", value, lines)
@@ -166,7 +166,7 @@ def offer_part(name: str, curve: Drawn, offer: Offer, gpus: int, days: float, re
     hours, rate = gpus * days * 24, found.speed.tokens_per_second
     lines = [
         f"{gpus:,} x {found.job.hardware.name} for {days:g} days, {hours:,.0f} GPU-hours:",
-        f"  {model.name} of {brief(offer.parameters)} parameters on {brief(offer.tokens)} tokens, {beyond(factor)}",
+        f"  {model.name} of {brief(offer.parameters)} parameters on {brief(offer.tokens)} tokens, {how_far(factor)}",
         f"  held-out loss {with_interval(loss, '.4f')}, by the law of {name}",
         f"  {rate:,.0f} +-{found.band:.0%} tokens/s/device, {found.peak.gib:.1f} GiB ({found.fits}): the interval does not have this band",
         f"  {shape} steps={offer.tokens / samples:.0f} {offer.row.overrides}",
