@@ -140,7 +140,8 @@ def backtest_part(largest: LeftOut, others: Sequence[LeftOut]) -> ScalePart:
     lines = [
         "left out, and predicted: first a run of the largest size, from the smaller sizes; then each from the cells with less compute",
         *table(titles, rows, titles[1:-1]),
-        f"{inside} of {len(others)} are in their interval of {LEVEL:.0%}, {'and so is' if largest.inside else 'but not'} that of the largest size",
+        f"{inside} of {len(others)} are in their interval of {LEVEL:.0%}, {'and so is' if largest.inside else 'but not'} that "
+        "of the largest size",
     ]
     value = {"largest": _left_out_json(largest), "draws": [_left_out_json(one) for one in others], "inside": inside}
     return ScalePart("backtest", value, lines)
