@@ -57,7 +57,7 @@ class Kubernetes(Executor):
         """Yield a manifest for each shape of cells."""
         from . import submit
 
-        for one, alike in submit.shapes(cells).items():
+        for one, alike in submit.shapes(cells):
             more = f", and {counted(len(alike) - 1, 'more cell')} with other names" if len(alike) > 1 else ""
             yield f"\n--- {alike[0].directory.name}{more}\n{one.text}"
 

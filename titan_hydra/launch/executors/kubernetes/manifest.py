@@ -172,8 +172,8 @@ class Submission:
         container: dict[str, Any] = {
             "name": "ranks",
             "image": cluster.image,
-            # the API replaces $(NAME) in a command by a variable; $$ keeps a shell's own $(...)
-            "command": ["/bin/sh", "-c", script.replace("$(", "$$("), "node"],
+            # the kubelet replaces $(NAME) by a variable, and $$ by $
+            "command": ["/bin/sh", "-c", re.sub(r"\$(?=[$(])", "$$", script), "node"],
             "args": [str(self.directory), str(self.attempt), self.token, self.name],
             "env": self.environment(),
             "resources": self.resources(shape),

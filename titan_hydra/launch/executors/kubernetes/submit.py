@@ -33,7 +33,7 @@ from .manifest import Submission, new_token
 if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
-KINDS = '{.kind} {.metadata.uid}{"\n"}'  # a line for each object that kubectl creates
+KINDS = r'{.kind} {.metadata.uid}{"\n"}'  # a line for each object that kubectl creates
 PATIENCE = 3  # seconds between two questions after a call without an answer
 
 
@@ -43,7 +43,7 @@ def submission_of(cell: Cell, attempt: int, token: str, code: Path, exclude: Ite
     return Submission(cell.job, cell.directory, attempt, token, paths, tuple(exclude))
 
 
-def shapes(cells: list[Cell]) -> dict[Submission, list[Cell]]:
+def shapes(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:
     """Return a manifest for each group of cells whose manifests differ only in names, with the cells. This works without
     kubectl, and writes nothing.
     """
@@ -55,14 +55,14 @@ def shapes(cells: list[Cell]) -> dict[Submission, list[Cell]]:
         key = key.replace(cell.directory.name.rpartition("-")[2], "HASH")
         found.setdefault(key, one)
         alike.setdefault(key, []).append(cell)
-    return {found[key]: alike[key] for key in found}
+    return [(found[key], alike[key]) for key in found]
 
 
 def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
     """Let the API server check a manifest of each shape, as if it were created. It refuses what this user may not do there,
     a namespace or class that does not exist, and what breaks the site's policies and quotas.
     """
-    for one in shapes(cells):
+    for one, _ in shapes(cells):
         try:
             namespace_of(one.cluster).call("create", "--dry-run=server", "--filename=-", text=one.text)
         except KubectlError as error:
