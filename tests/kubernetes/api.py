@@ -71,7 +71,9 @@ class Store:
         with self.lock:
             self.objects.pop((plural, item["metadata"].get("namespace", ""), item["metadata"]["name"]), None)
             for other in self.all("services"):
-                if any(owner["uid"] == item["metadata"]["uid"] for owner in other["metadata"].get("ownerReferences", [])):
+                if any(
+                    owner["uid"] == item["metadata"]["uid"] for owner in other["metadata"].get("ownerReferences", [])
+                ):
                     self.objects.pop(("services", other["metadata"]["namespace"], other["metadata"]["name"]))
 
 
@@ -146,7 +148,11 @@ class Handler(BaseHTTPRequestHandler):
                     and wanted.items() <= item["metadata"].get("labels", {}).items()
                 ]
                 kind = KINDS[plural][1]
-                about = {"apiVersion": group.split("/", 1)[1], "kind": f"{kind}List", "metadata": {"resourceVersion": "1"}}
+                about = {
+                    "apiVersion": group.split("/", 1)[1],
+                    "kind": f"{kind}List",
+                    "metadata": {"resourceVersion": "1"},
+                }
                 return {**about, "items": items}
             key = (plural, namespace or "", name)
             if key not in self.store.objects:

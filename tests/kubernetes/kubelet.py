@@ -118,7 +118,9 @@ class Kubelet(threading.Thread):
             return
         done = {index_of(pod) for pod in pods if phase(pod) == "Succeeded"}
         if len(done) == spec["completions"]:
-            status["conditions"] = [{"type": "Complete", "status": "True", "reason": "CompletionsReached", "message": ""}]
+            status["conditions"] = [
+                {"type": "Complete", "status": "True", "reason": "CompletionsReached", "message": ""}
+            ]
             return
         for index in range(spec["completions"]):
             if index not in done and index not in [index_of(pod) for pod in active]:
@@ -174,7 +176,11 @@ class Kubelet(threading.Thread):
         orphan = meta["ownerReferences"][0]["uid"] not in [job["metadata"]["uid"] for job in self.store.all("jobs")]
         if orphan:
             meta.setdefault("deletionTimestamp", now())
-        if "deletionTimestamp" in meta and phase(pod) in ("Failed", "Succeeded") and (orphan or meta["uid"] in self.counted):
+        if (
+            "deletionTimestamp" in meta
+            and phase(pod) in ("Failed", "Succeeded")
+            and (orphan or meta["uid"] in self.counted)
+        ):
             self.store.remove("pods", pod)
 
     # --- the scheduler and the kubelet -------------------------------------------------------------------------------
@@ -198,7 +204,11 @@ class Kubelet(threading.Thread):
                 container.signal(signal.SIGKILL)
         if (code := container.ended()) is not None and time.monotonic() > (container.killed_at or 0):
             text = container.log.read_text(errors="replace") if code else ""
-            ended = {"exitCode": code, "reason": container.reason or ("Error" if code else "Completed"), "finishedAt": now()}
+            ended = {
+                "exitCode": code,
+                "reason": container.reason or ("Error" if code else "Completed"),
+                "finishedAt": now(),
+            }
             if text:
                 ended["message"] = text[-2048:]
             pod["status"]["containerStatuses"] = [{"name": "ranks", "state": {"terminated": ended}}]
@@ -207,13 +217,21 @@ class Kubelet(threading.Thread):
     def schedule(self, pod: dict) -> bool:
         """Choose a node for a pod. Return False, and write why, if there is none or its container cannot start."""
         spec, status = pod["spec"], pod["status"]
-        claims = [one["persistentVolumeClaim"]["claimName"] for one in spec["volumes"] if "persistentVolumeClaim" in one]
+        claims = [
+            one["persistentVolumeClaim"]["claimName"] for one in spec["volumes"] if "persistentVolumeClaim" in one
+        ]
         there = [claim["metadata"]["name"] for claim in self.store.all("persistentvolumeclaims")]
         missing = [claim for claim in claims if claim not in there]
         wanted = int(spec["containers"][0]["resources"].get("limits", {}).get("nvidia.com/gpu", 0))
         if "nodeName" not in spec:
-            terms = spec.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
-            banned = {node for term in terms.get("nodeSelectorTerms", []) for node in term["matchExpressions"][0]["values"]}
+            terms = (
+                spec.get("affinity", {})
+                .get("nodeAffinity", {})
+                .get("requiredDuringSchedulingIgnoredDuringExecution", {})
+            )
+            banned = {
+                node for term in terms.get("nodeSelectorTerms", []) for node in term["matchExpressions"][0]["values"]
+            }
             free = [node for node, gpus in self.free().items() if gpus >= wanted and node not in banned | self.closed]
             if missing or not free:
                 words = f'persistentvolumeclaim "{missing[0]}" not found' if missing else "Insufficient nvidia.com/gpu"
@@ -225,7 +243,10 @@ class Kubelet(threading.Thread):
             status["conditions"] = [{"type": "PodScheduled", "status": "True"}]
         waits = {}
         if spec["containers"][0]["image"] != IMAGE:
-            waits = {"reason": "ImagePullBackOff", "message": f'Back-off pulling image "{spec["containers"][0]["image"]}"'}
+            waits = {
+                "reason": "ImagePullBackOff",
+                "message": f'Back-off pulling image "{spec["containers"][0]["image"]}"',
+            }
         for source in spec["containers"][0].get("envFrom", []):
             if source["secretRef"]["name"] not in [one["metadata"]["name"] for one in self.store.all("secrets")]:
                 message = f'secret "{source["secretRef"]["name"]}" not found'

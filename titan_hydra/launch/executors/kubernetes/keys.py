@@ -66,7 +66,7 @@ class KubernetesCluster(Cluster):
     resources: dict[str, Any] = key(
         dict, "further resources of a pod, such as {rdma/ib: 8, ephemeral-storage: 100Gi}", ANY, identity=False
     )
-    node_selector: dict[str, str] = key(dict, "labels that nodes must have", VALUE, identity=False)
+    node_selector: dict[str, str] = key(dict, "labels that nodes must have", ANY, identity=False)
     tolerations: list[str] = key(
         list, "taints of nodes that are tolerated, as KEY=VALUE:NoSchedule", TAINT, identity=False
     )

@@ -9,7 +9,7 @@ from titan_hydra.config.fault import Fault
 from titan_hydra.config.ranges import Text
 from titan_hydra.config.schema import Job
 
-from .keys import QUALIFIED, QUANTITY, SUBDOMAIN, KubernetesCluster
+from .keys import QUALIFIED, QUANTITY, SUBDOMAIN, VALUE, KubernetesCluster
 
 VARIABLE = Text("the name of an environment variable (letters, digits and _)", r"[A-Za-z_][A-Za-z0-9_]*")
 # fields of a pod's spec that other keys set, or that the launcher needs, each with the key that sets it
@@ -46,7 +46,7 @@ def faults(job: Job) -> Iterator[Fault]:
 
 
 def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
-    """The names in tables are names that the API accepts."""
+    """The names in tables, and the values of labels, are such that the API accepts them."""
     tables: tuple[tuple[str, Text], ...] = (
         ("environment", VARIABLE),
         ("volumes", SUBDOMAIN),
@@ -57,6 +57,9 @@ def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
         for name in getattr(cluster, key):
             if reason := names.objection(str(name)):
                 yield Fault(f"cluster.{key}", name, reason)
+    for name, value in cluster.node_selector.items():
+        if reason := VALUE.objection(value):
+            yield Fault("cluster.node_selector", f"{name}: {value}", reason)
 
 
 def resources_are_quantities(cluster: KubernetesCluster) -> Iterator[Fault]:
