@@ -165,8 +165,8 @@ def test_the_package_consists_of_these_rooms():
 
 
 # Folders of tests that do not belong to one room: tests of verify, which are the acceptance matrix; tests of all rooms
-# on a CUDA device, and on a pretended one; tests on a real SLURM.
-OTHER_TESTS = {"equivalence", "gpu", "pretended_cuda", "slurm"}
+# on a CUDA device, and on a pretended one; tests on a real SLURM, and on a stand-in for Kubernetes.
+OTHER_TESTS = {"equivalence", "gpu", "kubernetes", "pretended_cuda", "slurm"}
 
 
 def test_the_tests_of_a_room_stand_in_its_folder():
@@ -175,13 +175,20 @@ def test_the_tests_of_a_room_stand_in_its_folder():
     assert folders == (set(ALLOWED) - {"verify"}) | OTHER_TESTS
 
 
-def test_what_slurm_calls_things_is_known_in_its_folder_alone():
-    """Only the SLURM executor's folder contains SLURM's names, except the name of a file in layout.py. No file compares
-    an executor's name.
+WORDS = {  # of each executor for a cluster: names that only its folder may contain
+    "slurm": r"squeue|sacct|scancel|scontrol|sinfo|srun|sbatch(?!\.sh)|SLURM_|[\"']slurm[\"']",
+    "kubernetes": r"kubectl|\bpods?\b|[Kk]ueue|kubernetes\.io|batch/v1|DisruptionTarget|[\"']kubernetes[\"']",
+}
+
+
+@pytest.mark.parametrize("executor", WORDS)
+def test_what_a_cluster_calls_things_is_known_in_its_folder_alone(executor):
+    """Only an executor's folder contains the names of its scheduler, except the name of a file in layout.py and the list of
+    executors. No file compares an executor's name.
     """
-    words = re.compile(r"squeue|sacct|scancel|scontrol|sinfo|srun|sbatch(?!\.sh)|SLURM_|executor [!=]=|[\"']slurm[\"']")
+    words, folder = re.compile(rf"{WORDS[executor]}|executor [!=]=|executors\.{executor}"), PACKAGE / "launch/executors"
     for file in PACKAGE.rglob("*.py"):
-        if not file.is_relative_to(PACKAGE / "launch/executors/slurm"):
+        if not file.is_relative_to(folder / executor) and file != folder / "__init__.py":
             assert not words.search(file.read_text()), file
 
 

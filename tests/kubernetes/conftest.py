@@ -3,6 +3,7 @@ server (api.py) and for controller, scheduler and kubelet (kubelet.py). The rank
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -109,6 +110,8 @@ def missing_programs() -> str | None:
     """Return what this machine lacks for these tests."""
     if not shutil.which("kubectl"):
         return "no kubectl: apt-get install --no-install-recommends kubernetes-client"
+    if importlib.util.find_spec("kubernetes_validate") is None:
+        return "no kubernetes-validate: pip install -e '.[test]'"
     if subprocess.run(UNSHARE, capture_output=True).returncode:
         return "needs root, and a kernel that allows unshare"
     return None

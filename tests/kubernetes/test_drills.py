@@ -2,19 +2,9 @@
 
 import json
 import re
-import time
-
-import pytest
 
 from .kubelet import IMAGE
 
-STEPS, INTERVAL = 40, 10
-# A step takes a tenth of a second, most of it asleep, so that there is time to disturb it.
-SLOW = """
-import time
-update = trainer.Trainer.update
-trainer.Trainer.update = lambda self, *given: time.sleep(0.1) or update(self, *given)
-"""
 TWO = ("gpus=2", "cluster.gpus_per_node=1")
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -18,6 +17,7 @@ from titan_hydra.job.freeze import freeze
 from titan_hydra.launch.executors.kubernetes.manifest import LONGEST, Submission, toleration
 from titan_hydra.runs import rundir
 
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
 VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
 BASE = (
     "cluster=kubernetes",

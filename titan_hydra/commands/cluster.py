@@ -147,7 +147,7 @@ def cell_on(args: argparse.Namespace, nodes: int, steps: int) -> Cell:
 def reason_of_run(cell: Cell) -> str:
     """Train a run to its end. Return why it did not come there; "" if it did."""
     dispatch.begin([cell])
-    return "" if (state := rundir.state(cell.directory)).kind == "done" else words_of(state)
+    return "" if (state := rundir.state(cell.directory)).kind == "done" else in_short(state)
 
 
 def reason_of_stop(cell: Cell) -> str:
@@ -156,10 +156,10 @@ def reason_of_stop(cell: Cell) -> str:
     for _ in range(2):
         dispatch.begin([cell])
         cell.job.launch.force = False  # the second start goes on
-        while (state := rundir.state(cell.directory)).active and step_of(cell, state) <= before + 1:
+        while (state := rundir.state(cell.directory)).active and last_step(cell, state) <= before + 1:
             time.sleep(POLL)
         if not state.active:
-            return words_of(state)
+            return in_short(state)
         rows, _ = view.look([RunCell(cell.directory.name, cell.directory, cell.overrides)])
         if reasons := list(executor_named(cell.job.cluster.executor).cancel(rows, False)):
             return str(reasons[0])
@@ -167,18 +167,20 @@ def reason_of_stop(cell: Cell) -> str:
             time.sleep(POLL)
         newest = checkpoints.newest(layout.CHECKPOINTS.of(cell.directory))
         saved = checkpoints.step_of(newest) if newest else 0
-        if state.kind != "interrupted" or saved != step_of(cell, state):
-            return f"{words_of(state)} after step {step_of(cell, state)}, and its newest checkpoint is of step {saved}"
+        if state.kind != "interrupted" or saved != last_step(cell, state):
+            return (
+                f"{in_short(state)} after step {last_step(cell, state)}, and its newest checkpoint is of step {saved}"
+            )
         before = saved
     return ""
 
 
-def step_of(cell: Cell, state: State) -> int:
+def last_step(cell: Cell, state: State) -> int:
     """Return the last step that is done in the newest attempt of a run; 0 before its first."""
     step: int = layout.STATUS.read(layout.ATTEMPT.of(cell.directory, state.attempt)).get("step", 0)
     return step
 
 
-def words_of(state: State) -> str:
+def in_short(state: State) -> str:
     """Return a phrase for a state: its failure, or its kind."""
     return state.failure.line if state.failure else f"{state.kind} {state.refused}".strip()

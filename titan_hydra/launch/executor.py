@@ -87,5 +87,5 @@ class Site:
     """
 
     program: str
-    add_arguments: Callable[[argparse._ArgumentGroup], None]
+    add_arguments: Callable[[Any], None]
     option: Callable[[argparse.Namespace], SiteOption]

@@ -65,7 +65,7 @@ class Kubernetes(Executor):
         """Submit every cell that is to be started. With launch.wait, follow the cells until they have ended."""
         from . import submit
 
-        return submit.run(cells, folder)
+        return submit.submit_and_follow(cells, folder)
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
         """Ask about the Jobs of these runs, once for each namespace."""

@@ -51,7 +51,7 @@ class NodeType:
     taints: tuple[str, ...]
 
 
-def add_context(group: argparse._ArgumentGroup) -> None:
+def add_context(group: Any) -> None:
     group.add_argument("--context", help="a context of kubectl's configuration (default: the current one)")
     group.add_argument("--namespace", help="the namespace of the Jobs (default: that of the context)")
     group.add_argument("--image", help="the container image of the pods")

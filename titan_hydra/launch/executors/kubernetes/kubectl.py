@@ -144,7 +144,7 @@ def jobs_in(items: list[dict[str, Any]]) -> Iterable[KubernetesJob]:
             yield job_of_item(item, token, pods.pop(token, []))
     for token, some in pods.items():
         if live := [pod for pod in some if pod.phase in LIVE]:
-            yield KubernetesJob(names[token], "Ending", nodes=nodes_of(live), token=token, pods=tuple(some))
+            yield KubernetesJob(names[token], "Ending", nodes=node_names(live), token=token, pods=tuple(some))
 
 
 def job_of_item(item: dict[str, Any], token: str, pods: list[PodState]) -> KubernetesJob:
@@ -171,7 +171,7 @@ def job_of_item(item: dict[str, Any], token: str, pods: list[PodState]) -> Kuber
         item["metadata"]["name"],
         state,
         reason,
-        nodes_of(live),
+        node_names(live),
         status.get("startTime", ""),
         token,
         message,
@@ -179,7 +179,7 @@ def job_of_item(item: dict[str, Any], token: str, pods: list[PodState]) -> Kuber
     )
 
 
-def nodes_of(pods: list[PodState]) -> str:
+def node_names(pods: list[PodState]) -> str:
     """Return the names of the nodes of pods, joined by commas."""
     return ",".join(dict.fromkeys(pod.node for pod in pods if pod.node))
 

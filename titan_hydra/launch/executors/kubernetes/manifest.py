@@ -41,6 +41,17 @@ exit "$status"
 """
 
 
+class ManifestDumper(yaml.SafeDumper):
+    """Writes texts so that kubectl reads them as texts: its parser takes 76832e12 for a number, and y for true."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in data else "'" if re.match(r"[-+.]?\d|[yYnN]$", data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+ManifestDumper.add_representer(str, ManifestDumper.represent_str)
+
+
 @dataclass(frozen=True)
 class PodShape:
     """How the ranks of a run are divided over pods."""
@@ -102,7 +113,7 @@ class Submission:
     @property
     def text(self) -> str:
         """The manifest as YAML."""
-        return yaml.safe_dump_all(self.objects, sort_keys=False, width=120)
+        return yaml.dump_all(self.objects, Dumper=ManifestDumper, sort_keys=False, width=120)
 
     def job_spec(self) -> dict[str, Any]:
         """Return the Job's spec. A pod that was asked to stop, or that the cluster takes away, is started again; any other

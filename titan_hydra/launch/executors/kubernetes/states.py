@@ -82,11 +82,12 @@ def cause(attempt: Path, end: dict[str, Any]) -> Failure | None:
     }
     failed = end.get("state") == "Failed"
     return guilty(
-        attempt, Outside(verdict(attempt, end) if failed else None, ranks, otherwise(attempt, end) if failed else None)
+        attempt,
+        Outside(cause_outside(attempt, end) if failed else None, ranks, otherwise(attempt, end) if failed else None),
     )
 
 
-def verdict(attempt: Path, end: dict[str, Any]) -> Failure | None:
+def cause_outside(attempt: Path, end: dict[str, Any]) -> Failure | None:
     """Return the failure that the Job's own reason or the end of a pod names; None if the ranks must name it."""
     if layout.SPENT.of(attempt).exists():
         line = "asked to stop or lost again, and cluster.max_requeues is reached"

@@ -69,7 +69,7 @@ def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
             yield Fault("cluster.namespace", one.cluster.namespace, str(error))
 
 
-def run(cells: list[Cell], folder: Path | None) -> int:
+def submit_and_follow(cells: list[Cell], folder: Path | None) -> int:
     """Submit every cell that is to be started, and print how to follow the cells. With launch.wait, follow them here.
     Return the exit status.
     """

@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.launch.executor import Site, SiteOption
@@ -43,7 +44,7 @@ class Partition:
     minutes: int | None  # smallest time limit of the site; None if there is none
 
 
-def add_partition(group: argparse._ArgumentGroup) -> None:
+def add_partition(group: Any) -> None:
     group.add_argument(
         "--partition", help="a partition (default: SLURM's default partition, else the one with most GPUs)"
     )
