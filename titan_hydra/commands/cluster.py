@@ -19,7 +19,7 @@ from titan_hydra.config.files import CONF, write_text
 from titan_hydra.config.registry import EXECUTORS, executor_named, resolve
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
-from titan_hydra.launch.executor import Site
+from titan_hydra.launch.executor import ClusterSite
 from titan_hydra.runs import checkpoints, layout, rundir, view
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.rundir import State
@@ -28,7 +28,7 @@ POLL = 1  # seconds between two looks at a run
 ENDLESS = 1_000_000  # steps of a run that is stopped
 
 
-def sites() -> dict[str, Site]:
+def sites() -> dict[str, ClusterSite]:
     """Return the sites of all executors that have one, by the executor's name."""
     return {name: resolve(kind.site) for name, kind in EXECUTORS.items() if kind.site}
 

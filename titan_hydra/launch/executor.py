@@ -81,7 +81,7 @@ class SiteOption:
 
 
 @dataclass(frozen=True)
-class Site:
+class ClusterSite:
     """How `titan cluster init` finds out about the site of an executor. `program` is the program that it asks: if that is
     on this machine, the executor is the default. `add_arguments` adds the options of the command, and `option` asks.
     """

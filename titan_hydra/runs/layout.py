@@ -154,8 +154,8 @@ MEETINGS = Entry("meetings/", GROUPS, "files by which the groups find each other
 TENSORBOARD = Entry("tensorboard/", FIRST, "copies of the rows")
 WANDB = Entry("wandb/", FIRST, "copies of the rows")
 ATTEMPT = Entry("attempts/<n>/", "", "one start of the run:")
-OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, ENV, SBATCH, JOB_FILE, METRICS, EVENTS, RESULT, CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA,
-          MEETINGS, TENSORBOARD, WANDB, ATTEMPT)
+OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, ENV, SBATCH, JOB_FILE, METRICS, EVENTS, RESULT,
+          CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA, MEETINGS, TENSORBOARD, WANDB, ATTEMPT)
 
 CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, its executor, where it runs, its job", (SUBMITTER, OWNER))
 RANKS = Entry("ranks.json", LOCAL, "processes, exit statuses, when each ended", Fields(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.launch.executor import Site, SiteOption
+from titan_hydra.launch.executor import ClusterSite, SiteOption
 from titan_hydra.launch.executors.devices import device_memory, hardware
 
 from .keys import KubernetesCluster
@@ -142,4 +142,4 @@ def text_of(name: str, place: Namespace, node: NodeType, nodes: int, image: str 
     )
 
 
-SITE = Site("kubectl", add_context, option_of_context)
+SITE = ClusterSite("kubectl", add_context, option_of_context)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.launch.executor import Site, SiteOption
+from titan_hydra.launch.executor import ClusterSite, SiteOption
 from titan_hydra.launch.executors.devices import device_memory, hardware
 
 from . import squeue
@@ -69,7 +69,7 @@ def option_of_partition(args: argparse.Namespace) -> SiteOption:
     return SiteOption(cluster, lambda name: file_text(chosen, name, cluster), chosen.gpus, note)
 
 
-SITE = Site("sinfo", add_partition, option_of_partition)
+SITE = ClusterSite("sinfo", add_partition, option_of_partition)
 
 
 def partitions(listing: str) -> Iterable[Partition]:
