@@ -21,6 +21,7 @@ from . import kubectl, states
 from .keys import KubernetesCluster
 
 if TYPE_CHECKING:
+    from titan_hydra.launch.attach import Interrupts
     from titan_hydra.launch.cell import Cell
 
 
@@ -66,6 +67,12 @@ class Kubernetes(Executor):
         from . import submit
 
         return submit.submit_and_follow(cells, folder)
+
+    def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
+        """Submit one cell of a search, without a table."""
+        from . import submit
+
+        submit.submit_cells([(cell, rundir.state(cell.directory))], interrupts)
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
         """Ask about the Jobs of these runs, once for each namespace."""
