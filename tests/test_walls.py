@@ -165,8 +165,8 @@ def test_the_package_consists_of_these_rooms():
 
 
 # Folders of tests that do not belong to one room: tests of verify, which are the acceptance matrix; tests of all rooms
-# on a CUDA device, and on a pretended one; tests on a real SLURM.
-OTHER_TESTS = {"equivalence", "gpu", "pretended_cuda", "slurm"}
+# on a CUDA device, and on a pretended one; tests on a real SLURM, and on a stand-in for Kubernetes.
+OTHER_TESTS = {"equivalence", "gpu", "kubernetes", "pretended_cuda", "slurm"}
 
 
 def test_the_tests_of_a_room_stand_in_its_folder():
@@ -175,13 +175,20 @@ def test_the_tests_of_a_room_stand_in_its_folder():
     assert folders == (set(ALLOWED) - {"verify"}) | OTHER_TESTS
 
 
-def test_what_slurm_calls_things_is_known_in_its_folder_alone():
-    """Only the SLURM executor's folder contains SLURM's names, except the name of a file in layout.py. No file compares
-    an executor's name.
+WORDS = {  # of each executor for a cluster: names that only its folder may contain
+    "slurm": r"squeue|sacct|scancel|scontrol|sinfo|srun|sbatch(?!\.sh)|SLURM_|[\"']slurm[\"']",
+    "kubernetes": r"kubectl|\bpods?\b|[Kk]ueue|kubernetes\.io|batch/v1|DisruptionTarget|[\"']kubernetes[\"']",
+}
+
+
+@pytest.mark.parametrize("executor", WORDS)
+def test_what_a_cluster_calls_things_is_known_in_its_folder_alone(executor):
+    """Only an executor's folder contains the names of its scheduler, except the name of a file in layout.py and the list of
+    executors. No file compares an executor's name.
     """
-    words = re.compile(r"squeue|sacct|scancel|scontrol|sinfo|srun|sbatch(?!\.sh)|SLURM_|executor [!=]=|[\"']slurm[\"']")
+    words, folder = re.compile(rf"{WORDS[executor]}|executor [!=]=|executors\.{executor}"), PACKAGE / "launch/executors"
     for file in PACKAGE.rglob("*.py"):
-        if not file.is_relative_to(PACKAGE / "launch/executors/slurm"):
+        if not file.is_relative_to(folder / executor) and file != folder / "__init__.py":
             assert not words.search(file.read_text()), file
 
 
@@ -363,10 +370,10 @@ def test_public_names_are_unique():
 # of its own that gives the reason. The second number is what part 13 plans; the lines beyond it are to be removed.
 LINES = {
     "base": 735,  # 520
-    "config": 5733,  # 3,200
+    "config": 5735,  # 3,200
     "job": 647,  # 720
     "models": 1838,  # 1,800
-    "runs": 2459,  # 2,100
+    "runs": 2470,  # 2,100
     "kernels": 1345,  # 900
     "parallel": 2751,  # 2,450
     "data": 1580,  # 1,450
@@ -375,9 +382,9 @@ LINES = {
     "train": 1593,  # 1,550
     "fault_tolerance": 1159,  # 600
     "verify": 4804,  # 2,000
-    "launch": 3779,  # 1,950
+    "launch": 5297,  # 1,950
     "report": 2772,  # 2,050
-    "commands": 4409,  # 2,300
+    "commands": 4595,  # 2,300
     "recipes": 4482,  # 3,100
     "scaling": 1123,  # part 16
     "search": 1239,  # part 16

@@ -48,8 +48,8 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "copy what runs recorded to wandb or TensorBoard; --send: send wandb's offline files",
     ),
     "cluster": (
-        "titan_hydra.launch.executors.slurm.init",
-        "init: write conf/cluster/NAME.yaml for the SLURM of this login node",
+        "titan_hydra.commands.cluster",
+        "init: write conf/cluster/NAME.yaml for the cluster of this machine; check: what works there, on two nodes",
     ),
     "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),
     "certify": (

@@ -191,13 +191,14 @@ class Cluster:
     name: str = key("local", "name of the option of conf/cluster", NAME, identity=False)
     executor: str = key(
         "local",
-        "what starts the ranks. inline: one rank in this process (pdb works); local: a process per rank; slurm: jobs of a cluster",
+        "what starts the ranks. inline: one rank in this process (pdb works); local: a process per rank; "
+        "slurm, kubernetes: jobs of a cluster",
         identity=False,
         choices=Names(EXECUTORS),
     )
     gpus_per_node: int | None = key(
         None,
-        "number of devices in a node; null: the devices of this machine are counted (not for slurm)",
+        "number of devices in a node; null: the devices of this machine are counted (only for inline and local)",
         Interval(1, 1024),
         identity=False,
     )
@@ -306,7 +307,7 @@ class Launch:
     retry: str = key(
         "none", "which failed cells to run again", identity=False, choices=("none", "failed", "oom", "node", "all")
     )
-    wait: bool = key(False, "slurm: stay attached until the jobs end", identity=False)
+    wait: bool = key(False, "slurm, kubernetes: stay attached until the jobs end", identity=False)
     packed: bool = key(False, "slurm: run all cells one after another in one allocation", identity=False)
     max_gpu_hours: float | None = key(
         None, "refuse to start cells that together could need more GPU-hours than this", POSITIVE, identity=False

@@ -188,6 +188,7 @@ class ExecutorKind:
     single: bool = False  # whether the executor runs a single rank, in the process of launch.py
     faults: Reference | None = None  # (Job) -> the faults of the executor's keys; imports no torch
     elastic: bool = False  # whether each start of a job may be given another number of nodes (`elastic`)
+    site: Reference | None = None  # a titan_hydra.launch.executor.ClusterSite, for `titan cluster init`
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,3 +68,24 @@ class Executor(ABC):
     def hint(self, job: Job, failure: Failure) -> str:
         """Return overrides of the executor's own keys that may prevent such a failure; "" if there are none."""
         return ""
+
+
+@dataclass(frozen=True)
+class SiteOption:
+    """An option of conf/cluster for a site."""
+
+    name: str  # the site's own name, from which the option's default name is made
+    text: Callable[[str], str]  # the text of the file for an option's name
+    gpus: int  # devices of a node
+    note: str = ""  # a line about what else could be chosen
+
+
+@dataclass(frozen=True)
+class ClusterSite:
+    """How `titan cluster init` finds out about the site of an executor. `program` is the program that it asks: if that is
+    on this machine, the executor is the default. `add_arguments` adds the options of the command, and `option` asks.
+    """
+
+    program: str
+    add_arguments: Callable[[Any], None]
+    option: Callable[[argparse.Namespace], SiteOption]

@@ -50,14 +50,15 @@ class Place:
     local_ranks: int = 1
     torchrun: bool = False  # whether torchrun started this process, and its variables give the rendezvous
     job: str = ""  # the id of the executor's job in attempt.json; such a job runs the ranks of one replica group
+    host: str = ""  # the name under which other hosts find rank 0; "": the host name of its machine
 
     @classmethod
-    def of(cls, variables: Sequence[str], torchrun: bool = False, job: str = "") -> Place:
+    def of(cls, variables: Sequence[str], torchrun: bool = False, job: str = "", host: str = "") -> Place:
         """Read a place from four environment variables: rank, number of ranks, rank on this host, ranks on this host."""
         rank, ranks, local_rank, local_ranks = (
             int(os.environ.get(name, value)) for name, value in zip(variables, "0101", strict=True)
         )
-        return cls(rank, ranks, local_rank, local_ranks, torchrun, job)
+        return cls(rank, ranks, local_rank, local_ranks, torchrun, job, host)
 
 
 ALONE = Place()
@@ -161,7 +162,9 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     if place.rank == 0:
         print("loading torch", flush=True)  # importing torch takes seconds, and longer on a busy machine
     here = place.local_ranks >= group.ranks and (job.fault_tolerance.name == "off" or not submission)
-    store = _rendezvous(layout.RENDEZVOUS.of(attempt), group, "127.0.0.1" if here else socket.gethostname())
+    store = _rendezvous(
+        layout.RENDEZVOUS.of(attempt), group, "127.0.0.1" if here else place.host or socket.gethostname()
+    )
 
     run = Run(home, attempt, group.rank, place.local_rank, group.ranks, store, replica, submission)
     if job.comm.name == "fake":

@@ -111,7 +111,7 @@ ERROR = Fields({"type": str, "message": str, "traceback": str, "time": Moment, "
 OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": str, "token": None, "packed": bool, "slurm_state": str | None,
                                                       "refused": str})
 SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {
-    "token": str, "index": int, "cluster": str})
+    "token": str, "index": int, "cluster": str, "namespace": str, "end": dict})
 OPERATION = {"group": str, "seq": int, "op": str, "time": float}
 LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks", "local launcher", "batch script", "replica groups"
 
@@ -126,6 +126,7 @@ OVERRIDES = Entry("overrides.txt", LAUNCHER, "the overrides that were typed, a l
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt's folder has such a file too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "versions": dict[str, str], "host": str, "platform": str}))
 SBATCH = Entry("sbatch.sh", LAUNCHER, "the batch script that was submitted")
+JOB_FILE = Entry("job.yaml", LAUNCHER, "the job that was submitted, if it is no batch script")
 METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](metrics.md)", Fields(
     {"step": int, "loss": NUMBER}, dict.fromkeys(("loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib",
                                                   "memory_reserved_gib", "step_seconds", "data_seconds", "tokens_seen"), NUMBER)))
@@ -153,8 +154,8 @@ MEETINGS = Entry("meetings/", GROUPS, "files by which the groups find each other
 TENSORBOARD = Entry("tensorboard/", FIRST, "copies of the rows")
 WANDB = Entry("wandb/", FIRST, "copies of the rows")
 ATTEMPT = Entry("attempts/<n>/", "", "one start of the run:")
-OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, ENV, SBATCH, METRICS, EVENTS, RESULT, CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA,
-          MEETINGS, TENSORBOARD, WANDB, ATTEMPT)
+OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, ENV, SBATCH, JOB_FILE, METRICS, EVENTS, RESULT,
+          CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA, MEETINGS, TENSORBOARD, WANDB, ATTEMPT)
 
 CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, its executor, where it runs, its job", (SUBMITTER, OWNER))
 RANKS = Entry("ranks.json", LOCAL, "processes, exit statuses, when each ended", Fields(
@@ -181,8 +182,12 @@ EXIT = Entry("exit", SCRIPT, "a mark: the ranks' exit status")
 STOPPED = Entry("stopped", EVERY, "how a stop came: the ranks agreed, or one was blocked")
 CANCELLED = Entry("cancelled", "`titan cancel`", "a mark: who cancelled, and when", Fields({}, {"by": str, "time": Moment}))
 SPENT = Entry("requeues_spent", SCRIPT, "a mark: no requeue is left")
+NODE = Entry("node_<n>.json", "node n", "the process that started the ranks of a node, and how they ended", Fields(
+    {}, PROCESS | {"name": str, "node": str, "ranks": Each(Fields({}, ENDED), named=True), "exit_status": int, "asked": bool}))
+NODES = Entry("nodes.json", "node 0", "the nodes whose ranks run in the attempt, and whether one was replaced", Fields(
+    {"names": list[str]}, {"replaced": str}))
 OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, JOB_LOG, OWN_JOB, EXIT,
-              STOPPED, CANCELLED, SPENT)
+              STOPPED, CANCELLED, SPENT, NODE, NODES)
 
 SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")
 SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", Fields(

@@ -55,7 +55,7 @@ class State:
     host: str | None = None  # where the run runs: a host, or a list of nodes
     job: QueuedJob | None = None  # its job in the executor's queue
     damage: str = ""  # if the run is damaged: which of its files cannot be read
-    refused: str = ""  # if the run is not submitted: why the executor has refused it
+    refused: str = ""  # if the run is not submitted or interrupted: why its executor has refused or dropped it
     groups: tuple[State, ...] = ()  # states of replica groups that are separate jobs, each with its own attempts
 
     @property
@@ -237,6 +237,12 @@ def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: 
             continue  # a job of an earlier submission, which was requeued after its end, has claimed this attempt first
         claimed.append(attempt)
     return claimed
+
+
+def claim_next(directory: Path, number: int, owner: dict[str, Any]) -> None:
+    """Create the attempt with which a submitted job goes on, from attempt.json of the attempt before, unless it exists."""
+    past = ("pid", "host", "born", "started", "ended", "end")
+    _rename_into(directory, number, {key: value for key, value in owner.items() if key not in past})
 
 
 def _rename_into(directory: Path, number: int, owner: dict[str, Any]) -> Path | None:

@@ -57,7 +57,7 @@ def stretches_of(directory: Path) -> list[Stretch]:
         words = layout_in_words(event)
         if not merged or merged[-1][0] != words:
             merged.append((words, event["gpus"], event["step"]))
-    ends = [*(before for _, _, before in merged[1:]), last]
+    ends = [*(before for _, _, before in merged[1:]), last][: len(merged)]
     found = []
     for (words, gpus, before), end in zip(merged, ends, strict=True):
         rates = [

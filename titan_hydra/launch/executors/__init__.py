@@ -1,4 +1,4 @@
-"""Executors, which start ranks: in this process, as processes of this machine, or as jobs of a SLURM cluster. Each is
+"""Executors, which start ranks: in this process, as processes of this machine, or as jobs of a cluster. Each is
 registered in the same way as a user's executor in a module of `train.imports`.
 """
 
@@ -8,4 +8,5 @@ from titan_hydra.config.registry import ExecutorKind, register
 
 register(ExecutorKind("inline", f"{__package__}.local:Inline", single=True))
 register(ExecutorKind("local", f"{__package__}.local:Processes"))
-importlib.import_module(f"{__package__}.slurm")
+for _folder in ("slurm", "kubernetes"):
+    importlib.import_module(f"{__package__}.{_folder}")

@@ -12,5 +12,6 @@ register(
         here=False,
         faults=f"{__package__}.rules:faults",
         elastic=True,
+        site=f"{__package__}.init:SITE",
     )
 )

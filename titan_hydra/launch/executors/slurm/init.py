@@ -1,25 +1,20 @@
-"""`titan cluster init [NAME]`: write a file of conf/cluster for the SLURM cluster of this login node, from sinfo's list
-of partitions with GPUs.
-"""
+"""What `titan cluster init` writes for the SLURM cluster of this login node, from sinfo's list of partitions with GPUs."""
 
 import argparse
 import re
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
-from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config.describe import option_files
-from titan_hydra.config.files import CONF, write_text
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.launch.executor import ClusterSite, SiteOption
+from titan_hydra.launch.executors.devices import device_memory, hardware
 
 from . import squeue
 from .keys import SlurmCluster
 from .limits import limits_of
 
 FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, number of nodes, a node's cores and MiB, time limit
-# GiB of device memory by the GPU's name
-DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, "l4": 24, "mi300x": 192}
 FILE = """\
 # {cluster}, partition {partition}: {nodes} node{s} of {gpus} {kind} GPU{p}, as sinfo had it; see docs/slurm.md.
 name: {name}
@@ -49,28 +44,14 @@ class Partition:
     minutes: int | None  # smallest time limit of the site; None if there is none
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="action", required=True, metavar="init")
-    init = commands.add_parser(
-        "init",
-        prog="titan cluster init",
-        help="write conf/cluster/NAME.yaml from sinfo",
-        description="Write conf/cluster/NAME.yaml from what sinfo reports about the partitions with GPUs.",
-    )
-    init.add_argument("name", nargs="?", help="the NAME of cluster=NAME (default: the cluster's name in SLURM)")
-    init.add_argument(
+def add_partition(group: Any) -> None:
+    group.add_argument(
         "--partition", help="a partition (default: SLURM's default partition, else the one with most GPUs)"
     )
-    # conf/ of the project in the current folder, if there is one
-    conf = Path("conf") if Path("conf").is_dir() else CONF
-    init.add_argument(
-        "--folder", type=Path, default=conf / "cluster", help="folder of the file (default: conf/cluster)"
-    )
-    init.add_argument("--force", action="store_true", help="replace an existing file")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Write the file, print it, and suggest a command that tries it."""
+def option_of_partition(args: argparse.Namespace) -> SiteOption:
+    """Return the option for the chosen partition. Raises ConfigError if sinfo does not answer."""
     listing = squeue.call("sinfo", "--noheader", f"--format={FIELDS}")
     if listing is None:
         raise ConfigError(
@@ -81,26 +62,14 @@ def main(args: argparse.Namespace) -> int:
     walls = [limit.minutes for limit in limits_of(SlurmCluster(partition=chosen.name)) if limit.minutes is not None]
     chosen = replace(chosen, minutes=min(walls, default=chosen.minutes))
     cluster = squeue.setting("ClusterName") or "mysite"
-    name = args.name or re.sub(r"\W+", "_", cluster)
-    if not re.fullmatch(r"\w[\w-]*", name):
-        raise ConfigError(f"{name}: cannot be typed as cluster=NAME; letters, digits, _ and - can")
-    file = args.folder / f"{name}.yaml"
-    if file.exists() and not args.force:
-        raise ConfigError(f"{file}: already exists; choose another name, or --force to replace it")
-    try:
-        args.folder.mkdir(parents=True, exist_ok=True)
-        write_text(file, text := file_text(chosen, name, cluster))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
-    print(f"{file}:\n\n{text}")
-    others = sorted({partition.name for partition in found} - {chosen.name})
-    if others:
-        print(f"other partitions with GPUs: {', '.join(others)} (--partition, or cluster.partition= for a single run)")
-    folder = args.folder.resolve()
-    known = ((CONF / "cluster").resolve(), Path("conf/cluster").resolve())
-    where = "" if folder in known else f"--config-dir {shlex.quote(str(folder.parent))} "
-    print(f"look at it, then try: python launch.py {where}cluster={name} gpus={chosen.gpus} launch.mode=dry")
-    return Exit.DONE
+    others = ", ".join(sorted({partition.name for partition in found} - {chosen.name}))
+    note = (
+        f"other partitions with GPUs: {others} (--partition, or cluster.partition= for a single run)" if others else ""
+    )
+    return SiteOption(cluster, lambda name: file_text(chosen, name, cluster), chosen.gpus, note)
+
+
+SITE = ClusterSite("sinfo", add_partition, option_of_partition)
 
 
 def partitions(listing: str) -> Iterable[Partition]:
@@ -128,22 +97,6 @@ def gpus_of(gres: str) -> tuple[str, int]:
     found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))??(?::(\d+))?(?=[(,]|$)", gres)
     kinds = {kind for kind, _ in found if kind}
     return "+".join(sorted(kinds)), sum(int(number or 1) for _, number in found)
-
-
-def device_memory(kind: str) -> int | None:
-    """Return the GiB of a GPU's memory if its name implies it, as in `h100`, `nvidia_h200`, `a100_80gb`; else None."""
-    if found := re.search(r"(\d+)gb", kind.lower()):
-        return int(found[1])
-    return next((DEVICE_MEMORY[word] for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in DEVICE_MEMORY), None)
-
-
-def hardware(kind: str) -> str:
-    """Return YAML lines that choose the GPU's preset in conf/hardware; "" if its name implies no memory or preset."""
-    if device_memory(kind) is None or re.search(r"[+.]", kind):  # several kinds of GPU, or a part of one
-        return ""
-    known = {file.stem for file in option_files("hardware")}
-    found = next((word for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in known), None)
-    return f"defaults:\n  - override /hardware@_global_.hardware: {found}\n" if found else ""
 
 
 def choose_partition(found: list[Partition], wanted: str | None) -> Partition:

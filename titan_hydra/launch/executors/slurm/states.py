@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import Exit
+from titan_hydra.launch.executors.queued import being_submitted
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.queue import Queue
-from titan_hydra.runs.records import alive
 from titan_hydra.runs.run import homes_of, newest_attempt
-from titan_hydra.runs.rundir import SILENCE, State
+from titan_hydra.runs.rundir import State
 
 from . import accounting, squeue
 
@@ -103,12 +102,3 @@ def _has_ended(attempt: Path) -> bool:
         return layout.EXIT.of(attempt).read_text().strip() != str(int(Exit.REQUEUED))
     except OSError:
         return False
-
-
-def being_submitted(owner: dict[str, Any]) -> bool:
-    """Whether the process that claimed an attempt may still submit it. A process on another host may submit it within
-    SILENCE seconds after the claim.
-    """
-    if owner["host"] == socket.gethostname():
-        return alive(owner) and "ended" not in owner
-    return "ended" not in owner and time.time() - owner["started"] < SILENCE

@@ -27,6 +27,7 @@ from titan_hydra.config.user_code import sources
 from titan_hydra.job.ranks import processes
 from titan_hydra.launch import show, snapshot
 from titan_hydra.launch.attach import Interrupts
+from titan_hydra.launch.executors.queued import follow, status_after
 from titan_hydra.launch.layouts import nodes_of, write_layouts
 from titan_hydra.runs import layout, manifest, rundir
 from titan_hydra.runs.run import homes_of
@@ -39,7 +40,6 @@ from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
 if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
-POLL = 5  # seconds between two squeue calls with launch.wait
 # errors of sbatch after which SLURM may have accepted the job nevertheless
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"
 # errors of sbatch if the user would exceed the allowed number of jobs; each task of an array counts as a job
@@ -204,9 +204,7 @@ def run(cells: list[Cell], folder: Path | None) -> int:
         status = submit(start, folder, interrupts, ArrayOrder(states)) if start else Exit.DONE
         states = follow(cells, interrupts) if wait else rundir.states([cell.directory for cell in cells])
     show.submitted(cells, states, folder)
-    for state in states:
-        status = status or (state.failure.status if state.failure else Exit.DONE)
-    return interrupts.status if interrupts.received and not wait else status
+    return status_after(states, status, interrupts, wait)
 
 
 def baseline_of(cells: list[Cell]) -> Cell | None:
@@ -372,22 +370,3 @@ def after_refusal(attempts: list[Path], number: int, reason: str, refused: Count
         rundir.note(attempt, ended=time.time(), refused=reason)
     refused[reason] += number
     return Exit.BUG
-
-
-def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
-    """Print the changes of the cells' states until no cell is queued or running (launch.wait). Ctrl-C ends the printing,
-    and the jobs continue.
-    """
-    before: dict[Path, str] = {}
-    while True:
-        states = rundir.states([cell.directory for cell in cells])
-        for cell, state in zip(cells, states, strict=True):
-            if before.get(cell.directory) != state.kind:
-                before[cell.directory] = state.kind
-                where = f" on {state.host}" if state.host else ""
-                print(f"{time.strftime('%H:%M:%S')}  {cell.directory.name}: {state.kind}{where}", flush=True)
-        if interrupts.received or not any(state.active for state in states):
-            return states
-        deadline = time.monotonic() + POLL
-        while time.monotonic() < deadline and not interrupts.received:
-            time.sleep(0.2)

@@ -1,0 +1,247 @@
+"""What is submitted: every manifest is valid for the API of each Kubernetes version from 1.29 to 1.37, by its schemas, and
+holds what the configuration says. Nothing here runs kubectl.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.config.compose import compose_job, compose_unchecked
+from titan_hydra.config.rules.checks import check
+from titan_hydra.job.freeze import freeze
+from titan_hydra.launch.executors.kubernetes.manifest import LONGEST, Submission, toleration
+from titan_hydra.runs import rundir
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
+BASE = (
+    "cluster=kubernetes",
+    "cluster.image=registry.site/titan:1",
+    "+cluster.volumes={shared: /shared}",
+    "paths.runs=/shared/me/runs",
+)
+JOBS = {
+    "the README's 8B line": ("model=llama3_8b", "parallelism=fsdp_tp", "gpus=64"),
+    "one pod": ("debug=tiny", "gpus=1"),
+    "128 pods": ("model=llama3_8b", "parallelism=fsdp", "gpus=1024"),
+    "a queue": (
+        "debug=tiny",
+        "gpus=16",
+        "cluster.queue=gpus.team-a",
+        "cluster.namespace=research",
+        "cluster.time_minutes=90",
+    ),
+    "tolerations and nodes": (
+        "debug=tiny",
+        "gpus=8",
+        'cluster.tolerations=["nvidia.com/gpu:NoSchedule", spot, "pool=h100:NoExecute"]',
+        "+cluster.node_selector={pool: h100, cloud.google.com/gke-accelerator: nvidia-h100-80gb}",
+        "cluster.exclude=[node7.site,node8.site]",
+        "cluster.priority_class=high",
+        "cluster.service_account=trainer",
+        "cluster.image_pull_secrets=[registry]",
+    ),
+    "volumes, secrets, resources": (
+        "debug=tiny",
+        "gpus=8",
+        "+cluster.volumes={shared: /shared, data: '/data:ro'}",
+        "cluster.secrets=[titan,wandb]",
+        "+cluster.environment={NCCL_DEBUG: INFO}",
+        "+cluster.resources={rdma/ib: 8, ephemeral-storage: 100Gi}",
+        "cluster.memory=900Gi",
+        "cluster.cpus_per_task=12",
+        "cluster.capabilities=[IPC_LOCK]",
+        "cluster.user=1000",
+        "cluster.group=1000",
+        "cluster.setup=['echo $(date) $$ $HOME']",
+        "+cluster.pod={hostNetwork: true, dnsPolicy: ClusterFirstWithHostNet, runtimeClassName: nvidia}",
+    ),
+    "no GPU": ("debug=tiny", "gpus=2", "cluster.gpu_resource=null"),
+}
+
+
+def submission(*overrides: str, attempt: int = 1, token: str = "0123abcd", exclude: tuple[str, ...] = ()) -> Submission:
+    job = compose_job(*BASE, *overrides)
+    return Submission(job, rundir.directory_of(job), attempt, token, (Path("/shared/me/runs/_code/abc"),), exclude)
+
+
+@pytest.fixture(scope="module")
+def manifests():
+    return {name: submission(*overrides) for name, overrides in JOBS.items()}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_is_valid_for(version, manifests):
+    for one in manifests.values():
+        for item in yaml.safe_load_all(one.text):
+            kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_a_wrong_field_is_found(manifests):
+    """The schemas find a field that does not exist, and a value of another type, in every version."""
+    for version in VERSIONS:
+        for change in ({"completionmode": "Indexed"}, {"completions": "2"}):
+            service, job = manifests["one pod"].objects
+            job["spec"] |= change
+            kubernetes_validate.validate(service, version, strict=True)
+            with pytest.raises(kubernetes_validate.ValidationError):
+                kubernetes_validate.validate(job, version, strict=True)
+
+
+def test_a_pod_takes_a_node(manifests):
+    found = {name: one.objects[1]["spec"] for name, one in manifests.items()}
+    pods = {name: (spec["completions"], spec["parallelism"], spec["completionMode"]) for name, spec in found.items()}
+    assert pods["the README's 8B line"] == (8, 8, "Indexed") and pods["128 pods"] == (128, 128, "Indexed")
+    limits = {
+        name: spec["template"]["spec"]["containers"][0]["resources"]["limits"]
+        for name, spec in found.items()
+        if name != "no GPU"
+    }
+    assert limits["one pod"] == {"nvidia.com/gpu": "1"} and limits["128 pods"] == {"nvidia.com/gpu": "8"}
+    assert limits["volumes, secrets, resources"] == {
+        "rdma/ib": "8", "ephemeral-storage": "100Gi", "nvidia.com/gpu": "8", "memory": "900Gi",
+    }  # fmt: skip
+    assert found["no GPU"]["template"]["spec"]["containers"][0]["resources"] == {}
+
+
+def outcome(spec: dict, status: int | None, disrupted: bool = False) -> str:
+    """Return the action of the first rule of a failure policy that matches the end of a pod."""
+    for rule in spec["podFailurePolicy"]["rules"]:
+        codes = rule.get("onExitCodes")
+        if codes and status and (status in codes["values"]) == (codes["operator"] == "In"):
+            return rule["action"]
+        if disrupted and "onPodConditions" in rule:
+            return rule["action"]
+    return "Count"
+
+
+def test_the_failure_policy_follows_our_exit_statuses(manifests):
+    spec = manifests["one pod"].objects[1]["spec"]
+    again = {status: outcome(spec, int(status)) for status in Exit if status}
+    assert again == {status: "Ignore" if status == Exit.REQUEUED else "FailJob" for status in Exit if status}
+    assert outcome(spec, 143) == "Ignore" and outcome(spec, 137) == "FailJob"
+    assert outcome(spec, 137, disrupted=True) == outcome(spec, None, disrupted=True) == "Ignore"
+    assert outcome(spec, None) == "Count" and spec["backoffLimit"] == 3 and spec["podReplacementPolicy"] == "Failed"
+
+
+def test_a_queue_starts_the_job(manifests):
+    _, job = manifests["a queue"].objects
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus.team-a" and job["spec"]["suspend"] is True
+    assert job["metadata"]["namespace"] == "research" and job["spec"]["activeDeadlineSeconds"] == 5400
+    assert "suspend" not in manifests["one pod"].objects[1]["spec"]
+
+
+def test_no_pod_has_privileges(manifests):
+    for one in manifests.values():
+        pod = one.objects[1]["spec"]["template"]["spec"]
+        context = pod["containers"][0]["securityContext"]
+        assert pod["securityContext"]["runAsNonRoot"] is True and pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert context["allowPrivilegeEscalation"] is False and context["capabilities"]["drop"] == ["ALL"]
+
+
+def test_secrets_are_named_and_not_written(monkeypatch):
+    """No manifest has a secret of the launcher's environment, and a configuration that has one is refused."""
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz0123")
+    one = submission("debug=tiny", "gpus=1", "cluster.secrets=[titan]")
+    assert "0123456789abcdef0123" not in one.text and "hf_abc" not in one.text
+    assert one.objects[1]["spec"]["template"]["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "titan"}}]
+    for bad in (
+        "+cluster.environment={WANDB_API_KEY: some-long-value}",
+        "cluster.setup=['export X=hf_abcdefghijklmnopqrstuvwxyz0123']",
+    ):
+        job = freeze(compose_unchecked(*BASE, "debug=tiny", "gpus=1", bad))
+        (fault,) = check(job)
+        assert fault.key.startswith("cluster.") and "hf_abc" not in str(fault) and "some-long-value" not in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt"),
+    [("llama3_8b-fsdp", 1), ("a" * 150, 12345), ("Ähren_Ω.+=", 2), ("8b", 1), ("run,with=all.signs", 3)],
+)
+def test_names_are_those_of_hosts(name, attempt):
+    one = submission("debug=tiny", "gpus=1", f"name='{name}'", attempt=attempt)
+    host = f"{one.name}-12345"
+    assert len(host) <= 63 and len(one.name) <= LONGEST
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", one.name), one.name
+    assert one.name.endswith(f"-{one.labels['titan-hydra/run']}-{attempt}-0123abcd")
+
+
+def test_two_submissions_never_share_a_name():
+    one, again = submission("debug=tiny", "gpus=1"), submission("debug=tiny", "gpus=1", token="89abcdef")
+    assert one.name != again.name and one.objects[0]["spec"]["selector"] != again.objects[0]["spec"]["selector"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("spot", {"key": "spot", "operator": "Exists"}),
+        ("gpu:NoSchedule", {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}),
+        ("pool=h100", {"key": "pool", "operator": "Equal", "value": "h100"}),
+        ("a.b/c=d:NoExecute", {"key": "a.b/c", "operator": "Equal", "value": "d", "effect": "NoExecute"}),
+    ],
+)
+def test_tolerations(text, expected):
+    assert toleration(text) == expected
+
+
+BAD = [
+    (["cluster.image=null"], "cluster.image=null: cluster.executor=kubernetes needs it"),
+    (["paths.runs=/home/me/runs"], "paths.runs=/home/me/runs: the pods must see it at this path"),
+    (["+cluster.volumes={shared: '/shared:ro'}"], "its volume is mounted read-only"),
+    (["+cluster.volumes={shared: /shared, Bad_Name: /x}"], "cluster.volumes=Bad_Name: must be a name of lower-case"),
+    (["+cluster.volumes={shared: /shared, other: /shared}"], "another volume is mounted there"),
+    (["+cluster.volumes={shared: /shared, other: data}"], "is not an absolute path"),
+    (["+cluster.environment={A-B: x}"], "cluster.environment=A-B: must be the name of an environment variable"),
+    (["+cluster.resources={memory: 1Gi}"], "cluster.resources=memory: follows from cluster.memory"),
+    (["+cluster.resources={nvidia.com/gpu: 1}"], "follows from the layout"),
+    (["+cluster.resources={rdma/ib: many}"], "must be a quantity such as 64Gi"),
+    (["+cluster.pod={containers: []}"], "cluster.pod=containers: follows from the layout"),
+    (["+cluster.pod={host-network: true}"], "not the name of a field"),
+    (["+cluster.node_selector={a: 'b c'}"], "cluster.node_selector=a: b c: must be a label's value"),
+    (["+cluster.node_selector={-a: b}"], "cluster.node_selector=-a: must be a name such as"),
+    (
+        ["fault_tolerance=local_sgd", "fault_tolerance.replicas=2"],
+        "cluster.executor=kubernetes starts one Job for a run",
+    ),
+    (["cluster.memory=lots"], "cluster.memory=lots: must be a quantity such as 64Gi"),
+    (["cluster.namespace=Research"], "cluster.namespace=Research: must be a name of lower-case letters"),
+    (["cluster.tolerations=['a b']"], "must be KEY, KEY=VALUE"),
+    (["cluster.user=0"], "cluster.user=0: must be at least 1"),
+    (["cluster.gpus_per_node=null"], "cluster.gpus_per_node"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD, ids=[words for _, words in BAD])
+def test_bad_keys_are_one_line(overrides, words):
+    try:
+        faults = [str(fault) for fault in check(freeze(compose_unchecked(*BASE, "debug=tiny", "gpus=8", *overrides)))]
+    except ConfigError as error:  # the range of a single key
+        faults = str(error).splitlines()
+    assert any(words in fault for fault in faults) and all("\n" not in fault for fault in faults), faults
+
+
+def test_a_dry_run_prints_manifests_without_kubectl(tmp_path):
+    """Cells that differ only in names share one manifest. Nothing is written."""
+    line = [
+        "debug=tiny",
+        "cluster=kubernetes",
+        "cluster.image=i",
+        f"+cluster.volumes={{s: {tmp_path}}}",
+        "launch.mode=dry",
+    ]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "launch.py"), "-m", "seed=1,2,3", "gpus=8", *line],
+        cwd=tmp_path, env={"PATH": "/nowhere", "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kind: Job") == 1 and "and 2 more cells with other names" in done.stdout
+    assert list(tmp_path.iterdir()) == []

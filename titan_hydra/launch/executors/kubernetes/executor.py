@@ -1,0 +1,116 @@
+"""Run cells as Jobs of a Kubernetes cluster, through kubectl: a Job for each cell, with a pod for each node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from titan_hydra.base.errors import ConfigError, Kind
+from titan_hydra.config import Fault, Job
+from titan_hydra.config.fault import counted
+from titan_hydra.launch.executor import Executor
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.failure import Failure
+from titan_hydra.runs.queue import Owner, Queue
+from titan_hydra.runs.rundir import State
+from titan_hydra.runs.view import RunRow, owner_of
+
+from . import kubectl, states
+from .keys import KubernetesCluster
+
+if TYPE_CHECKING:
+    from titan_hydra.launch.attach import Interrupts
+    from titan_hydra.launch.cell import Cell
+
+
+class Kubernetes(Executor):
+    """Creates Jobs by kubectl, and asks kubectl and the run directories for the state of a run."""
+
+    def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
+        """Yield what prevents submitting these cells: a key that only other executors know, kubectl is missing, the code
+        cannot be copied, or the API server would refuse the Jobs. A dry run works without kubectl.
+        """
+        from titan_hydra.launch import snapshot
+        from titan_hydra.launch.cell import to_start
+
+        from . import submit
+
+        if cells[0].job.launch.packed:
+            yield Fault("launch.packed", True, "cells of Kubernetes are Jobs of their own", legal=(False,))
+        if parallel := max(cell.job.cluster.max_parallel for cell in cells):
+            yield Fault(
+                "cluster.max_parallel", parallel, "Kubernetes has no such limit; a queue of Kueue has", legal=(0,)
+            )
+        start = to_start(cells, states)
+        if cells[0].job.launch.mode == "dry" or not start:
+            return
+        try:
+            kubectl.namespace_of(cast(KubernetesCluster, cells[0].job.cluster))
+            snapshot.files(snapshot.ROOT)
+        except (kubectl.KubectlError, ConfigError) as error:
+            yield Fault("cluster.executor", "kubernetes", str(error))
+            return
+        yield from submit.faults_of_manifests(start)
+
+    def place(self, cells: list[Cell]) -> Iterable[str]:
+        """Yield a manifest for each shape of cells."""
+        from . import submit
+
+        for one, alike in submit.shapes(cells):
+            more = f", and {counted(len(alike) - 1, 'more cell')} with other names" if len(alike) > 1 else ""
+            yield f"\n--- {alike[0].directory.name}{more}\n{one.text}"
+
+    def submit(self, cells: list[Cell], folder: Path | None) -> int:
+        """Submit every cell that is to be started. With launch.wait, follow the cells until they have ended."""
+        from . import submit
+
+        return submit.submit_and_follow(cells, folder)
+
+    def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
+        """Submit one cell of a search, without a table."""
+        from . import submit
+
+        submit.submit_cells([(cell, rundir.state(cell.directory))], interrupts)
+
+    def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
+        """Ask about the Jobs of these runs, once for each namespace."""
+        return kubectl.ask_namespaces(owner for _, owner in runs if "token" in owner)
+
+    def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
+        """Return the state of a run. If its attempt.json is damaged, use only the other files."""
+        if "token" not in owner:
+            return rundir.state_here(directory, attempt)
+        return states.state_of_run(directory, attempt, owner, queue)
+
+    def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
+        """Delete the Jobs of these runs, with one call for each namespace. Their ranks then save and stop."""
+        jobs: dict[kubectl.Namespace, list[str]] = {}
+        for row in rows:
+            if row.state.job is None:
+                yield f"{row.cell}: is being submitted right now; try again"
+            else:
+                rundir.mark_cancelled(layout.ATTEMPT.of(row.directory, row.state.attempt))
+                jobs.setdefault(kubectl.Namespace.of_owner(owner_of(row)), []).append(row.state.job.id)
+        for namespace, names in jobs.items():
+            try:
+                namespace.call("delete", "job", *names, "--wait=false", "--cascade=background", "--ignore-not-found")
+            except kubectl.KubectlError as error:
+                yield str(error)
+            else:
+                print(f"cancelled {counted(len(names), 'cell')} ({', '.join(names[:3])}{', ...' if names[3:] else ''})")
+
+    def hint(self, job: Job, failure: Failure) -> str:
+        """Return overrides of cluster keys that may prevent such a failure; "" if there are none."""
+        from .submit import node_of
+
+        cluster = cast(KubernetesCluster, job.cluster)
+        if failure.kind == Kind.OUT_OF_MEMORY and failure.rank is None and cluster.memory:
+            number, unit = re.fullmatch(r"([0-9.]+)(.*)", cluster.memory).groups()
+            return f"cluster.memory={2 * float(number):g}{unit}"
+        if failure.kind == Kind.NODE and (node := node_of(failure)):
+            return f"cluster.exclude=[{','.join([*cluster.exclude, node])}]"
+        if failure.kind == Kind.PREEMPTED:
+            return f"cluster.max_requeues={2 * cluster.max_requeues}"
+        return ""

@@ -1,0 +1,209 @@
+"""Call kubectl: create and delete Jobs, and read the states of all Jobs and pods of a namespace with one call."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_hydra.runs.queue import Owner, Queue, QueuedJob
+
+from .keys import KubernetesCluster
+from .manifest import NAME, OWNER, TOKEN
+
+LIMIT = 60  # seconds that a call may take
+REQUEST = "20s"  # time-out of a single request
+# errors after which the API server may have carried out the request nevertheless
+NO_ANSWER = (
+    r"timed? ?out|refused|no route|EOF|reset by peer|unable to connect|TLS handshake|no such host|deadline|unavailable"
+)
+LIVE = ("Pending", "Running")  # phases of a pod that has not ended
+MESSAGE = 160  # characters of a message of the cluster that are kept
+
+
+class KubectlError(Exception):
+    """kubectl is missing or failed; the message is what it printed, on one line."""
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether the API server did not answer, so that the outcome is unknown."""
+        return bool(re.search(NO_ANSWER, str(self), re.I))
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A namespace of a cluster, and the context of kubectl's configuration that leads to it. "" is kubectl's default."""
+
+    context: str = ""
+    name: str = ""
+
+    @classmethod
+    def of_owner(cls, owner: Owner) -> Namespace:
+        """Return where an attempt was submitted, as attempt.json names it."""
+        return cls(owner.get("cluster", ""), owner.get("namespace", ""))
+
+    def call(self, *arguments: str, text: str = "", limit: float = LIMIT) -> str:
+        """Return the output of kubectl; `text` is its input. Raises KubectlError."""
+        options = [f"--request-timeout={REQUEST}"]
+        options += [f"--context={self.context}"] if self.context else []
+        options += [f"--namespace={self.name}"] if self.name else []
+        if shutil.which("kubectl") is None:
+            raise KubectlError("there is no kubectl on this machine")
+        try:
+            done = subprocess.run(
+                ["kubectl", *options, *arguments], input=text, capture_output=True, text=True, timeout=limit
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KubectlError(f"kubectl: {error}") from error
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
+            words = " ".join(" ".join(lines).split()) or f"it ended with status {done.returncode}"
+            raise KubectlError(f"kubectl: {words.removeprefix('error: ').removeprefix('Error from server ')}")
+        return done.stdout
+
+
+def namespace_of(cluster: KubernetesCluster) -> Namespace:
+    """Return the namespace of a configuration; kubectl's own configuration gives what its keys leave open. Raises
+    KubectlError if there is no such context.
+    """
+    own = json.loads(Namespace().call("config", "view", "--output=json"))
+    name = cluster.context or own.get("current-context", "")
+    contexts = {context["name"]: context["context"] for context in own.get("contexts") or []}
+    if not name:
+        raise KubectlError("kubectl: its configuration has no current context: kubectl config use-context NAME")
+    if name not in contexts:
+        raise KubectlError(
+            f"kubectl: its configuration has no context {name}; there are {', '.join(contexts) or 'none'}"
+        )
+    return Namespace(name, cluster.namespace or contexts[name].get("namespace", "default"))
+
+
+@dataclass(frozen=True)
+class PodState:
+    """What the API reports of a pod."""
+
+    name: str
+    index: int
+    phase: str
+    node: str = ""
+    waits: str = ""  # why it does not run
+    exit_status: int | None = None
+    reason: str = ""  # why its container ended, such as OOMKilled, or why the pod failed
+    message: str = ""  # the end of the container's output
+    disrupted: str = ""  # why the cluster took the pod away
+
+
+@dataclass(frozen=True)
+class KubernetesJob(QueuedJob):
+    """A Job and its pods. `state` is Complete, Failed, Suspended, Running, Pending, or Ending: the Job was deleted, and its
+    pods have not ended.
+    """
+
+    token: str = ""
+    message: str = ""
+    pods: tuple[PodState, ...] = field(default=())
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("Complete", "Failed")
+
+
+def ask_namespaces(owners: Iterable[Owner]) -> Queue:
+    """Ask once for each namespace about all Jobs and pods of this package. Jobs are found by name and by token."""
+    jobs: dict[str, KubernetesJob] = {}
+    answers = True
+    for place in dict.fromkeys(map(Namespace.of_owner, owners)):
+        try:
+            listing = json.loads(place.call("get", "jobs,pods", f"--selector={OWNER}={NAME}", "--output=json"))
+        except (KubectlError, ValueError):
+            answers = False
+            continue
+        for job in jobs_in(listing["items"]):
+            jobs[job.id] = jobs[job.token] = job
+    return Queue(jobs, answers)
+
+
+def jobs_in(items: list[dict[str, Any]]) -> Iterable[KubernetesJob]:
+    """Yield the Jobs of a listing, each with its pods."""
+    pods: dict[str, list[PodState]] = {}
+    names: dict[str, str] = {}
+    for item in items:
+        if item["kind"] == "Pod":
+            labels = item["metadata"].get("labels", {})
+            pods.setdefault(labels.get(TOKEN, ""), []).append(pod_state(item))
+            names[labels.get(TOKEN, "")] = labels.get("job-name", "")
+    for some in pods.values():
+        some.sort(key=lambda pod: (pod.index, pod.name))
+    for item in items:
+        if item["kind"] == "Job":
+            token = item["metadata"]["labels"].get(TOKEN, "")
+            yield job_of_item(item, token, pods.pop(token, []))
+    for token, some in pods.items():
+        if live := [pod for pod in some if pod.phase in LIVE]:
+            yield KubernetesJob(names[token], "Ending", nodes=node_names(live), token=token, pods=tuple(some))
+
+
+def job_of_item(item: dict[str, Any], token: str, pods: list[PodState]) -> KubernetesJob:
+    """Read a Job, and why it waits or ended."""
+    status, spec = item.get("status", {}), item["spec"]
+    conditions = {one["type"]: one for one in status.get("conditions", []) if one.get("status") == "True"}
+    live = [pod for pod in pods if pod.phase in LIVE]
+    end = conditions.get("Failed") or conditions.get("Complete") or {}
+    message = " ".join(end.get("message", "").split())
+    reason = end.get("reason", "")
+    if end:
+        state = "Complete" if end["type"] == "Complete" else "Failed"
+    elif spec.get("suspend"):
+        state, queue = "Suspended", item["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
+        reason = f"waits in queue {queue}" if queue else "suspended"
+    else:
+        running = sum(pod.phase == "Running" for pod in live)
+        state = "Running" if running == spec["completions"] else "Pending"
+        waits = next((pod.waits for pod in live if pod.waits), "")
+        reason = (
+            f"{running} of {spec['completions']} pods run{f'; {waits}' if waits else ''}" if state == "Pending" else ""
+        )
+    return KubernetesJob(
+        item["metadata"]["name"],
+        state,
+        reason,
+        node_names(live),
+        status.get("startTime", ""),
+        token,
+        message,
+        tuple(pods),
+    )
+
+
+def node_names(pods: list[PodState]) -> str:
+    """Return the names of the nodes of pods, joined by commas."""
+    return ",".join(dict.fromkeys(pod.node for pod in pods if pod.node))
+
+
+def pod_state(item: dict[str, Any]) -> PodState:
+    """Read a pod: why it waits, or how its container ended."""
+    status, meta = item.get("status", {}), item["metadata"]
+    conditions: dict[str, dict[str, Any]] = {one["type"]: one for one in status.get("conditions", [])}
+    container: dict[str, Any] = next(iter(status.get("containerStatuses", [])), {}).get("state", {})
+    waiting, ended = container.get("waiting", {}), container.get("terminated", {})
+    waits = ""
+    if waiting.get("reason") and waiting["reason"] not in ("ContainerCreating", "PodInitializing"):
+        waits = f"{waiting['reason']}: {waiting.get('message', '')}"
+    elif (scheduled := conditions.get("PodScheduled", {})).get("status") == "False":
+        waits = f"{scheduled.get('reason', '')}: {scheduled.get('message', '')}"
+    disrupted = conditions.get("DisruptionTarget", {})
+    return PodState(
+        meta["name"],
+        int(meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", 0)),
+        status.get("phase", "Pending"),
+        item["spec"].get("nodeName", ""),
+        " ".join(waits.split())[:MESSAGE].rstrip(": "),
+        ended.get("exitCode"),
+        ended.get("reason") or status.get("reason", ""),
+        (ended.get("message") or status.get("message", "")).strip(),
+        disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
+    )

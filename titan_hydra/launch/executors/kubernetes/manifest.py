@@ -1,0 +1,246 @@
+"""The manifest of a run: an Indexed Job with a pod for each node, and the headless Service that gives the pods names."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from titan_hydra.base.errors import Exit
+from titan_hydra.config import Job
+from titan_hydra.job.ranks import processes
+from titan_hydra.runs.run import hash_of
+
+from .keys import EFFECTS, KubernetesCluster
+
+OWNER, RUN, TOKEN = "app.kubernetes.io/managed-by", "titan-hydra/run", "titan-hydra/token"
+NAME = "titan-hydra"
+LONGEST = 63 - len(
+    "-99999"
+)  # a pod's host name is the Job's name and its index, and a host name has at most 63 characters
+FAILED_STARTS = 3  # pods that may fail without an exit status, as when a node has no device left for them
+KEPT = 7 * 24 * 3600  # seconds for which an ended Job is kept, so that its pods can be looked at
+# Exit statuses after which a pod is started again: it was asked to stop, or stopped before it could handle the signal.
+AGAIN = (int(Exit.REQUEUED), 143)
+
+# The first process of a container ignores signals without a handler, and Python installs its handlers late. So the first
+# process is this shell, and its child may die of the signal.
+SCRIPT = """\
+trap 'exit {again}' TERM
+{setup}{python} -u -m {module} "$@" &
+child=$!
+trap 'kill -TERM "$child" 2>/dev/null' TERM
+wait "$child"; status=$?
+while [ "$status" -gt 128 ] && kill -0 "$child" 2>/dev/null; do wait "$child"; status=$?; done
+exit "$status"
+"""
+
+
+class ManifestDumper(yaml.SafeDumper):
+    """Writes texts so that kubectl reads them as texts: its parser takes 76832e12 for a number, and y for true."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in data else "'" if re.match(r"[-+.]?\d|[yYnN]$", data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+ManifestDumper.add_representer(str, ManifestDumper.represent_str)
+
+
+@dataclass(frozen=True)
+class PodShape:
+    """How the ranks of a run are divided over pods."""
+
+    pods: int
+    ranks_per_pod: int
+
+    @classmethod
+    def of(cls, job: Job) -> PodShape:
+        ranks = processes(job)
+        pods = math.ceil(ranks / (job.cluster.gpus_per_node or ranks))
+        return cls(pods, ranks // pods)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One attempt of a run that is submitted as a Job."""
+
+    job: Job
+    directory: Path
+    attempt: int
+    token: str
+    paths: tuple[Path, ...]  # folders of the code
+    exclude: tuple[str, ...] = ()  # nodes to exclude, beside those of the configuration
+
+    @property
+    def cluster(self) -> KubernetesCluster:
+        return cast(KubernetesCluster, self.job.cluster)
+
+    @property
+    def name(self) -> str:
+        """The name of the Job and its Service: run, hash, attempt and token, in the characters of a host name."""
+        end = f"-{hash_of(self.directory)}-{self.attempt}-{self.token}"
+        words = re.sub("[^a-z0-9]+", "-", self.directory.name.rpartition("-")[0].lower()).strip("-")
+        words = words if words[:1].isalpha() else f"run-{words}"
+        return words[: LONGEST - len(end)].strip("-") + end
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {OWNER: NAME, RUN: hash_of(self.directory), TOKEN: self.token}
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        """The Service and the Job."""
+        place = {"namespace": self.cluster.namespace} if self.cluster.namespace else {}
+        queue = {"kueue.x-k8s.io/queue-name": self.cluster.queue} if self.cluster.queue else {}
+        about = {"name": self.name, **place, "annotations": {"titan-hydra/directory": str(self.directory)}}
+        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {TOKEN: self.token}}
+        return [
+            {"apiVersion": "v1", "kind": "Service", "metadata": {**about, "labels": self.labels}, "spec": service},
+            {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": {**about, "labels": self.labels | queue},
+                "spec": self.job_spec(),
+            },
+        ]
+
+    @property
+    def text(self) -> str:
+        """The manifest as YAML."""
+        return yaml.dump_all(self.objects, Dumper=ManifestDumper, sort_keys=False, width=120)
+
+    def job_spec(self) -> dict[str, Any]:
+        """Return the Job's spec. A pod that was asked to stop, or that the cluster takes away, is started again; any other
+        failure of a pod fails the Job.
+        """
+        shape, cluster = PodShape.of(self.job), self.cluster
+        rules = [
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [*AGAIN]}},
+            {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [*AGAIN]}},
+        ]
+        return {
+            "completionMode": "Indexed",
+            "completions": shape.pods,
+            "parallelism": shape.pods,
+            "backoffLimit": FAILED_STARTS,
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {"rules": rules},
+            "ttlSecondsAfterFinished": KEPT,
+            **({"activeDeadlineSeconds": 60 * cluster.time_minutes} if cluster.time_minutes else {}),
+            **({"suspend": True} if cluster.queue else {}),  # Kueue starts it
+            "template": {"metadata": {"labels": self.labels}, "spec": self.pod_spec(shape)},
+        }
+
+    def pod_spec(self, shape: PodShape) -> dict[str, Any]:
+        """Return the spec of the pods. Keys that are not set leave no field."""
+        cluster = self.cluster
+        user = {"runAsUser": cluster.user, "runAsGroup": cluster.group, "fsGroup": cluster.group}
+        volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shared_memory}}]
+        for number, claim in enumerate(cluster.volumes):
+            volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        exclude = sorted({*cluster.exclude, *self.exclude})
+        fields = {
+            "restartPolicy": "Never",
+            "subdomain": self.name,
+            "terminationGracePeriodSeconds": cluster.stop_seconds,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "serviceAccountName": cluster.service_account,
+            "priorityClassName": cluster.priority_class,
+            "imagePullSecrets": [{"name": name} for name in cluster.image_pull_secrets],
+            "nodeSelector": cluster.node_selector,
+            "tolerations": [toleration(text) for text in cluster.tolerations],
+            "affinity": avoiding(exclude) if exclude else None,
+            "securityContext": {
+                "runAsNonRoot": True,
+                **{name: number for name, number in user.items() if number is not None},
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [self.container(shape)],
+            "volumes": volumes,
+        }
+        return {name: value for name, value in fields.items() if value not in (None, [], {})} | cluster.pod
+
+    def container(self, shape: PodShape) -> dict[str, Any]:
+        """Return the only container of a pod."""
+        cluster = self.cluster
+        setup = "".join(f"{line}\n" for line in cluster.setup)
+        script = SCRIPT.format(
+            again=int(Exit.REQUEUED), setup=setup, python=cluster.python, module=f"{__package__}.node"
+        )
+        mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+        for number, path in enumerate(cluster.volumes.values()):
+            read_only = {"readOnly": True} if path.endswith(":ro") else {}
+            mounts.append({"name": f"volume-{number}", "mountPath": path.removesuffix(":ro"), **read_only})
+        kept = {"add": cluster.capabilities} if cluster.capabilities else {}
+        container: dict[str, Any] = {
+            "name": "ranks",
+            "image": cluster.image,
+            # the kubelet replaces $(NAME) by a variable, and $$ by $
+            "command": ["/bin/sh", "-c", re.sub(r"\$(?=[$(])", "$$", script), "node"],
+            "args": [str(self.directory), str(self.attempt), self.token, self.name],
+            "env": self.environment(),
+            "resources": self.resources(shape),
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], **kept}},
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": mounts,
+        }
+        if cluster.secrets:
+            container["envFrom"] = [{"secretRef": {"name": name}} for name in cluster.secrets]
+        return container
+
+    def environment(self) -> list[dict[str, Any]]:
+        """Return the variables of the pods. A user id without a name in the image has neither a home nor a user name, and
+        torch's compiler asks for both.
+        """
+        values = {
+            "HOME": "/tmp",
+            "USER": NAME,
+            "PYTHONPATH": ":".join(map(str, self.paths)),
+            "PYTHONSAFEPATH": "1",
+            **self.cluster.environment,
+        }
+        fields = {"POD_NAME": "metadata.name", "NODE_NAME": "spec.nodeName"}
+        return [
+            *({"name": name, "value": value} for name, value in values.items()),
+            *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
+        ]
+
+    def resources(self, shape: PodShape) -> dict[str, Any]:
+        """Return requests and limits of a pod. Cores are requested without a limit, so that none are taken away."""
+        cluster = self.cluster
+        both = {name: str(value) for name, value in cluster.resources.items()}
+        if cluster.gpu_resource:
+            both[cluster.gpu_resource] = str(shape.ranks_per_pod)
+        if cluster.memory:
+            both["memory"] = cluster.memory
+        cores = {"cpu": str(cluster.cpus_per_task * shape.ranks_per_pod)} if cluster.cpus_per_task else {}
+        found = {"requests": cores | both, "limits": both}
+        return {name: value for name, value in found.items() if value}
+
+
+def toleration(text: str) -> dict[str, str]:
+    """Convert a taint, as KEY=VALUE:NoSchedule, to the toleration of it."""
+    taint, _, effect = text.rpartition(":") if text.endswith(EFFECTS) else (text, "", "")
+    key, equals, value = taint.partition("=")
+    wanted = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
+    return wanted | ({"effect": effect} if effect else {})
+
+
+def avoiding(nodes: list[str]) -> dict[str, Any]:
+    """Return the affinity that keeps pods away from nodes."""
+    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": nodes}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+
+
+def new_token() -> str:
+    """Return a token that distinguishes a submission from all others."""
+    return secrets.token_hex(4)

@@ -1,0 +1,222 @@
+"""The process of a pod: it agrees with the other pods on the attempt, runs the ranks of its node, and ends with a status
+from which the Job's failure policy decides whether the pod is started again.
+
+    python -m titan_hydra.launch.executors.kubernetes.node RUN ATTEMPT TOKEN JOB
+
+A Job starts its pods one by one, and each again after it has failed. So the pods meet in the run directory: each writes
+node_<index>.json into the newest attempt; once all are there, the pod of index 0 lists them in nodes.json, and they start
+their ranks. A pod that finds an attempt with a list on which it does not stand has come in place of one that is gone. The
+listed pods then end their ranks, and the pod of index 0 creates the next attempt, as long as requeues are left.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from titan_hydra.base.errors import ConfigError, Exit, RunError, Unhealthy, denied
+from titan_hydra.launch.worker import load_job, until_seen
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.failure import STOPPED
+from titan_hydra.runs.records import this_process
+from titan_hydra.runs.run import newest_attempt
+
+from .keys import KubernetesCluster
+from .manifest import PodShape
+
+POLL = 0.5  # seconds between two looks at the attempt
+GRACE = 1.5  # seconds in which the other ranks may end by themselves after one has failed
+GRACE_STOPPED = 60.0  # the same after a rank has stopped on request, as the others may still write their checkpoint
+MARGIN = 5.0  # seconds before the end of the pod's grace period at which ranks that have not stopped are killed
+LOST = 3  # how often the pods are started again because ranks lost a peer, although no pod was asked to stop
+GONE = 30  # seconds without a heartbeat after which a rank of another pod counts as gone
+
+
+class Node:
+    """A pod and its ranks."""
+
+    def __init__(self, directory: Path, first: int, token: str, job: str) -> None:
+        self.directory, self.first, self.token, self.job = directory, first, token, job
+        self.pod, self.index = os.environ["POD_NAME"], int(os.environ["JOB_COMPLETION_INDEX"])
+        self.asked = 0.0  # the time (by time.monotonic) at which the pod was asked to stop
+        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self.record: dict[str, Any] = {**this_process(), "name": self.pod, "node": os.environ.get("NODE_NAME", "")}
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Note that the pod is asked to stop, and pass the signal on to the ranks."""
+        self.asked = self.asked or time.monotonic()
+        for rank in self.ranks.values():
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGTERM)
+
+    def run(self) -> int:
+        """Take part in one attempt, and return the exit status of the pod."""
+        until_seen(layout.CLAIM.of(layout.ATTEMPT.of(self.directory, self.first)))
+        job = load_job(self.directory)
+        self.cluster, self.shape = cast(KubernetesCluster, job.cluster), PodShape.of(job)
+        attempt = self.join()
+        if attempt is None:
+            return Exit.DONE if layout.RESULT.read(self.directory).get("status") == "done" else Exit.REQUEUED
+        status = self.train(attempt)
+        self.write(attempt, exit_status=status, asked=bool(self.asked))
+        return status
+
+    def write(self, attempt: Path, **known: object) -> None:
+        self.record |= known
+        layout.NODE.write(attempt, self.record, self.index)
+
+    def join(self) -> Path | None:
+        """Return the attempt in which the ranks of this pod run, once all its pods are there. None if the run is done or
+        the pod is asked to stop.
+        """
+        while not self.asked and layout.RESULT.read(self.directory).get("status") != "done":
+            attempt = layout.ATTEMPT.of(self.directory, newest_attempt(self.directory))
+            if layout.CLAIM.read(attempt).get("token") != self.token:
+                raise ConfigError(f"{attempt} is not that of Job {self.job}; nothing is started")
+            there = layout.NODE.read_all(attempt)  # lists the folder, so an NFS client sees new files
+            listed = layout.NODES.read(attempt).get("names", [])
+            if self.pod in listed:
+                return attempt
+            if listed:
+                layout.NODES.write(attempt, {"names": listed, "replaced": self.pod})
+                if self.index == 0:
+                    self.begin_next(attempt)
+            elif there.get(self.index, {}).get("name") != self.pod:
+                self.write(attempt)
+            elif self.index == 0 and len(there) == self.shape.pods:
+                layout.NODES.write(attempt, {"names": [there[index]["name"] for index in range(self.shape.pods)]})
+            time.sleep(POLL)
+        return None
+
+    def begin_next(self, attempt: Path) -> None:
+        """Create the next attempt. Raises an error that fails the Job if a rank of the last one has failed by itself, or if
+        the pods were started again too often.
+        """
+        if status := own_failure(attempt):
+            raise SystemExit(status)
+        number = int(attempt.name)
+        if number - self.first >= self.cluster.max_requeues:
+            layout.SPENT.of(attempt).touch()
+            raise SystemExit(Exit.BUG)
+        attempts = [layout.ATTEMPT.of(self.directory, one) for one in range(self.first, number + 1)]
+        if sum(not was_asked(one) for one in attempts) > LOST:
+            raise Unhealthy(f"ranks lost each other {LOST + 1} times, and no pod was asked to stop")
+        owner = layout.CLAIM.read(attempt)
+        rundir.claim_next(self.directory, number + 1, owner | {"job_id": self.job})
+
+    def train(self, attempt: Path) -> int:
+        """Run the ranks of this pod to their end, and return the exit status of the pod."""
+        size, first = self.shape.ranks_per_pod, self.index * self.shape.ranks_per_pod
+        for number in range(size):
+            place = {
+                "TITAN_RANK": first + number,
+                "TITAN_RANKS": size * self.shape.pods,
+                "TITAN_LOCAL_RANK": number,
+                "TITAN_LOCAL_RANKS": size,
+            }
+            environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+            command = [sys.executable, "-u", "-m", f"{__package__}.rank", str(self.directory), attempt.name, self.job]
+            with layout.JOB_LOG.of(attempt).open("ab") as log:
+                self.ranks[first + number] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        if self.asked:  # the signal may have come between two ranks
+            self.ask(signal.SIGTERM, None)
+        ended: dict[int, dict[str, Any]] = {}
+        deadline, looked, lost = float("inf"), 0.0, False
+        while any(rank.poll() is None for rank in self.ranks.values()):
+            now = time.monotonic()
+            if self.asked:
+                deadline = min(deadline, self.asked + max(self.cluster.stop_seconds - MARGIN, GRACE))
+            if now - looked > 4 * POLL:
+                looked, lost = now, bool(layout.NODES.read(attempt).get("replaced"))
+            for number, rank in self.ranks.items():
+                if number not in ended and rank.poll() is not None:
+                    ended[number] = {"exit_status": rank.returncode, "ended": time.time()}
+                    if rank.returncode:
+                        deadline = min(deadline, now + (GRACE_STOPPED if rank.returncode in STOPPED else GRACE))
+            if now > deadline or lost:
+                self.kill(ended)
+            time.sleep(POLL / 5)
+        for number, rank in self.ranks.items():
+            ended.setdefault(number, {"exit_status": rank.returncode, "ended": time.time()})
+        self.write(attempt, ranks={str(number): end for number, end in ended.items()})
+        return self.status(attempt, ended)
+
+    def kill(self, ended: dict[int, dict[str, Any]]) -> None:
+        """Let the running ranks log their stacks, then kill them."""
+        for number_of_signal in (signal.SIGQUIT, signal.SIGKILL):
+            for number, rank in self.ranks.items():
+                if rank.poll() is None:
+                    rank.send_signal(number_of_signal)
+                    ended.setdefault(number, {"ended": time.time(), "killed": True})
+            time.sleep(0.3)
+        for number, end in ended.items():
+            end.setdefault("exit_status", self.ranks[number].wait())
+
+    def status(self, attempt: Path, ended: dict[int, dict[str, Any]]) -> int:
+        """Return the exit status of the pod: that of a rank that failed by itself, else REQUEUED if the ranks were asked to
+        stop or have lost a rank of another pod.
+        """
+        if not any(end["exit_status"] for end in ended.values()):
+            return Exit.DONE
+        return own_failure(attempt) or Exit.REQUEUED
+
+
+def own_failure(attempt: Path) -> int:
+    """Return the exit status of a rank of any pod that failed by itself; 0 if there is none. Not such a failure: a rank was
+    asked to stop, all ranks agreed to stop and saved, a rank only lost its connection to another, or it waited in vain for a
+    rank that is gone.
+    """
+    if layout.STOPPED.of(attempt).exists() and layout.STOPPED.of(attempt).read_text().strip() == "agreed":
+        return Exit.DONE
+    records = layout.RANK.read_all(attempt)
+    for record in records.values():
+        error, status = record.get("error"), record.get("exit_status")
+        hung = status == Exit.HANG and not peer_is_gone(attempt)
+        if error and (hung or (not error["secondary"] and status not in (*STOPPED, Exit.HANG))):
+            return status
+    for node in layout.NODE.read_all(attempt).values():
+        for number, end in node.get("ranks", {}).items():
+            silent = "exit_status" not in records.get(int(number), {}) and not end.get("killed")
+            if silent and end["exit_status"] not in (0, *STOPPED):
+                return end["exit_status"] if end["exit_status"] in set(Exit) else Exit.BUG
+    return Exit.DONE
+
+
+def was_asked(attempt: Path) -> bool:
+    """Whether a pod of an attempt, or a rank of it, was asked to stop."""
+    nodes = layout.NODE.read_all(attempt).values()
+    return layout.STOPPED.of(attempt).exists() or any(node.get("asked") for node in nodes)
+
+
+def peer_is_gone(attempt: Path) -> bool:
+    """Whether the end of a rank is not recorded, and it has written no heartbeat for GONE seconds."""
+    now = rundir.file_time(attempt)
+    ended = {int(number) for node in layout.NODE.read_all(attempt).values() for number in node.get("ranks", {})}
+    for number, record in layout.RANK.read_all(attempt).items():
+        beat = layout.BEAT.of(attempt, number)
+        if number not in ended and "exit_status" not in record and beat.exists() and now - beat.stat().st_mtime > GONE:
+            return True
+    return False
+
+
+def main(arguments: list[str]) -> int:
+    """Run a pod, and return its exit status. The last line of the output is its reason if it starts no rank."""
+    directory, attempt, token, job = arguments
+    node = Node(Path(directory), int(attempt), token, job)
+    signal.signal(signal.SIGTERM, node.ask)
+    try:
+        return node.run()
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return error.status
+    except PermissionError as error:
+        print(denied(error), file=sys.stderr)
+        return Exit.CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""Checks of the executor's keys. They find what the API would refuse, and what would prevent the ranks from starting."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.ranges import Text
+from titan_hydra.config.schema import Job
+
+from .keys import QUALIFIED, QUANTITY, SUBDOMAIN, VALUE, KubernetesCluster
+
+VARIABLE = Text("the name of an environment variable (letters, digits and _)", r"[A-Za-z_][A-Za-z0-9_]*")
+# fields of a pod's spec that other keys set, or that the launcher needs, each with the key that sets it
+OURS = {
+    "containers": "the layout",
+    "subdomain": "the layout",
+    "restartPolicy": "cluster.max_requeues",
+    "terminationGracePeriodSeconds": "cluster.stop_seconds",
+    "activeDeadlineSeconds": "cluster.time_minutes",
+    "volumes": "cluster.volumes",
+    "nodeSelector": "cluster.node_selector",
+    "tolerations": "cluster.tolerations",
+    "affinity": "cluster.exclude",
+    "serviceAccountName": "cluster.service_account",
+    "priorityClassName": "cluster.priority_class",
+    "imagePullSecrets": "cluster.image_pull_secrets",
+    "securityContext": "cluster.user and cluster.group",
+    "hostname": "the layout",
+    "setHostnameAsFQDN": "the layout",
+}
+
+
+def faults(job: Job) -> Iterator[Fault]:
+    """Yield what is wrong with the keys of a job on Kubernetes."""
+    cluster = job.cluster
+    assert isinstance(cluster, KubernetesCluster)
+    if not cluster.image:
+        yield Fault("cluster.image", None, "cluster.executor=kubernetes needs it: the pods run this image")
+    yield from tables_have_legal_names(cluster)
+    yield from resources_are_quantities(cluster)
+    yield from fields_are_the_sites(cluster)
+    yield from runs_lie_on_a_volume(cluster, job.paths.runs)
+    yield from one_pod_is_one_replica(job)
+
+
+def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
+    """The names in tables, and the values of labels, are such that the API accepts them."""
+    tables: tuple[tuple[str, Text], ...] = (
+        ("environment", VARIABLE),
+        ("volumes", SUBDOMAIN),
+        ("node_selector", QUALIFIED),
+        ("resources", QUALIFIED),
+    )
+    for key, names in tables:
+        for name in getattr(cluster, key):
+            if reason := names.objection(str(name)):
+                yield Fault(f"cluster.{key}", name, reason)
+    for name, value in cluster.node_selector.items():
+        if reason := VALUE.objection(value):
+            yield Fault("cluster.node_selector", f"{name}: {value}", reason)
+
+
+def resources_are_quantities(cluster: KubernetesCluster) -> Iterator[Fault]:
+    """Further resources have a quantity each, and are not those of other keys."""
+    own = {"cpu": "cluster.cpus_per_task", "memory": "cluster.memory", cluster.gpu_resource: "the layout"}
+    for name, value in cluster.resources.items():
+        if name in own:
+            yield Fault("cluster.resources", name, f"follows from {own[name]}")
+        elif isinstance(value, bool) or QUANTITY.objection(str(value)):
+            yield Fault("cluster.resources", f"{name}: {value}", QUANTITY.objection(str(value)) or "must be a number")
+
+
+def fields_are_the_sites(cluster: KubernetesCluster) -> Iterator[Fault]:
+    """Further fields of the pod's spec are not among those that the launcher sets."""
+    for name in cluster.pod:
+        if name in OURS:
+            yield Fault("cluster.pod", name, f"follows from {OURS[name]}")
+        elif not re.fullmatch("[a-z][A-Za-z]*", str(name)):
+            yield Fault("cluster.pod", name, "not the name of a field, as in {runtimeClassName: nvidia}")
+
+
+def runs_lie_on_a_volume(cluster: KubernetesCluster, folder: str) -> Iterator[Fault]:
+    """Each volume has an absolute path of its own, and the folder of runs lies in a volume that the pods can write. The
+    run directory has the same path in the pods as on this machine.
+    """
+    paths = {claim: PurePosixPath(path.removesuffix(":ro")) for claim, path in cluster.volumes.items()}
+    for claim, path in paths.items():
+        if not path.is_absolute() or ".." in path.parts or ":" in str(path):
+            yield Fault("cluster.volumes", f"{claim}: {path}", "is not an absolute path, or one with :ro behind it")
+        elif list(paths.values()).count(path) > 1:
+            yield Fault("cluster.volumes", f"{claim}: {path}", "another volume is mounted there")
+    runs = PurePosixPath(os.path.abspath(os.path.expanduser(folder)))
+    holders = {path: claim for claim, path in paths.items() if runs.is_relative_to(path)}
+    if not holders:
+        yield Fault(
+            "paths.runs",
+            str(runs),
+            "the pods must see it at this path: mount a volume there, as +cluster.volumes.CLAIM=PATH",
+        )
+    elif cluster.volumes[holders[max(holders, key=lambda path: len(path.parts))]].endswith(":ro"):
+        yield Fault("paths.runs", str(runs), "its volume is mounted read-only")
+
+
+def one_pod_is_one_replica(job: Job) -> Iterator[Fault]:
+    """A run is one Job. Replica groups would each need a Job of their own."""
+    if job.fault_tolerance.replicas > 1:
+        yield Fault(
+            "fault_tolerance.replicas",
+            job.fault_tolerance.replicas,
+            "cluster.executor=kubernetes starts one Job for a run, and each replica group would need its own",
+            legal=(1,),
+        )

@@ -1,0 +1,172 @@
+"""Submit cells as Jobs: claim each cell's attempt, write its manifest into the run directory, and create it by kubectl.
+
+No cell runs twice and none is lost, even if the submitter dies or kubectl gets no answer. The attempt records a token
+before kubectl is called, and the name and labels of the Job contain this token. The next launcher finds the Job by it. The
+pods of a Job start no attempt with another token, so a Job that appears late does nothing.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from titan_hydra.base.errors import Exit
+from titan_hydra.config import Fault
+from titan_hydra.config.files import write_text
+from titan_hydra.config.user_code import sources
+from titan_hydra.launch import show, snapshot
+from titan_hydra.launch.attach import Interrupts
+from titan_hydra.launch.executors.queued import follow, status_after
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.failure import Failure
+from titan_hydra.runs.rundir import State
+
+from .keys import KubernetesCluster
+from .kubectl import KubectlError, Namespace, ask_namespaces, namespace_of
+from .manifest import Submission, new_token
+
+if TYPE_CHECKING:
+    from titan_hydra.launch.cell import Cell
+
+KINDS = r'{.kind} {.metadata.uid}{"\n"}'  # a line for each object that kubectl creates
+PATIENCE = 3  # seconds between two questions after a call without an answer
+
+
+def submission_of(cell: Cell, attempt: int, token: str, code: Path, exclude: Iterable[str] = ()) -> Submission:
+    """Return what is submitted for an attempt of a cell. `code` is the copy of the code that the ranks import."""
+    paths = (code, code / snapshot.USER) if cell.job.train.imports else (code,)
+    return Submission(cell.job, cell.directory, attempt, token, paths, tuple(exclude))
+
+
+def shapes(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:
+    """Return a manifest for each group of cells whose manifests differ only in names, with the cells. This works without
+    kubectl, and writes nothing.
+    """
+    found: dict[str, Submission] = {}
+    alike: dict[str, list[Cell]] = {}
+    for cell in cells:
+        one = submission_of(cell, 1, "00000000", layout.CODE.of(cell.runs) / "HASH")
+        key = json.dumps(one.job_spec()).replace(one.name, "NAME").replace(str(cell.directory), "DIRECTORY")
+        key = key.replace(cell.directory.name.rpartition("-")[2], "HASH")
+        found.setdefault(key, one)
+        alike.setdefault(key, []).append(cell)
+    return [(found[key], alike[key]) for key in found]
+
+
+def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
+    """Let the API server check a manifest of each shape, as if it were created. It refuses what this user may not do there,
+    a namespace or class that does not exist, and what breaks the site's policies and quotas.
+    """
+    for one, _ in shapes(cells):
+        try:
+            namespace_of(one.cluster).call("create", "--dry-run=server", "--filename=-", text=one.text)
+        except KubectlError as error:
+            yield Fault("cluster.namespace", one.cluster.namespace, str(error))
+
+
+def submit_and_follow(cells: list[Cell], folder: Path | None) -> int:
+    """Submit every cell that is to be started, and print how to follow the cells. With launch.wait, follow them here.
+    Return the exit status.
+    """
+    interrupts, wait = Interrupts(), cells[0].job.launch.wait
+    states = rundir.states([cell.directory for cell in cells])
+    start = [(cell, state) for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
+    with interrupts.counted():
+        status = submit_cells(start, interrupts) if start else Exit.DONE
+        states = follow(cells, interrupts) if wait else rundir.states([cell.directory for cell in cells])
+    show.submitted(cells, states, folder)
+    return status_after(states, status, interrupts, wait)
+
+
+def submit_cells(start: list[tuple[Cell, State]], interrupts: Interrupts) -> int:
+    """Submit cells one after another, until one is refused for a reason that would hold for all. Return the exit status."""
+    cells = [cell for cell, _ in start]
+    modules = {module: None for cell in cells for module in cell.job.train.imports}
+    try:
+        namespace = namespace_of(cast(KubernetesCluster, cells[0].job.cluster))
+    except KubectlError as error:
+        print(error, file=sys.stderr)
+        return Exit.CONFIG
+    code = snapshot.take(cells[0].runs, sources(modules))
+    for cell, state in start:
+        if interrupts.received:
+            break
+        token = new_token()
+        owner = {
+            "executor": "kubernetes",
+            "token": token,
+            "job_id": None,
+            "user": getpass.getuser(),
+            "code": code.name,
+            "cluster": namespace.context,
+            "namespace": namespace.name,
+        }
+        number = state.attempt + 1
+        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
+        if attempt is not None:  # it is None if another launcher has claimed this attempt meanwhile
+            one = submission_of(cell, int(attempt.name), token, code, unfit_nodes(state.failure))
+            if status := create(one, attempt, namespace):
+                return status
+    return Exit.DONE
+
+
+def create(one: Submission, attempt: Path, namespace: Namespace) -> int:
+    """Create the Job and the Service of a claimed attempt, and record the Job's name. Return the exit status."""
+    write_text(layout.JOB_FILE.of(one.directory), one.text)
+    try:
+        made = namespace.call("create", "--filename=-", f"--output=jsonpath={KINDS}", text=one.text)
+    except KubectlError as error:
+        return after_error(one, attempt, error)
+    rundir.note(attempt, job_id=one.name)
+    own_service(one, namespace, made)
+    return Exit.DONE
+
+
+def own_service(one: Submission, namespace: Namespace, made: str) -> None:
+    """Let the Job own its Service, so that the cluster deletes the Service with the Job."""
+    uid = next(line.split()[1] for line in made.splitlines() if line.startswith("Job "))
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": one.name, "uid": uid}
+    patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+    try:
+        namespace.call("patch", "service", one.name, "--type=merge", f"--patch={patch}")
+    except KubectlError as error:
+        print(f"{one.name}: its Service stays when the Job is deleted: {error}", file=sys.stderr)
+
+
+def after_error(one: Submission, attempt: Path, error: KubectlError) -> int:
+    """Find out whether the Job exists although kubectl failed, for example by a time-out. If it does not, record why it was
+    refused. Without an answer the attempt stays open, and the next command asks again. Return the exit status.
+    """
+    name = one.directory.name
+    for pause in (0, PATIENCE) if error.uncertain else (0,):
+        time.sleep(pause)
+        queue = ask_namespaces([layout.CLAIM.read(attempt)])
+        if one.token in queue.jobs:
+            rundir.note(attempt, job_id=one.name)
+            print(f"{name}: {error}; the Job exists nevertheless", file=sys.stderr)
+            return Exit.DONE
+    if error.uncertain and not queue.answers:
+        print(f"{name}: {error}; the Job may exist nevertheless: this command asks again", file=sys.stderr)
+        return Exit.BUG
+    rundir.note(attempt, ended=time.time(), refused=str(error))
+    print(f"{name}: refused: {error}", file=sys.stderr)
+    return Exit.BUG
+
+
+def unfit_nodes(failure: Failure | None) -> tuple[str, ...]:
+    """Return the node that a health check found unfit in the last attempt. A retry excludes it."""
+    node = node_of(failure) if failure and failure.status == Exit.UNHEALTHY and failure.rank is not None else ""
+    return (node,) if node else ()
+
+
+def node_of(failure: Failure) -> str:
+    """Return the name of the node on which a failure happened; "" if it is unknown. Ranks know only the name of their pod."""
+    for node in layout.NODE.read_all(failure.attempt).values() if failure.attempt else ():
+        if str(failure.rank) in node.get("ranks", {}) or failure.host in (node.get("host"), node.get("node")):
+            return node.get("node", "")
+    return ""

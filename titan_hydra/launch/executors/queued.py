@@ -1,0 +1,59 @@
+"""What executors with a queue of jobs have in common."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_hydra.base.errors import Exit
+from titan_hydra.launch.attach import Interrupts
+from titan_hydra.launch.show import waiting
+from titan_hydra.runs import rundir
+from titan_hydra.runs.queue import Owner
+from titan_hydra.runs.records import alive
+from titan_hydra.runs.rundir import SILENCE, State
+
+if TYPE_CHECKING:
+    from titan_hydra.launch.cell import Cell
+
+POLL = 5  # seconds between two questions to the queue with launch.wait
+
+
+def being_submitted(owner: Owner) -> bool:
+    """Whether the process that claimed an attempt may still submit it. A process on another host may submit it within
+    SILENCE seconds after the claim.
+    """
+    if owner["host"] == socket.gethostname():
+        return alive(owner) and "ended" not in owner
+    return "ended" not in owner and time.time() - owner["started"] < SILENCE
+
+
+def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
+    """Print the changes of the cells' states, and why they wait, until no cell is queued or running (launch.wait). Ctrl-C
+    ends the printing, and the jobs continue.
+    """
+    before: dict[Path, str] = {}
+    while True:
+        states = rundir.states([cell.directory for cell in cells])
+        for cell, state in zip(cells, states, strict=True):
+            words = waiting(state) if state.kind in ("queued", "unknown") else state.kind
+            if before.get(cell.directory) != words:
+                before[cell.directory] = words
+                where = f" on {state.host}" if state.host and state.kind == "running" else ""
+                print(f"{time.strftime('%H:%M:%S')}  {cell.directory.name}: {words}{where}", flush=True)
+        if interrupts.received or not any(state.active for state in states):
+            return states
+        deadline = time.monotonic() + POLL
+        while time.monotonic() < deadline and not interrupts.received:
+            time.sleep(0.2)
+
+
+def status_after(states: list[State], status: int, interrupts: Interrupts, wait: bool) -> int:
+    """Return the exit status of a submission: its own, else that of the first failed cell; or that of the signal which
+    ended the submission.
+    """
+    for state in states:
+        status = status or (state.failure.status if state.failure else Exit.DONE)
+    return interrupts.status if interrupts.received and not wait else status
