@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from titan_hydra.search.journal import Journal
+from titan_hydra.optuna.journal import Journal
 
 TINY = (
     *("debug=tiny", "precision=fp32", "cluster=inline", "model.dim=16", "model.n_layers=1", "data.seq_len=16"),
@@ -77,7 +76,7 @@ class Searches:
     def text(self) -> str:
         """The journal; "" before there is one."""
         with contextlib.suppress(ValueError, FileNotFoundError):
-            return (self.sweep / "search.journal").read_text()
+            return (self.sweep / "optuna.journal").read_text()
         return ""
 
     def trials(self):

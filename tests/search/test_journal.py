@@ -2,10 +2,10 @@
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from titan_hydra.optuna.journal import COMPLETE, FAILED, PRUNED, Journal, locked
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.parts import OptunaSearch
-from titan_hydra.search.journal import COMPLETE, FAILED, PRUNED, Journal, locked
 from titan_hydra.search.space import space_of
 
 LINES = ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.n_layers=tag(int,interval(1,4))", "ac=none,op")
@@ -59,7 +59,7 @@ def test_no_trial_is_drawn_twice_and_the_space_may_end(tmp_path):
 def test_one_driver_at_a_time_and_an_unfinished_line_is_cut(tmp_path):
     journal = Journal(tmp_path)
     journal.draw(space(*LINES), OptunaSearch("optuna"))
-    file = tmp_path / "search.journal"
+    file = tmp_path / "optuna.journal"
     whole = file.read_bytes()
     file.write_bytes(whole + b'{"op_code":4,"wor')
     with locked(tmp_path):

@@ -1,16 +1,16 @@
 """Which trial goes on to the next length: decided from the values alone."""
 
 import pytest
+from titan_hydra.optuna.journal import OPEN, SearchTrial
 
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.parts import OptunaSearch
-from titan_hydra.search.journal import OPEN, Trial
 from titan_hydra.search.rungs import Rungs, hyperband, not_the_longer_run, rungs_of
 
 
-def trial(number: int, **values: float) -> Trial:
+def trial(number: int, **values: float) -> SearchTrial:
     found = {int(steps[1:]): value for steps, value in values.items()}
-    return Trial(number, [f"a={number}"], {}, OPEN, found, [], dict.fromkeys(found, "run"), "")
+    return SearchTrial(number, [f"a={number}"], {}, OPEN, found, [], dict.fromkeys(found, "run"), "")
 
 
 def test_the_best_of_a_length_goes_on_and_a_waiting_one_may_follow():

@@ -303,7 +303,7 @@ register(
 register(Format("mxfp8", "titan_hydra.parallel.formats.mxfp8:convert", 32, tensor_parallel=False))
 
 register(SearchKind("off"))
-register(SearchKind("optuna", "titan_hydra.search.driver:run", OptunaSearch))
+register(SearchKind("optuna", "titan_hydra.search.driver:run_search", OptunaSearch))
 
 register(AdapterKind("none"))
 register(

@@ -194,8 +194,8 @@ SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", 
     {"name": str, "command": list[str], "baseline": str | None, "cells": Each(Fields(
         {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool}))}, {"created": Moment}))
 RATES = Entry("hardware.json", "`titan plan --tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
-JOURNAL = Entry("search.journal", "the search's driver", "in the folder of a sweep whose cells a search draws: Optuna's journal")
-DRIVER = Entry("search.lock", "the search's driver", "the process that draws the cells, and holds a lock on this file")
+JOURNAL = Entry("optuna.journal", "the search's driver", "in the folder of a sweep whose cells a search draws: Optuna's journal")
+DRIVER = Entry("driver.lock", "the search's driver", "the process that draws the cells, and holds a lock on this file")
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that submitted jobs run")
 CARDS = Entry("cards/", "`titan certify`", "a folder for each certificate: the layout's hash and the code's digest")
 CARD = Entry("card.json", "`titan certify`", "in the folder of a certificate: what was proven, and what runs measured", Fields(

@@ -31,9 +31,9 @@ from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.useful import device_hours
 
-from .journal import COMPLETE, FAILED, PRUNED, Journal, Trial, locked, require_optuna
+from .journal import COMPLETE, FAILED, PRUNED, Journal, SearchTrial, locked, require_optuna
 from .summary import printed, summary_of
-from .trials import Plan, plan_of
+from .trials import SearchPlan, plan_of
 
 MOST_STARTS = 4  # starts of a run by one driver; further ones would end in the same way
 POLL_HERE, POLL = 0.1, 5.0  # seconds between two looks at runs on this machine, and at those of a cluster
@@ -41,20 +41,19 @@ RETRIED = (Kind.NODE, Kind.HANG, Kind.KILLED, Kind.PREEMPTED)  # failures that d
 DRAWN = (Kind.NOT_FINITE, Kind.OUT_OF_MEMORY, Kind.CONFIG)  # failures that do, from which the sampler learns
 
 
-def run(question: Question) -> int:
+def run_search(question: Question) -> int:
     """Run the search of a command line, and return the exit status. Raises ConfigError if it cannot start; then nothing is
     written.
     """
     require_optuna()
     plan = plan_of(question)
     job, states = plan.base.job, [rundir.state(plan.base.directory)]
-    faults = list(faults_of_the_place([plan.base], [] if job.launch.force else states))
     if job.launch.force:
-        faults = [Fault("launch.force", True, "a search goes on with its runs; another search.seed begins a new one")]
+        raise ConfigError("launch.force=true: a search goes on with its runs; another search.seed begins a new one")
     if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].single:
         reason = f"cluster={job.cluster.name} runs one trial, in this process"
-        faults.append(Fault("search.parallel", plan.search.parallel, reason, legal=(1,)))
-    if faults:
+        raise ConfigError(str(Fault("search.parallel", plan.search.parallel, reason, legal=(1,))))
+    if faults := list(faults_of_the_place([plan.base], states)):
         raise ConfigError("\n".join(map(str, faults)))
     if job.launch.mode == "dry":
         dry(plan, states)
@@ -68,7 +67,7 @@ def run(question: Question) -> int:
             return 130
 
 
-def dry(plan: Plan, states: list[State]) -> None:
+def dry(plan: SearchPlan, states: list[State]) -> None:
     """Print what a search would do."""
     for one in plan.space.dimensions:
         print(one.typed)
@@ -81,7 +80,7 @@ def dry(plan: Plan, states: list[State]) -> None:
 class Active:
     """A run that the driver awaits: a trial's run of a length or, with `seed`, one that confirms the trial."""
 
-    trial: Trial
+    trial: SearchTrial
     steps: int
     cell: Cell
     seed: int | None = None
@@ -96,7 +95,7 @@ class Active:
 class Driver:
     """Draws, starts and awaits the trials of a plan, until nothing is left to do."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SearchPlan) -> None:
         self.plan, self.search = plan, plan.search
         self.journal = Journal(plan.folder, plan.directions)
         self.executor = executor_named(plan.base.job.cluster.executor)
@@ -158,13 +157,13 @@ class Driver:
             return self.begin(trial, self.plan.rungs.after(trial))
         return not busy and (self.close(trials) or self.confirm())
 
-    def pending(self, trial: Trial) -> int:
+    def pending(self, trial: SearchTrial) -> int:
         """Return the steps of the run that a trial needs now; 0 if it waits for its next length."""
         if not trial.values and not trial.runs:
             return self.plan.rungs.steps[self.plan.rungs.first(trial)]
         return max((steps for steps in trial.runs if steps not in trial.values), default=0)
 
-    def begin(self, trial: Trial, steps: int, seed: int | None = None) -> bool:
+    def begin(self, trial: SearchTrial, steps: int, seed: int | None = None) -> bool:
         """Start the run of a trial, or attach to it; a trial that is refused costs nothing. Returns True."""
         cell, reason = self.plan.cell(trial, steps) if seed is None else self.plan.repeat(trial, seed)
         if cell is None:
@@ -245,7 +244,7 @@ class Driver:
             self.hours[run] = device_hours(run)
         return sum(self.hours[run] if run in self.hours else device_hours(run) for run in runs)
 
-    def close(self, trials: list[Trial]) -> bool:
+    def close(self, trials: list[SearchTrial]) -> bool:
         """Tell the journal of the trials that wait for a next length that will not come. Return whether there were any."""
         left = [trial for trial in trials if trial.open]
         for trial in left:
@@ -264,7 +263,7 @@ class Driver:
                     return self.begin(trial, self.plan.rungs.steps[-1], seed)
         return False
 
-    def list_in_manifest(self, cell: Cell, trial: Trial, seed: int | None) -> None:
+    def list_in_manifest(self, cell: Cell, trial: SearchTrial, seed: int | None) -> None:
         """List the newest run of each trial, and those with other seeds, in the manifest of the sweep."""
         content = layout.SWEEP.read(self.plan.folder) or {
             "name": self.plan.name,

@@ -32,7 +32,7 @@ OPEN, COMPLETE, PRUNED, FAILED = "open", "complete", "pruned", "failed"
 
 
 @dataclass(frozen=True)
-class Trial:
+class SearchTrial:
     """A trial as the journal has it: `values` are its held-out losses by steps, `objectives` the final ones."""
 
     number: int
@@ -69,11 +69,11 @@ class Journal:
         self.study: Study = optuna.load_study(storage=self.storage, study_name="search")
         self.id = self.storage.get_study_id_from_name("search")
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[SearchTrial]:
         """Return all trials, by number."""
         return [_read(frozen) for frozen in self.study.get_trials(deepcopy=False)]
 
-    def draw(self, space: Space, search: OptunaSearch) -> Trial | None:
+    def draw(self, space: Space, search: OptunaSearch) -> SearchTrial | None:
         """Draw a trial, and write it to the journal; None if the space has no further one. What is drawn depends only on
         the earlier trials and on search.seed, so that a search goes on after a kill as it would have without.
         """
@@ -116,15 +116,15 @@ class Journal:
                 return values
         return None
 
-    def note_run(self, trial: Trial, steps: int, directory: str) -> None:
+    def note_run(self, trial: SearchTrial, steps: int, directory: str) -> None:
         """Record the run directory of a trial's length."""
         self.storage.set_trial_user_attr(self._id(trial), f"run {steps}", directory)
 
-    def report(self, trial: Trial, steps: int, value: float) -> None:
+    def report(self, trial: SearchTrial, steps: int, value: float) -> None:
         """Record a trial's held-out loss at a length."""
         self.storage.set_trial_intermediate_value(self._id(trial), steps, value)
 
-    def tell(self, trial: Trial, state: str, values: Sequence[float] | None = None, reason: str = "") -> None:
+    def tell(self, trial: SearchTrial, state: str, values: Sequence[float] | None = None, reason: str = "") -> None:
         """Record how a trial has ended."""
         from optuna.trial import TrialState
 
@@ -138,22 +138,22 @@ class Journal:
         """What is recorded of the runs with other seeds: {"number seed": {"run": directory, "value": objective or null}}."""
         return dict(self.study.user_attrs.get("confirmed", {}))
 
-    def confirm(self, trial: Trial, seed: int, directory: str, value: float | None) -> None:
+    def confirm(self, trial: SearchTrial, seed: int, directory: str, value: float | None) -> None:
         """Record a run of a trial with another seed."""
         entry = {f"{trial.number} {seed}": {"run": directory, "value": value}}
         self.storage.set_study_user_attr(self.id, "confirmed", self.confirmed | entry)
 
-    def _id(self, trial: Trial) -> int:
+    def _id(self, trial: SearchTrial) -> int:
         return self.storage.get_trial_id_from_study_id_trial_number(self.id, trial.number)
 
 
-def _read(frozen: Any) -> Trial:
+def _read(frozen: Any) -> SearchTrial:
     attrs = frozen.user_attrs
     runs = {int(name.split()[1]): run for name, run in attrs.items() if name.startswith("run ")}
     state = {"COMPLETE": COMPLETE, "PRUNED": PRUNED, "FAIL": FAILED}.get(frozen.state.name, OPEN)
     objectives = list(frozen.values) if state == COMPLETE else []
     values = dict(frozen.intermediate_values)
-    return Trial(
+    return SearchTrial(
         frozen.number, attrs["overrides"], frozen.params, state, values, objectives, runs, attrs.get("reason", "")
     )
 

@@ -15,7 +15,7 @@ from titan_hydra.config import Fault, Job
 from titan_hydra.config.parts import OptunaSearch
 from titan_hydra.launch.longer import same_rates
 
-from .journal import Trial
+from .journal import SearchTrial
 
 KEPT = 0.5  # share of the steps after the warm-up that a run of the next length must be able to carry on
 
@@ -28,19 +28,19 @@ class Rungs:
     factor: int = 2
     brackets: tuple[int, ...] = (0,)  # the index of the first length, by the trial's number modulo the length of this
 
-    def first(self, trial: Trial) -> int:
+    def first(self, trial: SearchTrial) -> int:
         """Return the index of a trial's first length."""
         return self.brackets[trial.number % len(self.brackets)]
 
-    def reached(self, trial: Trial) -> int:
+    def reached(self, trial: SearchTrial) -> int:
         """Return the index of the greatest length at which a trial has a value; -1 if it has none."""
         return max((index for index, steps in enumerate(self.steps) if steps in trial.values), default=-1)
 
-    def after(self, trial: Trial) -> int:
+    def after(self, trial: SearchTrial) -> int:
         """Return the length that follows the present one of a trial."""
         return self.steps[self.reached(trial) + 1]
 
-    def promoted(self, trials: Sequence[Trial], busy: Container[int] = ()) -> Trial | None:
+    def promoted(self, trials: Sequence[SearchTrial], busy: Container[int] = ()) -> SearchTrial | None:
         """Return the waiting trial that goes on to the next length: one of the best 1/factor of all trials of its bracket
         that have the present length, of the greatest length first. None if there is none. `busy` has the numbers of trials
         that run.
@@ -54,7 +54,7 @@ class Rungs:
                         return trial
         return None
 
-    def finalist(self, trials: Sequence[Trial], busy: Container[int], count: int) -> Trial | None:
+    def finalist(self, trials: Sequence[SearchTrial], busy: Container[int], count: int) -> SearchTrial | None:
         """Return a waiting trial that goes on although it is not among the best 1/factor: once no further trial starts,
         the best `count` are trained to the last step. Values of different lengths are not compared; the greater goes first.
         """
@@ -62,7 +62,7 @@ class Rungs:
         free = [one for one in best if one.open and one.number not in busy]
         return next((one for one in free if self.reached(one) < len(self.steps) - 1), None)
 
-    def rank(self, trial: Trial) -> tuple[int, float, int]:
+    def rank(self, trial: SearchTrial) -> tuple[int, float, int]:
         """Return what sorts trials: those of a greater length first, then the better ones."""
         reached = self.reached(trial)
         return -reached, trial.values.get(self.steps[reached], math.inf) if reached >= 0 else math.inf, trial.number

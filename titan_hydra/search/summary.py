@@ -14,7 +14,7 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.checkpoints import step_of
 from titan_hydra.runs.useful import device_hours
 
-from .journal import COMPLETE, Journal, Trial, require_optuna
+from .journal import COMPLETE, Journal, SearchTrial, require_optuna
 
 FEWEST = 4  # complete trials below which the importance of the keys is not estimated
 
@@ -25,7 +25,7 @@ class Summary:
 
     runs: Path
     directions: list[str]
-    trials: list[Trial]
+    trials: list[SearchTrial]
     confirmed: dict[str, Any]
     importance: dict[str, float]
 
@@ -35,28 +35,28 @@ class Summary:
         return max((steps for trial in self.trials for steps in trial.runs), default=0)
 
     @cached_property
-    def best(self) -> list[Trial]:
+    def best(self) -> list[SearchTrial]:
         """The complete trials, the best first; of two objectives, those that no other trial exceeds in both."""
         complete = [trial for trial in self.trials if trial.state == COMPLETE]
         if len(self.directions) == 1:
             return sorted(complete, key=lambda trial: (self._cost(trial)[0], trial.number))
         return [trial for trial in complete if not any(self._exceeds(other, trial) for other in complete)]
 
-    def _cost(self, trial: Trial) -> list[float]:
+    def _cost(self, trial: SearchTrial) -> list[float]:
         signs = [1 if direction == "minimize" else -1 for direction in self.directions]
         return [sign * value for sign, value in zip(signs, trial.objectives, strict=True)]
 
-    def _exceeds(self, one: Trial, other: Trial) -> bool:
+    def _exceeds(self, one: SearchTrial, other: SearchTrial) -> bool:
         pairs = list(zip(self._cost(one), self._cost(other), strict=True))
         return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
-    def seeds(self, trial: Trial) -> list[float]:
+    def seeds(self, trial: SearchTrial) -> list[float]:
         """Return the objective of a trial's whole run and of those with other seeds that ended well."""
         found = [entry["value"] for name, entry in self.confirmed.items() if name.split()[0] == str(trial.number)]
         return [*trial.objectives[:1], *(value for value in found if value is not None)] if found else []
 
     @property
-    def winner(self) -> Trial | None:
+    def winner(self) -> SearchTrial | None:
         """The best of the trials that were run with several seeds, by the mean; without any, the best trial. None with two
         objectives, or before a trial is complete.
         """
@@ -66,7 +66,7 @@ class Summary:
         again = [trial for trial in self.best if self.seeds(trial)]
         return min(again or self.best[:1], key=lambda trial: sign * fmean(self.seeds(trial) or trial.objectives))
 
-    def directories(self, trial: Trial) -> list[Path]:
+    def directories(self, trial: SearchTrial) -> list[Path]:
         """Return the run directories of a trial's lengths."""
         return [self.runs / run for _, run in sorted(trial.runs.items())]
 
@@ -123,7 +123,7 @@ class Summary:
             "steps_of_whole_runs": whole,
         }
 
-    def word(self, trial: Trial) -> str:
+    def word(self, trial: SearchTrial) -> str:
         """Return the state of a trial in a word."""
         if trial.state == COMPLETE:
             return (
@@ -216,7 +216,7 @@ def printed(summary: Summary) -> list[str]:
     return [*table(titles, rows, [title for title in titles if title != "state"], ("state",)), "", *summary.notes()]
 
 
-def _importance(journal: Journal, trials: list[Trial], directions: list[str]) -> dict[str, float]:
+def _importance(journal: Journal, trials: list[SearchTrial], directions: list[str]) -> dict[str, float]:
     """Return the share of each key in the variance of the objective among the better half of the trials; {} if too few
     are known. Of several lengths, that which most trials have is taken.
     """

@@ -19,9 +19,9 @@ from titan_hydra.config.sweep import key_of
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.dispatch import examine, read_all
 from titan_hydra.launch.longer import origin, same_rates
-from titan_hydra.runs import layout, rundir
+from titan_hydra.runs import layout
 
-from .journal import Trial
+from .journal import SearchTrial
 from .rungs import Rungs, halving_faults, rungs_of
 from .space import Space, space_of
 
@@ -33,7 +33,7 @@ DECIDING = ("sampler", "objective", "pruner", "factor", "first_steps", "seed")
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchPlan:
     """What a command line with a search asks for."""
 
     question: Question
@@ -74,7 +74,7 @@ class Plan:
     def directions(self) -> list[str]:
         return [OBJECTIVES[name] for name in self.measured]
 
-    def cell(self, trial: Trial, steps: int) -> tuple[Cell | None, str]:
+    def cell(self, trial: SearchTrial, steps: int) -> tuple[Cell | None, str]:
         """Return the cell of a trial's run of a length, which carries on the run of the length before; or why there is
         none.
         """
@@ -95,7 +95,7 @@ class Plan:
             more += [f"checkpoint.initial_load_path={as_value(str(path))}", "checkpoint.exclude_from_loading=[]"]
         return self.made([*trial.overrides, *more], name)
 
-    def repeat(self, trial: Trial, seed: int) -> tuple[Cell | None, str]:
+    def repeat(self, trial: SearchTrial, seed: int) -> tuple[Cell | None, str]:
         """Return the cell of a trial's whole run with another seed; or why there is none."""
         return self.made([*trial.overrides, f"seed={seed}"], f"trial {trial.number}, seed {seed}")
 
@@ -105,10 +105,8 @@ class Plan:
         overrides = [one for one in self.fixed if key_of(one) not in taken] + own
         config = self.question.compose(overrides)
         config.sweep.name, config.sweep.cell = self.name, name
-        job, prediction, faults, _ = examine(config)
-        if faults:
-            return None, redact(str(faults[0]))
-        return Cell(1, overrides, job, rundir.directory_of(job), 1, prediction), ""
+        cell, faults, _ = examine(config, overrides)
+        return cell, redact(str(faults[0])) if cell is None else ""
 
     def value(self, directory: Path) -> list[float] | None:
         """Return the objectives of a run that is done; None if one of them is missing."""
@@ -126,7 +124,7 @@ def keeping(job: Job, rungs: Rungs) -> list[str]:
     return [f"checkpoint.interval={interval}", f"checkpoint.keep_every={step}", "checkpoint.last_step=true"]
 
 
-def plan_of(question: Question) -> Plan:
+def plan_of(question: Question) -> SearchPlan:
     """Check a command line with a search. Raises ConfigError with all lines that prevent its start.
 
     The cells with the first values of all keys, and with each other value or bound of one key, are composed and checked.
@@ -151,13 +149,13 @@ def plan_of(question: Question) -> Plan:
     cells, refused = read_all(composed)
     if not cells:
         raise ConfigError("\n".join(dict.fromkeys(refused)))
-    plan = Plan(question, search, space, cells[0], rungs_of(cells[0].job, search))
+    plan = SearchPlan(question, search, space, cells[0], rungs_of(cells[0].job, search))
     if faults := list(dict.fromkeys(faults_of_the_search(plan, jobs))):
         raise ConfigError("\n".join(dict.fromkeys(map(str, faults))))
     return plan
 
 
-def faults_of_the_search(plan: Plan, jobs: list[Job]) -> list[Fault]:
+def faults_of_the_search(plan: SearchPlan, jobs: list[Job]) -> list[Fault]:
     """Return what prevents a search over these cells; they are in the order of `Space.probes`."""
     search, job, faults, first = plan.search, plan.base.job, [], 1
     if search.objective != "tokens_per_second" and job.validation.name == "off":
