@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from titan_hydra.optuna.journal import Journal
+
+from titan_hydra.search.journal import Journal
 
 TINY = (
     *("debug=tiny", "precision=fp32", "cluster=inline", "model.dim=16", "model.n_layers=1", "data.seq_len=16"),

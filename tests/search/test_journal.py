@@ -2,10 +2,10 @@
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from titan_hydra.optuna.journal import COMPLETE, FAILED, PRUNED, Journal, locked
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.parts import OptunaSearch
+from titan_hydra.search.journal import COMPLETE, FAILED, PRUNED, Journal, locked
 from titan_hydra.search.space import space_of
 
 LINES = ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.n_layers=tag(int,interval(1,4))", "ac=none,op")

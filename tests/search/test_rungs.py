@@ -1,10 +1,10 @@
 """Which trial goes on to the next length: decided from the values alone."""
 
 import pytest
-from titan_hydra.optuna.journal import OPEN, SearchTrial
 
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.parts import OptunaSearch
+from titan_hydra.search.journal import OPEN, SearchTrial
 from titan_hydra.search.rungs import Rungs, hyperband, not_the_longer_run, rungs_of
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import glob
 import signal
 import subprocess
 import sys
@@ -52,6 +53,9 @@ def run_search(question: Question) -> int:
         raise ConfigError("launch.force=true: a search goes on with its runs; another search.seed begins a new one")
     if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].single:
         reason = f"cluster={job.cluster.name} runs one trial, in this process"
+        raise ConfigError(str(Fault("search.parallel", plan.search.parallel, reason, legal=(1,))))
+    if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].here and glob.glob("/dev/nvidia[0-9]*"):
+        reason = "on this machine all trials would use the same GPUs; jobs of a cluster have their own"
         raise ConfigError(str(Fault("search.parallel", plan.search.parallel, reason, legal=(1,))))
     if faults := list(faults_of_the_place([plan.base], states)):
         raise ConfigError("\n".join(map(str, faults)))

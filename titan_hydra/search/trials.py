@@ -86,7 +86,7 @@ class SearchPlan:
             return None, reason
         if faults := list(halving_faults(replace(plain.job, steps=self.rungs.steps[-1]), self.search, self.rungs)):
             return None, str(faults[0])
-        more = [f"steps={steps}", *keeping(plain.job, self.rungs)]
+        more = [f"steps={steps}", *checkpoint_overrides(plain.job, self.rungs)]
         if before := max((length for length in trial.runs if length < steps), default=0):
             try:
                 path, _ = origin(self.runs / trial.runs[before], replace(plain.job, steps=before), plain.job, None)
@@ -114,7 +114,7 @@ class SearchPlan:
         return None if None in found else found
 
 
-def keeping(job: Job, rungs: Rungs) -> list[str]:
+def checkpoint_overrides(job: Job, rungs: Rungs) -> list[str]:
     """Return the overrides with which a run keeps the checkpoint from which the run of the next length goes on."""
     if job.steps == rungs.steps[-1]:
         return []
