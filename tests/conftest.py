@@ -96,6 +96,7 @@ LONG = (
     "recipes/image_text/test_image_text.py::test_other_decoders_and_rings_learn_it_too",
     "recipes/policy/test_policy.py::test_policies_are_the_same_on_every_layout",
     "recipes/policy/test_policy.py::test_preferences_are_the_same_on_every_layout",
+    "search/test_driver.py::test_runs_outlive_their_driver_and_the_next_one_attaches_to_them",
     "slurm/test_accidents.py",
     "slurm/test_failures.py",
     "slurm/test_owners.py",

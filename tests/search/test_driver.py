@@ -42,6 +42,26 @@ def test_a_killed_search_goes_on_and_loses_and_doubles_nothing(searches, tmp_pat
     assert "winner: trial" in other.run(*line) and (other.sweep / "optuna.journal").read_text() == before
 
 
+def test_runs_outlive_their_driver_and_the_next_one_attaches_to_them(searches):
+    """Two trials run at once, as processes of this machine, while the driver is killed; none starts again."""
+    line = [
+        *TINY,
+        *SPACE,
+        "cluster=local",
+        "steps=200",
+        "search.parallel=2",
+        "search.trials=3",
+        "search.sampler=random",
+    ]
+    stepping = lambda: len(list(searches.folder.glob("runs/*/attempts/1/status.json"))) == 2  # noqa: E731
+    searches.killed_when(stepping, *line)
+    text = searches.run(*line)
+    assert "is running" in text, text
+    assert [one.state for one in searches.trials()] == ["complete"] * 3
+    assert all(len(list(run.glob("attempts/*"))) == 1 for run in searches.folder.glob("runs/*-*"))
+    assert not list(searches.folder.glob("runs/_sweeps/*/manifest.json.*")), "no temporary file is left"
+
+
 def test_a_length_is_the_same_run_carried_on(searches):
     """The loss of the last length is that of a run that had all steps from the start."""
     searches.run(*TINY, *SPACE, *HALVING)

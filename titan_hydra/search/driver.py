@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import glob
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from titan_hydra.config import Fault
 from titan_hydra.config.cells import Question
 from titan_hydra.config.fault import counted
 from titan_hydra.config.registry import EXECUTORS, executor_named
+from titan_hydra.job.ranks import devices_here
 from titan_hydra.launch import show
 from titan_hydra.launch.attach import STOP_LIMIT, Interrupts, kill, saving, stop
 from titan_hydra.launch.cell import Cell
@@ -54,7 +54,7 @@ def run_search(question: Question) -> int:
     if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].single:
         reason = f"cluster={job.cluster.name} runs one trial, in this process"
         raise ConfigError(str(Fault("search.parallel", plan.search.parallel, reason, legal=(1,))))
-    if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].here and glob.glob("/dev/nvidia[0-9]*"):
+    if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].here and devices_here():
         reason = "on this machine all trials would use the same GPUs; jobs of a cluster have their own"
         raise ConfigError(str(Fault("search.parallel", plan.search.parallel, reason, legal=(1,))))
     if faults := list(faults_of_the_place([plan.base], states)):
