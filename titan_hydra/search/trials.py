@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -176,6 +177,6 @@ def faults_of_the_search(plan: SearchPlan, jobs: list[Job]) -> list[Fault]:
             )
         if one.key == "steps" and search.pruner != "none":
             faults.append(Fault("search.pruner", search.pruner, "changes `steps` itself, so `steps` cannot be swept"))
-    if search.sampler == "grid" and plan.space.size > 1_000_000:
+    if search.sampler == "grid" and 1_000_000 < plan.space.size < math.inf:
         faults.append(Fault("search.sampler", "grid", f"{plan.space.size:,} combinations, and 1,000,000 are the most"))
     return [*faults, *halving_faults(job, search, plan.rungs)]
