@@ -136,6 +136,7 @@ class Report:
             *self._bands(),
             *self._drift(),
             *self._slow(),
+            *self._stragglers(),
             *self._mixed(),
             *self._forced(),
         ]
@@ -145,6 +146,14 @@ class Report:
             f"{row.label}: {-row.to_prediction:.0%} slower than predicted for hardware={row.prediction.job.hardware.name}"
             for row in self.rows
             if row.to_prediction is not None and row.to_prediction < -SLOW
+        ]
+
+    def _stragglers(self) -> list[str]:
+        return [
+            f"{row.label}: {slow}"
+            for row in self.rows
+            for one in row.cell.single
+            if (slow := one.straggler) is not None
         ]
 
     def _states(self) -> list[str]:

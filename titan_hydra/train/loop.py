@@ -157,7 +157,8 @@ class Loop:
             lr = set_lr(trainer.optimizers, lr_factor(step, self.job.steps, self.job.lr_scheduler))
             share = trainer.forward_backward(batch)
             self.probes.after_backward(step)
-            agreement = trainer.agree(share, trainer.measure(), [*self.checkpointer.votes(), len(self.loader.news())])
+            votes, times = self.checkpointer.votes(), self.metrics.own_times(step)
+            agreement = trainer.agree(share, trainer.measure(), [len(self.loader.news()), *votes, *times])
             if not groups.commits(agreement):
                 # the weights must be copied first, as the next quorum may replace them
                 self.checkpointer.wait_for_staging()
@@ -166,12 +167,13 @@ class Loop:
             watch.at("optimizer")
             clock.leave_out(self.checkpointer.wait_for_staging())
             trainer.update(agreement)
-            loss, norm, asked, (*votes, bad_shards) = agreement.read()
+            loss, norm, asked, (bad_shards, *sums) = agreement.read()
+            votes, times = sums[: len(votes)], sums[len(votes) :]
             self.refuse_non_finite(step, loss, norm)
             clock.stop()
             if bad_shards:
                 report_bad_shards(self.loader, self.metrics, step)
-            self.metrics.step(step, loss, norm, lr, trainer.balance)
+            self.metrics.step(step, loss, norm, lr, times, trainer.balance)
             step, missed = groups.after_step(step, loss)
             self.save(step, votes, self.validate(step), stop=groups.stops(asked), missed=missed)
             self.settle()
