@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from titan_hydra import cli
 from titan_hydra.config.compose import compose_job
 from titan_hydra.observe.stragglers import OnHost, peers, seconds_of_collectives, slowest, without_waits
 from titan_hydra.runs.stragglers import slow_rank
@@ -26,16 +27,19 @@ trainer.Trainer.forward_backward = slowed
 """
 
 
-def test_status_and_report_name_a_rank_that_is_slowed_by_a_third(launcher):
+def test_status_and_report_name_a_rank_that_is_slowed_by_a_third(launcher, capsys):
     launcher.sabotage(SLOW)
     done = launcher.run(
         *launcher.TINY, "gpus=2", "parallelism=fsdp", "steps=24", "metrics.log_every=2", "model.dim=128"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for words in (("status",), ("report", "runs")):
-        out = launcher.python("-m", "titan_hydra.cli", *words).stdout
+    runs = str(launcher.folder / "runs")
+    for words in (("status", "--runs", runs), ("report", runs)):
+        assert cli.main([*words]) == 0
+        out = capsys.readouterr().out
         assert "rank 1 needs 1." in out and f"host {socket.gethostname()}" in out, out
-    (cell,) = json.loads(launcher.python("-m", "titan_hydra.cli", "status", "--json").stdout)["cells"]
+    cli.main(["status", "--runs", runs, "--json"])
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
     assert cell["slow_rank"].startswith("rank 1 needs")
 
 

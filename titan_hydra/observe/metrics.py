@@ -134,6 +134,7 @@ class Metrics:
         self.trackers: list[Tracker] = []
         self.losses: list[float] = []  # the loss of each step since the last row
         self.mean_loss: float | None = None  # `loss_mean` of the last row
+        self.tasks: dict[str, dict[str, float]] = {}  # the last numbers of each task
         if run.rank == 0:
             self.rows, self.events = (
                 Rows(entry.of(run.directory), resumed_at) for entry in (layout.METRICS, layout.EVENTS)
@@ -212,6 +213,8 @@ class Metrics:
         """Write a row to events.jsonl about an event: a validation, a checkpoint, bad files, ..."""
         if name == "validation":
             self.validation_loss = values["validation_loss"]
+        elif name == "task":
+            self.tasks[values["task"]] = {key: value for key, value in values.items() if key not in ("task", "seconds")}
         if self.events:
             self.events.add(row := {"event": name, "step": step} | values)
             shown = "  ".join(
@@ -235,6 +238,7 @@ class Metrics:
             "validation_loss": self.validation_loss,
             "lowest_validation_loss": lowest,
             "lowest_validation_step": lowest_step,
+            "tasks": self.tasks,
             "tokens": step * self.tokens_per_step,
             "parameters": self.parameters,
             "flops_per_token": self.flops,

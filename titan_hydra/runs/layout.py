@@ -134,12 +134,13 @@ METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](me
                                                   "memory_reserved_gib", "step_seconds", "data_seconds", "tokens_seen",
                                                   "slowest_over_median", "others_over_median"), NUMBER) | {"slowest_rank": int | None}))
 EVENTS = Entry("events.jsonl", FIRST, "validations, checkpoints, changes of replica groups, bad files", Fields(
-    {"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER}))
+    {"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER, "task": str, "acc": NUMBER, "acc_norm": NUMBER,
+                                  "perplexity": NUMBER}))
 RESULT = Entry("result.json", FIRST, "the result, once the run is done", Fields({}, dict.fromkeys((
     "final_loss", "validation_loss", "lowest_validation_loss", "tokens_per_second", "tokens_per_second_iqr", "memory_gib", "mfu", "seconds",
     "goodput", "gpu_hours", "flops_per_token"), NUMBER) | {
     "status": str, "steps": int, "measured_steps": int | None, "lowest_validation_step": int | None,
-    "best_checkpoint": str | None, "tokens": int, "parameters": int,
+    "best_checkpoint": str | None, "tasks": Each(dict[str, float], named=True), "tokens": int, "parameters": int,
     "world_size": int, "device": str | None, "git_sha": str | None,
     "versions": dict[str, str]}))
 CHECKPOINTS = Entry("checkpoints/", EVERY, "`step-<n>/`: weights, optimizer, each rank's data state, the manifest; "
