@@ -33,7 +33,11 @@ ROWS = [
     {"prompt": "", "choices": ["import torch", "\N{GREEK SMALL LETTER ALPHA}\N{GREEK SMALL LETTER BETA}"], "gold": 1},
     {"prompt": "word " * 40, "choices": ["one", "two words"], "gold": 1, "target_delimiter": ""},
 ]
-TARGETS = [{"prompt": "x = [1]\ny =", "target": "[2]"}, {"prompt": "a", "target": "b " * 30}, {"prompt": "", "target": "x"}]
+TARGETS = [
+    {"prompt": "x = [1]\ny =", "target": "[2]"},
+    {"prompt": "a", "target": "b " * 30},
+    {"prompt": "", "target": "x"},
+]
 
 
 @pytest.fixture
@@ -45,7 +49,9 @@ def files(tmp_path):
 
 def job_of(files, *words):
     tasks = f"validation.tasks=[{files}/choose.jsonl,{files}/follow.jsonl]"
-    return compose_job("debug=tiny", "precision=fp32", "data.seq_len=128", "model.n_layers=4", "validation=on", tasks, *words)
+    return compose_job(
+        "debug=tiny", "precision=fp32", "data.seq_len=128", "model.n_layers=4", "validation=on", tasks, *words
+    )
 
 
 def sharpened(model):
