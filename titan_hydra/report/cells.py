@@ -180,6 +180,12 @@ class ReportCell:
         }
 
     @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """The last numbers of each task, by its name; {} for a failed run."""
+        rows = [event for event in self.events if event["event"] == "task" and "task" in event]
+        return {} if self.state.failure else {row["task"]: row for row in rows}
+
+    @property
     def held_out(self) -> float | None:
         """The last held-out loss; None for a failed run."""
         if self.state.failure:
