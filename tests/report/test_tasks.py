@@ -12,7 +12,7 @@ def test_a_task_has_columns_of_its_last_numbers(sweep, capsys):
         content = [{"event": "task", "task": "arc"} | row for row in rows]
         content.append({"event": "task", "task": "lambada", "step": 12, "acc": 0.5, "perplexity": 20.0})
         (directory / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    sweep.cell("b", losses=[5.0] * 12, rates=[100.0] * 12, result={})
+    sweep.cell("a seed=2", {"seed": 2}, losses=[5.0] * 12, rates=[100.0] * 12, result={})
     status, out, _ = sweep.report(capsys)
     assert status == 0 and "arc acc " in out and "lambada perplexity" in out and "arc acc_norm" not in out
     rows = list(csv.DictReader(io.StringIO(sweep.report(capsys, "--csv")[1])))

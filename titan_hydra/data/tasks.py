@@ -93,13 +93,13 @@ def load_tasks(job: Job) -> list[Task]:
     found = []
     for path in job.validation.tasks:
         questions = read_questions(home(path))
-        found.append(Task(name_of(path), questions, [one for each in questions for one in requests_of(each, words)]))
+        found.append(Task(task_name(path), questions, [one for each in questions for one in requests_of(each, words)]))
     return found
 
 
 def faults(job: Job) -> Iterator[Fault]:
     """Yield a fault for each file of validation.tasks that cannot be evaluated."""
-    names = [name_of(path) for path in job.validation.tasks]
+    names = [task_name(path) for path in job.validation.tasks]
     for path, name in zip(job.validation.tasks, names, strict=True):
         if names.count(name) > 1:
             yield Fault("validation.tasks", path, f"two tasks would have the name {name}, which is the file's")
@@ -109,7 +109,7 @@ def faults(job: Job) -> Iterator[Fault]:
             yield Fault("validation.tasks", path, why)
 
 
-def name_of(path: str) -> str:
+def task_name(path: str) -> str:
     """Return the name of a task: that of its file, without suffixes."""
     return Path(path).name.partition(".")[0]
 

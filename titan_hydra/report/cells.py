@@ -205,7 +205,7 @@ class ReportCell:
             return None
         names = ("first_step", *stragglers.FIELDS)
         slow = stragglers.slow_rank({name: self.column(name).get(step) for name in names} for step in steps)
-        return stragglers.named(slow, layout.ATTEMPT.of(self.directory, self.state.attempt)) if slow else None
+        return stragglers.straggler_line(slow, layout.ATTEMPT.of(self.directory, self.state.attempt)) if slow else None
 
     @property
     def step(self) -> int:

@@ -51,7 +51,7 @@ def slow_rank(rows: Iterable[dict[str, Any]]) -> SlowRank | None:
     return SlowRank(int(rank), median(ratio for one, ratio in ratios if one == rank), count, len(known))
 
 
-def named(slow: SlowRank, attempt: Path) -> str:
+def straggler_line(slow: SlowRank, attempt: Path) -> str:
     """Return a sentence about a slow rank, with the host of its process in the attempt."""
     host = layout.RANK.read(attempt, slow.rank).get("host")
     return f"{slow} ({'host ' + host if host else 'host unknown'}; slow in {slow.slow} of {slow.rows} rows)"

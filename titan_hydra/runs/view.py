@@ -238,7 +238,7 @@ def modified(file: Path) -> float:
 
 def _slow(home: Path, attempt: Path) -> str | None:
     slow = stragglers.slow_rank(layout.METRICS.newest(home, stragglers.NEWEST))
-    return stragglers.named(slow, attempt) if slow else None
+    return stragglers.straggler_line(slow, attempt) if slow else None
 
 
 def _best(home: Path) -> str | None:

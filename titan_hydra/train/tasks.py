@@ -90,7 +90,7 @@ def score_requests(trainer: Trainer, requests: Sequence[Request]) -> list[tuple[
     for begin in range(0, len(order), mesh.data_ranks * size):
         length = row_length(job, requests[order[begin]].length)
         own = order[begin : begin + mesh.data_ranks * size][first : first + size]
-        batch = batch_of([requests[number] for number in own], scoring, size, length)
+        batch = batch_of_requests([requests[number] for number in own], scoring, size, length)
         with tensor_parallel.loss_context(mesh):
             trainer.step.forward(trainer.prepare(batch), scoring)
         if own and mesh.reports_loss and trainer.step.has_loss:
@@ -117,7 +117,7 @@ def row_length(job: Job, longest: int) -> int:
     return length
 
 
-def batch_of(requests: Sequence[Request], scoring: Scoring, rows: int, length: int) -> Batch:
+def batch_of_requests(requests: Sequence[Request], scoring: Scoring, rows: int, length: int) -> Batch:
     """Return requests as a batch of `rows` rows, of which those that are left over have no labels."""
     tokens, labels = np.zeros((rows, length), np.int64), np.full((rows, length), IGNORED, np.int64)
     for row, request in enumerate(requests):
