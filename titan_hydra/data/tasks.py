@@ -21,7 +21,7 @@ from titan_hydra.config.schema import Tokenizer as TokenizerKeys
 from .files import UNREADABLE, opened
 from .tokenizer import Tokenizer, load
 
-DELIMITER = " "  # what separates a prompt from a choice or target, as in lm-eval
+DELIMITER = " "  # what separates a prompt from a choice; as in lm-eval, nothing separates it from a target
 FIELDS = {"prompt": str, "choices": list, "gold": int, "target": str, "target_delimiter": str}
 
 
@@ -170,7 +170,8 @@ def _question(text: bytes, line: int, where: str) -> Question:
         raise ConfigError(f"{where}: each choice, and a target, is a text that is not empty")
     if "choices" in row and not 0 <= row["gold"] < len(choices):
         raise ConfigError(f"{where}: gold is {row['gold']}, and there are {len(choices)} choices, counted from 0")
-    return Question(line, row["prompt"], tuple(choices), row.get("gold"), row.get("target_delimiter", DELIMITER))
+    delimiter = row.get("target_delimiter", DELIMITER if "choices" in row else "")
+    return Question(line, row["prompt"], tuple(choices), row.get("gold"), delimiter)
 
 
 def _stamp(file: Path) -> tuple[int, int]:
