@@ -122,6 +122,11 @@ def test_a_prompt_and_a_choice_are_encoded_as_one_text():
     assert (alone.ids, alone.given) == ([words.bos_id, *words.encode("reads")], 1)
 
 
+def test_a_blank_stands_before_a_choice_and_nothing_before_a_target(files):
+    assert [question.delimiter for question in read_questions(files / "choose.jsonl")] == [" ", " ", " ", ""]
+    assert {question.delimiter for question in read_questions(files / "follow.jsonl")} == {""}
+
+
 def test_the_numbers_of_a_task():
     questions = [Question(1, "", ("aa", "bbbb"), 1), Question(2, "", ("\N{GREEK SMALL LETTER ALPHA}" * 2, "bbb"), 0)]
     scores = [(-2.0, False), (-3.0, False), (-5.0, True), (-6.0, False)]
