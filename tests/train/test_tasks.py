@@ -118,6 +118,8 @@ def test_a_prompt_and_a_choice_are_encoded_as_one_text():
     (one, two) = requests_of(Question(1, "Every rank  ", ("reads", "x"), 0), words)
     assert one.ids == [words.bos_id, *words.encode("Every rank   reads")]
     assert words.decode(one.ids[1 : one.given]) == "Every rank" and words.decode(two.ids[two.given :]) == "   x"
+    (across,) = requests_of(Question(1, "tensor", ("the",), None, ""), words)  # as one text: ten, s, ort, he
+    assert [words.decode([token]) for token in across.ids[1:]] == ["ten", "s", "or", "he"] and across.given == 4
     (alone,) = requests_of(Question(1, "", ("reads",), None, ""), words)
     assert (alone.ids, alone.given) == ([words.bos_id, *words.encode("reads")], 1)
 

@@ -132,9 +132,9 @@ def read_questions(file: Path) -> list[Question]:
 
 
 def requests_of(question: Question, words: Tokenizer) -> list[Request]:
-    """Return the tokens of each choice behind the prompt. As in lm-eval, prompt and choice are encoded as one text, of
-    which the tokens after as many as the prompt alone has are scored, and blanks at the end of the prompt belong to the
-    choice.
+    """Return the tokens of the prompt alone, and behind them those of each choice. As in lm-eval, blanks at the end of
+    the prompt belong to the choice, and a choice's tokens are those of prompt and choice as one text, after as many as
+    the prompt alone has. (They are not one text's tokens if a token of that text reaches across the border.)
     """
     first = [] if words.bos_id is None else [words.bos_id]
     prompt = question.prompt.rstrip()
@@ -144,8 +144,9 @@ def requests_of(question: Question, words: Tokenizer) -> list[Request]:
         if not question.prompt:  # the end of a document stands before the text if nothing begins one
             ids, given = [*(first or [words.eos_id]), *words.encode(question.delimiter + choice)], 1
         else:
-            ids = first + words.encode(prompt + blanks + question.delimiter + choice)
-            given = len(first) + len(words.encode(prompt))
+            alone = first + words.encode(prompt)
+            given = len(alone)
+            ids = alone + [*first, *words.encode(prompt + blanks + question.delimiter + choice)][given:]
         found.append(Request(ids, given))
     return found
 
