@@ -9,6 +9,7 @@ from tests.checkpoint.steps import cut_back
 from titan_hydra.config.compose import compose_job
 from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate
+from titan_hydra.observe.stragglers import OnHost
 
 ROW = {
     "step",
@@ -113,7 +114,7 @@ def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):
 def test_a_step_time_has_no_validation_or_checkpoint_in_it(monkeypatch):
     now = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    clock = Clock()
+    clock = Clock(OnHost())
     for _ in range(3):
         clock.start()
         now += 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.launch.conftest import launcher as launcher
 from titan_hydra.config import Job, from_dict, identity, to_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.job.ranks import all_ranks, world_size

@@ -248,7 +248,10 @@ def _below(
             yield f"          try {advice}"
     if len(failed) > FAILURES:
         yield f"          ... and {len(failed) - FAILURES} more failed"
-    if failed:
+    slow = [row for row in rows if row.slow]
+    for row in slow[:FAILURES]:
+        yield f"{row.hash}  {row.cell}: {row.slow}"
+    if failed or slow:
         yield ""
     for stretch in stretches_of(rows[0].directory) if len(rows) == 1 and not rows[0].state.damage else ():
         yield str(stretch)
@@ -313,6 +316,7 @@ def _as_json(row: RunRow) -> dict:
         "silent_seconds": row.silent,
         "phase": row.phase,
         "cancelled_by": row.cancelled,
+        "slow_rank": row.slow,
         "job": {"id": job.id, "state": job.state, "reason": job.reason, "start": job.start} if job else None,
         "groups": [
             {"state": group.kind, "attempt": group.attempt, "job": group.job and group.job.id} for group in state.groups

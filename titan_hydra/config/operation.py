@@ -71,6 +71,13 @@ class Validation:
     steps: int = key(
         10, "number of global batches in a validation", COUNT, only=("on",), identity=False, changes="held-out loss"
     )
+    tasks: list[str] = key(
+        list,
+        "JSONL files of questions (prompt, choices and gold, or prompt and target) that each validation answers too",
+        PATH,
+        only=("on",),
+        identity=False,
+    )
 
 
 @dataclass

@@ -40,6 +40,7 @@ _lock = threading.Lock()
 def configure(run: Run) -> None:
     """Enable torch's recorder. Call this before creating a process group, as torch reads these variables only once."""
     settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    settings["TORCH_NCCL_ENABLE_TIMING"] = "1"  # observe/stragglers.py reads how long collectives took
     for name in (
         "TORCH_FR_DUMP_TEMP_FILE",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",

@@ -28,6 +28,7 @@ from titan_hydra.runs.checkpoints import lowest_held_out
 from titan_hydra.runs.run import Run
 from titan_hydra.runs.useful import goodput_of
 
+from .stragglers import OnDevice, OnHost, own_time_on, peers, slowest, without_waits
 from .trackers import Tracker, open_trackers, trackable
 
 # Dense bf16 peak in FLOP/s from the vendor's data sheet, by a part of the device's name; the first entry that matches
@@ -55,7 +56,9 @@ PEAK_FLOPS = {
 class Clock:
     """Measures how many seconds each step takes, and how many it waits for data. Time between steps is not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: OnHost | OnDevice) -> None:
+        """Begin a clock. `own` measures what this rank itself needs of each step."""
+        self.own = own
         self.steps: list[float] = []  # seconds of every step of this process, except the first
         self.window: list[
             tuple[float, float]
@@ -67,10 +70,12 @@ class Clock:
     def start(self) -> None:
         """Begin a step. Call this before the step's batch is fetched."""
         self._began = time.perf_counter()
+        self.own.begin()
 
     def has_data(self) -> None:
         """Record that the step's batch has arrived."""
         self._data = time.perf_counter() - self._began
+        self.own.compute(self._data)
 
     def leave_out(self, seconds: float) -> None:
         """Subtract `seconds`, such as a wait for replica groups, from this step's time."""
@@ -79,6 +84,7 @@ class Clock:
     def stop(self) -> None:
         """End the step. Call this when the step's loss is on the host."""
         seconds = time.perf_counter() - self._began
+        self.own.end()
         self.window.append((seconds, self._data))
         self.disturbed += self.profiled
         if (
@@ -115,8 +121,8 @@ class Metrics:
     """Collects the rows of a run on every rank and writes them on rank 0."""
 
     def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int, parameters: int) -> None:
-        self.job, self.run, self.device, self.clock = job, run, device, Clock()
-        self.ranks = all_ranks(job)
+        self.job, self.run, self.device, self.clock = job, run, device, Clock(own_time_on(device))
+        self.ranks, self.peers = all_ranks(job), peers(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
         self.parameters, formula = parameters, family_of(job.model).flops
         # FLOPs per token, forward and backward
@@ -128,6 +134,7 @@ class Metrics:
         self.trackers: list[Tracker] = []
         self.losses: list[float] = []  # the loss of each step since the last row
         self.mean_loss: float | None = None  # `loss_mean` of the last row
+        self.tasks: dict[str, dict[str, float]] = {}  # the last numbers of each task
         if run.rank == 0:
             self.rows, self.events = (
                 Rows(entry.of(run.directory), resumed_at) for entry in (layout.METRICS, layout.EVENTS)
@@ -138,15 +145,31 @@ class Metrics:
         """Whether the step gets a row: it is the first of this process or of the run, the last, or a log_every-th step."""
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
-    def step(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None = None) -> None:
-        """Collect a step's measurements, and write a row if one is due. All ranks must call this, as a row has the largest
-        memory of all ranks.
+    def own_times(self, step: int) -> list[float]:
+        """Return a number for each rank, which the ranks sum to know all ranks' own times: this rank's time, and 0 for
+        the others. Return [] if the step gets no row, or if there is one rank.
+        """
+        if self.run.world_size == 1 or not self.due(step):
+            return []
+        times = [0.0] * self.run.world_size
+        times[self.run.rank] = self.clock.own.per_step()
+        return times
+
+    def step(
+        self, step: int, loss: float, grad_norm: float, lr: float, times: list[float], balance: Balance | None = None
+    ) -> None:
+        """Collect a step's measurements, and write a row if one is due. `times` is the sum of `own_times` over the ranks.
+        All ranks must call this, as a row has the largest memory of all ranks.
         """
         self.losses.append(loss)
-        if self.due(step):
-            self._record(step, loss, grad_norm, lr, balance)
+        due = self.due(step)
+        self.clock.own.next_step(recorded=due)
+        if due:
+            self._record(step, loss, grad_norm, lr, times, balance)
 
-    def _record(self, step: int, loss: float, grad_norm: float, lr: float, balance: Balance | None) -> None:
+    def _record(
+        self, step: int, loss: float, grad_norm: float, lr: float, times: list[float], balance: Balance | None
+    ) -> None:
         """Write the row of a step, with means over the steps since the last row."""
         first = self.mean_loss is None
         self.mean_loss = sum(self.losses) / len(self.losses)
@@ -171,7 +194,10 @@ class Metrics:
             "step_seconds": seconds,
             "data_seconds": data_seconds,
             "tokens_seen": step * self.tokens_per_step,
-        } | (balance.read() if balance else {})
+        }
+        if times and isinstance(self.clock.own, OnDevice):
+            times = without_waits(times, self.peers, seconds)
+        row |= slowest(times, self.peers if times else []) | (balance.read() if balance else {})
         if self.job.debug.balance_experts:
             row["balanced_experts"] = True
         if first:  # the first row of this process, whose time includes compilation
@@ -187,6 +213,8 @@ class Metrics:
         """Write a row to events.jsonl about an event: a validation, a checkpoint, bad files, ..."""
         if name == "validation":
             self.validation_loss = values["validation_loss"]
+        elif name == "task":
+            self.tasks[values["task"]] = {key: value for key, value in values.items() if key not in ("task", "seconds")}
         if self.events:
             self.events.add(row := {"event": name, "step": step} | values)
             shown = "  ".join(
@@ -210,6 +238,7 @@ class Metrics:
             "validation_loss": self.validation_loss,
             "lowest_validation_loss": lowest,
             "lowest_validation_step": lowest_step,
+            "tasks": self.tasks,
             "tokens": step * self.tokens_per_step,
             "parameters": self.parameters,
             "flops_per_token": self.flops,

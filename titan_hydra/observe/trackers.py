@@ -127,8 +127,8 @@ def recorded(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def trackable(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a row. In the row of an event, their names begin with the name of the event."""
-    prefix = f"{row['event']}/" if "event" in row else ""
+    """Return the numbers of a row. In the row of an event, their names begin with the names of the event and its task."""
+    prefix = "".join(f"{row[name]}/" for name in ("event", "task") if name in row)
     return {
         name if name == "step" else prefix + name: value
         for name, value in row.items()

@@ -79,7 +79,7 @@ class Stage(PipelineStage):
         """
         super().backward_one_chunk(number, *args, **options)
         move_received(self.args_recv_info[number], META)
-        move_received(self.grad_recv_info[number], META)
+        move_received(self.grad_recv_info.get(number, ()), META)
 
     def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
         """Allocate the input of a microbatch and return the operations that receive it."""
@@ -162,7 +162,7 @@ class Pipeline:
         ]
         self.has_loss = self.stages[-1].is_last
         self.size = microbatch_size(job)
-        self.device, self.loss, self.measure = device, loss, measure
+        self.device, self.inputs, self.loss, self.measure = device, inputs, loss, measure
         self.summed, self.count = loss, torch.ones((), device=device)
         self.schedule = build_schedule(self.stages, job, self._loss_of)
         # This all-reduce creates the group's communicator. NCCL would create it at the first mixed exchange, in which
@@ -176,12 +176,15 @@ class Pipeline:
         torch's stages reduce gradients over the data-parallel ranks once for every local batch, not only for the step's
         `last`.
         """
-        return self._run(self.schedule.step, batch, self.loss, count).detach()
+        return self._run(self.schedule.step, batch, self.inputs, self.loss, count).detach()
 
-    def forward(self, batch: Any) -> Tensor:
-        """Return the summed measure of a local batch; 0 if another rank has the last stage. Call with gradients off."""
+    def forward(self, batch: Any, objective: Any = None) -> Tensor:
+        """Return the summed measure of a local batch; 0 if another rank has the last stage. With `objective`, its inputs
+        and measure are taken. Call with gradients off.
+        """
+        inputs, measure = (objective.inputs, objective.measure) if objective else (self.inputs, self.measure)
         with forward_only(self.schedule, self.stages):
-            return self._run(self.schedule.eval, batch, self.measure, torch.ones((), device=self.device))
+            return self._run(self.schedule.eval, batch, inputs, measure, torch.ones((), device=self.device))
 
     def _loss_of(self, output: Tensor, target: Tensor) -> Tensor:
         """Return a microbatch's share of the mean loss, on the last stage. torch needs `target` only to count
@@ -189,14 +192,14 @@ class Pipeline:
         """
         return local_part(self.summed(output, self.stages[-1].newest)) / self.count
 
-    def _run(self, run: Callable[..., Any], batch: Any, summed: Summed, count: Tensor) -> Tensor:
+    def _run(self, run: Callable[..., Any], batch: Any, inputs: Inputs, summed: Summed, count: Tensor) -> Tensor:
         """Run the schedule over the microbatches of a titan_hydra.data.batch.Batch. Returns the sum of what the last
         stage computed.
         """
         self.summed, self.count, losses = summed, count, list[Tensor]()
         parts = [part.tensors for part in batch.split(self.size)]
         for stage in self.stages:
-            stage.microbatches = parts
+            stage.microbatches, stage.inputs = parts, inputs
         run(**{"target": torch.empty(len(parts)), "losses": losses} if self.has_loss else {}, return_outputs=False)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 

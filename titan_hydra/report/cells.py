@@ -18,7 +18,7 @@ from titan_hydra.base.errors import Kind
 from titan_hydra.config.fault import as_typed
 from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import key_of
-from titan_hydra.runs import layout
+from titan_hydra.runs import layout, stragglers
 from titan_hydra.runs.find import RunCell, Selection
 from titan_hydra.runs.records import flat
 from titan_hydra.runs.rundir import State, inspect_all
@@ -180,6 +180,12 @@ class ReportCell:
         }
 
     @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """The last numbers of each task, by its name; {} for a failed run."""
+        rows = [event for event in self.events if event["event"] == "task" and "task" in event]
+        return {} if self.state.failure else {row["task"]: row for row in rows}
+
+    @property
     def held_out(self) -> float | None:
         """The last held-out loss; None for a failed run."""
         if self.state.failure:
@@ -191,6 +197,15 @@ class ReportCell:
         """The lowest held-out loss and its step; None for a failed run."""
         losses = [(loss, step) for step, loss in self.validation.items() if isfinite(loss)]
         return min(losses) if losses and not self.state.failure else None
+
+    @property
+    def straggler(self) -> str | None:
+        """A sentence about a rank that was slow in most rows of the newest attempt; None if there is none."""
+        if not (steps := self.columns.get("step")):
+            return None
+        names = ("first_step", *stragglers.FIELDS)
+        slow = stragglers.slow_rank({name: self.column(name).get(step) for name in names} for step in steps)
+        return stragglers.straggler_line(slow, layout.ATTEMPT.of(self.directory, self.state.attempt)) if slow else None
 
     @property
     def step(self) -> int:

@@ -9,6 +9,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from titan_hydra.runs import stragglers
+
 KEPT = (
     "loss",
     "loss_mean",
@@ -20,6 +22,8 @@ KEPT = (
     "step_seconds",
     "tokens_seen",
     "profiled_steps",
+    "first_step",
+    *stragglers.FIELDS,
 )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import hypot
 from typing import Any
 
@@ -189,6 +190,24 @@ def _lowest(row: ReportRow) -> str | None:
         return None
     kept = ", kept" if row.cell.result.get("best_checkpoint") else ""
     return f"{row.cell.lowest[0]:.4f} (step {row.cell.lowest[1]}{kept})"
+
+
+def task_columns(rows: list[ReportRow]) -> tuple[Column, ...]:
+    """Return columns with the last numbers of each task that a run has answered (validation.tasks)."""
+    names = {name: None for row in rows for one in row.cell.single for name in one.tasks}
+    columns = []
+    for task in names:
+        for metric in ("acc", "acc_norm", "perplexity"):
+            value, text = partial(_task, task, metric, False), partial(_task, task, metric, True)
+            columns.append((f"{task} {metric}", f"{task}_{metric}", text, value))
+    return tuple(columns)
+
+
+def _task(task: str, metric: str, as_text: bool, row: ReportRow) -> Any:
+    """Return a number of a task, which of a `Mean` is the mean over its runs, or format it with its standard error."""
+    found = (one.tasks.get(task, {}).get(metric) for one in row.cell.single)
+    values = [value for value in found if value is not None]
+    return with_error(mean(values), error_of(values), 4) if as_text else mean(values)
 
 
 def _change(row: ReportRow) -> str | None:

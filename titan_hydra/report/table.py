@@ -15,7 +15,7 @@ from . import compare
 from .cells import FEW, Mean, ReportCell, averaged, labels
 from .compare import Difference
 from .digits import percent
-from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, Column, ReportRow, against
+from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, Column, ReportRow, against, task_columns
 
 DRAWN = 100  # maximum number of rows in a chart: a reader cannot distinguish more, nor a browser draw them
 SLOW = 0.2  # fraction by which a run may be slower than predicted before a note is added
@@ -87,7 +87,8 @@ class Report:
     @property
     def every(self) -> tuple[Column, ...]:
         """All columns, also those without any value."""
-        return (*COLUMNS, *PREDICTED) if any(row.prediction for row in self.rows) else COLUMNS
+        predicted = PREDICTED if any(row.prediction for row in self.rows) else ()
+        return (*COLUMNS, *task_columns(self.rows), *predicted)
 
     @cached_property
     def shared(self) -> dict[str, str]:
@@ -136,6 +137,7 @@ class Report:
             *self._bands(),
             *self._drift(),
             *self._slow(),
+            *self._stragglers(),
             *self._mixed(),
             *self._forced(),
         ]
@@ -145,6 +147,14 @@ class Report:
             f"{row.label}: {-row.to_prediction:.0%} slower than predicted for hardware={row.prediction.job.hardware.name}"
             for row in self.rows
             if row.to_prediction is not None and row.to_prediction < -SLOW
+        ]
+
+    def _stragglers(self) -> list[str]:
+        return [
+            f"{row.label}: {slow}"
+            for row in self.rows
+            for one in row.cell.single
+            if (slow := one.straggler) is not None
         ]
 
     def _states(self) -> list[str]:

@@ -80,10 +80,12 @@ class Entry:
         """Return the last intact row among the last two lines of a .jsonl file; {} if neither is intact. A process may
         still be writing the last line.
         """
-        for line in reversed(last_lines(self.of(folder), 2, 8192).splitlines()):
-            if (row := self._row(line.encode())) is not None:
-                return row
-        return {}
+        return (self.newest(folder, 2) or [{}])[-1]
+
+    def newest(self, folder: Path, count: int) -> list[dict[str, Any]]:
+        """Return the intact rows among the last `count` lines of a .jsonl file, reading at most 4 kB for each."""
+        lines = last_lines(self.of(folder), count, 4096 * count).splitlines()
+        return [row for line in lines if (row := self._row(line.encode())) is not None]
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
         with contextlib.suppress(ValueError, RecursionError):
@@ -129,14 +131,16 @@ SBATCH = Entry("sbatch.sh", LAUNCHER, "the batch script that was submitted")
 JOB_FILE = Entry("job.yaml", LAUNCHER, "the job that was submitted, if it is no batch script")
 METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](metrics.md)", Fields(
     {"step": int, "loss": NUMBER}, dict.fromkeys(("loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib",
-                                                  "memory_reserved_gib", "step_seconds", "data_seconds", "tokens_seen"), NUMBER)))
+                                                  "memory_reserved_gib", "step_seconds", "data_seconds", "tokens_seen",
+                                                  "slowest_over_median", "others_over_median"), NUMBER) | {"slowest_rank": int | None}))
 EVENTS = Entry("events.jsonl", FIRST, "validations, checkpoints, changes of replica groups, bad files", Fields(
-    {"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER}))
+    {"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER, "task": str, "acc": NUMBER, "acc_norm": NUMBER,
+                                  "perplexity": NUMBER}))
 RESULT = Entry("result.json", FIRST, "the result, once the run is done", Fields({}, dict.fromkeys((
     "final_loss", "validation_loss", "lowest_validation_loss", "tokens_per_second", "tokens_per_second_iqr", "memory_gib", "mfu", "seconds",
     "goodput", "gpu_hours", "flops_per_token"), NUMBER) | {
     "status": str, "steps": int, "measured_steps": int | None, "lowest_validation_step": int | None,
-    "best_checkpoint": str | None, "tokens": int, "parameters": int,
+    "best_checkpoint": str | None, "tasks": Each(dict[str, float], named=True), "tokens": int, "parameters": int,
     "world_size": int, "device": str | None, "git_sha": str | None,
     "versions": dict[str, str]}))
 CHECKPOINTS = Entry("checkpoints/", EVERY, "`step-<n>/`: weights, optimizer, each rank's data state, the manifest; "

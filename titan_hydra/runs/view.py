@@ -17,7 +17,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import differing, key_of
 
-from . import checkpoints, find, layout, rundir
+from . import checkpoints, find, layout, rundir, stragglers
 from .find import RunCell, Selection
 from .queue import Owner, Queue, ask
 from .run import homes_of
@@ -50,6 +50,7 @@ class RunRow:
     phase: str | None = None  # phase of a running cell: start, checkpoint, ..., or a part of a step
     cancelled: str | None = None  # the user who cancelled the newest attempt
     best: str | None = None  # with checkpoint.keep_best: the best step so far, and its held-out loss
+    slow: str | None = None  # a rank that was slow in most of the newest rows, with its host
 
     @property
     def hash(self) -> str:
@@ -223,6 +224,7 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
         phase,
         layout.CANCELLED.read(attempt).get("by") if state.kind in ("interrupted", "queued", "running") else None,
         _best(home) if config.get("checkpoint", {}).get("keep_best") else None,
+        _slow(home, attempt),
     )
 
 
@@ -232,6 +234,11 @@ def modified(file: Path) -> float:
         return file.stat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+def _slow(home: Path, attempt: Path) -> str | None:
+    slow = stragglers.slow_rank(layout.METRICS.newest(home, stragglers.NEWEST))
+    return stragglers.straggler_line(slow, attempt) if slow else None
 
 
 def _best(home: Path) -> str | None:

@@ -23,6 +23,7 @@ from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Loader
+from titan_hydra.data.tasks import Task, load_tasks
 from titan_hydra.job.batches import local_batches
 from titan_hydra.job.pipeline import Action
 from titan_hydra.observe.metrics import Metrics
@@ -37,6 +38,7 @@ from titan_hydra.runs.stretches import values_of_layout
 from .groups import Groups
 from .optimizer import lr_factor, set_lr
 from .step import Plain
+from .tasks import score_requests
 from .trainer import Trainer, build
 from .world import collect_garbage, refuse_stale, set_timeout, steady_timeout, world
 
@@ -81,8 +83,9 @@ def _begin(
     opened.enter_context(contextlib.closing(loader))
     if data_state is not None:
         loader.load(data_state)
-    held_out = None
+    held_out, tasks = None, []
     if job.validation.name == "on":
+        tasks = load_tasks(job)
         held_out = opened.enter_context(contextlib.closing(data.build(job, rank, ranks, split="validation")))
     listen(trainer)
     start, missed = groups.begin(start, loader.state()["step"], resumed=checkpointer.saved >= 0)
@@ -106,7 +109,7 @@ def _begin(
             ),
             flush=True,
         )
-    return Loop(trainer, groups, loader, held_out, checkpointer, metrics, watch, start)
+    return Loop(trainer, groups, loader, held_out, tasks, checkpointer, metrics, watch, start)
 
 
 def record_schedule(path: Path, ranks: list[list[Action]]) -> None:
@@ -125,13 +128,14 @@ class Loop:
         groups: Groups,
         loader: Loader,
         held_out: Loader | None,
+        tasks: list[Task],
         checkpointer: Checkpointer,
         metrics: Metrics,
         watch: Watchdog,
         start: int,
     ) -> None:
         """Keep what `_begin` has built. `start` is the step to continue from."""
-        self.trainer, self.groups, self.loader, self.held_out = trainer, groups, loader, held_out
+        self.trainer, self.groups, self.loader, self.held_out, self.tasks = trainer, groups, loader, held_out, tasks
         self.checkpointer, self.metrics, self.watch, self.start, self.job = (
             checkpointer,
             metrics,
@@ -157,7 +161,8 @@ class Loop:
             lr = set_lr(trainer.optimizers, lr_factor(step, self.job.steps, self.job.lr_scheduler))
             share = trainer.forward_backward(batch)
             self.probes.after_backward(step)
-            agreement = trainer.agree(share, trainer.measure(), [*self.checkpointer.votes(), len(self.loader.news())])
+            votes, times = self.checkpointer.votes(), self.metrics.own_times(step)
+            agreement = trainer.agree(share, trainer.measure(), [len(self.loader.news()), *votes, *times])
             if not groups.commits(agreement):
                 # the weights must be copied first, as the next quorum may replace them
                 self.checkpointer.wait_for_staging()
@@ -166,12 +171,13 @@ class Loop:
             watch.at("optimizer")
             clock.leave_out(self.checkpointer.wait_for_staging())
             trainer.update(agreement)
-            loss, norm, asked, (*votes, bad_shards) = agreement.read()
+            loss, norm, asked, (bad_shards, *sums) = agreement.read()
+            votes, times = sums[: len(votes)], sums[len(votes) :]
             self.refuse_non_finite(step, loss, norm)
             clock.stop()
             if bad_shards:
                 report_bad_shards(self.loader, self.metrics, step)
-            self.metrics.step(step, loss, norm, lr, trainer.balance)
+            self.metrics.step(step, loss, norm, lr, times, trainer.balance)
             step, missed = groups.after_step(step, loss)
             self.save(step, votes, self.validate(step), stop=groups.stops(asked), missed=missed)
             self.settle()
@@ -188,8 +194,8 @@ class Loop:
             )
 
     def validate(self, step: int) -> float:
-        """If a validation is due, measure the held-out loss, always on the same samples, and record it and the time
-        that this took. Return the loss; infinity if no validation is due.
+        """If a validation is due, measure the held-out loss, always on the same samples, answer the tasks, and record
+        the numbers and the time that this took. Return the loss; infinity if no validation is due.
         """
         config = self.job.validation
         every = config.interval or math.ceil(self.job.steps / 10)
@@ -200,6 +206,10 @@ class Loop:
         loss = self.trainer.validate(self.held_out, config.steps)
         self.metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
         report_bad_shards(self.held_out, self.metrics, step)
+        for task in self.tasks:
+            began = time.perf_counter()
+            numbers = task.results(score_requests(self.trainer, task.requests))
+            self.metrics.event("task", step, task=task.name, **numbers, seconds=time.perf_counter() - began)
         return loss
 
     def save(self, step: int, votes: list[float], held_out: float, stop: bool, missed: bool) -> None:

@@ -53,14 +53,15 @@ class Plain:
         Replicas reduce gradients only in the `last` local batch of a step.
         """
         data_parallel.last_microbatch(self.model, last)
-        loss = self._sum(self.loss, batch) / count
+        loss = self._sum(self.loss, batch, self.inputs) / count
         loss.backward()
         return loss.detach()
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the summed measure of a local batch."""
-        return self._sum(self.measure, batch)
+    def forward(self, batch: Batch, objective: Objective | None = None) -> Tensor:
+        """Return the summed measure of a local batch; with `objective`, by its inputs and measure."""
+        inputs, measure = (objective.inputs, objective.measure) if objective else (self.inputs, self.measure)
+        return self._sum(measure, batch, inputs)
 
-    def _sum(self, function: Summed, batch: Batch) -> Tensor:
-        first, others = self.inputs(batch.tensors)
+    def _sum(self, function: Summed, batch: Batch, inputs: Inputs) -> Tensor:
+        first, others = inputs(batch.tensors)
         return local_part(function(self.model(first, **others), batch.tensors))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import (
     PACKED,
@@ -108,7 +109,7 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
 
 def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
     """Every token id has a row in the embedding. The embedding may have more rows: vocabularies are often padded."""
-    if not any(
+    if not job.validation.tasks and not any(
         DATA_SOURCES[source.name].documents or DATA_SOURCES[source.name].encodes
         for source in data_sources(job.data).values()
     ):
@@ -131,6 +132,17 @@ def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
             )
 
 
+def tasks_can_be_answered(job: Job) -> Iterator[Fault]:
+    """The files of tasks are there and hold questions that fit a sequence, for a model of text."""
+    takes = family_of(job.model).takes
+    if job.validation.tasks and takes != "tokens":
+        yield Fault(
+            "validation.tasks", job.validation.tasks, f"model.family={job.model.family} takes {takes}", legal=([],)
+        )
+    elif job.validation.tasks and not any(tokenizer_fits_the_vocabulary(job)):
+        yield from resolve("titan_hydra.data.tasks:faults")(job)
+
+
 def sources_find_nothing_wrong(job: Job) -> Iterator[Fault]:
     """Sources pass their own checks. Such a check may, for example, try the first row of a source's files."""
     for key, source in data_sources(job.data).items():
@@ -146,4 +158,4 @@ def sources_find_little_wrong(job: Job) -> Iterator[Fault]:
 
 
 VALUES = [mixture_has_weighted_sources, shuffle_buffer_shuffles]
-PLACE = [data_files_are_there, tokenizer_fits_the_vocabulary, sources_find_nothing_wrong]
+PLACE = [data_files_are_there, tokenizer_fits_the_vocabulary, tasks_can_be_answered, sources_find_nothing_wrong]

@@ -1,0 +1,210 @@
+"""Tasks with which a run is evaluated (validation.tasks): a file's questions, the tokens that are scored for them, and
+the numbers that follow from the scores. Prompts, tokens and numbers are those of lm-eval. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from statistics import fmean, stdev
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.files import home, similar
+from titan_hydra.config.schema import Job
+from titan_hydra.config.schema import Tokenizer as TokenizerKeys
+
+from .files import UNREADABLE, opened
+from .tokenizer import Tokenizer, load
+
+DELIMITER = " "  # what separates a prompt from a choice; as in lm-eval, nothing separates it from a target
+FIELDS = {"prompt": str, "choices": list, "gold": int, "target": str, "target_delimiter": str}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of a task's file. With one of `choices`, `gold` is the index of the right one; else the only choice is the
+    text that should follow, and `gold` is None.
+    """
+
+    line: int
+    prompt: str
+    choices: tuple[str, ...]
+    gold: int | None
+    delimiter: str = DELIMITER
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens of which all after the first `given` are scored."""
+
+    ids: list[int]
+    given: int
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that the model reads: the last token is only predicted."""
+        return len(self.ids) - 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task's questions, and a request for each of their choices, in order."""
+
+    name: str
+    questions: list[Question]
+    requests: list[Request] = field(repr=False)
+
+    def results(self, scores: Sequence[tuple[float, bool]]) -> dict[str, float | int]:
+        """Return the task's numbers. A score is the log-probability of a request's scored tokens, and whether each of
+        them is the likeliest.
+        """
+        rest, right, normed, by_bytes = iter(scores), [], [], []
+        chosen = self.questions[0].gold is not None
+        nats = []
+        for question in self.questions:
+            own = [next(rest) for _ in question.choices]
+            if not chosen:
+                nats.append(own[0][0])
+                right.append(own[0][1])
+                continue
+            logs = [log for log, _ in own]
+            right.append(_first_best(logs) == question.gold)
+            for found, size in ((normed, len), (by_bytes, lambda choice: len(choice.encode()))):
+                lengths = map(size, question.choices)
+                found.append(_first_best([log / n for log, n in zip(logs, lengths, strict=True)]) == question.gold)
+        numbers = {"questions": len(self.questions), "acc": fmean(right), "acc_stderr": _error(right)}
+        if chosen:
+            return numbers | {
+                "acc_norm": fmean(normed),
+                "acc_norm_stderr": _error(normed),
+                "acc_bytes": fmean(by_bytes),
+            }
+        return numbers | {"nats": -fmean(nats), "perplexity": math.exp(-fmean(nats))}
+
+
+def load_tasks(job: Job) -> list[Task]:
+    """Read the tasks of a job. Raises ConfigError, with file and line, for what `faults` reports too."""
+    words = load(job.tokenizer)
+    found = []
+    for path in job.validation.tasks:
+        questions = read_questions(home(path))
+        found.append(Task(task_name(path), questions, [one for each in questions for one in requests_of(each, words)]))
+    return found
+
+
+def faults(job: Job) -> Iterator[Fault]:
+    """Yield a fault for each file of validation.tasks that cannot be evaluated."""
+    names = [task_name(path) for path in job.validation.tasks]
+    for path, name in zip(job.validation.tasks, names, strict=True):
+        if names.count(name) > 1:
+            yield Fault("validation.tasks", path, f"two tasks would have the name {name}, which is the file's")
+        elif not home(path).is_file():
+            yield Fault("validation.tasks", path, "no such file", legal=similar(path))
+        elif why := _objection(home(path), _stamp(home(path)), _keys(job.tokenizer), job.data.seq_len):
+            yield Fault("validation.tasks", path, why)
+
+
+def task_name(path: str) -> str:
+    """Return the name of a task: that of its file, without suffixes."""
+    return Path(path).name.partition(".")[0]
+
+
+def read_questions(file: Path) -> list[Question]:
+    """Read a task's file, which is JSONL (also .gz or .zst). Raises ConfigError, with file and line."""
+    found: list[Question] = []
+    try:
+        with opened(file) as stream:
+            for line, text in enumerate(stream, 1):
+                if text.strip():
+                    found.append(_question(text, line, f"{file}:{line}"))
+                    if (found[-1].gold is None) != (found[0].gold is None):
+                        raise ConfigError(f"{file}:{line}: some rows have choices, and others a target")
+    except UNREADABLE as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    if not found:
+        raise ConfigError(f"{file}: no question in it")
+    return found
+
+
+def requests_of(question: Question, words: Tokenizer) -> list[Request]:
+    """Return the tokens of the prompt alone, and behind them those of each choice. As in lm-eval, blanks at the end of
+    the prompt belong to the choice, and a choice's tokens are those of prompt and choice as one text, after as many as
+    the prompt alone has. (They are not one text's tokens if a token of that text reaches across the border.)
+    """
+    first = [] if words.bos_id is None else [words.bos_id]
+    prompt = question.prompt.rstrip()
+    blanks = question.prompt[len(prompt) :]
+    found = []
+    for choice in question.choices:
+        if not question.prompt:  # the end of a document stands before the text if nothing begins one
+            ids, given = [*(first or [words.eos_id]), *words.encode(question.delimiter + choice)], 1
+        else:
+            alone = first + words.encode(prompt)
+            given = len(alone)
+            ids = alone + [*first, *words.encode(prompt + blanks + question.delimiter + choice)][given:]
+        found.append(Request(ids, given))
+    return found
+
+
+def _question(text: bytes, line: int, where: str) -> Question:
+    try:
+        row = json.loads(text)
+    except ValueError as error:  # no JSON, or not UTF-8
+        raise ConfigError(f"{where}: not a JSON line: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: not a record but {type(row).__name__}")
+    needed = ("prompt", "choices", "gold") if "choices" in row or "gold" in row else ("prompt", "target")
+    if missing := [name for name in needed if name not in row]:
+        raise ConfigError(
+            f"{where}: no field {' and '.join(missing)}; a row has prompt, choices and gold, or prompt and target"
+        )
+    for name, kind in FIELDS.items():
+        if name in row and (not isinstance(row[name], kind) or isinstance(row[name], bool)):
+            raise ConfigError(f"{where}: {name} is {type(row[name]).__name__}, not {kind.__name__}")
+    choices = row.get("choices", [row.get("target")])
+    if not all(isinstance(choice, str) and choice for choice in choices):
+        raise ConfigError(f"{where}: each choice, and a target, is a text that is not empty")
+    if "choices" in row and not 0 <= row["gold"] < len(choices):
+        raise ConfigError(f"{where}: gold is {row['gold']}, and there are {len(choices)} choices, counted from 0")
+    delimiter = row.get("target_delimiter", DELIMITER if "choices" in row else "")
+    return Question(line, row["prompt"], tuple(choices), row.get("gold"), delimiter)
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    return file.stat().st_mtime_ns, file.stat().st_size
+
+
+def _keys(keys: TokenizerKeys) -> tuple[str, str | None]:
+    return keys.name, keys.path
+
+
+@cache
+def _objection(file: Path, stamp: tuple[int, int], keys: tuple[str, str | None], seq_len: int) -> str | None:
+    """Return why a task's file cannot be evaluated; None if it can. A sweep asks once for all its cells."""
+    try:
+        words = load(TokenizerKeys(*keys))
+        for question in read_questions(file):
+            for choice, request in zip(question.choices, requests_of(question, words), strict=True):
+                where = f"{file}:{question.line}"
+                if request.length > seq_len:
+                    return f"{where}: prompt and choice have {request.length} tokens, more than data.seq_len={seq_len}"
+                if not 0 < request.given < len(request.ids):
+                    return f"{where}: no token is left to score for {choice!r}, as the prompt alone has as many"
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _first_best(values: Sequence[float]) -> int:
+    """Return the index of the largest value; of equal values the first, as numpy's argmax."""
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _error(values: Sequence[bool]) -> float:
+    """Return the standard error of a mean; 0 of a single value."""
+    return stdev(map(float, values)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
