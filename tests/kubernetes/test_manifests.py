@@ -199,6 +199,7 @@ BAD = [
     (["+cluster.volumes={shared: /shared, other: /shared}"], "another volume is mounted there"),
     (["+cluster.volumes={shared: /shared, other: data}"], "is not an absolute path"),
     (["+cluster.environment={A-B: x}"], "cluster.environment=A-B: must be the name of an environment variable"),
+    (["+cluster.environment={PYTHONPATH: /x}"], "cluster.environment=PYTHONPATH: the launcher sets it"),
     (["+cluster.resources={memory: 1Gi}"], "cluster.resources=memory: follows from cluster.memory"),
     (["+cluster.resources={nvidia.com/gpu: 1}"], "follows from the layout"),
     (["+cluster.resources={rdma/ib: many}"], "must be a quantity such as 64Gi"),

@@ -188,7 +188,7 @@ def pod_state(item: dict[str, Any]) -> PodState:
     """Read a pod: why it waits, or how its container ended."""
     status, meta = item.get("status", {}), item["metadata"]
     conditions: dict[str, dict[str, Any]] = {one["type"]: one for one in status.get("conditions", [])}
-    container: dict[str, Any] = next(iter(status.get("containerStatuses", [])), {}).get("state", {})
+    container = [*status.get("containerStatuses", []), {}][0].get("state", {})
     waiting, ended = container.get("waiting", {}), container.get("terminated", {})
     waits = ""
     if waiting.get("reason") and waiting["reason"] not in ("ContainerCreating", "PodInitializing"):

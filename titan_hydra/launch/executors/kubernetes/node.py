@@ -9,6 +9,7 @@ their ranks. A pod that finds an attempt with a list on which it does not stand 
 listed pods then end their ranks, and the pod of index 0 creates the next attempt, as long as requeues are left.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -32,7 +33,7 @@ POLL = 0.5  # seconds between two looks at the attempt
 GRACE = 1.5  # seconds in which the other ranks may end by themselves after one has failed
 GRACE_STOPPED = 60.0  # the same after a rank has stopped on request, as the others may still write their checkpoint
 MARGIN = 5.0  # seconds before the end of the pod's grace period at which ranks that have not stopped are killed
-LOST = 3  # how often the pods are started again because ranks lost a peer, although no pod was asked to stop
+LOST = 3  # how often in a row pods are started again after an attempt that ended before its first step
 GONE = 30  # seconds without a heartbeat after which a rank of another pod counts as gone
 
 
@@ -102,9 +103,9 @@ class Node:
         if number - self.first >= self.cluster.max_requeues:
             layout.SPENT.of(attempt).touch()
             raise SystemExit(Exit.BUG)
-        attempts = [layout.ATTEMPT.of(self.directory, one) for one in range(self.first, number + 1)]
-        if sum(not was_asked(one) for one in attempts) > LOST:
-            raise Unhealthy(f"ranks lost each other {LOST + 1} times, and no pod was asked to stop")
+        attempts = (layout.ATTEMPT.of(self.directory, one) for one in range(number, self.first - 1, -1))
+        if len(list(itertools.takewhile(in_vain, attempts))) > LOST:
+            raise Unhealthy(f"pods were lost in {LOST + 1} attempts in a row, before the first step of each")
         owner = layout.CLAIM.read(attempt)
         rundir.claim_next(self.directory, number + 1, owner | {"job_id": self.job})
 
@@ -186,10 +187,10 @@ def own_failure(attempt: Path) -> int:
     return Exit.DONE
 
 
-def was_asked(attempt: Path) -> bool:
-    """Whether a pod of an attempt, or a rank of it, was asked to stop."""
-    nodes = layout.NODE.read_all(attempt).values()
-    return layout.STOPPED.of(attempt).exists() or any(node.get("asked") for node in nodes)
+def in_vain(attempt: Path) -> bool:
+    """Whether an attempt ended before its first step, and no pod or rank of it was asked to stop."""
+    asked = any(node.get("asked") for node in layout.NODE.read_all(attempt).values())
+    return not (asked or layout.STOPPED.of(attempt).exists() or layout.STATUS.read(attempt))
 
 
 def peer_is_gone(attempt: Path) -> bool:
