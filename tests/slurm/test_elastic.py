@@ -3,6 +3,7 @@ are left, grows again, and makes each step once with the losses of the undisturb
 """
 
 import json
+import random
 
 import pytest
 
@@ -48,6 +49,18 @@ def ranks(run, attempt):
     return len([*run.glob(f"attempts/{attempt}/rank_*.json")])
 
 
+def newest(run):
+    """Return the number of the newest attempt in which a rank has started."""
+    return max(int(path.parent.name) for path in run.glob("attempts/*/rank_*.json"))
+
+
+def goes_on(submit, run):
+    """Wait until the newest attempt has saved two steps of its own."""
+    attempt = newest(run)
+    began = max(submit.step(run, earlier) for earlier in range(attempt))
+    submit.wait(lambda: newest(run) > attempt or submit.step(run, attempt) > max(began, 0) + 1, 400)
+
+
 def learned_the_same(submit, run, steps):
     """Check that a run has made each step once, with the losses of one process that nothing disturbs."""
     assert [row["step"] for row in rows(run, "metrics")] == list(range(1, steps + 1))
@@ -80,3 +93,26 @@ def test_a_node_is_down_for_good_then_up_again(submit):
     assert submit.done(run), submit.story()
     assert [event["gpus"] for event in rows(run, "events") if event["event"] == "layout"] == [8, 7, 8]
     learned_the_same(submit, run, STEPS)
+
+
+@pytest.mark.slow
+def test_twenty_nodes_are_lost_at_random_and_no_step_with_them(submit):
+    """One to three nodes lose their power at once, whichever they are; some time later they are there again."""
+    chance, lost, every = random.Random(5), 0, {f"node{number}" for number in range(8)}
+    submit.sabotage(slow_steps(2))
+    submit.submit(*LINE, "steps=80", "checkpoint.interval=2", "cluster.grow_minutes=1")
+    (run,) = submit.cells()
+    up = every
+    while lost < 20:
+        goes_on(submit, run)
+        gone = chance.sample(sorted(up), min(chance.choice((1, 2, 3)), len(up) - 4, 20 - lost))
+        lost, up, before = lost + len(gone), up - {*gone}, newest(run)
+        submit.cluster.manage("crash", *gone)
+        submit.wait(lambda before=before: newest(run) > before, 400)
+        if len(up) < 7:
+            submit.cluster.manage("boot", *(every - up))
+            up = every
+    (submit.folder / "seen").touch()
+    submit.settle(900)
+    assert submit.done(run), submit.story()
+    learned_the_same(submit, run, 80)
