@@ -13,6 +13,7 @@ from .conftest import desk, running
 
 STEPS = 80
 BATCH = 168  # samples: 8, 7, 6 and 4 ranks have whole shares
+DATA = (f"data.global_batch={BATCH}", "data.seq_len=16")
 LAYOUTS = (  # nodes (of one rank each), the words of the layout, its parallelism
     (8, "gpus=8 parallelism=fsdp data.local_batch=21", "fsdp"),
     (7, "gpus=7 parallelism=fsdp data.local_batch=24", "fsdp"),
@@ -21,7 +22,7 @@ LAYOUTS = (  # nodes (of one rank each), the words of the layout, its parallelis
 )
 LINE = (
     *LAYOUTS[0][1].split(),
-    f"data.global_batch={BATCH}",
+    *DATA,
     "cluster.gpus_per_node=1",
     "checkpoint.interval=10",
     f"elastic={[words for _, words, _ in LAYOUTS[1:]]}",
@@ -65,9 +66,10 @@ def learned_the_same(submit, run, steps):
     """Check that a run has made each step once, with the losses of one process that nothing disturbs."""
     assert [row["step"] for row in rows(run, "metrics")] == list(range(1, steps + 1))
     submit.heal()
-    line = (*submit.TINY, "parallelism=single", f"data.global_batch={BATCH}", "data.local_batch=56", f"steps={steps}")
-    alone = submit.run(*line, "name=alone", "paths.runs=alone")
-    assert alone.returncode == 0, alone.stderr
+    line = (*submit.TINY, "cluster=inline", "parallelism=single", *DATA, "data.local_batch=168", f"steps={steps}")
+    alone = submit.start(*line, "name=alone", "paths.runs=alone")
+    _, errors = alone.communicate(timeout=900)
+    assert alone.returncode == 0, errors
     (whole,) = submit.folder.glob("alone/alone-*")
     for row, other in zip(rows(run, "metrics"), rows(whole, "metrics"), strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-5), (row, other)
