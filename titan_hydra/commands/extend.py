@@ -67,7 +67,9 @@ def main(args: argparse.Namespace) -> int:
     if faults:
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    cell = Cell(1, longer_overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1, layouts=layouts)
+    cell = Cell(
+        1, longer_overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1, layouts=layouts
+    )
     print(
         f"{cell.directory.name}: continues from step {checkpoints.step_of(step)} of {run.directory.name}{note}",
         flush=True,
