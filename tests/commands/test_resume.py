@@ -90,6 +90,72 @@ def test_a_run_goes_on_in_four_layouts_and_learns_the_same(launcher, more):
     assert "is done; titan extend" in launcher.python("-m", "titan_hydra.cli", "resume", "moved", "gpus=2").stderr
 
 
+# Each attempt but the last stops after 15 steps; every rank records which samples it took in which step.
+SAMPLES = """
+import hashlib, json
+forward_backward, lr_factor, steps = trainer.Trainer.forward_backward, loop.lr_factor, []
+def at(step, *given):
+    steps.append(step)
+    return lr_factor(step, *given)
+def recording(self, batch):
+    columns = [tensor for name, tensor in sorted(batch.tensors.items())]
+    samples = [hashlib.sha256(b"".join(column[row].numpy().tobytes() for column in columns)).hexdigest()
+               for row in range(batch.samples)]
+    with open(f"{self.job.name}-{os.getpid()}.jsonl", "a") as file:
+        print(json.dumps([steps[-1], self.mesh.data_rank, samples]), file=file)
+    if len(steps) == 15 and self.job.name == "moved" and os.path.exists("stop"):
+        self.stop_requested.append(15)
+    return forward_backward(self, batch)
+loop.lr_factor, trainer.Trainer.forward_backward = at, recording
+"""
+FAR = ("gpus=2 parallelism=fsdp_tp", "gpus=3 parallelism=pp parallelism.pp=3 data.local_batch=12")
+
+
+def samples_of(folder, name):
+    """Return the samples of each step of a run, over all its data-parallel ranks; ranks with the same data agree."""
+    taken = {}
+    for file in folder.glob(f"{name}-*.jsonl"):
+        for step, rank, samples in map(json.loads, file.read_text().splitlines()):
+            assert taken.setdefault((step, rank), samples) == samples, (file, step)
+    return [[sample for key in sorted(taken) if key[0] == step for sample in taken[key]] for step in range(1, 61)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_sixty_steps_in_four_layouts_learn_the_same_from_each_sample_once(launcher, name):
+    """Print a row of the table in docs/reliability.md: pytest -s -m slow -k sixty tests/commands/test_resume.py"""
+    back = (
+        "gpus=4 parallelism=fsdp_ep data.local_batch=3"
+        if name == "experts"
+        else "gpus=4 parallelism=fsdp data.local_batch=3"
+    )
+    line = [*LINE, *RUNS[name], "steps=60", "model.n_layers=3", "checkpoint.interval=0"]
+    launcher.sabotage(SAMPLES)
+    assert launcher.run(*line, "name=whole").returncode == 0
+    (launcher.folder / "stop").touch()
+    assert launcher.run(*line, "name=moved").returncode == 75
+    for words in (*FAR, back):
+        if words == back:
+            (launcher.folder / "stop").unlink()
+        done = launcher.python("-m", "titan_hydra.cli", "resume", "moved", *words.split())
+        assert done.returncode == (0 if words == back else 75), done.stdout + done.stderr
+    (whole,), (moved,) = launcher.folder.glob("runs/whole-*"), launcher.folder.glob("runs/moved-*")
+    assert [row["step"] for row in rows(moved)] == list(range(1, 61))
+    assert [event["step"] for event in rows(moved, "events") if event["event"] == "layout"] == [15, 30, 45]
+    far = {
+        key: max(abs(row[key] / other[key] - 1) for row, other in zip(rows(moved), rows(whole), strict=True))
+        for key in ("loss", "grad_norm")
+    }
+    mine, theirs = (samples_of(launcher.folder, run) for run in ("moved", "whole"))
+    every = [sample for step in mine for sample in step]
+    print(
+        f"\n| {name} | 60 | {far['loss']:.1e} | {far['grad_norm']:.1e} | {len(every)} | {len(every) - len({*every})} |"
+    )
+    assert [len(step) for step in mine] == [12] * 60 and list(map(sorted, mine)) == list(map(sorted, theirs))
+    close = 1e-5 if layout.CONFIG.read(moved)["precision"]["compute_dtype"] == "float32" else 2e-3
+    assert far["loss"] < close and far["grad_norm"] < 10 * close
+
+
 @pytest.fixture
 def a_run(tmp_path, monkeypatch):
     """Return a function that writes the directory of a run that was interrupted."""

@@ -12,7 +12,7 @@ from titan_hydra.config.relayout import with_layout_of
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.schema import Job
 from titan_hydra.job.freeze import freeze
-from titan_hydra.launch.layouts import elastic_layouts, kept_layouts, nodes_of, write_layouts
+from titan_hydra.launch.layouts import checked_layouts, kept_layouts, nodes_of, write_layouts
 from titan_hydra.runs import layout
 
 from .test_submit import cell, script
@@ -40,7 +40,7 @@ def listed(*layouts):
 
 def test_layouts_come_by_nodes_and_learn_the_same():
     own = job(listed(*WORDS))
-    layouts, faults = elastic_layouts(own)
+    layouts, faults = checked_layouts(own)
     assert not faults and not check(own)
     assert [(nodes_of(one), one.gpus, one.parallelism.name) for one in layouts] == [
         (8, 16, "fsdp"),
@@ -67,7 +67,7 @@ def test_layouts_come_by_nodes_and_learn_the_same():
     ],
 )
 def test_a_fault_of_one_layout_is_one_line(words, message):
-    _, faults = elastic_layouts(job(listed("gpus=12", words)))
+    _, faults = checked_layouts(job(listed("gpus=12", words)))
     assert len(faults) == 1 and message in str(faults[0]) and str(faults[0]).count("\n") == 0, faults
 
 
@@ -104,14 +104,14 @@ def test_the_planner_gives_a_layout_for_each_number_of_nodes():
         "cluster.nodes_min=2",
         listed("auto"),
     )
-    layouts, faults = elastic_layouts(own)
+    layouts, faults = checked_layouts(own)
     assert not faults and [nodes_of(one) for one in layouts] == [4, 3, 2]
     assert all(one.data.global_batch == 96 and not check(one) for one in layouts)
 
 
 def test_layouts_are_kept_in_the_run_and_former_ones_go(tmp_path):
     own = job(listed(*WORDS))
-    layouts, _ = elastic_layouts(own)
+    layouts, _ = checked_layouts(own)
     layout.CONFIG.write(tmp_path, to_dict(own))
     write_layouts(tmp_path, layouts)
     assert kept_layouts(tmp_path) == layouts and layout.FIRST_CONFIG.read(tmp_path) == to_dict(own)
@@ -129,7 +129,7 @@ def test_the_script_asks_for_a_range_of_nodes_and_takes_the_largest_layout_that_
         "cluster.grow_minutes=2",
     )
     one = cell(tmp_path, *line, listed("gpus=12", "gpus=4"))
-    one = replace(one, layouts=elastic_layouts(one.job)[0])
+    one = replace(one, layouts=checked_layouts(one.job)[0])
     text = script(one)
     assert {"#SBATCH --nodes=1-4", "#SBATCH --cpus-per-task=12", "#SBATCH --gpus-per-node=4"} <= {*text.splitlines()}
     assert "--ntasks-per-node" not in text.split("# setup")[0] and 'grow "$1" "$3" & watcher=$!' in text

@@ -14,7 +14,7 @@ from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.executors.slurm import submit
 from titan_hydra.launch.executors.slurm.squeue import SlurmJob
 from titan_hydra.launch.executors.slurm.submit import Array, JobShape
-from titan_hydra.runs import rundir
+from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.queue import Queue
 from titan_hydra.runs.run import Run, group_at, homes_of
 from titan_hydra.runs.view import jobs_of, shown_group
@@ -76,6 +76,23 @@ def test_the_script_starts_a_failed_group_again_so_often(tmp_path, exits, restar
     code = f'{function}\nattempt="{newest}" rc={exits[-1] if exits else 79}\nrestarts {tmp_path} 2 2'
     assert (subprocess.run(["bash", "-c", code]).returncode == 0) is restarts
     assert subprocess.run(["bash", "-c", code[:-1] + "0"]).returncode, "a run without groups"
+
+
+@pytest.mark.parametrize(
+    ("farthest", "restarts"),
+    [([5, 5, 5], True), ([5, 5, 5, 5], False), ([5, 5, 5, 9, 9], True), ([5, 9, 12, 20, 30, 40], True)],
+)
+def test_lost_nodes_end_a_run_only_if_it_makes_no_progress(tmp_path, farthest, restarts):
+    """Each attempt lost a node, after the step that it made last; three times in a row are allowed without progress."""
+    for number, step in enumerate(farthest, start=1):
+        attempt = tmp_path / "attempts" / str(number)
+        attempt.mkdir(parents=True)
+        (attempt / "exit").write_text("79\n")
+        layout.STATUS.write(attempt, {"step": step, "phase": "data", "time": 1.0})
+    ((_, text),) = submit.scripts([cell(tmp_path)])
+    function = text[text.index("restarts() {") : text.index("trap : TERM")]
+    code = f'{function}\nattempt="{tmp_path}/attempts/{len(farthest)}" rc=79 lost=3\nrestarts {tmp_path} 1 0'
+    assert (subprocess.run(["bash", "-c", code]).returncode == 0) is restarts
 
 
 @pytest.mark.parametrize(

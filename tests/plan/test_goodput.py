@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.plan.goodput import Interruptions, daly_interval, shares_of_groups, shares_of_job
+from titan_hydra.plan.goodput import Interruptions, daly_interval, shares_of_elastic, shares_of_groups, shares_of_job
 
 RUNS = 10_000
 JOB = [
@@ -59,6 +59,27 @@ def simulated_groups(groups: int, interval: float, costs: Interruptions, wait: f
     return useful / seconds * interval / (max(interval, costs.behind) + costs.held)
 
 
+def simulated_elastic(
+    interval: float, costs: Interruptions, away: float, part: float, failures: int = 100_000
+) -> float:
+    """Return the goodput of one long simulated run. Each failure takes a node for a random time; after it, and after
+    each return, the job restarts. A failure loses the work since the newest save, and a return loses none.
+    """
+    random = numpy.random.default_rng(0)
+    at = numpy.cumsum(random.exponential(costs.between, failures))
+    back = at + random.exponential(away, failures)
+    events = sorted([(moment, 1) for moment in at] + [(moment, -1) for moment in back])
+    ready = before = useful = 0.0
+    missing, period = 0, interval + costs.held
+    for moment, change in events:
+        worked = max(moment - max(ready, before), 0.0)
+        done = worked // period * interval if change > 0 else worked * interval / period
+        useful += done * max(1 - part * missing, 0)
+        missing += change
+        ready, before = moment + costs.restart, moment
+    return useful / before
+
+
 REGIMES = {
     "failures are rare": (600, Interruptions(100_000, 300, 20)),
     "an interval is as long as the time between failures": (10_000, Interruptions(10_000, 300, 60)),
@@ -86,6 +107,21 @@ def test_the_formula_of_replica_groups_agrees_with_simulated_failures(groups, be
     shares = shares_of_groups(groups, 1000, costs, wait=40)
     assert shares.goodput == pytest.approx(simulated_groups(groups, 1000, costs, wait=40), rel=0.02)
     assert sum(vars(shares).values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("interval", "costs", "away", "part"),
+    [
+        (600, Interruptions(100_000, 300, 20), 86_400, 1 / 8),
+        (600, Interruptions(10_000, 300, 20), 3600, 1 / 64),
+        (1800, Interruptions(11_134, 300, 1), 3600, 1 / 128),
+        (300, Interruptions(6000, 300, 30), 1200, 1 / 16),
+    ],
+)
+def test_the_formula_of_elastic_jobs_agrees_with_simulated_failures(interval, costs, away, part):
+    shares = shares_of_elastic(interval, costs, away, part)
+    assert shares.goodput == pytest.approx(simulated_elastic(interval, costs, away, part), rel=0.02)
+    assert sum(vars(shares).values()) == pytest.approx(1) and min(vars(shares).values()) >= 0
 
 
 @pytest.mark.parametrize("regime", REGIMES)

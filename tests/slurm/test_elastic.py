@@ -3,6 +3,7 @@ are left, grows again, and makes each step once with the losses of the undisturb
 """
 
 import json
+import random
 
 import pytest
 
@@ -12,6 +13,7 @@ from .conftest import desk, running
 
 STEPS = 80
 BATCH = 168  # samples: 8, 7, 6 and 4 ranks have whole shares
+DATA = (f"data.global_batch={BATCH}", "data.seq_len=16")
 LAYOUTS = (  # nodes (of one rank each), the words of the layout, its parallelism
     (8, "gpus=8 parallelism=fsdp data.local_batch=21", "fsdp"),
     (7, "gpus=7 parallelism=fsdp data.local_batch=24", "fsdp"),
@@ -20,7 +22,7 @@ LAYOUTS = (  # nodes (of one rank each), the words of the layout, its parallelis
 )
 LINE = (
     *LAYOUTS[0][1].split(),
-    f"data.global_batch={BATCH}",
+    *DATA,
     "cluster.gpus_per_node=1",
     "checkpoint.interval=10",
     f"elastic={[words for _, words, _ in LAYOUTS[1:]]}",
@@ -48,13 +50,26 @@ def ranks(run, attempt):
     return len([*run.glob(f"attempts/{attempt}/rank_*.json")])
 
 
+def newest(run):
+    """Return the number of the newest attempt in which a rank has started."""
+    return max(int(path.parent.name) for path in run.glob("attempts/*/rank_*.json"))
+
+
+def goes_on(submit, run):
+    """Wait until the newest attempt has saved two steps of its own."""
+    attempt = newest(run)
+    began = max(submit.step(run, earlier) for earlier in range(attempt))
+    submit.wait(lambda: newest(run) > attempt or submit.step(run, attempt) > max(began, 0) + 1, 400)
+
+
 def learned_the_same(submit, run, steps):
     """Check that a run has made each step once, with the losses of one process that nothing disturbs."""
     assert [row["step"] for row in rows(run, "metrics")] == list(range(1, steps + 1))
     submit.heal()
-    line = (*submit.TINY, "parallelism=single", f"data.global_batch={BATCH}", "data.local_batch=56", f"steps={steps}")
-    alone = submit.run(*line, "name=alone", "paths.runs=alone")
-    assert alone.returncode == 0, alone.stderr
+    line = (*submit.TINY, "cluster=inline", "parallelism=single", *DATA, "data.local_batch=168", f"steps={steps}")
+    alone = submit.start(*line, "name=alone", "paths.runs=alone")
+    _, errors = alone.communicate(timeout=900)
+    assert alone.returncode == 0, errors
     (whole,) = submit.folder.glob("alone/alone-*")
     for row, other in zip(rows(run, "metrics"), rows(whole, "metrics"), strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-5), (row, other)
@@ -80,3 +95,26 @@ def test_a_node_is_down_for_good_then_up_again(submit):
     assert submit.done(run), submit.story()
     assert [event["gpus"] for event in rows(run, "events") if event["event"] == "layout"] == [8, 7, 8]
     learned_the_same(submit, run, STEPS)
+
+
+@pytest.mark.slow
+def test_twenty_nodes_are_lost_at_random_and_no_step_with_them(submit):
+    """One to three nodes lose their power at once, whichever they are; some time later they are there again."""
+    chance, lost, every = random.Random(5), 0, {f"node{number}" for number in range(8)}
+    submit.sabotage(slow_steps(2))
+    submit.submit(*LINE, "steps=80", "checkpoint.interval=2", "cluster.grow_minutes=1")
+    (run,) = submit.cells()
+    up = every
+    while lost < 20:
+        goes_on(submit, run)
+        gone = chance.sample(sorted(up), min(chance.choice((1, 2, 3)), len(up) - 4, 20 - lost))
+        lost, up, before = lost + len(gone), up - {*gone}, newest(run)
+        submit.cluster.manage("crash", *gone)
+        submit.wait(lambda before=before: newest(run) > before, 400)
+        if len(up) < 7:
+            submit.cluster.manage("boot", *(every - up))
+            up = every
+    (submit.folder / "seen").touch()
+    submit.settle(900)
+    assert submit.done(run), submit.story()
+    learned_the_same(submit, run, 80)

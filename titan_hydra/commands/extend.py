@@ -13,9 +13,9 @@ from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault
 from titan_hydra.config.change import change
 from titan_hydra.config.operation import Launch, Paths, Sweep
-from titan_hydra.config.rules.checks import check
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.layouts import checked_layouts
 from titan_hydra.launch.longer import longer_overrides, origin
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs import checkpoints, rundir
@@ -45,7 +45,11 @@ def main(args: argparse.Namespace) -> int:
     run = choose_one(args.cell, args.runs)
     old = load_job(run.directory)
     old = dataclasses.replace(
-        old, launch=Launch(require_card=old.launch.require_card), sweep=Sweep(), paths=Paths(str(run.directory.parent))
+        old,
+        elastic=[],
+        launch=Launch(require_card=old.launch.require_card),
+        sweep=Sweep(),
+        paths=Paths(str(run.directory.parent)),
     )
     new = change(old, args.values, experiment=("steps",))
     if not any(value.startswith("steps=") for value in args.values):
@@ -59,10 +63,13 @@ def main(args: argparse.Namespace) -> int:
         )
     step, note = origin(run.directory, old, new, args.step)
     new.checkpoint.initial_load_path, new.checkpoint.exclude_from_loading = str(step), []
-    if faults := check(new):
+    layouts, faults = checked_layouts(new)
+    if faults:
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    cell = Cell(1, longer_overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1)
+    cell = Cell(
+        1, longer_overrides(run.overrides, args.values, step), new, rundir.directory_of(new), 1, layouts=layouts
+    )
     print(
         f"{cell.directory.name}: continues from step {checkpoints.step_of(step)} of {run.directory.name}{note}",
         flush=True,

@@ -129,7 +129,7 @@ def predicted_step(job: Job) -> float:
 
 def by_interval(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
     """Yield the goodput of each way of saving for several numbers of steps between two saves."""
-    saving = {way.kind: way for way in rows if way.groups == 1 and way.queue and way.kind != "off"}
+    saving = {way.kind: way for way in rows if way.groups == 1 and way.queue and not way.elastic and way.kind != "off"}
     for steps in INTERVALS:
         yield {"steps": steps} | {f"checkpoint={kind}": at.shares(way, steps).goodput for kind, way in saving.items()}
 
@@ -174,9 +174,9 @@ def show_shares(at: Site, rows: list[Way], source: str) -> None:
     cells = []
     for way in rows:
         steps, shares = at.steps(way), at.shares(way)
-        parts = (shares.goodput, shares.saving, shares.redone, shares.restarting)
+        parts = (shares.goodput, shares.saving, shares.redone, shares.restarting, shares.slower)
         cells.append((way.name, f"{steps:,}", f"{steps * at.step / 60:,.1f}", *(f"{part:.1%}" for part in parts)))
-    titles = ("", "steps", "minutes", "goodput", "saving", "done again", "restarting")
+    titles = ("", "steps", "minutes", "goodput", "saving", "done again", "restarting", "fewer nodes")
     print(*table(titles, cells, titles[1:]), sep="\n")
     print("steps, minutes: between two saves")
 

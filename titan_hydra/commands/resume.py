@@ -11,11 +11,10 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.operation import Launch, Paths
-from titan_hydra.config.rules.checks import check
 from titan_hydra.config.user_code import edited_sources
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
-from titan_hydra.launch.layouts import elastic_layouts, in_words, keep_first, relaid
+from titan_hydra.launch.layouts import checked_layouts, in_words, keep_first, relaid
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.view import add_runs, choose_one
@@ -55,9 +54,7 @@ def main(args: argparse.Namespace) -> int:
         ),
         args.values,
     )
-    layouts, faults = (), check(new)
-    if new.elastic and not faults:
-        layouts, faults = elastic_layouts(new)
+    layouts, faults = checked_layouts(new)
     if faults:
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG

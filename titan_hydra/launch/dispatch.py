@@ -14,7 +14,7 @@ from titan_hydra.config import Fault, Job, identity, read
 from titan_hydra.config.cells import with_count
 from titan_hydra.config.fault import counted, shown
 from titan_hydra.config.registry import executor_named
-from titan_hydra.config.rules.checks import check, warnings
+from titan_hydra.config.rules.checks import warnings
 from titan_hydra.config.sweep import named
 from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import predict
@@ -24,7 +24,7 @@ from titan_hydra.runs.rundir import State
 from . import show
 from .cell import Cell, to_start, without_card
 from .executor import Executor
-from .layouts import elastic_layouts, in_words
+from .layouts import checked_layouts, in_words
 
 
 def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
@@ -104,9 +104,7 @@ def examine(
     notices: list[Fault] = []
     if job is not None:
         job = freeze(job)
-        faults = check(job)
-        if job.elastic and not faults:
-            layouts, faults = elastic_layouts(job)
+        layouts, faults = checked_layouts(job)
         notices += [] if faults else warnings(job)
     predictions = [] if faults else [predict.of_launch(one) for one in (job, *layouts)]
     for prediction in filter(None, predictions):

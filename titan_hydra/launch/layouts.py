@@ -54,12 +54,14 @@ def nodes_of(job: Job) -> int:
     return math.ceil(job.gpus / (job.cluster.gpus_per_node or job.gpus))
 
 
-def elastic_layouts(job: Job) -> tuple[tuple[Job, ...], list[Fault]]:
-    """Return the layouts of an elastic job, including its own, from the most nodes to the fewest; and the faults of
-    layouts that cannot be used. Every layout is a complete job that has passed the checks; no two have the same number
-    of nodes.
+def checked_layouts(job: Job) -> tuple[tuple[Job, ...], list[Fault]]:
+    """Return the layouts of an elastic job, including its own, from the most nodes to the fewest (none of any other job);
+    and the faults of the job or of its layouts. Every layout is a complete job that has passed the checks; no two have
+    the same number of nodes.
     """
-    found, faults = {nodes_of(job): job}, []
+    if (faults := check(job)) or not job.elastic:
+        return (), faults
+    found = {nodes_of(job): job}
     for words in (words for words in job.elastic if words != AUTO):
         try:
             new = relaid(job, words.split())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil, exp, expm1, sqrt
+from math import ceil, exp, expm1, lcm, sqrt
 
 from titan_hydra.config.family import family_of
 from titan_hydra.config.registry import OPTIMIZERS
@@ -42,13 +42,14 @@ class Interruptions:
 @dataclass(frozen=True)
 class TimeShares:
     """The shares of a job's time. `redone` is the share of work that is lost in failures and done again, and of saves
-    that failures interrupt.
+    that failures interrupt; `slower` is what an elastic job loses while it has fewer nodes.
     """
 
     goodput: float
     saving: float
     redone: float
     restarting: float
+    slower: float = 0.0
 
 
 def young_interval(costs: Interruptions) -> float:
@@ -98,6 +99,18 @@ def shares_of_groups(groups: int, interval: float, costs: Interruptions, wait: f
     )
 
 
+def shares_of_elastic(interval: float, costs: Interruptions, away: float, part: float) -> TimeShares:
+    """Return the shares of time of an elastic job. After a failure it restarts at once, without `part` of its devices;
+    `away` seconds later there is a node again, and the job saves, and restarts once more with all of them.
+
+    The returns of nodes are as random as their failures, so that the job is not restarting if neither a failure nor a
+    return came in the last `restart` seconds. On average, away / between nodes are missing.
+    """
+    shares = shares_of_job(interval, replace(costs, restart=2 * costs.restart))
+    slower = shares.goodput * min(part * away / costs.between, 1)
+    return replace(shares, goodput=shares.goodput - slower, slower=slower)
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to run a job: how it saves, how often it saves (None: at the best interval), and what a failure costs."""
@@ -109,6 +122,7 @@ class Way:
     queue: bool = True  # whether the job waits for a node that replaces a failed one
     lost: float = 0.0  # seconds of work that a group loses when it fails
     wait: float = 0.0  # seconds that the other groups wait after a failure
+    elastic: bool = False  # whether the job goes on with fewer nodes instead of waiting
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,14 @@ class Site:
     @property
     def node(self) -> int:
         return self.job.cluster.gpus_per_node or 8
+
+    @property
+    def part(self) -> float:
+        """The share of the devices that an elastic job gives up with a node: whole nodes, and whole copies of the model's
+        tensor-, context- and pipeline-parallel ranks.
+        """
+        degrees = self.job.parallelism
+        return min(lcm(self.node, degrees.pp * degrees.cp * degrees.tp) / self.gpus, 1)
 
     @property
     def between(self) -> float:
@@ -158,7 +180,7 @@ class Site:
 
     def costs(self, way: Way) -> Interruptions:
         """Return what interruptions cost the job if it runs in this way."""
-        restart = self.restart + self.queue * way.queue + way.lost
+        restart = self.restart + self.queue * (way.queue and not way.elastic) + way.lost
         if way.kind == "off":
             return Interruptions(self.between, restart, 0.0)
         save = self.save(way.groups)
@@ -178,11 +200,11 @@ class Site:
     def shares(self, way: Way, steps: int | None = None) -> TimeShares:
         """Return the shares of time with `steps` steps between two saves; None: with the number of steps of the way."""
         interval, costs = self.step * (steps or self.steps(way)), self.costs(way)
-        return (
-            shares_of_groups(way.groups, interval, costs, way.wait)
-            if way.groups > 1
-            else shares_of_job(interval, costs)
-        )
+        if way.groups > 1:
+            return shares_of_groups(way.groups, interval, costs, way.wait)
+        if way.elastic:
+            return shares_of_elastic(interval, costs, self.queue, self.part)
+        return shares_of_job(interval, costs)
 
 
 def ways(at: Site) -> Iterator[Way]:
@@ -193,7 +215,8 @@ def ways(at: Site) -> Iterator[Way]:
         for seconds in (saves.interval * at.step, 60 * (saves.interval_minutes or 0))
         if seconds and saves.name != "off"
     ]
-    way = Way(f"this job: checkpoint={saves.name}", saves.name, min(limits, default=at.job.steps * at.step))
+    own = min(limits, default=at.job.steps * at.step)
+    way = Way(f"this job: checkpoint={saves.name}", saves.name, own, elastic=bool(at.job.elastic))
     if groups.replicas > 1:
         # torchft exchanges at every step, and a step in which a group fails is repeated
         often = groups.name == "torchft"
@@ -206,7 +229,9 @@ def ways(at: Site) -> Iterator[Way]:
     kinds = ["sync" if saves.name == "off" else saves.name] + ["async_pinned"] * (saves.name != "async_pinned")
     for kind in kinds:
         yield (way := replace(way, name=f"checkpoint={kind}, best interval", kind=kind, interval=None))
-    yield (way := replace(way, name="and spare nodes: no queue", queue=False))
+    if groups.replicas == 1 and at.part < 1 and not way.elastic:
+        yield replace(way, name="and elastic: fewer nodes, no queue", elastic=True)
+    yield (way := replace(way, name="and spare nodes: no queue", queue=False, elastic=False))
     count = next((count for count in GROUPS if at.gpus % (count * at.node) == 0), 1)
     if groups.replicas == 1 < count:
         yield replace(way, name=f"and {count} replica groups", groups=count, lost=at.step, wait=WAIT + at.step)

@@ -133,13 +133,16 @@ requeue() {{
 }}
 # Whether the ranks are started again after their failure, $rc, as a replica group is, or after the loss of a node: not if it is one of
 # their configuration, and not once too often. $1 run directory, $2 its attempt at submission, $3 how often they may be started again.
+# After lost nodes, only failures count that came after the attempt that made the farthest step: a run of weeks may lose many nodes.
 restarts() {{
-    local number deaths=0
-    [ "$3" -gt 0 ] && [ "$rc" != 0 ] && [ "$rc" != {config} ] && [ -e "$attempt/exit" ] || return
+    local number step deaths=0 stuck=0 far=0
+    [ "$3" -gt 0 ] || [ "${{lost:-0}}" -gt 0 ] && [ "$rc" != 0 ] && [ "$rc" != {config} ] && [ -e "$attempt/exit" ] || return
     for ((number = $2; number <= ${{attempt##*/}}; number++)); do
-        ! grep -qsvx 75 "$1/attempts/$number/exit" || deaths=$((deaths + 1))
+        step="$(grep -soE '"step": [0-9]+' "$1/attempts/$number/status.json")" step="${{step##* }}"
+        [ "${{step:-0}}" -le "$far" ] || far="$step" stuck=0
+        ! grep -qsvx 75 "$1/attempts/$number/exit" || deaths=$((deaths + 1)) stuck=$((stuck + 1))
     done
-    [ "$deaths" -le "$3" ]
+    [ "$deaths" -le "$3" ] || [ "$stuck" -le "${{lost:-0}}" ]
 }}
 trap : TERM USR2  # this script waits for its ranks, which get the signal too
 status=0 lost=0 watcher=
@@ -147,7 +150,7 @@ while IFS=$'\\t' read -r line sizes counts run first allowed <&3; do
     [ ! -e {folder}/over-"$line" ] || continue
     run_cell "$sizes" "$counts" "$run" "$first"
     rc=$?
-    if [ "$rc" = 75 ] || restarts "$run" "$first" "$((allowed > lost ? allowed : lost))"; then requeue; exit "$rc"; fi
+    if [ "$rc" = 75 ] || restarts "$run" "$first" "$allowed"; then requeue; exit "$rc"; fi
     {done}
     [ "$rc" = 0 ] || [ "$status" != 0 ] || status=$rc
 done 3< <({lines})
