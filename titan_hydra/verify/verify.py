@@ -104,7 +104,7 @@ def trace(
         result.norms.append(norm)
     loader.close()
     if case is not None and case.validated:
-        result.losses += held_out_losses(trainer, case)
+        result.losses.append(validated_loss(job, trainer, 1 if then is None else 2))
     if case is not None and case.exported:
         result.export = export_differs(trainer, held_out_of(job))
     result.weights = _of_all_stages(trainer, master_of)
@@ -116,12 +116,12 @@ def trace(
     return result
 
 
-def held_out_losses(trainer: Trainer, case: Case) -> list[float]:
-    """Return the loss on held-out samples. A resumed case validates twice, each time on the same samples. A collective."""
-    held_out = data.build(trainer.job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
-    losses = [trainer.validate(held_out, HELD_OUT) for _ in range(1 + case.resumed)]
+def validated_loss(job: Job, trainer: Trainer, times: int) -> float:
+    """Validate one or several times, each time on the same samples, and return the last loss. A collective."""
+    held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
+    loss = [trainer.validate(held_out, HELD_OUT) for _ in range(times)][-1]
     held_out.close()
-    return losses[-1:]
+    return loss
 
 
 def loads(trainer: Trainer) -> dict[str, list[float]]:
