@@ -347,7 +347,12 @@ class Sweep:
 
 @dataclass
 class Search:
-    name: str = key("off", "what draws the values of the keys that -m sweeps", identity=False, choices=Names(SEARCHES))
+    name: str = key(
+        "off",
+        "search that draws the values of the keys that -m sweeps; off: every combination is run",
+        identity=False,
+        choices=Names(SEARCHES),
+    )
 
 
 @dataclass

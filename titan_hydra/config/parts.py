@@ -74,7 +74,7 @@ class StableDecay(Decay):
 
 @dataclass
 class OptunaSearch(Search):
-    trials: int = key(40, "trials of a search, after which it ends", Interval(1, 100_000), identity=False)
+    trials: int = key(40, "number of trials after which a search ends", Interval(1, 100_000), identity=False)
     parallel: int = key(1, "trials that run at once", Interval(1, 1000), identity=False)
     sampler: str = key(
         "tpe",
@@ -86,33 +86,39 @@ class OptunaSearch(Search):
     objective: str = key(
         "loss",
         "what makes a trial better. loss: a lower held-out loss at the last step; tokens_per_second: a higher rate; "
-        "both: the trials of which no other is better in both",
+        "both: the result is every trial that no other trial beats in both",
         choices=("loss", "tokens_per_second", "both"),
         identity=False,
     )
     pruner: str = key(
         "none",
         "which trials are trained to the last step. none: all; halving: of the trials of a length, the best "
-        "1/search.factor go on to the next; hyperband: some trials begin at a greater length",
+        "1/search.factor go on to the next length; hyperband: as halving, but some trials begin at a greater length",
         choices=("none", "halving", "hyperband"),
         identity=False,
     )
     factor: int = key(3, "ratio of two successive lengths of a trial", Interval(2, 1000), identity=False)
     first_steps: int | None = key(
-        None, "steps of the shortest length; null: steps / factor^2, so that there are three", COUNT, identity=False
+        None,
+        "steps of the shortest length of a trial; null: steps / factor^2, which gives three lengths",
+        COUNT,
+        identity=False,
     )
     budget_gpu_hours: float | None = key(
         None,
-        "no trial starts or goes on once the trials have used so many GPU-hours (of ranks, on a CPU)",
+        "GPU-hours (on a CPU: rank-hours) of all trials, after which no trial starts or goes on",
         POSITIVE,
         identity=False,
     )
     confirm: int = key(
-        3, "best trials that are run again with other seeds, before one is named the winner", NATURAL, identity=False
+        3,
+        "number of best trials that are run again with other seeds before the winner is chosen",
+        NATURAL,
+        identity=False,
     )
     seeds: int = key(
         3,
-        "values of `seed` with which each of these is run, that of the trial included",
+        "number of seeds with which each of these trials is run, including the trial's own",
         Interval(1, 1000),
         identity=False,
     )

@@ -194,7 +194,8 @@ class ExecutorKind:
 @dataclass(frozen=True)
 class SearchKind:
     """What draws the cells of a command line under -m: `search.name`. `run(Question)` (of config/cells.py) starts the
-    cells, awaits them, and returns the exit status. Without `run`, the command line itself names every cell.
+    cells, awaits them, and returns the exit status. Without `run`, there is no search: the command line itself names
+    every cell.
     """
 
     name: str

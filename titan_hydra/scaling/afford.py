@@ -19,8 +19,8 @@ from titan_hydra.runs.find import RunCell
 from .ladder import model_near, model_of, parameters_in
 from .law import Law
 
-STEPS = (2.0, 1.4, 1.2)  # ratios of heads by which the search for the best size moves, one after another
-USED = 0.4  # of the rate of matmuls, for the first guess alone
+STEPS = (2.0, 1.4, 1.2)  # factors by which the search for the best size changes the number of heads, the coarsest first
+USED = 0.4  # assumed fraction of the rate of matmuls, only for the first guess
 DAY = 86_400.0
 
 
@@ -35,8 +35,8 @@ class Offer:
 
 
 def job_to_plan(overrides: list[str], cell: RunCell, config_dir: Path | None) -> Job:
-    """Return the job whose sizes are planned: that of the overrides if they choose a model, else that of a cell of the
-    ladder with the overrides. Raises ConfigError.
+    """Return the job whose sizes are planned: the overrides' job if they choose a model, else the job of a cell of the
+    ladder, changed by the overrides. Raises ConfigError.
     """
     if any(override.startswith("model=") for override in overrides):
         job = compose_unchecked(*overrides, config_dir=config_dir)

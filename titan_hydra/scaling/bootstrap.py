@@ -1,8 +1,9 @@
 """Intervals: laws drawn by a bootstrap of the residuals, what they predict, and how often such predictions are right.
 
-A draw adds resampled residuals to the fitted losses and fits again. The residuals are scaled twice: up to the noise of a
-single run, as five fitted numbers make residuals smaller than the noise; and by a draw of the noise's own uncertainty
-(chi-squared), which makes intervals of a small ladder as wide as Student's t does.
+A draw adds resampled residuals to the fitted losses and fits again. The residuals are scaled twice: up to the noise of
+a single run, as a fit of five numbers makes residuals smaller than the noise; and by a random factor for the
+uncertainty of the noise itself (chi-squared), which makes the intervals of a small ladder as wide as with Student's t
+distribution.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def interval_of(value: float, drawn: np.ndarray) -> Interval90:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A fit with the laws of its bootstrap (one `Law` of arrays), and for each law NOISES factors of a single run's noise."""
+    """A fit with the laws of its bootstrap (one `Law` of arrays), and for each law NOISES random factors by which the
+    noise of a single run changes its loss.
+    """
 
     fit: LawFit
     laws: Law
@@ -80,15 +83,15 @@ def draw_laws(fit: LawFit, draws: int = DRAWS, seed: int = 0) -> Drawn:
 
 
 def reach_of(ladder: Ladder) -> float:
-    """Return how far beyond its largest run a ladder supports predictions: the factor that its own compute spans, at most
-    FARTHEST.
+    """Return the factor by which predictions may exceed a ladder's largest run: the ratio of its largest to its
+    smallest compute, at most FARTHEST.
     """
     return min(float(ladder.flops.max() / ladder.flops.min()), FARTHEST)
 
 
 def factor_beyond(ladder: Ladder, parameters: float, tokens: float) -> float:
-    """Return the factor by which a run is beyond a ladder, in compute, parameters or tokens, whichever is most; at most 1
-    within the ladder.
+    """Return the factor by which a run is beyond a ladder: the largest of those for compute, parameters and tokens; at
+    most 1 if the run is within the ladder.
     """
     above = ((6 * parameters * tokens, ladder.flops), (parameters, ladder.parameters), (tokens, ladder.tokens))
     below = above[1:]
@@ -126,7 +129,7 @@ class LeftOut:
 
 
 def leave_out(ladder: Ladder, left: int, kept: Any, draws: int, seed: int) -> LeftOut:
-    """Predict one cell from the kept cells (a mask). The cell's noise is that of its number of seeds."""
+    """Predict one cell from the kept cells (a mask). The noise of the cell is that of a mean over its seeds."""
     import numpy as np
 
     drawn = draw_laws(fit_law(ladder.only(kept)), draws, seed)
@@ -138,9 +141,9 @@ def leave_out(ladder: Ladder, left: int, kept: Any, draws: int, seed: int) -> Le
 
 
 def backtest(ladder: Ladder, number: int, draws: int = DRAWS, seed: int = 0) -> tuple[LeftOut, list[LeftOut]]:
-    """Return what would have been predicted for the run with most compute of the largest size, if no run of this size
-    had been made; then the same for `number` cells, drawn from the half with more compute, from all cells with less
-    compute than each. Raises ConfigError if too few cells are left.
+    """Return predictions of runs that were left out of the fit. First, for the largest size, its run with most compute,
+    predicted from all smaller sizes. Then `number` cells, drawn from the half with more compute, each predicted from
+    all cells with less compute. Raises ConfigError if too few cells are left.
     """
     import numpy as np
 
@@ -217,7 +220,7 @@ def _law(laws: Law, draw: int) -> Law:
 
 
 def _common_budgets(first: Drawn, second: Drawn, reach: float | None) -> np.ndarray:
-    """Return budgets that both ladders support, with equal ratios."""
+    """Return budgets that both ladders support, evenly spaced on a logarithmic scale."""
     import numpy as np
 
     ladders = first.fit.ladder, second.fit.ladder

@@ -63,8 +63,9 @@ def draw_ladder(curves: dict[str, Drawn], targets: Sequence[Target], folder: Pat
 
 
 def draw_isoflop(curve: Drawn, folder: Path, origin: str) -> Iterator[Path]:
-    """Draw the fitted loss over the number of parameters for fixed budgets, with the best size of each. A cell is shown
-    at its size, as far from the curve of the nearest budget as from its own fitted loss. Yield the files.
+    """Draw the fitted loss over the number of parameters for fixed budgets, with the best size of each. A cell is drawn
+    at its size, and as far above or below the curve of the nearest budget as its loss is above or below the fitted
+    loss. Yield the files.
     """
     import matplotlib
     import numpy as np
@@ -91,7 +92,9 @@ def draw_isoflop(curve: Drawn, folder: Path, origin: str) -> Iterator[Path]:
 
 
 def sizes_of(ladder: Ladder, best: float) -> np.ndarray:
-    """Return sizes with equal ratios that contain the ladder's, and the best one if it is within a factor of ten."""
+    """Return sizes, evenly spaced on a logarithmic scale, whose range contains the ladder's sizes, and the best size if
+    it is within a factor of ten of them.
+    """
     import numpy as np
 
     low, high = ladder.parameters.min(), ladder.parameters.max()

@@ -1,4 +1,6 @@
-"""A ladder: sizes of one model by one rule, each trained on several numbers of tokens with the same recipe."""
+"""A ladder: several sizes of a model that follow from one rule, each trained on several numbers of tokens with the same
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from titan_hydra.config.sweep import key_of
 
 SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads")  # what a size sets in every family
 WIDTHS = ("ffn_dim", "expert_dim", "q_lora_rank", "kv_lora_rank")  # widths that grow with dim, if the model sets them
-MULTIPLE = 8  # such a width is rounded to a multiple of this, unless the model's own is none
+MULTIPLE = 8  # such a width is rounded to a multiple of this, unless the model's own width is not such a multiple
 MOST_HEADS = 4096
 
 
 def model_of(base: Model, heads: int) -> Model:
-    """Return the model with this number of query heads by the rule: the width of a head and the ratios of the model's
-    width, depth, key/value heads and feed-forward to its heads are those of `base`.
+    """Return the model with this number of query heads. This is the rule of a ladder: the width of a head and the
+    ratios of the model's width, depth, key/value heads and feed-forward to its heads are those of `base`.
     """
     times, made = heads / base.n_heads, copy.copy(base)
     made.n_heads, made.dim = heads, base.dim * heads // base.n_heads
@@ -40,7 +42,7 @@ def model_of(base: Model, heads: int) -> Model:
 
 def parameters_in(model: Model) -> int:
     """Return the number of parameters of a model, as its family counts them. Raises ConfigError for a family that does
-    not, or whose blocks are not a decoder's.
+    not count them, or whose blocks are not a decoder's.
     """
     family = family_of(model)
     if family.parameters is None or family.stacks is not None:
@@ -67,7 +69,7 @@ def model_near(base: Model, parameters: float) -> Model:
 
 def ladder_cells(job: Job, sizes: Sequence[float], multiples: Sequence[float]) -> dict[str, list[str]]:
     """Return the cells of a ladder, by name, as overrides of a frozen job: a run for each size and each multiple of its
-    parameters in tokens. The warm-up keeps its share of the steps.
+    parameters in tokens. The warm-up takes the same fraction of the steps as in the job.
     """
     if job.validation.name == "off":
         raise ConfigError(str(Fault("validation", "off", "a ladder compares held-out losses", legal=("on",))))

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 PARAMETERS = 5  # of the law
 FEWEST = PARAMETERS + 1  # cells that a fit needs
-KINDS = 3  # different sizes, and different numbers of tokens, that a fit needs: two differences for A and alpha
-APART = 1.2  # two numbers of tokens of one size count as different from this ratio
+# number of different sizes, and of different numbers of tokens, that a fit needs: A and alpha follow from two
+# differences
+KINDS = 3
+APART = 1.2  # smallest ratio at which two numbers of tokens of one size count as different
 FIRST_DELTA = 1e-3  # Chinchilla's threshold, for the first fit, from which the noise is measured
 HUBER = 1.345  # threshold in standard deviations: 95 % as precise as least squares if the noise is normal
 LEAST_NOISE = 1e-6  # smallest threshold, for losses without noise
 EXPONENTS = (0.02, 3.0)  # bounds of alpha and beta
 GRID = (0.1, 0.25, 0.5, 1.0)  # starts of alpha and of beta
-SPREAD = 14.0  # bound of the logarithm of a term at the ladder's middle, below the smallest loss
+# width of the range in which the logarithm of a term, in the middle of the ladder, is searched
+SPREAD = 14.0
 STARTS = 3  # starts of the grid from which a minimum is searched
 
 
@@ -82,7 +85,8 @@ class LawFit:
     noise: float  # standard deviation of a single run's residual, corrected for the five fitted numbers
     delta: float
     unknowns: np.ndarray  # of `Problem`, at the minimum
-    at_bound: tuple[str, ...] = ()  # the numbers of the law that the runs do not determine, as they are at a bound
+    # the numbers of the law that are at a bound, which means that the runs do not determine them
+    at_bound: tuple[str, ...] = ()
 
     @property
     def freedom(self) -> int:
@@ -151,8 +155,8 @@ def fit_law(ladder: Ladder) -> LawFit:
 
 
 class Problem:
-    """The minimization for a ladder. Its unknowns are log E, and for N and D the logarithm of the term in the middle of
-    the ladder and the exponent.
+    """The minimization for a ladder. Its unknowns are log E and, for each of N and D, the exponent and the logarithm of
+    the term in the middle of the ladder.
     """
 
     def __init__(self, ladder: Ladder) -> None:
@@ -206,8 +210,8 @@ class Problem:
         return found.x, float(found.cost)
 
     def starts(self, number: int) -> list[np.ndarray]:
-        """Return the best points of a grid of exponents. For each pair of exponents, the three terms are those with the
-        least squares of relative residuals that are not negative.
+        """Return the best points of a grid of exponents. For each pair of exponents, the three terms are fitted by
+        least squares of the relative residuals; none may be negative.
         """
         import numpy as np
         from scipy.optimize import nnls

@@ -20,8 +20,8 @@ COUNTS = {
     "all": "all parameters, as Chinchilla counts them",
     "body": "without the embedding and the head, as Kaplan et al. count them",
 }
-# Sections and keys whose numbers may follow the size or the number of tokens by a rule. A word may not, except the name
-# of the model's option.
+# Sections and keys whose numbers may depend on the size or on the number of tokens. A value that is a word may not,
+# except the name of the model's option.
 FOLLOWING = ("model", "optimizer", "lr_scheduler", "steps", "data.global_batch")
 NAMES = ("model.name",)
 AVERAGED = "seed"

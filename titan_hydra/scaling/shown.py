@@ -159,7 +159,9 @@ def _left_out_json(one: LeftOut) -> dict[str, Any]:
 
 
 def offer_part(name: str, curve: Drawn, offer: Offer, gpus: int, days: float, reach: float | None) -> ScalePart:
-    """Return the part about what GPUs can train. Raises ConfigError if it is beyond the reach of the ladder."""
+    """Return the part about the best size that the given GPUs can train in the given time. Raises ConfigError if it is
+    beyond the reach of the ladder.
+    """
     factor = bootstrap.require_reach(curve.fit.ladder, offer.parameters, offer.tokens, reach)
     loss, model, found = curve.predicted(offer.parameters, offer.tokens), offer.job.model, offer.row.prediction
     shape = " ".join(f"model.{key}={getattr(model, key)}" for key in SHAPE)

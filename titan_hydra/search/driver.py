@@ -1,7 +1,7 @@
 """Run a search: draw trials, start their runs on the executor, await them, and decide which go on.
 
 All that the driver knows is in the journal and in the run directories. It may be killed at any moment; the same command
-line goes on: it attaches to runs that run, starts those that were drawn but not started, and decides as before.
+line goes on: it attaches to runs in progress, starts those that were drawn but not started, and decides as before.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from .summary import printed, summary_of
 from .trials import SearchPlan, plan_of
 
 MOST_STARTS = 4  # starts of a run by one driver; further ones would end in the same way
-POLL_HERE, POLL = 0.1, 5.0  # seconds between two looks at runs on this machine, and at those of a cluster
+POLL_HERE, POLL = 0.1, 5.0  # seconds between two checks of runs on this machine, and of runs on a cluster
 RETRIED = (Kind.NODE, Kind.HANG, Kind.KILLED, Kind.PREEMPTED)  # failures that do not depend on what was drawn
-DRAWN = (Kind.NOT_FINITE, Kind.OUT_OF_MEMORY, Kind.CONFIG)  # failures that do, from which the sampler learns
+# failures that depend on what was drawn, so that the sampler learns from them
+DRAWN = (Kind.NOT_FINITE, Kind.OUT_OF_MEMORY, Kind.CONFIG)
 
 
 def run_search(question: Question) -> int:
@@ -82,7 +83,9 @@ def dry(plan: SearchPlan, states: list[State]) -> None:
 
 @dataclass
 class Active:
-    """A run that the driver awaits: a trial's run of a length or, with `seed`, one that confirms the trial."""
+    """A run that the driver awaits: the run of a trial up to one length or, with `seed`, a run that confirms the trial
+    with another seed.
+    """
 
     trial: SearchTrial
     steps: int
@@ -133,7 +136,7 @@ class Driver:
         return Exit.DONE if any(trial.state == COMPLETE for trial in self.journal.trials()) else Exit.BUG
 
     def start_next(self) -> bool:
-        """Do the next thing that the journal calls for: start a run, draw a trial, or tell how one ended. Return whether
+        """Do what the journal requires next: start a run, draw a trial, or record how a trial ended. Return whether
         there was anything to do.
         """
         trials, last = self.journal.trials(), self.plan.rungs.steps[-1]
@@ -141,7 +144,7 @@ class Driver:
         for trial in trials:
             if trial.open and trial.number not in busy and (steps := self.pending(trial)):
                 return self.begin(trial, steps)
-            if trial.open and last in trial.values:  # the driver was killed before it told
+            if trial.open and last in trial.values:  # the driver was killed before it recorded the end
                 self.journal.tell(trial, COMPLETE, [trial.values[last]])
                 return True
         budget = self.search.budget_gpu_hours
@@ -201,7 +204,7 @@ class Driver:
         return True
 
     def look(self) -> None:
-        """Take down what has become of the runs that are awaited."""
+        """Look which of the awaited runs have ended, and record their ends."""
         directories = list(self.active)
         for directory, state in zip(directories, rundir.states(directories), strict=True):
             one = self.active[directory]
@@ -249,7 +252,9 @@ class Driver:
         return sum(self.hours[run] if run in self.hours else device_hours(run) for run in runs)
 
     def close(self, trials: list[SearchTrial]) -> bool:
-        """Tell the journal of the trials that wait for a next length that will not come. Return whether there were any."""
+        """Record in the journal that the waiting trials will not go on to a further length. Return whether there were
+        any.
+        """
         left = [trial for trial in trials if trial.open]
         for trial in left:
             self.journal.tell(trial, PRUNED)

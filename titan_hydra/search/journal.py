@@ -1,7 +1,7 @@
 """The state of a search: Optuna's journal file in the folder of the sweep.
 
-A trial is one line of the journal, with all its values; it exists before anything of it runs. So a driver that is killed
-finds every trial that it has drawn. One driver at a time holds the lock of the folder.
+A trial is one line of the journal, with all its values, which is written before a run of the trial starts. So after a
+kill, the next driver finds every trial that was drawn. One driver at a time holds the lock of the folder.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from .space import Space
 if TYPE_CHECKING:
     from optuna.study import Study
 
-DRAWS = 100  # draws that may repeat earlier trials before the space counts as exhausted
-STARTUP = 10  # trials that are drawn at random before TPE learns from them, or a quarter of all trials if that is less
+DRAWS = 100  # number of draws that repeat earlier trials, after which the space counts as exhausted
+# number of trials that are drawn at random before TPE learns from them; a quarter of all trials if that is less
+STARTUP = 10
 OPEN, COMPLETE, PRUNED, FAILED = "open", "complete", "pruned", "failed"
 
 
 @dataclass(frozen=True)
 class SearchTrial:
-    """A trial as the journal has it: `values` are its held-out losses by steps, `objectives` the final ones."""
+    """A trial as recorded in the journal. `values` are its held-out losses by steps, `objectives` its final objectives.
+    """
 
     number: int
     overrides: list[str]
@@ -74,8 +76,9 @@ class Journal:
         return [_read(frozen) for frozen in self.study.get_trials(deepcopy=False)]
 
     def draw(self, space: Space, search: OptunaSearch) -> SearchTrial | None:
-        """Draw a trial, and write it to the journal; None if the space has no further one. What is drawn depends only on
-        the earlier trials and on search.seed, so that a search goes on after a kill as it would have without.
+        """Draw a trial, and write it to the journal; return None if the space has no further trial. What is drawn
+        depends only on the earlier trials and on search.seed, so that a search continues after a kill as it would have
+        continued without one.
         """
         from optuna.trial import TrialState, create_trial
 
@@ -94,7 +97,9 @@ class Journal:
         return self.trials()[-1]
 
     def _sampled(self, space: Space, search: OptunaSearch, taken: set[tuple[str, ...]]) -> dict[str, Any] | None:
-        """Return values that no trial has. The sampler sees trials that wait for their next length as pruned ones."""
+        """Return values that no trial has yet. To the sampler, trials that wait for their next length are pruned
+        trials.
+        """
         import optuna
 
         frozen = self.study.get_trials(deepcopy=False)
@@ -159,7 +164,7 @@ def _read(frozen: Any) -> SearchTrial:
 
 
 def _as_seen(frozen: Any) -> Any:
-    """Return a trial as the sampler sees it."""
+    """Return a trial in the form that the sampler gets."""
     from optuna.trial import TrialState, create_trial
 
     waits = frozen.state == TrialState.RUNNING and frozen.intermediate_values
@@ -216,7 +221,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def whole_lines(file: Path) -> None:
-    """Cut off a last line that a full disk or a power cut has left unfinished; Optuna could not append to it."""
+    """Remove a last line that a full disk or a power cut has left incomplete, as Optuna cannot append to such a file.
+    """
     with contextlib.suppress(FileNotFoundError):
         content = file.read_bytes()
         if content and not content.endswith(b"\n"):

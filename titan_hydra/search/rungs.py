@@ -1,6 +1,6 @@
 """The lengths at which trials are compared, and which trial goes on to the next length.
 
-A run can be carried on at any time, so a trial that does not go on is not lost: it waits, and goes on later if it is
+A run can be continued at any time. So a trial that does not go on to the next length waits, and goes on later if it is
 then among the best of its length (asynchronous successive halving, Li et al. 2020, algorithm 2, with its promotions of
 waiting trials). Every decision follows from the journal alone.
 """
@@ -17,7 +17,7 @@ from titan_hydra.launch.longer import same_rates
 
 from .journal import SearchTrial
 
-KEPT = 0.5  # share of the steps after the warm-up that a run of the next length must be able to carry on
+KEPT = 0.5  # fraction of the steps after the warm-up that a run of the next length must be able to use
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Rungs:
 
     steps: tuple[int, ...]
     factor: int = 2
-    brackets: tuple[int, ...] = (0,)  # the index of the first length, by the trial's number modulo the length of this
+    brackets: tuple[int, ...] = (0,)  # indices of first lengths; the trials take them in turn
 
     def first(self, trial: SearchTrial) -> int:
         """Return the index of a trial's first length."""
@@ -41,9 +41,9 @@ class Rungs:
         return self.steps[self.reached(trial) + 1]
 
     def promoted(self, trials: Sequence[SearchTrial], busy: Container[int] = ()) -> SearchTrial | None:
-        """Return the waiting trial that goes on to the next length: one of the best 1/factor of all trials of its bracket
-        that have the present length, of the greatest length first. None if there is none. `busy` has the numbers of trials
-        that run.
+        """Return a waiting trial that goes on to the next length, or None. It is among the best 1/factor of all trials
+        of its bracket that have reached its present length; trials with a greater length come first. `busy` has the
+        numbers of trials that run.
         """
         for index in range(len(self.steps) - 2, -1, -1):
             for bracket in sorted(set(self.brackets)):
@@ -55,22 +55,23 @@ class Rungs:
         return None
 
     def finalist(self, trials: Sequence[SearchTrial], busy: Container[int], count: int) -> SearchTrial | None:
-        """Return a waiting trial that goes on although it is not among the best 1/factor: once no further trial starts,
-        the best `count` are trained to the last step. Values of different lengths are not compared; the greater goes first.
+        """Return a waiting trial that goes on although it is not among the best 1/factor, or None: once no further
+        trial starts, the best `count` trials are trained to the last step. Values at different lengths are not
+        compared: a trial with a greater length counts as better.
         """
         best = sorted((one for one in trials if one.values and not one.reason), key=self.rank)[:count]
         free = [one for one in best if one.open and one.number not in busy]
         return next((one for one in free if self.reached(one) < len(self.steps) - 1), None)
 
     def rank(self, trial: SearchTrial) -> tuple[int, float, int]:
-        """Return what sorts trials: those of a greater length first, then the better ones."""
+        """Return the key by which trials are sorted: a greater length first, then a better value."""
         reached = self.reached(trial)
         return -reached, trial.values.get(self.steps[reached], math.inf) if reached >= 0 else math.inf, trial.number
 
 
 def rungs_of(job: Job, search: OptunaSearch) -> Rungs:
-    """Return the lengths of the trials of a job: search.first_steps (or the steps over factor^2) times powers of the
-    factor, and the job's own steps.
+    """Return the lengths of the trials of a job: search.first_steps (default: the job's steps / factor^2) times powers
+    of the factor, and the job's own steps.
     """
     if search.pruner == "none":
         return Rungs((job.steps,))
@@ -83,8 +84,8 @@ def rungs_of(job: Job, search: OptunaSearch) -> Rungs:
 
 
 def hyperband(lengths: int, factor: int) -> tuple[int, ...]:
-    """Return the first length of successive trials, by index, so that all brackets use about the same compute (Li et al.
-    2018, algorithm 1: bracket s has a share of factor^s / (s + 1) trials). The brackets are interleaved.
+    """Return the indices of the first lengths of successive trials, so that all brackets use about the same compute (Li
+    et al. 2018, algorithm 1: bracket s has a share of factor^s / (s + 1) trials). The brackets are interleaved.
     """
     last = lengths - 1
     shares = [math.ceil(lengths * factor ** (last - index) / (last - index + 1)) for index in range(lengths)]
@@ -93,7 +94,7 @@ def hyperband(lengths: int, factor: int) -> tuple[int, ...]:
 
 
 def halving_faults(job: Job, search: OptunaSearch, rungs: Rungs) -> Iterator[Fault]:
-    """Yield what prevents comparing trials of this job at several lengths."""
+    """Yield a fault for each reason why trials of this job cannot be compared at several lengths."""
     if search.pruner == "none":
         return
     if search.objective != "loss":
@@ -113,8 +114,9 @@ def halving_faults(job: Job, search: OptunaSearch, rungs: Rungs) -> Iterator[Fau
 
 
 def not_the_longer_run(job: Job, rungs: Rungs) -> str | None:
-    """Return why a run of one of the lengths cannot be carried on so that it learns what a run of the next length learns;
-    None if it can: until shortly before its end, both have the same learning rates.
+    """Return why a run of one length cannot be continued to the next length and learn the same as a run that had this
+    length from the start; None if it can, because both have the same learning rates until shortly before the end of the
+    shorter one.
     """
     warm = job.lr_scheduler.warmup_steps
     for short, long in zip(rungs.steps, rungs.steps[1:], strict=False):

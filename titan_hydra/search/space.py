@@ -25,7 +25,7 @@ DIGITS = 5  # significant digits of a drawn number
 class Dimension:
     """The values of one key: a list of texts, or the numbers between two bounds."""
 
-    key: str  # as the override names it, with + if it has one
+    key: str  # as in the override, with + if it has one
     typed: str  # the override as it was typed
     values: tuple[str, ...] = ()  # empty for an interval
     low: float = 0
@@ -35,7 +35,7 @@ class Dimension:
 
     @property
     def distribution(self) -> BaseDistribution:
-        """The values as Optuna takes them."""
+        """The values as a distribution of Optuna."""
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         if self.values:
@@ -78,7 +78,7 @@ class Space:
         )
 
     def rounded(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return drawn values as trials have them."""
+        """Return drawn values, rounded as trials use them."""
         return {one.key: one.rounded(values[one.key]) for one in self.dimensions}
 
     def overrides(self, values: dict[str, Any]) -> list[str]:

@@ -57,8 +57,8 @@ class Summary:
 
     @property
     def winner(self) -> SearchTrial | None:
-        """The best of the trials that were run with several seeds, by the mean; without any, the best trial. None with two
-        objectives, or before a trial is complete.
+        """The trial with the best mean among those that were run with several seeds; if there are none, the best trial.
+        None with two objectives, or before a trial is complete.
         """
         if len(self.directions) > 1 or not self.best:
             return None
@@ -82,13 +82,17 @@ class Summary:
 
     @cached_property
     def steps(self) -> tuple[int, int]:
-        """The steps that the trials have made, and those of as many whole runs."""
+        """The number of steps that the trials have made, and the number that they would have made if all were trained
+        to the last step.
+        """
         made = sum(_made(self.runs / run, steps) for trial in self.trials for steps, run in trial.runs.items())
         return made, self.full * sum(bool(trial.runs) for trial in self.trials)
 
     @property
     def saved(self) -> float:
-        """The GPU-hours by which whole runs of all trials would have exceeded those spent, at the same rate per step."""
+        """The GPU-hours that training all trials to the last step would have cost in addition, at the same GPU-hours
+        per step.
+        """
         made, whole = self.steps
         return self.spent * (whole / made - 1) if made else 0.0
 
@@ -218,7 +222,7 @@ def printed(summary: Summary) -> list[str]:
 
 def _importance(journal: Journal, trials: list[SearchTrial], directions: list[str]) -> dict[str, float]:
     """Return the share of each key in the variance of the objective among the better half of the trials; {} if too few
-    are known. Of several lengths, that which most trials have is taken.
+    are known. If trials have several lengths, the length that most of them have reached is used.
     """
     import optuna
     from optuna.trial import TrialState, create_trial
@@ -241,7 +245,9 @@ def _importance(journal: Journal, trials: list[SearchTrial], directions: list[st
 
 
 def _made(run: Path, steps: int) -> int:
-    """Return the steps of a run that it has made itself, without those of the run that it carries on."""
+    """Return the number of steps that a run has made itself, without those of the run from whose checkpoint it
+    continues.
+    """
     loaded = (layout.CONFIG.read(run).get("checkpoint") or {}).get("initial_load_path")
     done = (layout.METRICS.last(run) or {}).get("step", 0)
     return max(min(done, steps) - (step_of(Path(loaded)) if loaded and Path(loaded).name.startswith("step-") else 0), 0)

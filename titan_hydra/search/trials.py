@@ -45,7 +45,7 @@ class SearchPlan:
 
     @property
     def fixed(self) -> list[str]:
-        """The overrides that all trials share; those of the search itself are no trial's."""
+        """The overrides that all trials share, without those of the search itself."""
         return [one for one in self.question.fixed if key_of(one).partition(".")[0] != "search"]
 
     @property
@@ -76,8 +76,8 @@ class SearchPlan:
         return [OBJECTIVES[name] for name in self.measured]
 
     def cell(self, trial: SearchTrial, steps: int) -> tuple[Cell | None, str]:
-        """Return the cell of a trial's run of a length, which carries on the run of the length before; or why there is
-        none.
+        """Return the cell of a trial's run up to a length, which continues the run of the previous length; or the
+        reason why there is none.
         """
         if len(self.rungs.steps) == 1:
             return self.made(trial.overrides, f"trial {trial.number}")
@@ -116,7 +116,7 @@ class SearchPlan:
 
 
 def checkpoint_overrides(job: Job, rungs: Rungs) -> list[str]:
-    """Return the overrides with which a run keeps the checkpoint from which the run of the next length goes on."""
+    """Return overrides that make a run keep the checkpoint from which the run of the next length continues."""
     if job.steps == rungs.steps[-1]:
         return []
     step = same_rates(job, replace(job, steps=rungs.steps[rungs.steps.index(job.steps) + 1]))
@@ -128,9 +128,9 @@ def checkpoint_overrides(job: Job, rungs: Rungs) -> list[str]:
 def plan_of(question: Question) -> SearchPlan:
     """Check a command line with a search. Raises ConfigError with all lines that prevent its start.
 
-    The cells with the first values of all keys, and with each other value or bound of one key, are composed and checked.
-    A value that no cell may have is a fault. Values that do not fit together, or not into memory, are no fault: a trial
-    that has them is refused, at no cost.
+    The cells with the first values of all keys, and with each other value or bound of one key, are composed and
+    checked. A value that no cell may have is a fault. A combination of values that is illegal, or does not fit into
+    memory, is no fault: a trial that has it is refused later, at no cost.
     """
     space = space_of(question.swept)
     job, faults = read(question.compose([*question.fixed, *space.probes()[0]]))
