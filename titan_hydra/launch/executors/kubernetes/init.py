@@ -117,7 +117,9 @@ def names_in(place: Namespace, kind: str) -> list[str]:
 
 
 def text_of(name: str, place: Namespace, node: NodeType, nodes: int, image: str | None) -> str:
-    """Return the text of the file. The only queue is taken; claims are named, as only the user knows where they belong."""
+    """Return the text of the file. If there is only one queue, it is used. Claims are only named in a comment, as the
+    user must choose where to mount them.
+    """
     queues, claims = names_in(place, "localqueues.kueue.x-k8s.io"), names_in(place, "persistentvolumeclaims")
     return FILE.format(
         name=name,

@@ -67,8 +67,8 @@ class Namespace:
 
 
 def namespace_of(cluster: KubernetesCluster) -> Namespace:
-    """Return the namespace of a configuration; kubectl's own configuration gives what its keys leave open. Raises
-    KubectlError if there is no such context.
+    """Return the namespace of a configuration. Keys that are null get their values from kubectl's own configuration.
+    Raises KubectlError if there is no such context.
     """
     own = json.loads(Namespace().call("config", "view", "--output=json"))
     name = cluster.context or own.get("current-context", "")

@@ -75,7 +75,7 @@ class Submission:
     attempt: int
     token: str
     paths: tuple[Path, ...]  # folders of the code
-    exclude: tuple[str, ...] = ()  # nodes to exclude, beside those of the configuration
+    exclude: tuple[str, ...] = ()  # nodes to exclude in addition to those of the configuration
 
     @property
     def cluster(self) -> KubernetesCluster:
@@ -214,7 +214,9 @@ class Submission:
         ]
 
     def resources(self, shape: PodShape) -> dict[str, Any]:
-        """Return requests and limits of a pod. Cores are requested without a limit, so that none are taken away."""
+        """Return requests and limits of a pod. Cores are requested without a limit, so that the ranks are never
+        throttled.
+        """
         cluster = self.cluster
         both = {name: str(value) for name, value in cluster.resources.items()}
         if cluster.gpu_resource:

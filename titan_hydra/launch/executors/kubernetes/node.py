@@ -4,8 +4,8 @@ from which the Job's failure policy decides whether the pod is started again.
     python -m titan_hydra.launch.executors.kubernetes.node RUN ATTEMPT TOKEN JOB
 
 A Job starts its pods one by one, and each again after it has failed. So the pods meet in the run directory: each writes
-node_<index>.json into the newest attempt; once all are there, the pod of index 0 lists them in nodes.json, and they start
-their ranks. A pod that finds an attempt with a list on which it does not stand has come in place of one that is gone. The
+node_<index>.json into the newest attempt; once all are there, the pod of index 0 lists them in nodes.json, and they
+start their ranks. A pod that finds an attempt whose list does not contain it has replaced a pod that is gone. The
 listed pods then end their ranks, and the pod of index 0 creates the next attempt, as long as requeues are left.
 """
 
@@ -29,11 +29,13 @@ from titan_hydra.runs.run import newest_attempt
 from .keys import KubernetesCluster
 from .manifest import PodShape
 
-POLL = 0.5  # seconds between two looks at the attempt
+POLL = 0.5  # seconds between two checks of the attempt
 GRACE = 1.5  # seconds in which the other ranks may end by themselves after one has failed
-GRACE_STOPPED = 60.0  # the same after a rank has stopped on request, as the others may still write their checkpoint
+# seconds in which the other ranks may end by themselves after one has stopped on request, as they may still write their
+# checkpoint
+GRACE_STOPPED = 60.0
 MARGIN = 5.0  # seconds before the end of the pod's grace period at which ranks that have not stopped are killed
-LOST = 3  # how often in a row pods are started again after an attempt that ended before its first step
+LOST = 3  # how often in a row the pods may be started again after attempts that ended before their first step
 GONE = 30  # seconds without a heartbeat after which a rank of another pod counts as gone
 
 
@@ -94,8 +96,8 @@ class Node:
         return None
 
     def begin_next(self, attempt: Path) -> None:
-        """Create the next attempt. Raises an error that fails the Job if a rank of the last one has failed by itself, or if
-        the pods were started again too often.
+        """Create the next attempt. If a rank of the last attempt has failed by itself, or the pods were started again
+        too often, raises an error that fails the Job.
         """
         if status := own_failure(attempt):
             raise SystemExit(status)
@@ -167,9 +169,9 @@ class Node:
 
 
 def own_failure(attempt: Path) -> int:
-    """Return the exit status of a rank of any pod that failed by itself; 0 if there is none. Not such a failure: a rank was
-    asked to stop, all ranks agreed to stop and saved, a rank only lost its connection to another, or it waited in vain for a
-    rank that is gone.
+    """Return the exit status of a rank of any pod that failed by itself; 0 if there is none. A rank did not fail by
+    itself if it was asked to stop, if all ranks agreed to stop and saved, if it only lost its connection to another
+    rank, or if it waited in vain for a rank that is gone.
     """
     if layout.STOPPED.of(attempt).exists() and layout.STOPPED.of(attempt).read_text().strip() == "agreed":
         return Exit.DONE

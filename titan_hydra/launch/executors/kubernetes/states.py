@@ -109,7 +109,9 @@ def cause_outside(attempt: Path, end: dict[str, Any]) -> Failure | None:
 
 
 def otherwise(attempt: Path, end: dict[str, Any]) -> Failure:
-    """Return the failure of a Job of which no rank has left a record: that of its first pod, or the Job's own words."""
+    """Return the failure of a Job of which no rank has left a record: the failure of its first pod or, without one, the
+    reason that the Job gives.
+    """
     pods = [pod for pod in end["pods"] if not pod["disrupted"] and pod["exit_status"] not in AGAIN]
     if not pods:
         line = f"the Job failed: {end['reason']}: {end['message']}"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
 KINDS = r'{.kind} {.metadata.uid}{"\n"}'  # a line for each object that kubectl creates
-PATIENCE = 3  # seconds between two questions after a call without an answer
+PATIENCE = 3  # seconds between two repetitions of a question after a call without an answer
 
 
 def submission_of(cell: Cell, attempt: int, token: str, code: Path, exclude: Iterable[str] = ()) -> Submission:
@@ -59,8 +59,8 @@ def shapes(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:
 
 
 def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
-    """Let the API server check a manifest of each shape, as if it were created. It refuses what this user may not do there,
-    a namespace or class that does not exist, and what breaks the site's policies and quotas.
+    """Let the API server check a manifest of each shape, as if it were created. It refuses a Job that this user may not
+    create, that names a namespace or a class that does not exist, or that breaks the site's policies or quotas.
     """
     for one, _ in shapes(cells):
         try:
