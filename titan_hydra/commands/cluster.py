@@ -24,7 +24,7 @@ from titan_hydra.runs import checkpoints, layout, rundir, view
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.rundir import State
 
-POLL = 1  # seconds between two looks at a run
+POLL = 1  # seconds between two checks of a run
 ENDLESS = 1_000_000  # steps of a run that is stopped
 
 
@@ -107,8 +107,8 @@ def check_site(args: argparse.Namespace) -> int:
 
 
 def checked(args: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield for each check what it shows, whether it works, how long it took, the reason, and its run. The first that does
-    not work is the last.
+    """Yield for each check what it shows, whether it works, how long it took, the reason, and its run. A check that
+    fails is the last one.
     """
     checks = (("trains on one node", 1), ("trains on two nodes", 2), ("is stopped, saves and goes on, on two nodes", 2))
     for number, (what, nodes) in enumerate(checks):
@@ -145,17 +145,17 @@ def cell_on(args: argparse.Namespace, nodes: int, steps: int) -> Cell:
 
 
 def reason_of_run(cell: Cell) -> str:
-    """Train a run to its end. Return why it did not come there; "" if it did."""
+    """Train a run to its end. Return why it did not reach its end; "" if it did."""
     dispatch.begin([cell])
     return "" if (state := rundir.state(cell.directory)).kind == "done" else in_short(state)
 
 
 def reason_of_stop(cell: Cell) -> str:
-    """Start a run, cancel it in training, and do the same again. Return why it has not saved and gone on; "" if it has."""
+    """Start a run and cancel it during training, twice. Return why it did not save and resume; "" if it did."""
     before = 0
     for _ in range(2):
         dispatch.begin([cell])
-        cell.job.launch.force = False  # the second start goes on
+        cell.job.launch.force = False  # the second start resumes
         while (state := rundir.state(cell.directory)).active and last_step(cell, state) <= before + 1:
             time.sleep(POLL)
         if not state.active:
@@ -176,7 +176,7 @@ def reason_of_stop(cell: Cell) -> str:
 
 
 def last_step(cell: Cell, state: State) -> int:
-    """Return the last step that is done in the newest attempt of a run; 0 before its first."""
+    """Return the last step that the newest attempt of a run has made; 0 before its first step."""
     step: int = layout.STATUS.read(layout.ATTEMPT.of(cell.directory, state.attempt)).get("step", 0)
     return step
 

@@ -43,7 +43,7 @@ class Case:
     empty_step: bool = False  # whether no label at all counts at step 2 (verify.vary)
     # whether the layout is saved halfway and goes on in a new trainer; its reference trains without interruption
     resumed: bool = False
-    then: tuple[str, ...] = ()  # further overrides of the trainer that goes on
+    then: tuple[str, ...] = ()  # further overrides of the trainer that continues after the restart
     validated: bool = False  # whether the held-out loss is measured at the end (twice, if resumed) and compared too
     exported: bool = False  # whether an export has the same held-out loss; for cases of one process
     reference: Literal["process", "float64"] = "process"

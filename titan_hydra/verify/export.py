@@ -1,4 +1,6 @@
-"""Export a trained model, and read the export as Hugging Face describes its format, apart from the code that writes it."""
+"""Export a trained model, and read the export as Hugging Face describes the format, with code that is independent of
+the exporting code.
+"""
 
 import dataclasses
 import json

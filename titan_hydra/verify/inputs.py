@@ -1,4 +1,4 @@
-"""Check what all layouts of a job are given: the distribution of initial weights, and the order of samples."""
+"""Check what is the same in all layouts of a job: the distribution of initial weights, and the order of samples."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from titan_hydra.data.batch import Batch
 
 
 def odd_starts(start: dict[str, Tensor], job: Job) -> int:
-    """Count the initial tensors of a decoder of text whose mean or standard deviation is not that of its distribution, by
-    more than six standard errors. Other models have distributions of their own.
+    """Count the initial tensors of a text decoder whose mean or standard deviation is more than six standard errors
+    away from that of its distribution. For other models, return 0, as they have distributions of their own.
     """
     if OBJECTIVES[job.objective.name].makes != "tokens":
         return 0
@@ -29,8 +29,8 @@ def odd_starts(start: dict[str, Tensor], job: Job) -> int:
 
 
 def distribution(name: str, model: Model, inputs: int) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a parameter at the start: TorchTitan's for a decoder, those of the
-    paper's code for an adapter, whose A has `inputs` columns.
+    """Return the mean and the standard deviation of a parameter at the start: those of TorchTitan for a decoder, those
+    of the LoRA paper's code for an adapter, whose matrix A has `inputs` columns.
     """
     *_, owner, leaf = name.split(".")
     if leaf in ("lora_a", "lora_b"):
@@ -46,8 +46,8 @@ def distribution(name: str, model: Model, inputs: int) -> tuple[float, float]:
 
 
 class Order:
-    """Follows the samples of a run. `faults` counts the samples of a batch that came before, and those that do not begin
-    with the token that their slot's last sample has left as its last label.
+    """Follows the samples of a run. `faults` counts the samples of a batch that the run has had before, and those whose
+    first token is not the last label of the previous sample in their slot.
     """
 
     def __init__(self, job: Job) -> None:
@@ -65,8 +65,8 @@ class Order:
         return found
 
     def repeated(self, batch: Batch) -> int:
-        """Count the samples whose tokens or, of images, whose noise came before. Rows of other objectives are few, and come
-        again in each epoch.
+        """Count the samples whose tokens (for images: whose noise) the run has had before. Other objectives are not
+        checked: they have few rows, which are repeated in each epoch.
         """
         name = "noise" if "noise" in batch.tensors else "tokens"
         if name == "tokens" and not self.language:

@@ -44,14 +44,15 @@ class Outcome:
 
     case: Case
     differences: Differences
-    start: int  # number of initial tensors that differ in any bit, or are drawn from another distribution; after a
-    # resume also of random states that do not go on
+    # number of initial tensors that differ in any bit or are drawn from another distribution; after a resume, plus the
+    # number of random states that are not continued
+    start: int
     routing: int  # number of values that differ: experts' loads in any step, routers' biases after the last step
     drift: int  # number of shards whose copies on several ranks differ in any bit after the last step
     # number of gradients that were summed in bfloat16, or reduced in a dtype other than the configured one
     rounded: int
-    # number of samples that came before in the run, or do not go on where the slot's last sample ended; found by the
-    # float64 reference alone
+    # number of samples that the run has had before, or that do not begin where the previous sample of their slot ended;
+    # only the float64 reference finds them
     data: int = 0
     export: int = 0  # 1 if an export, read as Hugging Face describes it, computes another loss; only `exported` cases
     band: float = 0.0  # largest difference as a multiple of the measured band; 0: no band was measured

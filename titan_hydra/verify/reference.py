@@ -38,7 +38,9 @@ class Trace:
     biases: Weights  # all buffers at the end, among them the routers' biases
     drift: int = 0  # see Outcome.drift
     rounded: int = 0  # see Outcome.rounded
-    odd: int = 0  # what of the start is wrong in one process too: see `odd_starts` and restart.restarted
+    # number of initial tensors and random states that are wrong in one process too: see `odd_starts` and
+    # restart.restarted
+    odd: int = 0
     data: int = 0  # see Outcome.data
     export: int = 0  # see Outcome.export
 

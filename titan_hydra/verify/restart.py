@@ -1,4 +1,4 @@
-"""Save a trainer and its data, and go on with a new trainer that has loaded them, as a resumed run does."""
+"""Save a trainer and its data, and continue with a new trainer that has loaded them, as a resumed run does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_hydra.train.trainer import Trainer, build
 
 def restarted(trainer: Trainer, loader: Loader, step: int, job: Job) -> tuple[Trainer, Loader, int]:
     """Save a checkpoint after `step`. Return a new trainer and a new loader of `job`, which have loaded it, and the
-    number of random states (0 or 1) that do not go on. A collective.
+    number of random states (0 or 1) that differ from the saved ones. A collective.
     """
     rank = dist.get_rank()
     place = [tempfile.mkdtemp() if rank == 0 else ""]

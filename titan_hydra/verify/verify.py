@@ -132,9 +132,9 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 
 @contextlib.contextmanager
 def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtype], list[torch.dtype]]]:
-    """Collect the dtypes in which FSDP2 reduces gradients and, of a trainer, those in which tensor-parallel ranks sum the
-    gradients of weights that each of them holds whole. `rounded` cannot detect these: a float32 sum of bfloat16 sums
-    has bits that bfloat16 lacks, and the sum of two ranks is rounded once in either dtype.
+    """Collect the dtypes in which FSDP2 reduces gradients and, if a trainer is given, the dtypes in which its
+    tensor-parallel ranks sum the gradients of weights that each of them holds whole. `rounded` cannot detect these: a
+    float32 sum of bfloat16 sums has bits that bfloat16 lacks, and the sum of two ranks is rounded once in either dtype.
     """
     of_fsdp: list[torch.dtype] = []
     of_whole: list[torch.dtype] = []
@@ -157,7 +157,7 @@ def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtyp
         for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # names in torch 2.11, and in torch 2.13
             if hasattr(dist, name):
                 patched.enter_context(mock.patch.object(dist, name, noting(getattr(dist, name), of_fsdp, set())))
-        # a compiler would trace the noting, too
+        # with a compiler, the function that records the dtypes would be traced too
         if trainer and shapes and trainer.job.compile.name == "off":
             noted = noting(functional_collectives.all_reduce, of_whole, shapes)
             patched.enter_context(mock.patch.object(functional_collectives, "all_reduce", noted))

@@ -18,7 +18,7 @@ from titan_hydra.runs.rundir import SILENCE, State
 if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
-POLL = 5  # seconds between two questions to the queue with launch.wait
+POLL = 5  # with launch.wait: seconds between two queries of the queue
 
 
 def being_submitted(owner: Owner) -> bool:
@@ -51,8 +51,8 @@ def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
 
 
 def status_after(states: list[State], status: int, interrupts: Interrupts, wait: bool) -> int:
-    """Return the exit status of a submission: its own, else that of the first failed cell; or that of the signal which
-    ended the submission.
+    """Return the exit status of a command that submitted cells: the status of a signal, if one has ended it; else its
+    own `status`, if that is not 0; else the status of the first failed cell.
     """
     for state in states:
         status = status or (state.failure.status if state.failure else Exit.DONE)
