@@ -35,7 +35,7 @@ class Trace:
     start: Weights  # initial weights
     weights: Weights  # weights at the end
     loads: list[dict[str, list[float]]]  # for each step: number of tokens of each expert, by layer
-    biases: Weights  # all buffers at the end, among them the routers' biases
+    biases: Weights  # all buffers at the end, including the routers' biases
     drift: int = 0  # see Outcome.drift
     rounded: int = 0  # see Outcome.rounded
     # number of initial tensors and random states that are wrong in one process too: see `odd_starts` and
@@ -136,8 +136,8 @@ def next_token_loss(weights: Weights, batch: Weights, job: Job, routed: Routed) 
 
 
 def following(batch: Weights) -> Tensor:
-    """Return the labels as they follow from the tokens and documents: the next token of the document, or -1 where the
-    batch's labels say that none counts. The batch alone knows the token after its last one.
+    """Return the labels that follow from the tokens and documents: the next token of the document, or -1 if the label
+    does not count in the batch. Only the last label of a sample is taken from the batch.
     """
     tokens, counts = batch["tokens"], batch["labels"] >= 0
     if (documents := batch.get("documents")) is not None:
@@ -148,8 +148,8 @@ def following(batch: Weights) -> Tensor:
 def logs_of_labels(
     weights: Weights, batch: Weights, labels: Tensor, job: Job, routed: Routed, x: Tensor | None = None
 ) -> Tensor:
-    """Return the log-probability of each label [batch, seq]; 0 where the label is negative. `x` has the embeddings, if
-    they are not those of the tokens; see `forward` for `routed`.
+    """Return the log-probability of each label [batch, seq]; 0 where the label is negative. `x` has the embeddings;
+    None: those of the tokens. For `routed` see `forward`.
     """
     x = weights["tok_embeddings.weight"][batch["tokens"]] if x is None else x
     logits = forward(weights, x, batch.get("documents"), job.model, routed).log_softmax(-1)
@@ -157,9 +157,9 @@ def logs_of_labels(
 
 
 def forward(weights: Weights, x: Tensor, documents: Tensor | None, model: Model, routed: Routed) -> Tensor:
-    """Return logits [batch, seq, vocab] of embeddings x. `documents` [batch, seq] are numbers; each document is attended
-    to by itself alone, and its positions begin at 0. Stores in `routed`, by layer, which experts the router chose and
-    their shares.
+    """Return logits [batch, seq, vocab] of embeddings x. `documents` [batch, seq] has the number of each token's
+    document; a token attends only to its own document, and positions begin at 0 in each. Stores in `routed`, by layer,
+    which experts the router chose and their shares.
     """
     size, length, _ = x.shape
     places = torch.arange(length)

@@ -1,5 +1,5 @@
-"""Which tokens of conversations are learned, from their text alone, for cases against float64. It knows Llama 3's
-template and no tools.
+"""Find the tokens of conversations that are learned, from the text alone, for cases against float64. Only Llama 3's
+template is known, without tools.
 """
 
 import json
@@ -26,8 +26,8 @@ def answers(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple
 
 
 def labels_of(batch: Weights, job: Job) -> Tensor:
-    """Return the labels [batch, seq] of conversations, -1 where none counts. Raises ValueError if a document is no
-    conversation of the file.
+    """Return the labels [batch, seq] of conversations; -1 for a label that does not count. Raises ValueError if a
+    document is no conversation of the file.
     """
     words, labels = load(job.tokenizer), torch.full(batch["tokens"].shape, -1)
     file = getattr(job.data, "path", None)  # data=embedded_chat has none

@@ -13,8 +13,8 @@ from titan_hydra.verify.reference import Routed, Weights, affine, gelu_by_tanh, 
 
 
 def squared_error(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:
-    """Return the summed squared difference of the predicted and the real velocity, and the number of values. At time 0
-    there is the image, at time 1 the noise, and the way from one to the other is straight.
+    """Return the summed squared difference of the predicted and the real velocity, and the number of values. Time 0 is
+    the image, time 1 the noise, with a straight path between them.
     """
     total, number = torch.zeros((), dtype=torch.float64), 0
     for sample in range(len(batch["time"])):
@@ -53,7 +53,7 @@ def velocity(weights: Weights, sample: Weights, latents: Tensor, model: Any) -> 
 def double(
     weights: Weights, name: str, words: Tensor, image: Tensor, condition: Tensor, turns: Tensor, model: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return words and image after a block in which they have weights of their own and one attention."""
+    """Return words and image after a double-stream block: each has weights of its own, and they share one attention."""
     streams, cut = {"txt_": words, "": image}, len(words)
     parts = {side: affine(weights, f"{name}{side}modulation", condition).chunk(6) for side in streams}
     own = {"txt_": turns[:cut], "": turns[cut:]}
@@ -90,12 +90,14 @@ def heads(weights: Weights, name: str, x: Tensor, turns: Tensor, model: Any) -> 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the attention of all tokens to all, the heads side by side: [tokens, heads * width]."""
+    """Return the attention of all tokens to all tokens, with the heads concatenated: [tokens, heads * width]."""
     return torch.cat([(a @ b.T / math.sqrt(a.shape[-1])).softmax(-1) @ c for a, b, c in zip(q, k, v, strict=True)], -1)
 
 
 def rotated(x: Tensor, turns: Tensor, model: Any) -> Tensor:
-    """Rotate neighbouring elements of heads [heads, tokens, width]; each of the three coordinates turns its own part."""
+    """Rotate neighbouring elements of heads [heads, tokens, width]; each of the three coordinates rotates its own part
+    of a head.
+    """
     angles = [
         turns[:, axis] * model.rope_theta ** (-pair / width)
         for axis, width in enumerate(model.rope_axes)

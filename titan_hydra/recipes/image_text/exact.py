@@ -21,8 +21,8 @@ from .config import Vision
 
 
 def illustrated(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:
-    """Return the summed cross-entropy of the text's tokens, and their number. At an image's tokens, the tower's output
-    stands in place of the embedding.
+    """Return the summed cross-entropy of the text's tokens, and their number. For an image's tokens, the tower's output
+    replaces the embedding.
     """
     vision: Vision = job.model.vision  # type: ignore[attr-defined]  # of the families with a tower
     tower = {name.removeprefix("vision."): value for name, value in weights.items() if name.startswith("vision.")}
