@@ -37,7 +37,7 @@ def labels_of(batch: Weights, job: Job) -> Tensor:
         for document in range(int(documents.max()) + 1):
             inside = (documents == document).nonzero().flatten().tolist()
             if set(ids := tokens[inside].tolist()) == {words.eos_id}:
-                continue  # it fills the sample
+                continue  # padding
             text = words.decode(ids)
             if (full := next((one for one in known if one.startswith(text)), None)) is None:
                 raise ValueError(f"{text!r} is no conversation of the data")

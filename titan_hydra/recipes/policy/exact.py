@@ -1,5 +1,5 @@
-"""The losses of preferences and policies in float64, document by document, for cases against float64. The numbers of a
-document come from the row of the file that it shows.
+"""The losses of preferences and policies in float64, document by document, for cases against float64. Log-probabilities
+and advantages of a document are those in the row of the file that has its tokens.
 """
 
 import json
@@ -32,7 +32,7 @@ def preference(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tu
         gains = []
         for document in range(int(documents.max()) + 1):
             inside = documents == document
-            if (labels[inside] >= 0).any():  # else it fills the sample
+            if (labels[inside] >= 0).any():  # else it is padding
                 text = words.decode(tokens[inside].tolist())
                 number = next(value for full, value in known.items() if full.startswith(text))
                 gains.append(log[inside].sum() - number)
@@ -51,9 +51,9 @@ def clipped(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple
             found = tokens[inside].tolist()
             row = next((row for row in rows if row["tokens"][: len(found)] == found), None)
             if row is None:
-                continue  # it fills the sample
+                continue  # padding
             prompt = len(row["tokens"]) - len(row["old_logprobs"])
-            # the logits at a token are those of the next; a sample's last label is the token after its last one
+            # the logits at a token are for the next token; a sample's last label is the token after its last one
             for number, at in enumerate(inside, start=1):
                 if prompt <= number < len(row["tokens"]):
                     labels[place, at] = row["tokens"][number]
