@@ -34,8 +34,7 @@ OPEN, COMPLETE, PRUNED, FAILED = "open", "complete", "pruned", "failed"
 
 @dataclass(frozen=True)
 class SearchTrial:
-    """A trial as recorded in the journal. `values` are its held-out losses by steps, `objectives` its final objectives.
-    """
+    """A trial as recorded in the journal. `values` are its held-out losses by steps, `objectives` its final objectives."""
 
     number: int
     overrides: list[str]
@@ -221,8 +220,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def whole_lines(file: Path) -> None:
-    """Remove a last line that a full disk or a power cut has left incomplete, as Optuna cannot append to such a file.
-    """
+    """Remove a last line that a full disk or a power cut has left incomplete, as Optuna cannot append to such a file."""
     with contextlib.suppress(FileNotFoundError):
         content = file.read_bytes()
         if content and not content.endswith(b"\n"):
