@@ -212,7 +212,8 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
     """Write a small file atomically: a reader sees either the old content or the new one. If `durable`, this holds even
     after a power cut.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    # several hosts may write it, and processes of containers have the same ids
+    scratch = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
         if durable:

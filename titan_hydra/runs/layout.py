@@ -188,10 +188,10 @@ CANCELLED = Entry("cancelled", "`titan cancel`", "a mark: who cancelled, and whe
 SPENT = Entry("requeues_spent", SCRIPT, "a mark: no requeue is left")
 NODE = Entry("node_<n>.json", "node n", "the process that started the ranks of a node, and how they ended", Fields(
     {}, PROCESS | {"name": str, "node": str, "ranks": Each(Fields({}, ENDED), named=True), "exit_status": int, "asked": bool}))
-NODES = Entry("nodes.json", "node 0", "the nodes whose ranks run in the attempt, and whether one was replaced", Fields(
-    {"names": list[str]}, {"replaced": str}))
+NODES = Entry("nodes.json", "node 0", "the nodes whose ranks run in the attempt", Fields({"names": list[str]}))
+REPLACED = Entry("replaced", "node n", "a mark: another process has come in place of a node's")
 OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, JOB_LOG, OWN_JOB, EXIT,
-              STOPPED, CANCELLED, SPENT, NODE, NODES)
+              STOPPED, CANCELLED, SPENT, NODE, NODES, REPLACED)
 
 SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")
 SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", Fields(

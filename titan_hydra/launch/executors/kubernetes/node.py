@@ -85,7 +85,7 @@ class Node:
             if self.pod in listed:
                 return attempt
             if listed:
-                layout.NODES.write(attempt, {"names": listed, "replaced": self.pod})
+                layout.REPLACED.of(attempt).touch()
                 if self.index == 0:
                     self.begin_next(attempt)
             elif there.get(self.index, {}).get("name") != self.pod:
@@ -134,7 +134,7 @@ class Node:
             if self.asked:
                 deadline = min(deadline, self.asked + max(self.cluster.stop_seconds - MARGIN, GRACE))
             if now - looked > 4 * POLL:
-                looked, lost = now, bool(layout.NODES.read(attempt).get("replaced"))
+                looked, lost = now, layout.REPLACED.name in os.listdir(attempt)
             for number, rank in self.ranks.items():
                 if number not in ended and rank.poll() is not None:
                     ended[number] = {"exit_status": rank.returncode, "ended": time.time()}
