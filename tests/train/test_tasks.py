@@ -12,7 +12,7 @@ from titan_hydra.config import schema
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.rules.checks import check
 from titan_hydra.data import tokenizer
-from titan_hydra.data.tasks import TaskQuestion, Request, Task, load_tasks, read_questions, requests_of
+from titan_hydra.data.tasks import Request, Task, TaskQuestion, load_tasks, read_questions, requests_of
 from titan_hydra.models.init import init_weights
 from titan_hydra.train.tasks import row_length, score_requests
 from titan_hydra.train.trainer import build
