@@ -87,6 +87,7 @@ LONG = (
     "models/test_stranger.py::test_six_layouts_learn_what_one_process_learns",
     "observe/test_flight.py",
     "observe/test_nan_hunt.py",
+    "observe/test_stragglers.py::test_status_and_report_name_a_rank_that_is_slowed_by_a_third",
     "observe/test_stuck.py",
     "plan/test_tracker.py",
     "plan/test_tune.py",

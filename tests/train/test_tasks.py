@@ -12,7 +12,7 @@ from titan_hydra.config import schema
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.rules.checks import check
 from titan_hydra.data import tokenizer
-from titan_hydra.data.tasks import Question, Request, Task, load_tasks, read_questions, requests_of
+from titan_hydra.data.tasks import Request, Task, TaskQuestion, load_tasks, read_questions, requests_of
 from titan_hydra.models.init import init_weights
 from titan_hydra.train.tasks import row_length, score_requests
 from titan_hydra.train.trainer import build
@@ -115,12 +115,12 @@ def test_rows_are_as_short_as_the_layout_allows(files):
 
 def test_a_prompt_and_a_choice_are_encoded_as_one_text():
     words = tokenizer.load(schema.Tokenizer("embedded"))
-    (one, two) = requests_of(Question(1, "Every rank  ", ("reads", "x"), 0), words)
+    (one, two) = requests_of(TaskQuestion(1, "Every rank  ", ("reads", "x"), 0), words)
     assert one.ids == [words.bos_id, *words.encode("Every rank   reads")]
     assert words.decode(one.ids[1 : one.given]) == "Every rank" and words.decode(two.ids[two.given :]) == "   x"
-    (across,) = requests_of(Question(1, "tensor", ("the",), None, ""), words)  # as one text: ten, s, ort, he
+    (across,) = requests_of(TaskQuestion(1, "tensor", ("the",), None, ""), words)  # as one text: ten, s, ort, he
     assert [words.decode([token]) for token in across.ids[1:]] == ["ten", "s", "or", "he"] and across.given == 4
-    (alone,) = requests_of(Question(1, "", ("reads",), None, ""), words)
+    (alone,) = requests_of(TaskQuestion(1, "", ("reads",), None, ""), words)
     assert (alone.ids, alone.given) == ([words.bos_id, *words.encode("reads")], 1)
 
 
@@ -130,7 +130,10 @@ def test_a_blank_stands_before_a_choice_and_nothing_before_a_target(files):
 
 
 def test_the_numbers_of_a_task():
-    questions = [Question(1, "", ("aa", "bbbb"), 1), Question(2, "", ("\N{GREEK SMALL LETTER ALPHA}" * 2, "bbb"), 0)]
+    questions = [
+        TaskQuestion(1, "", ("aa", "bbbb"), 1),
+        TaskQuestion(2, "", ("\N{GREEK SMALL LETTER ALPHA}" * 2, "bbb"), 0),
+    ]
     scores = [(-2.0, False), (-3.0, False), (-5.0, True), (-6.0, False)]
     # by characters -2.5 and -2, by bytes -1.25 and -2
     assert Task("t", questions, []).results(scores) == {
@@ -141,7 +144,7 @@ def test_the_numbers_of_a_task():
         "acc_norm_stderr": pytest.approx(0.5),
         "acc_bytes": 1.0,
     }
-    questions = [Question(1, "", ("a",), None), Question(2, "", ("b",), None)]
+    questions = [TaskQuestion(1, "", ("a",), None), TaskQuestion(2, "", ("b",), None)]
     found = Task("t", questions, []).results([(-1.0, True), (-3.0, False)])
     assert (found["acc"], found["nats"], found["perplexity"]) == (0.5, 2.0, pytest.approx(math.exp(2)))
 

@@ -26,7 +26,7 @@ FIELDS = {"prompt": str, "choices": list, "gold": int, "target": str, "target_de
 
 
 @dataclass(frozen=True)
-class Question:
+class TaskQuestion:
     """A row of a task's file. With one of `choices`, `gold` is the index of the right one; else the only choice is the
     text that should follow, and `gold` is None.
     """
@@ -56,7 +56,7 @@ class Task:
     """A task's questions, and a request for each of their choices, in order."""
 
     name: str
-    questions: list[Question]
+    questions: list[TaskQuestion]
     requests: list[Request] = field(repr=False)
 
     def results(self, scores: Sequence[tuple[float, bool]]) -> dict[str, float | int]:
@@ -114,9 +114,9 @@ def task_name(path: str) -> str:
     return Path(path).name.partition(".")[0]
 
 
-def read_questions(file: Path) -> list[Question]:
+def read_questions(file: Path) -> list[TaskQuestion]:
     """Read a task's file, which is JSONL (also .gz or .zst). Raises ConfigError, with file and line."""
-    found: list[Question] = []
+    found: list[TaskQuestion] = []
     try:
         with opened(file) as stream:
             for line, text in enumerate(stream, 1):
@@ -131,7 +131,7 @@ def read_questions(file: Path) -> list[Question]:
     return found
 
 
-def requests_of(question: Question, words: Tokenizer) -> list[Request]:
+def requests_of(question: TaskQuestion, words: Tokenizer) -> list[Request]:
     """Return the tokens of the prompt alone, and behind them those of each choice. As in lm-eval, blanks at the end of
     the prompt belong to the choice, and a choice's tokens are those of prompt and choice as one text, after as many as
     the prompt alone has. (They are not one text's tokens if a token of that text reaches across the border.)
@@ -151,7 +151,7 @@ def requests_of(question: Question, words: Tokenizer) -> list[Request]:
     return found
 
 
-def _question(text: bytes, line: int, where: str) -> Question:
+def _question(text: bytes, line: int, where: str) -> TaskQuestion:
     try:
         row = json.loads(text)
     except ValueError as error:  # no JSON, or not UTF-8
@@ -172,7 +172,7 @@ def _question(text: bytes, line: int, where: str) -> Question:
     if "choices" in row and not 0 <= row["gold"] < len(choices):
         raise ConfigError(f"{where}: gold is {row['gold']}, and there are {len(choices)} choices, counted from 0")
     delimiter = row.get("target_delimiter", DELIMITER if "choices" in row else "")
-    return Question(line, row["prompt"], tuple(choices), row.get("gold"), delimiter)
+    return TaskQuestion(line, row["prompt"], tuple(choices), row.get("gold"), delimiter)
 
 
 def _stamp(file: Path) -> tuple[int, int]:
