@@ -147,3 +147,37 @@ def test_the_script_asks_for_a_range_of_nodes_and_takes_the_largest_layout_that_
         assert done.stdout.strip("\n") == taken, done
         assert (tmp_path / "config.json").read_text() == f"{taken.split()[0]}\n"
     assert "some: layout of 1 nodes, 4 ranks; idle: a2" in (tmp_path / "job.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("answer", "stops"),
+    [
+        ("sbatch: Job 9 to start at $(date +%FT%T) using 4 processors on nodes a3", True),
+        ("sbatch: Job 9 to start at $(date -d '+1 hour' +%FT%T) using 4 processors on nodes a3", False),
+        ("allocation failure: Invalid account", False),
+    ],
+)
+def test_the_script_looks_for_the_nodes_that_the_next_layout_lacks(tmp_path, answer, stops):
+    one = cell(
+        tmp_path, "gpus=16", "data.global_batch=48", "data.local_batch=1", "cluster.grow_minutes=2", listed("gpus=4")
+    )
+    text = script(replace(one, layouts=checked_layouts(one.job)[0]))
+    function = text[
+        text.index("grow() {") : text.index("# $1 the nodes of each layout, $2 their ranks, $3 run directory, $4")
+    ]
+    code = f"""
+        sleep() {{ echo "$1" >>{tmp_path}/slept; [ "$(wc -l <{tmp_path}/slept)" -lt 3 ]; }}
+        sbatch() {{ echo "$*" >>{tmp_path}/asked; echo "${{SLURM_JOB_ID-}}" >>{tmp_path}/inherited; echo "{answer}" >&2; }}
+        scancel() {{ echo "$*" >>{tmp_path}/stopped; }}
+        export SLURM_JOB_NUM_NODES=5 SLURM_JOB_ID=7; nodes=4 job=7 attempt={tmp_path}
+        {function}
+        grow 8,7,4,1 {tmp_path}
+        """
+    subprocess.run(["bash", "-c", code], timeout=60, capture_output=True)
+    assert (tmp_path / "asked").read_text().splitlines()[0] == f"--test-only --nodes=2 {tmp_path}/sbatch.sh"
+    assert (tmp_path / "slept").read_text().splitlines()[0] == "120" and not (
+        tmp_path / "inherited"
+    ).read_text().strip()
+    assert (tmp_path / "stopped").exists() is stops
+    if "Invalid" in answer:
+        assert "Invalid account" in (tmp_path / "job.log").read_text()

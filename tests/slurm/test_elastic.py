@@ -11,7 +11,7 @@ from tests.fault_tolerance.test_replicas import slow_steps
 
 from .conftest import desk, running
 
-STEPS = 80
+STEPS = 50
 BATCH = 168  # samples: 8, 7, 6 and 4 ranks have whole shares
 DATA = (f"data.global_batch={BATCH}", "data.seq_len=16")
 LAYOUTS = (  # nodes (of one rank each), the words of the layout, its parallelism

@@ -92,13 +92,15 @@ take_layout() {{
 }}
 # Asks the ranks to stop once enough nodes are free for a larger layout, for the requeued job. $1 the nodes of each layout, $2 run
 grow() {{
-    local size next=0 start clean=(env -i PATH="$PATH" ${{SLURM_CONF:+SLURM_CONF="$SLURM_CONF"}})
+    local size next=0 answer start
     trap 'kill $!' TERM
     for size in ${{1//,/ }}; do [ "$size" -le "$nodes" ] || next=$((size - SLURM_JOB_NUM_NODES)); done
+    unset $(compgen -e SLURM_ | grep -vx SLURM_CONF)  # sbatch would use this job's variables for the new one
     while [ "$next" -gt 0 ]; do
         sleep {grow_seconds} & wait $! || return
-        start="$("${{clean[@]}}" sbatch --test-only --nodes="$next" "$2/sbatch.sh" 2>&1 | grep -oE 'to start at \\S+')"
-        [ -n "$start" ] && [ "$(date -d "${{start##* }}" +%s)" -le "$(($(date +%s) + 5))" ] || continue
+        answer="$(sbatch --test-only --nodes="$next" "$2/sbatch.sh" 2>&1)" start="$(grep -oE 'to start at \\S+' <<<"$answer")"
+        if [ -z "$start" ]; then echo "$(date +%T) $next more nodes: $answer" >>"$attempt/job.log"; continue; fi
+        [ "$(date -d "${{start##* }}" +%s)" -le "$(($(date +%s) + 5))" ] || continue
         echo "$(date +%T) $next more nodes are free: the run saves and is requeued" >>"$attempt/job.log"
         scancel --signal=USR2 "$job.0" && return
     done
