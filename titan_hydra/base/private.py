@@ -78,9 +78,9 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "op_dispatcher": "torch.distributed.tensor:DTensor._op_dispatcher",
     "expand_to_full_mesh_op_strategy": "torch.distributed.tensor._ops.utils:expand_to_full_mesh_op_strategy",
     "register_op_strategy": "torch.distributed.tensor._ops.utils:register_op_strategy",
-    # Ulysses: an all-to-all that has a gradient and that a compiler can trace. Experts: an all-to-all without gradient,
-    # whose result activation checkpointing can save; with it, the first all-to-all would leak memory (TorchTitan
-    # #1467).
+    # Ulysses: an all-to-all that has a gradient and that a compiler can trace. Experts: an all-to-all without gradient.
+    # Activation checkpointing can save its result; saving the result of the one with a gradient would leak memory
+    # (TorchTitan #1467).
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",

@@ -38,7 +38,9 @@ def register_schema() -> None:
         return Cells(hydra_context.config_loader, task_function, config)
 
     schema = OmegaConf.structured(Job)
-    for name in picking():  # a part's own keys are typed by `read`, once the user's modules are imported
+    # Unknown keys are allowed here. load.py checks the keys that a part (an optimizer, a data source, ...) brings, once
+    # the user's modules are imported.
+    for name in picking():
         OmegaConf.set_struct(schema[name], False)
     ConfigStore.instance().store(name="schema", node=schema)
     plugins: Any = Plugins.instance()

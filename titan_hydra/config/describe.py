@@ -141,7 +141,8 @@ def _key_item(key: str) -> str:
     if parts := owners(key):
         notes.append(f"of {', '.join(parts)}")
     if spec.metadata["only"]:
-        notes.append(f"read by {', '.join(spec.metadata['only'])}")
+        group = key.rpartition(".")[0]
+        notes.append(f"read by {', '.join(f'`{group}={option}`' for option in spec.metadata['only'])}")
     head = f"- `{key}`: {_values_of(key)}; {_shown_default(key)}{''.join(f'; {note}' for note in notes)}."
     return _wrap(f"{head} {_sentence(spec.metadata['help'])}", PAGE_WIDTH, "", "  ")
 

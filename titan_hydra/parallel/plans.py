@@ -1,5 +1,6 @@
-"""The arguments and the result of a model family's `plan` (models/*/sharding.py). The result has for each module in the
-model or in a block the style that splits the module's weights, inputs and outputs.
+"""The arguments and the result of a model family's `plan` (models/*/sharding.py). The result has dictionaries of
+styles by module name: for the modules outside the blocks, and for those of a block. A style splits a module's weights,
+inputs and outputs.
 """
 
 from __future__ import annotations

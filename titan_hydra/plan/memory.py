@@ -76,7 +76,8 @@ class Constants:
     # ratio of reserved to live bytes of temporary memory, fitted to one H200 with torch 2.11; 1.17 on the paper's ranks (2024)
     reserve: float = 1.05
     logits: float | None = None  # bytes per logit at the loss; None: the number counted in `_head`
-    kept_logits: float = 0  # bytes per logit that older pipeline schedules kept for all microbatches, twice
+    # bytes of a logit in each of the two copies of all microbatches' logits that older pipeline schedules kept
+    kept_logits: float = 0
     # a stage allocates the inputs of all microbatches at once, as torch's own pipeline stage does
     all_received: bool = False
 

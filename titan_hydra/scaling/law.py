@@ -28,7 +28,7 @@ EXPONENTS = (0.02, 3.0)  # bounds of alpha and beta
 GRID = (0.1, 0.25, 0.5, 1.0)  # starts of alpha and of beta
 # width of the range in which the logarithm of a term, in the middle of the ladder, is searched
 SPREAD = 14.0
-STARTS = 3  # starts of the grid from which a minimum is searched
+STARTS = 3  # number of points of the grid, the best ones, from each of which a minimum is searched
 
 
 @dataclass(frozen=True)

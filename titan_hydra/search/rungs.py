@@ -26,7 +26,8 @@ class Rungs:
 
     steps: tuple[int, ...]
     factor: int = 2
-    brackets: tuple[int, ...] = (0,)  # indices of first lengths; the trials take them in turn
+    # for each bracket, the index in `steps` of the length at which its trials begin; trials take the brackets in turn
+    brackets: tuple[int, ...] = (0,)
 
     def first(self, trial: SearchTrial) -> int:
         """Return the index of a trial's first length."""

@@ -55,7 +55,7 @@ class Kubernetes(Executor):
         yield from submit.faults_of_manifests(start)
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
-        """Yield a manifest for each shape of cells."""
+        """Yield one manifest for each group of cells whose manifests differ only in names."""
         from . import submit
 
         for one, alike in submit.shapes(cells):
