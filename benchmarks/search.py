@@ -101,25 +101,33 @@ def table(folder: Path) -> list:
     return [(one.number, one.overrides, one.state, one.values) for one in found(folder).trials]
 
 
+def begins(process: mp.Process, log: Path, before: int) -> None:
+    """Wait until a driver has read its journal: a kill before that hits nothing."""
+    while process.exitcode is None and not (log.exists() and b"so far" in log.read_bytes()[before:]):
+        process.join(0.02)
+
+
 def kills(place: Path, count: int) -> bool:
-    """Kill the driver of a search at random moments, and compare with the undisturbed search."""
+    """Kill the driver of a search at random moments of its work, and compare with the undisturbed search."""
     line = [*TINY, *SEARCH, "search.seed=7"]
+    folder, draw, done, lives = place / "killed", random.Random(0), 0, []
+    process = start(place / "whole", *line)
+    begins(process, place / "whole/log", 0)
     began = time.monotonic()
-    finished(place / "whole", *line)
-    usual, draw, done = time.monotonic() - began, random.Random(0), 0
-    folder = place / "killed"
+    process.join()
+    usual = time.monotonic() - began
     while done < count:
+        before = (folder / "log").stat().st_size if (folder / "log").exists() else 0
         process = start(folder, *line)
-        # most of a life is the start, so each has a tenth of the whole search on average
-        process.join(draw.uniform(0.02, 0.2) * usual)
-        if process.exitcode is None:
-            done += 1
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-        elif not process.exitcode:
-            print(f"the search ended after {done} kills; the others hit a search that is done")
-            break
+        begins(process, folder / "log", before)
+        lives.append(draw.uniform(0, 2 * usual / count))
+        process.join(lives[-1])
+        if process.exitcode is not None:
+            break  # the search has ended
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        done += 1
     finished(folder, *line)
     one, other = table(place / "whole"), table(folder)
     runs = sorted(path.parent.name for path in folder.glob("runs/*/config.json"))
@@ -127,7 +135,7 @@ def kills(place: Path, count: int) -> bool:
     attempts = sum(1 for _ in folder.glob("runs/*/attempts/[0-9]*"))
     good = one == other and runs == named and len(named) == len(set(named))
     print(
-        f"{done} kills: {len(other)} trials, {len(runs)} runs in {attempts} attempts; the table is "
+        f"{done} kills, {attempts - len(runs)} of them during a run: {len(other)} trials, {len(runs)} runs; the table is "
         f"{'the same' if one == other else 'ANOTHER'}; {'no' if runs == named else 'SOME'} run without its one trial: "
         f"{'pass' if good else 'FAIL'}",
         flush=True,

@@ -39,8 +39,8 @@ def test_brackets_share_the_compute():
     brackets = hyperband(3, 3)
     assert [brackets.count(index) for index in range(3)] == [9, 5, 3] and brackets[0] == 0
     rungs = Rungs((1, 3, 9), 3, brackets)
-    late = next(number for number in range(99) if rungs.first(trial(number)) == 1)
-    trials = [trial(0, _1=1.0), trial(late, _3=9.0)]
+    late = [number for number in range(17) if rungs.first(trial(number)) == 1]
+    trials = [trial(0, _1=1.0, _3=1.0), *(trial(number, _3=9.0) for number in late[:2])]
     assert rungs.promoted(trials) is None, "values of two brackets are not compared"
 
 

@@ -45,8 +45,8 @@ class Report:
     allowed: set[str]
     selection: Selection
     over: str | None = None  # the key of --over: rows are means over its values
-    section: Section | None = None  # what a search has found
     waiting: str = ""  # with --over: how many cells have not started and so have no row, and how many are still running
+    section: Section | None = None  # what a search has found
 
     @property
     def baseline(self) -> ReportRow:
