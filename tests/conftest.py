@@ -73,6 +73,8 @@ LONG = (
     "fault_tolerance/test_per_step.py",
     "fault_tolerance/test_replicas.py",
     "gpu/test_kit.py::test_a_case_that_raises_dies_or_hangs_costs_itself",
+    "kubernetes/test_drills.py",
+    "kubernetes/test_kubectl.py::test_a_submission_killed_half_way",
     "launch/test_cells.py::test_changed_config_is_refused",
     "launch/test_cells.py::test_failed_run_is_listed_and_retried_by_class",
     "launch/test_cells.py::test_sweep_goes_on_after_a_failed_cell_and_shows_all",
