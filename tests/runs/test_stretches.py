@@ -2,6 +2,9 @@
 
 import json
 
+from titan_hydra.config import to_dict
+from titan_hydra.config.compose import compose_job
+from titan_hydra.runs import layout
 from titan_hydra.runs.stretches import stretches_of
 
 
@@ -37,6 +40,15 @@ def test_a_layout_that_made_no_step_does_not_divide_a_stretch(tmp_path):
     events = [event(0, "fsdp", 8), event(10, "fsdp_tp", 6, tp=2), event(10, "fsdp", 8)]
     write(tmp_path, events, range(1, 13))
     assert [(one.first, one.last) for one in stretches_of(tmp_path)] == [(1, 12)]
+
+
+def test_the_layout_before_the_first_resume_is_that_of_the_first_configuration(tmp_path):
+    job = compose_job("debug=tiny", "gpus=2", "parallelism=tp")
+    layout.FIRST_CONFIG.write(tmp_path, to_dict(job))
+    write(tmp_path, [event(4, "fsdp", 8, dp_shard=8)], range(1, 13))
+    first, second = stretches_of(tmp_path)
+    assert (first.first, first.last, second.first) == (1, 4, 5)
+    assert first.words == "parallelism=tp on 2 ranks (tp 2), local batch 2"
 
 
 def test_a_run_that_never_changed_has_none(tmp_path):
