@@ -1,12 +1,20 @@
-"""Draw the timeline of a run that changed its layout: how many ranks trained when, and the steps that they made.
+"""Draw the timeline of an elastic run: how many ranks each of its starts had, and the steps that they made.
 
     python benchmarks/elastic.py RUN FOLDER
+    python benchmarks/elastic.py LOSSES FOLDER
 
-Writes elastic.png and elastic.svg to FOLDER, and prints a line for each start of the run.
+The second line first runs such a job on the SLURM of tests/slurm: eight nodes of this machine, of which LOSSES are lost at
+random, up to three at once, and come back at random. Its ranks do not train: they count steps of half a second and save
+the count every ten steps, so that the drill shows what SLURM and the batch script do, and costs no computation. Writes
+elastic.png and elastic.svg to FOLDER, and prints a line for each start and for each step that was counted twice.
 """
 
+import random
 import re
+import shutil
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import matplotlib
@@ -16,28 +24,81 @@ from titan_hydra.report.style import settings
 from titan_hydra.runs import layout
 from titan_hydra.runs.useful import goodput_of
 
+COUNTER = r"""#!/bin/bash
+run="$4" attempt="$5" rank="$SLURM_PROCID" here="$4/attempts/$5"
+echo "{\"pid\": 1, \"host\": \"$(hostname)\", \"born\": null, \"started\": $(date +%s.%N)}" >"$here/.$rank"
+mv "$here/.$rank" "$here/rank_$rank.json"
+[ "$rank" = 0 ] || { trap 'exit 75' USR2; while :; do sleep 5 & wait $!; done; }
+step=$(cat "$run/saved" 2>/dev/null || echo 0) stop=
+trap 'stop=1' USR2
+while :; do
+    sleep 0.5 & wait $!
+    step=$((step + 1)); echo "$attempt $step" >>"$run/steps"
+    echo "{\"step\": $step, \"phase\": \"data\", \"time\": $(date +%s.%N)}" >"$here/.s" && mv "$here/.s" "$here/status.json"
+    if [ $((step % 10)) = 0 ] || [ -n "$stop" ]; then echo $step >"$run/.saved" && mv "$run/.saved" "$run/saved"; fi
+    if [ -n "$stop" ]; then echo agreed >"$here/stopped"; exit 75; fi
+done
+"""
+
+
+def drill(losses: int, folder: Path) -> Path:
+    """Lose so many nodes of a run, and return a copy of its directory."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.slurm.conftest import desk, running
+    from tests.slurm.test_elastic import LINE, newest
+
+    chance, lost, every = random.Random(5), 0, {f"node{number}" for number in range(8)}
+    with running(nodes=8) as cluster, desk(cluster, Path(tempfile.mkdtemp())) as user:
+        counter = user.folder / "counter"
+        counter.write_text(COUNTER)
+        counter.chmod(0o755)
+        user.submit(*LINE, "steps=300", "cluster.grow_minutes=1", f"cluster.python={counter}")
+        (run,) = user.cells()
+        user.wait(lambda: user.step(run, newest(run)) > 10)
+        up, began = set(every), time.time()
+        while lost < losses:
+            before, most = newest(run), min(len(up) - 4, losses - lost)
+            if gone := chance.sample(sorted(up), min(chance.choice((1, 1, 2, 2, 3)), most)):
+                lost, up = lost + len(gone), up - {*gone}
+                cluster.manage("crash", *gone)
+                user.wait(lambda before=before: newest(run) > before and user.step(run, newest(run)) > 2, 240)
+                print(f"{time.time() - began:5.0f} s  lost {', '.join(gone)}: attempt {newest(run)}", flush=True)
+            if up != every and (chance.random() < 0.6 or len(up) < 5):
+                back = chance.sample(sorted(every - up), chance.randint(1, len(every - up)))
+                cluster.manage("boot", *back)
+                up |= {*back}
+        if up != every:
+            cluster.manage("boot", *(every - up))
+        user.wait(lambda: (run / "config.json").read_text().count('"gpus": 8') and user.step(run, newest(run)) > 0, 240)
+        print(
+            f"at the end {user.job(run, newest(run))['NumNodes']} nodes, {user.job(run, newest(run))['Restarts']} requeues"
+        )
+        steps = [int(line.split()[1]) for line in (run / "steps").read_text().splitlines()]
+        print(f"{len(steps)} steps counted, {len({*steps})} different ones, up to {max(steps)}")
+        return Path(shutil.copytree(run, folder / run.name, dirs_exist_ok=True))
+
 
 def attempts_of(run: Path) -> list[tuple[float, float, int, int]]:
-    """Return (start, last sign of life, ranks, last step) of each attempt in which a rank has started."""
+    """Return (start, last sign of life, ranks, last step) of each attempt that made a step."""
     found = []
     for attempt in layout.ATTEMPT.all(run).values():
         records, status = layout.RANK.read_all(attempt), layout.STATUS.read(attempt)
         starts = [record["started"] for record in records.values() if "started" in record]
-        if starts:
-            last = max(
-                [status.get("time", 0.0), *(record.get("ended", 0.0) for record in records.values()), max(starts)]
-            )
+        if starts and status:
+            ends = [record.get("ended", 0.0) for record in records.values()]
             (ranks,) = re.findall(r"layout of \d+ nodes, (\d+) ranks", layout.JOB_LOG.of(attempt).read_text())
-            found.append((min(starts), last, int(ranks), status.get("step", 0)))
+            found.append((min(starts), max(*starts, *ends, status.get("time", 0.0)), int(ranks), status["step"]))
     return found
 
 
-def main(run: Path, folder: Path) -> None:
+def draw(run: Path, folder: Path) -> None:
+    """Print a line for each start, and draw them all."""
     attempts = attempts_of(run)
     zero = attempts[0][0]
     for start, end, ranks, step in attempts:
         print(f"{(start - zero) / 60:6.1f} to {(end - zero) / 60:6.1f} min  {ranks} ranks, up to step {step}")
-    print(f"goodput {goodput_of(run, layout.METRICS.rows(run)[0]):.1%}")
+    if (goodput := goodput_of(run, layout.METRICS.rows(run)[0])) is not None:
+        print(f"goodput {goodput:.1%}")
     with matplotlib.rc_context(settings("plan")):
         drawn, axes = figure(3.2)
         for start, end, ranks, _ in attempts:
@@ -52,4 +113,6 @@ def main(run: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    folder.mkdir(parents=True, exist_ok=True)
+    draw(drill(int(what), folder) if what.isdecimal() else Path(what), folder)

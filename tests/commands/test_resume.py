@@ -86,7 +86,8 @@ def test_a_run_goes_on_in_four_layouts_and_learns_the_same(launcher, more):
     told = launcher.python(
         "-m", "titan_hydra.cli", "report", "runs", "--allow", "parallelism", "--allow", "gpus", "--allow", "code"
     )
-    assert "moved: titan resume has changed its layout, last after step 9" in told.stdout, told
+    assert "moved: its layout changed, and its rates are those of the last one: steps 1 to 3" in told.stdout, told
+    assert "steps 10 to 12: parallelism=fsdp_pp on 4 ranks" in told.stdout, told
     assert "is done; titan extend" in launcher.python("-m", "titan_hydra.cli", "resume", "moved", "gpus=2").stderr
 
 

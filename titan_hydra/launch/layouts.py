@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import Fault, Job, from_dict, to_dict
@@ -98,8 +99,9 @@ def _planned(job: Job, known: set[int]) -> Iterator[Job]:
     """
     if predict.of_launch(job) is None or job.hardware.gpus_per_node is None:
         raise NotPredictable("the planner must know the device: hardware=NAME")
-    for nodes in range(job.cluster.nodes_min or 1, nodes_of(job)):
-        rows, _ = search(job, nodes * job.cluster.gpus_per_node) if nodes not in known else ([], 0)
+    cluster: Any = job.cluster
+    for nodes in range(cluster.nodes_min or 1, nodes_of(job)):
+        rows, _ = search(job, nodes * cluster.gpus_per_node) if nodes not in known else ([], 0)
         for best in [row.prediction.job for row in rows if row.prediction.fits != "no"][:1]:
             data = dataclasses.replace(job.data, local_batch=best.data.local_batch)
             sections = {name: getattr(best, name) for name in SECTIONS}

@@ -48,6 +48,15 @@ def stretches_of(directory: Path) -> list[Stretch]:
     count in the layout that made them last.
     """
     events = [event for event in layout.EVENTS.rows(directory)[0] if event["event"] == "layout"]
+    first = layout.FIRST_CONFIG.read(directory)
+    if events and events[0]["step"] and first:  # the attempts before the first `titan resume` have written no event
+        degrees = {name: first["parallelism"][name] for name in ("name", *DEGREES)}
+        values = {
+            "gpus": first["gpus"],
+            "local_batch": first["data"]["local_batch"],
+            "parallelism": degrees.pop("name"),
+        }
+        events.insert(0, {"step": 0, **values, **degrees})
     rows = layout.METRICS.rows(directory)[0] if events else []
     last = rows[-1]["step"] if rows else 0
     merged: list[tuple[str, int, int]] = []  # words, ranks, the step before its first
