@@ -21,7 +21,7 @@ register(
         head_loss=True,
         split_logits=True,
         cases=f"{__name__}.cases:CASES",
-        exact=f"{__name__}.exact:answers",
+        exact=f"{__name__}.exact:loss_of_answers",
         mutants=f"{__name__}.mutants:MUTANTS",
     )
 )

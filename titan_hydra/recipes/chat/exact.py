@@ -19,7 +19,7 @@ HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
 ANSWER = re.compile(re.escape(HEADER.format("assistant")) + r"(.*?<\|eot_id\|>)", re.DOTALL)
 
 
-def answers(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:
+def loss_of_answers(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:
     """Return the summed cross-entropy of the tokens of the assistant's answers, and their number."""
     labels = labels_of(batch, job)
     return -logs_of_labels(weights, batch, labels, job, routed).sum(), int((labels >= 0).sum())

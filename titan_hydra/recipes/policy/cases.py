@@ -36,4 +36,5 @@ def of(name: str, source: str, seq_len: int) -> list[Case]:
     ]
 
 
-OF_PAIRS, OF_ROLLOUTS = of("dpo", "preference", 64), of("policy", "rollouts", 32)
+# samples with two pairs: their numbers differ
+OF_PAIRS, OF_ROLLOUTS = of("dpo", "preference", 128), of("policy", "rollouts", 32)
