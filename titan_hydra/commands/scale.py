@@ -126,7 +126,7 @@ def main(args: argparse.Namespace) -> int:
         read = [replace(one, name=f"{one.name} ({number})") for number, one in enumerate(read, start=1)]
     curves = {one.name: drawn_laws(one, args) for one in read}
     parts = [shown.ladder_part(one, curves[one.name]) for one in read]
-    parts += answers(args, overrides, read, curves)
+    parts += asked_parts(args, overrides, read, curves)
     make_folder(args.plot)
     if args.json:
         print(to_json(shown.as_document(parts)))
@@ -143,7 +143,7 @@ def main(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def answers(
+def asked_parts(
     args: argparse.Namespace, overrides: list[str], read: list[MeasuredLadder], curves: dict[str, Drawn]
 ) -> list[ScalePart]:
     """Return what the options ask for beside the fit: predictions, the comparison of two recipes, the backtest, the plan."""

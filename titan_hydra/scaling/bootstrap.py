@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 LEVEL = 0.9  # of all intervals
-DRAWS = 300  # laws drawn for a fit
+DRAWS = 200  # laws drawn for a fit
 NOISES = 20  # draws of a run's noise for each drawn law
 FARTHEST = 100.0  # arXiv 2412.04403 predicts models from ladders with a hundredth of their compute
 

@@ -27,7 +27,8 @@ LEAST_NOISE = 1e-6  # smallest threshold, for losses without noise
 EXPONENTS = (0.02, 3.0)  # bounds of alpha and beta
 GRID = (0.1, 0.25, 0.5, 1.0)  # starts of alpha and of beta
 # width of the range in which the logarithm of a term, in the middle of the ladder, is searched
-SPREAD = 14.0
+SPREAD = 8.0
+MOST_STEPS = 100  # of a search; a number that the runs do not determine drifts to its bound in ever smaller steps
 STARTS = 3  # number of points of the grid, the best ones, from each of which a minimum is searched
 
 
@@ -206,6 +207,8 @@ class Problem:
             loss="huber",
             f_scale=delta,
             args=(logs,),
+            ftol=1e-7,
+            max_nfev=MOST_STEPS,
         )
         return found.x, float(found.cost)
 
