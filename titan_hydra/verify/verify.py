@@ -263,8 +263,7 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
     shape = batch["labels"].shape
     documents = torch.zeros(shape, dtype=torch.int64)
     for row in range(shape[0]):
-        slot = first + row
-        dice = torch.Generator().manual_seed(slot * 10007 + step)
+        dice = torch.Generator().manual_seed((slot := first + row) * 10007 + step)
         share = 1.0 if (slot + 1) * 4 <= slots * (step if step < 3 else 0) else (slot * 37 + step * 61) % 81 / 100
         if case.uneven_mask:
             batch["labels"][row, torch.rand(shape[1], generator=dice) < share] = IGNORED
