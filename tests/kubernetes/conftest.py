@@ -89,7 +89,7 @@ class Desk(Submitter):
 
     def settle(self, seconds: float = 240) -> None:
         """Wait until no Job runs and no pod is left running."""
-        self.wait(lambda: all(job["status"].get("conditions") for job in self.site.store.all("jobs")), seconds)
+        self.wait(lambda: all(map(has_ended, self.site.store.all("jobs"))), seconds)
 
     def state(self, run: Path) -> dict:
         """Return what `titan status --json` prints of a run."""
@@ -104,6 +104,11 @@ class Desk(Submitter):
         for log in sorted(logs, key=lambda path: path.stat().st_mtime)[-10:]:
             lines += [f"--- {log}", *log.read_text(errors="replace").splitlines()[-12:]]
         return "\n".join(lines)
+
+
+def has_ended(job: dict) -> bool:
+    """Whether a Job is complete, or has failed and its last pod has ended."""
+    return {"Failed", "Complete"} & {one["type"] for one in job["status"].get("conditions", [])} != set()
 
 
 def missing_programs() -> str | None:

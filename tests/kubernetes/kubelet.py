@@ -30,7 +30,7 @@ class Container:
     """The process of a pod."""
 
     def __init__(self, pod: dict, command: list[str], env: dict[str, str], log: Path, hosts: Path) -> None:
-        self.log, self.reason, self.asked, self.killed_at = log, "", 0.0, None
+        self.log, self.reason, self.asked, self.killed_at, self.killed = log, "", 0.0, None, False
         inside = 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
         line = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"]
         with log.open("ab") as out:
@@ -45,9 +45,12 @@ class Container:
         with contextlib.suppress(OSError, ValueError):
             child = int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0])
             os.kill(child, number)
+            self.killed = self.killed or number == signal.SIGKILL
 
     def ended(self) -> int | None:
         status = self.process.poll()
+        if self.killed and status is not None:  # unshare itself then ends with 1
+            return 128 + signal.SIGKILL
         return None if status is None else 128 - status if status < 0 else status
 
 
