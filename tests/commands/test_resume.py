@@ -132,7 +132,7 @@ def test_sixty_steps_in_four_layouts_learn_the_same_from_each_sample_once(launch
     )
     line = [*LINE, *RUNS[name], "steps=60", "model.n_layers=3", "checkpoint.interval=0"]
     launcher.sabotage(SAMPLES)
-    assert launcher.run(*line, "name=whole").returncode == 0
+    assert launcher.run(*line, "gpus=1", "parallelism=single", "name=whole").returncode == 0
     (launcher.folder / "stop").touch()
     assert launcher.run(*line, "name=moved").returncode == 75
     for words in (*FAR, back):
