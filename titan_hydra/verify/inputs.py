@@ -14,9 +14,9 @@ from titan_hydra.data.batch import Batch
 
 def odd_starts(start: dict[str, Tensor], job: Job) -> int:
     """Count the initial tensors of a text decoder whose mean or standard deviation is more than six standard errors
-    away from that of its distribution. For other models, return 0, as they have distributions of their own.
+    away from that of its distribution. Return 0 for other models and for mup, which have distributions of their own.
     """
-    if OBJECTIVES[job.objective.name].makes != "tokens":
+    if OBJECTIVES[job.objective.name].makes != "tokens" or job.parametrization.name != "standard":
         return 0
     found = 0
     for name, weight in start.items():
