@@ -88,20 +88,20 @@ def likely(job, requests):
     return [*requests, Request(ids, 3)]
 
 
-def test_every_layout_scores_as_one_process(files, on_ranks):
+@pytest.mark.parametrize("words", LAYOUTS, ids=" ".join)
+def test_every_layout_scores_as_one_process(files, on_ranks, words):
     job = job_of(files)
     requests = likely(job, [request for task in load_tasks(job) for request in task.requests])
     right = expected(job, requests)
     assert {hit for _, hit in right} == {False, True}
 
     def scored(rank):
-        for words in LAYOUTS:
-            trainer = build(job_of(files, "gpus=2", "data.global_batch=12", *words), torch.device("cpu"))
-            sharpened(trainer.model)
-            found = score_requests(trainer, requests)
-            assert [hit for _, hit in found] == [hit for _, hit in right], words
-            assert [log for log, _ in found] == pytest.approx([log for log, _ in right], rel=1e-5), words
-            assert trainer.model.training
+        trainer = build(job_of(files, "gpus=2", "data.global_batch=12", *words), torch.device("cpu"))
+        sharpened(trainer.model)
+        found = score_requests(trainer, requests)
+        assert [hit for _, hit in found] == [hit for _, hit in right]
+        assert [log for log, _ in found] == pytest.approx([log for log, _ in right], rel=1e-5)
+        assert trainer.model.training
 
     on_ranks(2, scored)
 
