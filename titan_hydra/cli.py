@@ -52,6 +52,10 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "init: write conf/cluster/NAME.yaml for the cluster of this machine; check: what works there, on two nodes",
     ),
     "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),
+    "coordcheck": (
+        "titan_hydra.commands.coordcheck",
+        "whether what a model learns, or its best learning rate, depends on its width or depth",
+    ),
     "certify": (
         "titan_hydra.commands.certify",
         "a certificate for a layout: proven at a reduced size, resumed from a kill, exported",

@@ -246,7 +246,7 @@ def test_a_save_of_split_masters_joins_one_at_a_time(alone, monkeypatch, tmp_pat
         assert {tensor.data_ptr() for part in content.values() for tensor in part.values()} == own
         monkeypatch.setattr(planner, "join", join)
         checkpointer.after_step(1, [0.0, 0.0], data_state, last=False, stop=True)
-        checkpointer.save_weights(tmp_path / "export", built.job.model, "bfloat16")
+        checkpointer.save_weights(tmp_path / "export", {"model": built.job.model}, "bfloat16")
         assert len(joined) == 2 * len(whole) and max(most) <= 2
         step = checkpointer.folder / "step-00000001"
         for path, dtype in ((step, torch.float32), (tmp_path / "export", torch.bfloat16)):

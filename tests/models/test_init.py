@@ -1,5 +1,6 @@
 """Initial weights have the same bits on every layout, and are good random numbers."""
 
+import dataclasses
 import math
 from statistics import NormalDist
 
@@ -10,6 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import from_dict
+from titan_hydra.config.schema import Parametrization
+from titan_hydra.job.parametrization import rules_of
 from titan_hydra.models import build, init
 from titan_hydra.models.init import Normal, clean_name, init_weights, key_of_parameter, normal
 
@@ -166,3 +171,32 @@ def test_numbers_are_splitmix64_through_the_inverse_cdf():
     assert expected == pytest.approx([-0.010361945, -0.020585872, -0.020197447, -0.045235346], rel=1e-6)
     numbers = normal(torch.tensor(indices), Normal(0.02, cut=3.0), seed_key)
     assert numbers.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_mup_draws_the_same_numbers_with_other_deviations(tiny):
+    """Hidden matrices and routers shrink with the width, and a block begins as the base's block at its depth does."""
+    config = tiny(dim=64, n_layers=4)
+    mup = from_dict(Parametrization, {"name": "mup", "base_dim": 16, "base_head_dim": None, "base_layers": 2})
+    model, like = build(config, 32), build(dataclasses.replace(config, dim=16, head_dim=config.head_width), 32)
+    init_weights(model, config, 7, rules_of(config, mup))
+    std = {name: like.initial_distribution(name, like.config) for name in dict(like.named_parameters())}
+    for name, parameter in model.named_parameters():
+        base = std[
+            name.replace("layers.1.", "layers.0.").replace("layers.2.", "layers.1.").replace("layers.3.", "layers.1.")
+        ]
+        if isinstance(base, Normal):
+            expected = base.std / (2 if name.startswith("layers.") else 1)
+            drawn = normal(torch.arange(parameter.numel()), Normal(1.0, base.cut), key_of_parameter(7, name))
+            torch.testing.assert_close(parameter.flatten(), drawn * expected)
+        else:
+            assert torch.equal(parameter, torch.full_like(parameter, base))
+
+
+def test_a_model_without_a_place_for_a_scale_is_refused(tiny):
+    config = tiny(dim=64)
+    mup = from_dict(Parametrization, {"name": "mup", "base_dim": 16, "base_head_dim": None, "base_layers": 1})
+    model = build(config, 32)
+    model.layers["0"] = torch.nn.Module()
+    model.layers["0"].attention = torch.nn.Module()
+    with pytest.raises(ConfigError, match=r"model\.family=llama3: a Module has no branch_scale"):
+        init.scale_forward(model, config, rules_of(config, mup))

@@ -15,6 +15,7 @@ from titan_hydra import models
 from titan_hydra.config import from_dict
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.schema import LrSchedule
+from titan_hydra.job.parametrization import rules_of
 from titan_hydra.parallel.mesh import Mesh
 from titan_hydra.train.muon import Muon
 from titan_hydra.train.optimizer import build_optimizers, lr_factor, set_lr, step
@@ -84,6 +85,24 @@ def test_norms_are_spared_from_weight_decay_when_asked():
     assert matrices["weight_decay"] == 0.1
     assert others["weight_decay"] == 0.0
     assert all(parameter.ndim == 1 for parameter in others["params"])
+
+
+def test_groups_have_the_factors_of_their_parameters():
+    job = compose_job("debug=tiny", "optimizer=muon", "parametrization=mup", "parametrization.base_dim=64")
+    with torch.device("meta"):
+        model = models.build(job.model, 8)
+    rules, mesh = rules_of(job.model, job.parametrization), Mesh(job.parallelism, None, None, None, None)
+    adamw, muon = build_optimizers(model, job.optimizer, mesh, rules)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert set_lr([adamw, muon], 0.5) == job.optimizer.lr / 2
+    for optimizer, peak in ((adamw, job.optimizer.lr), (muon, job.optimizer.muon_lr)):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                factors = rules.factors(names[parameter], parameter.shape, optimizer is muon)
+                assert group["lr"] == peak * factors.lr / 2
+                assert group["weight_decay"] == job.optimizer.weight_decay * factors.weight_decay
+                assert optimizer is muon or group["eps"] == job.optimizer.eps * factors.eps
+    assert len(names) == sum(len(group["params"]) for one in (adamw, muon) for group in one.param_groups)
 
 
 def a_layer(name):

@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from titan_hydra import cli
 from titan_hydra.config import schema, to_dict
 from titan_hydra.data import tokenizer
-from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
 from titan_hydra.models.llama3.config import Llama3Config
 from titan_hydra.train import score
 from titan_hydra.verify import reference
+from titan_hydra.verify.multipliers import Multipliers
 
 WORDS = tokenizer.load(schema.Tokenizer(name="embedded"))
 MODEL = Llama3Config(
@@ -57,10 +57,8 @@ def losses(weights, ids: list[list[int]]) -> list[list[float]]:
     """
     rows = torch.tensor([[token for document in ids for token in document]])
     documents = torch.tensor([[number for number, document in enumerate(ids) for _ in document]])
-    positions = torch.tensor([[place for document in ids for place in range(len(document))]])
-    tensors = {"tokens": rows, "documents": documents, "positions": positions}
-    batch = Batch(tensors, dict.fromkeys(tensors, Dims()))
-    found = reference.forward(weights, batch, MODEL, {})[0].log_softmax(-1)
+    x, scales = weights["tok_embeddings.weight"][rows], Multipliers(1.0, 1.0, MODEL.head_width**-0.5)
+    found = reference.forward(weights, x, documents, MODEL, {}, scales)[0].log_softmax(-1)
     ends = [sum(map(len, ids[: number + 1])) for number in range(len(ids))]
     return [
         [-found[begin + place, document[place + 1]].item() for place in range(len(document) - 1)]

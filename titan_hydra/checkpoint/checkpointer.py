@@ -29,12 +29,13 @@ from titan_hydra.base.private import keep_staged, staging_executor
 from titan_hydra.base.threads import device_setter
 from titan_hydra.config.model import Model
 from titan_hydra.config.operation import Checkpoint
+from titan_hydra.job.parametrization import Rules
 from titan_hydra.models.init import clean_name
 from titan_hydra.runs import checkpoints, layout
 from titan_hydra.runs.run import Run
 
 from . import initial, safe, state
-from .convert import read_model_config
+from .convert import check_scales, read_model_config
 from .planner import LOWER, MODEL, SavePlanner
 from .writer import Writer
 
@@ -276,14 +277,17 @@ class Checkpointer:
         self.saved = checkpoints.step_of(path)
         return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
 
-    def start_from(self, path: str, model: Model) -> tuple[int, dict[str, Any] | None]:
+    def start_from(self, path: str, model: Model, rules: Rules | None = None) -> tuple[int, dict[str, Any] | None]:
         """Load another run's checkpoint, without the parts in exclude_from_loading, or the weights of a Hugging Face
-        folder. Return the step and the merged data state to continue from; (0, None) to begin at step 1.
+        folder. Return the step and the merged data state to continue from; (0, None) to begin at step 1. Raises
+        ConfigError if the weights belong to other scales than those of `rules`.
         """
         found = [initial.find(path)]
         # All ranks load what rank 0 has found, as the other run may complete a step meanwhile.
         dist.broadcast_object_list(found, src=0, group=self.group)
         source, left_out = found[0], set(self.config.exclude_from_loading)
+        if rules is not None:
+            check_scales(source, rules)
         if initial.is_hf(source):
             initial.load_hf(self.base, model, source)
             return 0, None
@@ -293,15 +297,16 @@ class Checkpointer:
         data_state = None if "data" in left_out else state.into_rank(source, self.run.rank, self.run.world_size)
         return 0 if "lr_scheduler" in left_out else checkpoints.step_of(source), data_state
 
-    def save_weights(self, path: Path, model: Model, dtype: str) -> None:
-        """Write `model.*` alone, with the model's configuration, in the dtype `dtype`. The folder is complete or absent."""
+    def save_weights(self, path: Path, sections: dict[str, Any], dtype: str) -> None:
+        """Write `model.*` alone, with a config.json of `sections`, in the dtype `dtype`. The folder is complete or
+        absent.
+        """
         # Buffers keep their dtype, as they accumulate values that are too small for 16 bits.
         buffers = {clean_name(name) for name, _ in self.model.named_buffers()}
         content = self._content({MODEL}, self.model)
         dtypes = {f"{MODEL}.{name}": getattr(torch, dtype) for name in content[MODEL] if name not in buffers}
-        own = (
-            (layout.CONFIG.name, json.dumps({"model": asdict(model)}, indent=2) + "\n") if self.run.rank == 0 else None
-        )
+        content_of_config = json.dumps({name: asdict(section) for name, section in sections.items()}, indent=2) + "\n"
+        own = (layout.CONFIG.name, content_of_config) if self.run.rank == 0 else None
         writer = Writer(path, 0, self.run.world_size, own)
         try:
             dcp.save(content, storage_writer=writer, planner=SavePlanner(dtypes), process_group=self.group)

@@ -27,9 +27,10 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.files import read_json
 from titan_hydra.config.model import Model
 from titan_hydra.config.registry import DATA_SOURCES, resolve
-from titan_hydra.config.schema import Tokenizer
+from titan_hydra.config.schema import Parametrization, Tokenizer
 from titan_hydra.config.user_code import require_user_modules
-from titan_hydra.models.hf import hf_of, in_dtype, meta_state
+from titan_hydra.job.parametrization import Rules, rules_of
+from titan_hydra.models.hf import folded, hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout
 
 from . import initial
@@ -180,13 +181,38 @@ def as_started(config_file: Path, path: str) -> str:
     return str(Path(started, Path(path).expanduser()))
 
 
+def rules_of_weights(checkpoint: Path, config_file: Path | None = None) -> Rules | None:
+    """Return the rules of the parametrization in which a checkpoint's weights were trained; None if its config.json names
+    none.
+    """
+    _, section = find_section("parametrization", checkpoint, config_file)
+    if not section:
+        return None
+    return rules_of(read_model_config(checkpoint, config_file), from_dict(Parametrization, section))
+
+
+def check_scales(source: Path, rules: Rules) -> None:
+    """Raise ConfigError if the weights of a checkpoint or Hugging Face folder belong to other scales of the forward than
+    those of `rules`.
+    """
+    theirs = None if initial.is_hf(source) else rules_of_weights(source)
+    there = theirs.scales if theirs else (1.0, 1.0, 1.0)
+    if there != rules.scales:
+        raise ConfigError(
+            f"checkpoint.initial_load_path={source}: its weights belong to the scales {there} of attention, branches and "
+            f"output, and this job's parametrization has {rules.scales}; nearest legal: that run's parametrization, or "
+            "its export (titan convert --to hf) with parametrization=standard"
+        )
+
+
 def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Merged:
-    """Return a reader of a checkpoint's weights. If the checkpoint holds adapters, the reader merges them into the weights
-    of initial_load_path.
+    """Return a reader of a checkpoint's weights, as they are in the standard parametrization. If the checkpoint holds
+    adapters, the reader merges them into the weights of initial_load_path.
     """
     _, adapter = find_section("adapter", checkpoint, config_file)
     if adapter.get("name", "none") == "none":
-        return Reader(checkpoint)
+        rules = rules_of_weights(checkpoint, config_file)
+        return Reader(checkpoint, folded(meta_state(rules.model), rules) if rules else None)
     file, section = find_section("checkpoint", checkpoint, config_file)
     if not section.get("initial_load_path"):
         raise ConfigError(

@@ -18,10 +18,13 @@ PREFIX = "model."  # prefix of the names of parameters in a checkpoint
 
 
 class Reader:
-    """Reads tensors of a checkpoint, without running code. Its index, which can be large, is read once."""
+    """Reads tensors of a checkpoint, without running code. Its index, which can be large, is read once. Weights in
+    `factors` are multiplied by their factor.
+    """
 
-    def __init__(self, checkpoint: Path):
+    def __init__(self, checkpoint: Path, factors: dict[str, float] | None = None):
         self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
+        self.factors = factors or {}
         self.metadata = self.reader.index
 
     def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
@@ -35,14 +38,15 @@ class Reader:
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole parameter, whose shards any number of ranks may have written, and convert it to `dtype`."""
-        state = {PREFIX + name: torch.empty(shape, dtype=dtype)}
+        factor = self.factors.get(name, 1.0)
+        state = {PREFIX + name: torch.empty(shape, dtype=dtype if factor == 1 else torch.float32)}
         try:
             dcp.load(state, storage_reader=self.reader, planner=LoadPlanner(), no_dist=True)
         except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(
                 f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged"
             ) from error
-        return state[PREFIX + name]
+        return state[PREFIX + name] if factor == 1 else (state[PREFIX + name] * factor).to(dtype)
 
 
 class Merged:

@@ -47,10 +47,12 @@ def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 
 def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
     """Load the optimizers' state, but not their learning rates, which come from this job's configuration."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = [group["peak_lr"] for group in groups]
     set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak_lr"] = optimizer.defaults["lr"]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]  # they are new dicts
+    for group, peak in zip(groups, peaks, strict=True):
+        group["peak_lr"] = peak
 
 
 def of_rank(world_size: int, data: dict[str, Any]) -> str:

@@ -16,6 +16,15 @@ from .model import Model
 from .registry import REGISTRIES, Registry, resolve
 from .registry import register as register  # so that a family's folder needs only this import
 
+# What a parameter maps between. A width grows with the model; a number of tokens, experts or one does not.
+ROLES = (
+    "embedding",  # tokens to the width
+    "hidden",  # a width to a width
+    "output",  # the width to tokens
+    "router",  # the width to experts
+    "vector",  # a number for each place of a width: norms and biases
+)
+
 
 def decoder_modules(config: Model) -> list[str]:
     """Return the modules of a decoder in running order: the embedding, the blocks, the last norm, the head."""
@@ -45,6 +54,15 @@ def decoder_parameters(config: Model) -> int:
     attention = 2 * config.dim * config.head_width * (config.n_heads + config.n_kv_heads)
     block = attention + 3 * config.dim * config.ffn_width + 2 * config.dim
     return config.n_layers * block + config.dim + config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
+
+
+def decoder_role(name: str) -> str:
+    """Return the role of a decoder's parameter: what it maps between, on which its factors depend (ROLES)."""
+    if name.startswith(("tok_embeddings.", "output.")):
+        return "embedding" if name.startswith("tok_embeddings.") else "output"
+    if "norm" in name:
+        return "vector"
+    return "router" if name.endswith(".router.weight") else "hidden"
 
 
 @dataclass(frozen=True)
@@ -146,6 +164,9 @@ class Family:
     linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears
     # (Job) -> the stacks of blocks that are not a decoder's, in running order, for plan; None: the model is a decoder alone
     stacks: Callable[[Any], tuple[Stack, ...]] | None = None
+    # (name of a parameter) -> one of ROLES; the model then computes with the scales of its parametrization (models/init.py).
+    # None: parametrization=mup is refused
+    role: Callable[[str], str] | None = None
     takes: str = "tokens"  # the input of the model: tokens or latents
     pipeline: bool = True  # whether a stage passes only one tensor to the next; False: pipeline parallelism is refused
 

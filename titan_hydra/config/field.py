@@ -16,13 +16,16 @@ def key(
     help: str,
     range: Range | None = None,
     only: Sequence[str] = (),
-    identity: bool = True,
+    identity: bool | Literal["if set"] = True,
     choices: Sequence[str] = (),
     changes: Changes | None = None,
     entry: type | None = None,
 ) -> Any:
     """Define a described configuration field. A callable default is a factory; `...` means that conf/ must give the
     value.
+
+    `identity` is whether the key is part of the hash that names a run; with "if set", only a value other than the default
+    is, so that a key which comes later changes no earlier hash.
 
     If the key is a list or a table, range and choices apply to each element; `entry` is the dataclass of a table's
     values. `changes` states what changes with the value of the key: what is learned, the work of a step (what it

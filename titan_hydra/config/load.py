@@ -26,6 +26,7 @@ from .registry import (
     LR_SCHEDULES,
     OBJECTIVES,
     OPTIMIZERS,
+    PARAMETRIZATIONS,
     PIPELINE_SCHEDULES,
     SEARCHES,
     TRACKERS,
@@ -40,6 +41,7 @@ from .schema import (
     Objective,
     Optimizer,
     Parallelism,
+    Parametrization,
     PipelineSchedule,
     Precision,
     default_of,
@@ -60,6 +62,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Parallelism: ("cp_rotate", CP_ROTATIONS),
     Precision: ("converter", FORMATS),
     Adapter: ("name", ADAPTERS),
+    Parametrization: ("name", PARAMETRIZATIONS),
     Metrics: ("trackers", TRACKERS),  # selects several parts, each with a section of its own inside
     Cluster: ("executor", EXECUTORS),
     Search: ("name", SEARCHES),
@@ -87,7 +90,7 @@ def from_dict(cls: Any, data: dict[str, Any]) -> Any:
     values = dict(data)
     for spec in dataclasses.fields(cls):
         kind, entry = _hints(cls)[spec.name], spec.metadata["entry"]
-        if dataclasses.is_dataclass(kind):
+        if dataclasses.is_dataclass(kind) and (spec.name in values or spec.metadata["identity"] != "if set"):
             values[spec.name] = from_dict(kind, values[spec.name])
         elif entry and spec.name in values:
             values[spec.name] = {name: from_dict(entry, value) for name, value in values[spec.name].items()}
@@ -243,7 +246,7 @@ def _identity_part(node: Any) -> dict[str, Any]:
             value = {
                 key: _identity_part(entry) if dataclasses.is_dataclass(entry) else entry for key, entry in value.items()
             }
-        if spec.metadata["identity"]:
+        if spec.metadata["identity"] is True or (spec.metadata["identity"] and value != default_of(spec)):
             part[spec.name] = _identity_part(value) if dataclasses.is_dataclass(value) else value
     return part
 
@@ -402,11 +405,8 @@ def elements(value: Any) -> Iterator[Any]:
 
 def _types(cls: Any) -> dict[str, Any]:
     """Return the types of a section's keys, without constants of its class."""
-    return {
-        name: kind
-        for name, kind in typing.get_type_hints(cls).items()
-        if typing.get_origin(kind) is not typing.ClassVar
-    }
+    hints = typing.get_type_hints(cls).items()
+    return {name: kind for name, kind in hints if typing.get_origin(kind) is not typing.ClassVar}
 
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(_types)

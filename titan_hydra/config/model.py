@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from titan_hydra.base.errors import ConfigError
 
 from .fault import Fault
 from .field import key
@@ -36,6 +38,8 @@ class Model:
         choices=("auto", "cudnn", "flash", "efficient", "math"),
         changes="technique",
     )
+    # keys, beside dim, that grow with the model's width; the width of a head does not
+    widths: ClassVar[tuple[str, ...]] = ("n_heads", "n_kv_heads", "ffn_dim")
     qk_norm: ClassVar[bool] = False  # whether queries and keys are normalized; each family defines it
 
     @property
@@ -62,6 +66,18 @@ class Model:
     def ffn_width(self) -> int:
         """The width of the feed-forward: ffn_dim if it is set, else 4 * dim. A family may define another default."""
         return self.ffn_dim or 4 * self.dim
+
+    def widened(self, dim: int) -> Self:
+        """Return this model with another dim, and its other widths in proportion. Raises ConfigError if one of them would
+        not be a whole number.
+        """
+        now = {name: getattr(self, name) for name in self.widths} | {"ffn_dim": self.ffn_width}
+        for name, value in now.items():
+            if value * dim % self.dim:
+                reason = f"model.{name}={value} at model.dim={self.dim} would not be a whole number"
+                raise ConfigError(str(Fault("model.dim", dim, reason)))
+        wide = replace(self, dim=dim, **{name: value * dim // self.dim for name, value in now.items()})
+        return replace(wide, head_dim=self.head_width) if wide.head_width != self.head_width else wide
 
     def arithmetic(self) -> dict[str, Any]:
         """Return, by key, all values that determine which function the weights compute. Weights cannot be exchanged

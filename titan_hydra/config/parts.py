@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .field import key
 from .operation import Search
-from .ranges import BELOW_ONE, COUNT, NATURAL, NOT_NEGATIVE, PATH, POSITIVE, SHARE, WORD, Interval
+from .ranges import BELOW_ONE, COUNT, NATURAL, NOT_NEGATIVE, PATH, POSITIVE, SHARE, WIDTH, WORD, Interval
 from .registry import (
     ActivationCheckpointKind,
     AdapterKind,
@@ -17,13 +17,23 @@ from .registry import (
     LrScheduleKind,
     ObjectiveKind,
     OptimizerKind,
+    ParametrizationKind,
     PipelineScheduleKind,
     RotationKind,
     SearchKind,
     TrackerKind,
     register,
 )
-from .schema import ActivationCheckpoint, Adapter, LrSchedule, Optimizer, Parallelism, PipelineSchedule, Precision
+from .schema import (
+    ActivationCheckpoint,
+    Adapter,
+    LrSchedule,
+    Optimizer,
+    Parallelism,
+    Parametrization,
+    PipelineSchedule,
+    Precision,
+)
 from .source import FileSource, Source
 
 
@@ -159,6 +169,23 @@ class LowRank(Adapter):
 
 
 @dataclass
+class MaximalUpdate(Parametrization):
+    base_dim: int = key(
+        256,
+        "model.dim of the base model, whose learning rate holds for all widths; at this width mup is standard",
+        WIDTH,
+    )
+    base_head_dim: int | None = key(
+        None,
+        "width of a query of the base model; null: that of this model, so that wider models have more heads",
+        WIDTH,
+    )
+    base_layers: int | None = key(
+        None, "blocks of the base model, whose learning rate holds for all depths (CompleteP); null: width alone", COUNT
+    )
+
+
+@dataclass
 class Float8(Precision):
     recipe: str = key(
         "rowwise",
@@ -274,8 +301,8 @@ register(ObjectiveKind("language", "titan_hydra.train.objectives.language:Langua
 
 UPDATES = "titan_hydra.train.optimizer"
 for optimizer in (
-    OptimizerKind("adamw", f"{UPDATES}:adamw", AdamW, splits_masters=True),
-    OptimizerKind("muon", f"{UPDATES}:muon", MuonAndAdamW, lambda config: 1, needs_float32=True),
+    OptimizerKind("adamw", f"{UPDATES}:adamw", AdamW, splits_masters=True, like_adam=True),
+    OptimizerKind("muon", f"{UPDATES}:muon", MuonAndAdamW, lambda config: 1, needs_float32=True, like_adam=True),
     OptimizerKind("sgd", f"{UPDATES}:sgd", SGD, lambda config: int(config.sgd_momentum > 0)),
 ):
     register(optimizer)
@@ -320,6 +347,9 @@ register(
         lambda config, inputs, outputs: config.rank * (inputs + outputs),
     )
 )
+
+register(ParametrizationKind("standard"))
+register(ParametrizationKind("mup", "titan_hydra.job.parametrization:MaximalUpdateRules", MaximalUpdate))
 
 CONTEXT = "titan_hydra.parallel.context"
 register(RotationKind("allgather", f"{CONTEXT}:Ring", RingRotation, ring=True, gathers=True))

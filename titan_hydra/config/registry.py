@@ -69,7 +69,8 @@ class ObjectiveKind:
 class OptimizerKind:
     """An optimizer: `build(model, Optimizer, Mesh)` returns a list of torch optimizers with peak rates.
     `moments(Optimizer)` is the number of states per parameter, for the estimate of memory. `splits_masters` is whether
-    it updates parameters with a `lower_half` (optimizer.masters=split).
+    it updates parameters with a `lower_half` (optimizer.masters=split). `like_adam` is whether the size of an update
+    depends on the learning rate alone, as AdamW's and Muon's; parametrization=mup has factors for such optimizers.
     """
 
     name: str
@@ -78,6 +79,7 @@ class OptimizerKind:
     moments: Callable[[Any], int] = lambda config: 2
     needs_float32: bool = False
     splits_masters: bool = False
+    like_adam: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,17 @@ class AdapterKind:
     adapt: Reference | None = None
     config: Any = None  # a dataclass that extends schema.Adapter: the adapter's own keys
     parameters: Callable[[Any, float, float], float] = lambda config, inputs, outputs: 0
+
+
+@dataclass(frozen=True)
+class ParametrizationKind:
+    """How initial values, learning rates and scales follow from a model's width and depth: `parametrization.name`.
+    `rules(Model, Parametrization)` returns a titan_hydra.job.parametrization.Rules; None: nothing follows from them.
+    """
+
+    name: str
+    rules: Reference | None = None  # imports no torch
+    config: Any = None  # a dataclass that extends schema.Parametrization: the parametrization's own keys
 
 
 @dataclass(frozen=True)
@@ -299,6 +312,7 @@ ACTIVATION_CHECKPOINTS: Registry[ActivationCheckpointKind] = Registry("ac.name")
 TRACKERS: Registry[TrackerKind] = Registry("metrics.trackers")
 FORMATS: Registry[Format] = Registry("precision.converter")
 ADAPTERS: Registry[AdapterKind] = Registry("adapter.name")
+PARAMETRIZATIONS: Registry[ParametrizationKind] = Registry("parametrization.name")
 CP_ROTATIONS: Registry[RotationKind] = Registry("parallelism.cp_rotate")
 EXECUTORS: Registry[ExecutorKind] = Registry("cluster.executor")
 SEARCHES: Registry[SearchKind] = Registry("search.name")
@@ -312,6 +326,7 @@ REGISTRIES: dict[type, Registry[Any]] = {
     ObjectiveKind: OBJECTIVES,
     Format: FORMATS,
     AdapterKind: ADAPTERS,
+    ParametrizationKind: PARAMETRIZATIONS,
     RotationKind: CP_ROTATIONS,
     ExecutorKind: EXECUTORS,
     SearchKind: SEARCHES,

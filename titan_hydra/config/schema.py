@@ -43,6 +43,7 @@ from .registry import (
     LR_SCHEDULES,
     OBJECTIVES,
     OPTIMIZERS,
+    PARAMETRIZATIONS,
     PIPELINE_SCHEDULES,
     Names,
 )
@@ -157,6 +158,15 @@ class Adapter:
 
 
 @dataclass
+class Parametrization:
+    name: str = key(
+        "standard",
+        "how initial values, learning rates and scales follow from the width and depth of the model",
+        choices=Names(PARAMETRIZATIONS),
+    )
+
+
+@dataclass
 class Compile:
     name: str = key("off", "what torch.compile compiles", choices=("off", "block", "model"))
     backend: str = key("inductor", "torch.compile back end", WORD, only=("block", "model"))
@@ -262,6 +272,12 @@ class Job:
     precision: Precision = key(Precision, "number formats", changes="technique")
     adapter: Adapter = key(
         Adapter, "small matrices that are trained instead of the model's own weights", changes="learning and work"
+    )
+    parametrization: Parametrization = key(
+        Parametrization,
+        "what makes the best learning rate of a small model that of a large one",
+        identity="if set",
+        changes="learning",
     )
     compile: Compile = key(Compile, "torch.compile, of each block or the whole model", changes="technique")
     optimizer: Optimizer = key(Optimizer, "how gradients change the weights", changes="learning")

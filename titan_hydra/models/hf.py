@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.job.parametrization import Rules
 
 from . import Model, build, family_of
 
@@ -90,6 +91,28 @@ def meta_state(config: Model) -> dict[str, Tensor]:
     """
     with torch.device("meta"):
         return build(config, 1).state_dict(keep_vars=True)
+
+
+def folded(names: Collection[str], rules: Rules) -> dict[str, float]:
+    """Return the factors, by name, with which a decoder's weights compute without the scales of a parametrization what
+    they compute with them. A scale goes into the last weight before it that is linear in what it multiplies. Raises
+    ConfigError if there is no such weight.
+    """
+    normed = any(name.endswith(".attention.q_norm.weight") for name in names)
+    places = (
+        ("output", rules.output, ("norm.weight",)),
+        ("branch", rules.branch, (".attention.wo.weight", ".w2.weight", ".experts.w2")),
+        ("attention", rules.attention, (".attention.q_norm.weight" if normed else ".attention.wq.weight",)),
+    )
+    found: dict[str, float] = {}
+    for what, scale, ends in places:
+        own = (
+            [name for name in names if name.endswith(ends) and (what != "output" or name in ends)] if scale != 1 else []
+        )
+        if scale != 1 and not own:
+            raise ConfigError(f"its {what} scale of {scale:g} cannot be multiplied into any weight")
+        found |= dict.fromkeys(own, scale)
+    return found
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -7,13 +7,16 @@ Whole models, sharded models (FSDP, HSDP, tensor parallel, evenly or not) and st
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.family import family_of
 from titan_hydra.config.model import Model
+from titan_hydra.job.parametrization import Rules
 
 CHUNK = 1 << 16  # elements that are drawn at a time, so that the int64 scratch memory (0.5 MiB) stays in a core's cache
 # the same on a GPU, where 8 billion parameters in small chunks would need four million kernel launches
@@ -34,19 +37,41 @@ class Normal:
 
 
 @torch.no_grad()
-def init_weights(module: nn.Module, config: Model, seed: int) -> None:
+def init_weights(module: nn.Module, config: Model, seed: int, rules: Rules | None = None) -> None:
     """Fill a model or pipeline stage, already on its device, with its initial weights (DTensors included) and recompute
-    its buffers.
+    its buffers. Without `rules` the parametrization is the standard one.
     """
+    rules = rules or Rules(config)
     for name, parameter in module.named_parameters():
         fqn, (owner, _, leaf) = clean_name(name), name.rpartition(".")
         # adapters have their own distributions, which a family does not list
         own = getattr(module.get_submodule(owner), "initial_std", {})
-        distribution = (
-            (Normal(own[leaf]) if own[leaf] else 0.0) if leaf in own else module.initial_distribution(fqn, config)
-        )
+        if leaf in own:
+            distribution = Normal(own[leaf]) if own[leaf] else 0.0
+        else:
+            start = rules.start(fqn)
+            distribution = module.initial_distribution(start.name, start.config)
+            if isinstance(distribution, Normal):
+                distribution = replace(distribution, std=distribution.std * start.factor)
         fill(parameter, distribution, key_of_parameter(seed, fqn))
     reset_buffers(module)
+
+
+def scale_forward(model: nn.Module, config: Model, rules: Rules) -> None:
+    """Give the modules of a whole model the scales of its parametrization. Raises ConfigError if they have no place for a
+    scale that is not 1.
+    """
+    blocks = list(family_of(config).blocks(model).values())
+    places = (
+        ("output_scale", rules.output, [model]),
+        ("branch_scale", rules.branch, blocks),
+        ("query_scale", rules.attention, [block.attention for block in blocks]),
+    )
+    for attribute, scale, modules in places:
+        for module in modules if scale != 1 else ():
+            if not hasattr(module, attribute):
+                raise ConfigError(f"model.family={config.family}: a {type(module).__name__} has no {attribute}")
+            setattr(module, attribute, scale)
 
 
 def reset_buffers(module: nn.Module) -> None:

@@ -26,6 +26,8 @@ class Decoder(nn.Module):
     casts them to float32.)
     """
 
+    output_scale = 1.0  # multiplies the head's input (models/init.py)
+
     def __init__(self, config: Model, seq_len: int):
         super().__init__()
         self.config, self.seq_len = config, seq_len
@@ -77,6 +79,7 @@ class Decoder(nn.Module):
         h = h if self.norm is None else self.norm(h)
         if self.output is None:
             return h
+        h = scaled_by(self.output_scale, h)
         # arguments are passed by name, as hooks get only the first positional argument
         return self.output(h) if targets is None else self.output(h, targets=targets)
 
@@ -123,6 +126,7 @@ class Block(nn.Module):
         "attention_norm": "attention",
         "ffn_norm": "feed_forward",
     }
+    branch_scale = 1.0  # multiplies what is added to the residual stream (models/init.py)
 
     def __init__(self, config: Model):
         super().__init__()
@@ -134,11 +138,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
         """Run the layer. `rotary` has the form that `rotate` takes, `documents` the form that `SDPA` takes."""
         x = self.attend(x, rotary, documents)
-        return x + self.feed_forward(self.ffn_norm(x))
+        return x + scaled_by(self.branch_scale, self.feed_forward(self.ffn_norm(x)))
 
     def attend(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
         """Run the first half of the layer."""
-        return x + self.attention(self.attention_norm(x), rotary, documents)
+        return x + scaled_by(self.branch_scale, self.attention(self.attention_norm(x), rotary, documents))
 
 
 class Attention(nn.Module):
@@ -147,6 +151,7 @@ class Attention(nn.Module):
     """
 
     projections = ("wq", "wk", "wv")  # linears of the same input, which `project` computes
+    query_scale = 1.0  # multiplies the queries (models/init.py)
 
     def __init__(self, config: Model):
         super().__init__()
@@ -165,7 +170,7 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k = scaled_by(self.query_scale, rotate(q, rotary)), rotate(k, rotary)
         h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents)
         return self.wo(h.transpose(1, 2).flatten(2))
 
@@ -207,6 +212,11 @@ class TiedOutput(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # the embedding's
         return self.embedding[0].weight
+
+
+def scaled_by(scale: float, x: Tensor) -> Tensor:
+    """Return x times a scale of the parametrization; x itself if the scale is 1, so that nothing is computed."""
+    return x if scale == 1 else x * scale
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:

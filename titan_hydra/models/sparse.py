@@ -19,6 +19,7 @@ EXPERTS = Interval(1, 2**16)
 
 @dataclass
 class SparseModel(Model):
+    widths: ClassVar[tuple[str, ...]] = (*Model.widths, "expert_dim")
     float32_router: ClassVar[bool] = False  # whether the router's matmul is in float32, as the published model has it
     n_experts: int = key(..., "number of routed experts of a sparse block", EXPERTS)
     experts_per_token: int = key(..., "number of routed experts that each token uses", EXPERTS)

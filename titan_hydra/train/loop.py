@@ -25,6 +25,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Loader
 from titan_hydra.data.tasks import Task, load_tasks
 from titan_hydra.job.batches import local_batches
+from titan_hydra.job.parametrization import rules_of
 from titan_hydra.job.pipeline import Action
 from titan_hydra.observe.metrics import Metrics
 from titan_hydra.observe.probes import Probes
@@ -54,7 +55,11 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
         with breaks_refused(job):
             loop.run()
         if job.checkpoint.export_dtype:
-            checkpointer.save_weights(layout.EXPORT.of(run.directory), job.model, job.checkpoint.export_dtype)
+            checkpointer.save_weights(
+                layout.EXPORT.of(run.directory),
+                {"model": job.model, "parametrization": job.parametrization},
+                job.checkpoint.export_dtype,
+            )
         checkpointer.close()
         if run.rank == 0:
             best = checkpoints.best(checkpointer.folder) if job.checkpoint.keep_best else None
@@ -77,7 +82,9 @@ def _begin(
     checkpointer = Checkpointer(job.checkpoint, run, trainer.masters.weights, trainer.optimizers, groups.tensors)
     start, data_state = checkpointer.resume()
     if data_state is None and job.checkpoint.initial_load_path:
-        start, data_state = checkpointer.start_from(job.checkpoint.initial_load_path, job.model)
+        start, data_state = checkpointer.start_from(
+            job.checkpoint.initial_load_path, job.model, rules_of(job.model, job.parametrization)
+        )
     rank, ranks = trainer.mesh.data_rank, trainer.mesh.data_ranks
     loader = data.build(job, run.replica * ranks + rank, job.fault_tolerance.replicas * ranks)
     opened.enter_context(contextlib.closing(loader))

@@ -12,19 +12,50 @@ from titan_hydra.base.private import foreach_div, scales_gradients
 from titan_hydra.config.parts import SGD, AdamW, Decay, MuonAndAdamW, StableDecay
 from titan_hydra.config.registry import LR_SCHEDULES, OPTIMIZERS, resolve
 from titan_hydra.config.schema import LrSchedule, Optimizer
+from titan_hydra.job.parametrization import RateFactors, Rules
+from titan_hydra.models.init import clean_name
 from titan_hydra.parallel.mesh import Mesh, local_part
 
 from .muon import Muon
 from .split_adamw import SplitAdamW
 
 
-def build_optimizers(model: nn.Module, config: Optimizer, mesh: Mesh) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a model's parameters, by the record of the optimizer that `optimizer.name` chooses."""
+def build_optimizers(
+    model: nn.Module, config: Optimizer, mesh: Mesh, rules: Rules | None = None
+) -> list[torch.optim.Optimizer]:
+    """Build the optimizers of a model's parameters, by the record of the optimizer that `optimizer.name` chooses.
+    `rules` are those of the job's parametrization; without them it is the standard one.
+    """
     optimizers = resolve(OPTIMIZERS[config.name].build)(model, config, mesh)
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
+        if rules is not None:
+            optimizer.param_groups[:] = [
+                part for group in optimizer.param_groups for part in groups_by_factors(group, names, rules)
+            ]
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+SCALED_OPTIONS = ("lr", "weight_decay", "eps")  # of a parameter group, in the order of RateFactors
+
+
+def groups_by_factors(group: dict[str, Any], names: dict[nn.Parameter, str], rules: Rules) -> list[dict[str, Any]]:
+    """Return a parameter group as one group for each set of factors, multiplied by them: [group] if all factors are
+    1.
+    """
+    orthogonal = "ns_steps" in group  # Muon's iterations
+    parts: dict[RateFactors, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        factors = rules.factors(clean_name(names[parameter]), parameter.shape, orthogonal)
+        parts.setdefault(factors, []).append(parameter)
+    return [
+        group
+        | {key: group[key] * factor for key, factor in zip(SCALED_OPTIONS, factors, strict=True) if key in group}
+        | {"params": own}
+        for factors, own in parts.items()
+    ]
 
 
 def adamw(model: nn.Module, config: AdamW, mesh: Mesh) -> list[torch.optim.Optimizer]:
@@ -96,11 +127,13 @@ def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite:
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
-    """Set every group's rate to its peak rate times `factor`. Return the rate of the first group, which is logged."""
+    """Set every group's rate to its peak rate times `factor`. Return the rate of a group without a factor of its own,
+    which is logged.
+    """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
-    return optimizers[0].param_groups[0]["lr"]
+    return optimizers[0].defaults["lr"] * factor
 
 
 def lr_factor(step: int, steps: int, config: LrSchedule) -> float:

@@ -14,8 +14,9 @@ from titan_hydra import models, parallel
 from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch, onto
 from titan_hydra.data.loader import Loader
+from titan_hydra.job.parametrization import rules_of
 from titan_hydra.kernels.attention import check_attention
-from titan_hydra.models.init import init_weights
+from titan_hydra.models.init import init_weights, scale_forward
 from titan_hydra.parallel import context as context_parallel
 from titan_hydra.parallel import experts, formats, loss_head
 from titan_hydra.parallel import tensor as tensor_parallel
@@ -158,7 +159,8 @@ class Parts:
             split_masters(model, job) if job.optimizer.masters == "split" else separate(model, self.mesh, job.precision)
         )
         step = build_step(self.stages, self.mesh, job, device, objective)
-        optimizers = build_optimizers(masters.weights, job.optimizer, self.mesh)
+        rules = rules_of(job.model, job.parametrization)
+        optimizers = build_optimizers(masters.weights, job.optimizer, self.mesh, rules)
         return Trainer(job, self.mesh, device, objective, model, masters, step, optimizers, self.parameters, self.notes)
 
 
@@ -173,6 +175,7 @@ def assemble(job: Job, device: torch.device, mesh: Mesh | None = None) -> Parts:
         mesh = parallel.build_mesh(job.parallelism, device.type, job.model.sparse)
     with torch.device("meta"):
         model = models.build(job.model, job.data.seq_len)
+    scale_forward(model, job.model, rules_of(job.model, job.parametrization))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # but not buffers, such as a rotary table or the bias of a router, which keep their dtype
     for parameter in model.parameters():
@@ -193,5 +196,5 @@ def build(job: Job, device: torch.device, mesh: Mesh | None = None) -> Trainer:
     parts = assemble(job, device, mesh)
     for stage in parts.stages:
         stage.to_empty(device=device)
-        init_weights(stage, job.model, job.seed)
+        init_weights(stage, job.model, job.seed, rules_of(job.model, job.parametrization))
     return parts.trainer(device)

@@ -438,5 +438,6 @@ MATRIX = [
 def whole_matrix() -> list[Case]:
     """Return the cases of the package, and the cases that come with objectives: those of recipes and the user's own."""
     from .many import MANY
+    from .scaled import SCALED
 
-    return [*MATRIX, *MANY, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]
+    return [*MATRIX, *SCALED, *MANY, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]

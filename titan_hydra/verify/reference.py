@@ -1,8 +1,10 @@
-"""An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, written
-from the papers alone.
+"""An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, muP and
+CompleteP, written from the papers alone.
 
 It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.data.batch import Batch
 
 from .inputs import Order, odd_starts
+from .multipliers import Multipliers, scaled_optimizer
 
 Weights = dict[str, Tensor]
 Routed = dict[str, tuple[Tensor, Tensor]]  # by layer: (whether each token chose each expert, its shares of the scores)
@@ -69,7 +72,8 @@ def train_in_float64(
         factor = _rate(step, job.steps, job.lr_scheduler)
         with torch.no_grad():
             for name, weight in weights.items():
-                update(name, weight, gradients[name] * clip, state[name], step, factor, job.optimizer)
+                own = scaled_optimizer(name, tuple(weight.shape), job)
+                update(name, weight, gradients[name] * clip, state[name], step, factor, own)
         for name, bias in record.biases.items():
             load = loads[name.removesuffix(".router.bias")]
             bias += model.router_bias_update_rate * (load.mean() - load).sign().float()
@@ -152,11 +156,13 @@ def logs_of_labels(
     None: those of the tokens. For `routed` see `forward`.
     """
     x = weights["tok_embeddings.weight"][batch["tokens"]] if x is None else x
-    logits = forward(weights, x, batch.get("documents"), job.model, routed).log_softmax(-1)
+    logits = forward(weights, x, batch.get("documents"), job.model, routed, Multipliers.of(job)).log_softmax(-1)
     return logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
 
 
-def forward(weights: Weights, x: Tensor, documents: Tensor | None, model: Model, routed: Routed) -> Tensor:
+def forward(
+    weights: Weights, x: Tensor, documents: Tensor | None, model: Model, routed: Routed, scales: Multipliers
+) -> Tensor:
     """Return logits [batch, seq, vocab] of embeddings x. `documents` [batch, seq] has the number of each token's
     document; a token attends only to its own document, and positions begin at 0 in each. Stores in `routed`, by layer,
     which experts the router chose and their shares.
@@ -174,16 +180,17 @@ def forward(weights: Weights, x: Tensor, documents: Tensor | None, model: Model,
             if name.startswith(f"layers.{layer}.")
         }
         attend = latent_attention if "attention.wkv_a.weight" in block else attention
-        x = x + attend(block, rms_norm(x, block["attention_norm.weight"], model.norm_eps), positions, sees, model)
+        h = rms_norm(x, block["attention_norm.weight"], model.norm_eps)
+        x = x + attend(block, h, positions, sees, model, scales.sharpness) / scales.depth
         h = rms_norm(x, block["ffn_norm.weight"], model.norm_eps)
         if "feed_forward.router.weight" in block:
             y, chosen, shares = _experts(block, h, model)
             routed[f"layers.{layer}.feed_forward"] = chosen, shares
         else:
             y = swiglu(h, *(block[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3")))
-        x = x + y
+        x = x + y / scales.depth
     head = weights["tok_embeddings.weight" if model.tie_embeddings else "output.weight"]
-    return rms_norm(x, weights["norm.weight"], model.norm_eps) @ head.T
+    return rms_norm(x, weights["norm.weight"], model.norm_eps) @ head.T / scales.width
 
 
 def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -211,8 +218,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Model) -> Tensor:
-    """Compute softmax attention head by head; a group of query heads shares one key/value head."""
+def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Model, sharpness: float) -> Tensor:
+    """Compute softmax attention head by head; a group of query heads shares one key/value head. `sharpness` multiplies
+    the products of queries and keys.
+    """
     width = model.head_width
     outputs = []
     for head in range(model.n_heads):
@@ -226,7 +235,7 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
                 rms_norm(one, block[f"attention.{name}_norm.weight"], model.norm_eps)
                 for name, one in (("q", q), ("k", k))
             )
-        scores = _rotate(q, positions, model) @ _rotate(k, positions, model).transpose(1, 2) / math.sqrt(width)
+        scores = _rotate(q, positions, model) @ _rotate(k, positions, model).transpose(1, 2) * sharpness
         outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ v)
     return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
 
@@ -278,7 +287,9 @@ def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
     return model.sequence_balance * (f * shares.mean(1)).sum(-1)
 
 
-def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Sparse) -> Tensor:
+def latent_attention(
+    block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Sparse, sharpness: float
+) -> Tensor:
     """Compute multi-head latent attention head by head; all heads share the rotated part of the key. DeepSeek-V3's
     epsilon for latents is always 1e-6.
     """
@@ -289,7 +300,7 @@ def latent_attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor,
     source, matrix = x, "wq"
     if model.q_lora_rank:
         source, matrix = rms_norm(x @ block["attention.wq_a.weight"].T, block["attention.q_norm.weight"], 1e-6), "wq_b"
-    sharpness = (1 + 0.1 * model.yarn.temperature * math.log(model.yarn.factor)) ** 2 / math.sqrt(width)
+    sharpness *= (1 + 0.1 * model.yarn.temperature * math.log(model.yarn.factor)) ** 2
     outputs = []
     for head in range(model.n_heads):
         q = source @ block[f"attention.{matrix}.weight"][head * width : (head + 1) * width].T

@@ -28,6 +28,7 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.config.fault import counted
 from titan_hydra.data.batch import Batch
 from titan_hydra.job.batches import local_batches, microbatches
+from titan_hydra.job.parametrization import rules_of
 from titan_hydra.job.ranks import DEGREES
 from titan_hydra.models.init import init_weights, local_box
 from titan_hydra.parallel import lora
@@ -228,7 +229,7 @@ def exact(job: Job, case: Case) -> Trace:
         model = models.build(job.model, job.data.seq_len)
     lora.apply(model, Mesh(job.parallelism, None, None, None, None), job)
     model.to_empty(device="cpu")
-    init_weights(model, job.model, job.seed)
+    init_weights(model, job.model, job.seed, rules_of(job.model, job.parametrization))
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loader = data.build(job, 0, 1)
     found = train_in_float64(

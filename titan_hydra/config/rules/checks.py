@@ -24,7 +24,20 @@ from titan_hydra.job.pipeline import splits_backward
 from titan_hydra.job.ranks import DEGREES, data_parallel, has_ring, rotation, world_size
 from titan_hydra.job.recomputation import mode_of
 
-from . import adapter, checkpoint, cluster, compile, data, experts, memory, objective, pipeline, precision, replicas
+from . import (
+    adapter,
+    checkpoint,
+    cluster,
+    compile,
+    data,
+    experts,
+    memory,
+    objective,
+    parametrization,
+    pipeline,
+    precision,
+    replicas,
+)
 
 Rule = Callable[[Job], Iterator[Fault]]
 KEYS: list[Rule] = [values_are_what_the_schema_takes]
@@ -333,6 +346,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
 
 
 RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES + experts.RECIPE + compile.RECIPE)
+RECIPE.extend(parametrization.RULES)
 
 
 @rule(RECIPE)

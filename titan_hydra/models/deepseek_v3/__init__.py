@@ -1,6 +1,6 @@
 """DeepSeek-V3 (arXiv 2412.19437)."""
 
-from titan_hydra.config.family import Family, register
+from titan_hydra.config.family import Family, decoder_role, register
 
 from .config import DeepSeekV3Config, flops, linears, parameters
 
@@ -14,5 +14,6 @@ register(
         parameters=parameters,
         flops=flops,
         linears=linears,
+        role=decoder_role,
     )
 )

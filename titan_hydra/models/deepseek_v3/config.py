@@ -30,6 +30,7 @@ class Yarn:
 
 @dataclass
 class DeepSeekV3Config(SparseModel):
+    widths: ClassVar[tuple[str, ...]] = (*SparseModel.widths, "q_lora_rank", "kv_lora_rank")
     float32_router: ClassVar[bool] = True
     q_lora_rank: int = key(
         0, "width of the latent from which queries are computed; 0: computed from the residual stream", NATURAL

@@ -36,6 +36,8 @@ class LatentAttention(nn.Module):
     of the key.
     """
 
+    query_scale = 1.0  # multiplies the queries (models/init.py)
+
     def __init__(self, config: DeepSeekV3Config):
         super().__init__()
         self.config = config
@@ -65,7 +67,7 @@ class LatentAttention(nn.Module):
         k, v = kv.split((config.qk_nope_head_dim, config.v_head_dim), -1)
         shared = rotate(split_pairs(self.shared_key(shared).unsqueeze(2)), rotary).expand(-1, -1, q.shape[2], -1)
         plain, turned = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
-        q = torch.cat((plain, rotate(split_pairs(turned), rotary)), -1) * temperature(config.yarn)
+        q = torch.cat((plain, rotate(split_pairs(turned), rotary)), -1) * (temperature(config.yarn) * self.query_scale)
         k = torch.cat((k, shared), -1)
         h = self.sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents)
         return self.wo(h.transpose(1, 2).reshape(batch, seq, -1))

@@ -1,6 +1,6 @@
 """Llama 3 (arXiv 2407.21783)."""
 
-from titan_hydra.config.family import Family, decoder_parameters, register
+from titan_hydra.config.family import Family, decoder_parameters, decoder_role, register
 
 from .config import Llama3Config
 
@@ -12,5 +12,6 @@ register(
         sharding="titan_hydra.models.llama3.sharding:plan",
         hf="titan_hydra.models.llama3.hf:HF",
         parameters=decoder_parameters,
+        role=decoder_role,
     )
 )

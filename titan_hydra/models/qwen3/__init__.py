@@ -1,6 +1,6 @@
 """Qwen3, the dense models (arXiv 2505.09388)."""
 
-from titan_hydra.config.family import Family, register
+from titan_hydra.config.family import Family, decoder_role, register
 
 from .config import Qwen3Config, parameters
 
@@ -12,5 +12,6 @@ register(
         sharding="titan_hydra.models.qwen3.sharding:plan",
         hf="titan_hydra.models.qwen3.hf:HF",
         parameters=parameters,
+        role=decoder_role,
     )
 )

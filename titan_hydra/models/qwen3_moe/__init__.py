@@ -1,6 +1,6 @@
 """Qwen3, the models with experts (arXiv 2505.09388)."""
 
-from titan_hydra.config.family import Family, register
+from titan_hydra.config.family import Family, decoder_role, register
 
 from .config import Qwen3MoeConfig, flops, linears, parameters
 
@@ -14,5 +14,6 @@ register(
         parameters=parameters,
         flops=flops,
         linears=linears,
+        role=decoder_role,
     )
 )

@@ -2,7 +2,7 @@
 
 from titan_hydra.config.registry import OBJECTIVES, resolve
 
-from . import experts, formats, layers, learning, losses, reductions
+from . import experts, formats, layers, learning, losses, parametrization, reductions
 from .mutant import Mutant
 
 SUBJECTS: dict[str, list[Mutant]] = {
@@ -12,6 +12,7 @@ SUBJECTS: dict[str, list[Mutant]] = {
     "layers, adapters": layers.MUTANTS,
     "number formats": formats.MUTANTS,
     "learning, resume": learning.MUTANTS,
+    "width and depth": parametrization.MUTANTS,
 }
 
 
