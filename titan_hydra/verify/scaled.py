@@ -54,7 +54,7 @@ SCALED: list[Case] = [
     case("mup, qwen3, fsdp 4, pp 2, zbv", 4, "parallelism=fsdp_pp", "pp_schedule=zbv", "data.local_batch=8", base=(*QWEN, *MUP)),
     *(case(f"mup, {family}, fsdp 2, ep 2", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8", base=(*base, *MUP),
            slow=family == "qwen3_moe") for family, base in SPARSE),
-    case("mup, fsdp 2, muon", 2, "parallelism=fsdp", "data.local_batch=8", **MUON | {"base": (*MUP, *MUON["base"])}),
+    case("mup, fsdp 2, muon", 2, "parallelism=fsdp", "data.local_batch=8", **MUON | {"base": (*MUP, "optimizer=muon")}),
     case("mup, fsdp 2, resumed", 2, "parallelism=fsdp", "data.local_batch=4", resumed=True, base=MUP),
     *(case(f"mup, bf16, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}", slow=layout != "fsdp",
            **BF16 | {"base": (*MUP, "precision=bf16")}) for layout, batch in (("fsdp", 8), ("tp", 16), ("pp", 16))),

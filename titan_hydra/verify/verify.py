@@ -1,7 +1,6 @@
 """Verify that a layout learns what one process learns: the same losses, gradient norms, gradients and weights.
 
-The cases are in matrix.py, one line each. All cases with the same number of ranks share one set of gloo processes. They
-use the same `build` and step as a training run.
+matrix.py has a line for each case. Cases of one number of ranks share gloo processes, and train as a run does.
 """
 
 import contextlib
