@@ -382,13 +382,13 @@ LINES = {
     "checkpoint": 1692,  # 1,400
     "train": 1773,  # 1,550
     "fault_tolerance": 1159,  # 600
-    "verify": 5124,  # 2,000
+    "verify": 5123,  # 2,000
     "launch": 5316,  # 1,950
     "report": 2861,  # 2,050
     "commands": 4822,  # 2,300
     "recipes": 4485,  # 3,100
     "scaling": 1139,  # part 16
-    "search": 1259,  # part 16
+    "search": 1261,  # part 16
     "plan": 2574,  # 1,800
 }
 

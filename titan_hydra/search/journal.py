@@ -63,10 +63,12 @@ class Journal:
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.file = layout.JOURNAL.of(folder)
         # a lock file of Optuna's own would outlive a killed driver, and block the next one for half a minute
-        self.storage = JournalStorage(JournalFileBackend(str(self.file), lock_obj=Unlocked()))
+        lock: Any = Unlocked()
+        self.storage = JournalStorage(JournalFileBackend(str(self.file), lock_obj=lock))
         names = [study.study_name for study in self.storage.get_all_studies()]
         if not names:
-            optuna.create_study(storage=self.storage, study_name="search", directions=list(directions))
+            wanted = [optuna.study.StudyDirection[direction.upper()] for direction in directions]
+            optuna.create_study(storage=self.storage, study_name="search", directions=wanted)
         self.study: Study = optuna.load_study(storage=self.storage, study_name="search")
         self.id = self.storage.get_study_id_from_name("search")
 

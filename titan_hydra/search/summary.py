@@ -204,7 +204,7 @@ def summary_of(folder: Path) -> Summary:
     trials = journal.trials()
     directions = ["minimize" if direction.name == "MINIMIZE" else "maximize" for direction in journal.study.directions]
     runs = folder.parents[1]
-    return Summary(runs, directions, trials, journal.confirmed, _importance(journal, trials, directions))
+    return Summary(runs, directions, trials, journal.confirmed, _importance(journal, trials))
 
 
 def section_of(folder: Path) -> Section:
@@ -220,7 +220,7 @@ def printed(summary: Summary) -> list[str]:
     return [*table(titles, rows, [title for title in titles if title != "state"], ("state",)), "", *summary.notes()]
 
 
-def _importance(journal: Journal, trials: list[SearchTrial], directions: list[str]) -> dict[str, float]:
+def _importance(journal: Journal, trials: list[SearchTrial]) -> dict[str, float]:
     """Return the share of each key in the variance of the objective among the better half of the trials; {} if too few
     are known. If trials have several lengths, the length that most of them have reached is used.
     """
@@ -229,7 +229,7 @@ def _importance(journal: Journal, trials: list[SearchTrial], directions: list[st
 
     lengths = [steps for trial in trials for steps in trial.values]
     length = max(sorted(set(lengths)), key=lengths.count, default=None)
-    memory = optuna.create_study(direction=directions[0])
+    memory = optuna.create_study(direction=journal.study.directions[0])
     for trial, frozen in zip(trials, journal.study.get_trials(deepcopy=False), strict=True):
         value = trial.objectives[0] if trial.objectives and length is None else trial.values.get(length)
         if value is not None:
