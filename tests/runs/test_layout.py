@@ -19,6 +19,7 @@ OTHERS = {
     "checkpoint/folder.py",
     "checkpoint/initial.py",
     "recipes/flux/encoders.py",
+    "verify/export.py",
 }
 
 
@@ -30,6 +31,8 @@ def test_the_map_has_every_file():
         layout.SWEEPS,
         layout.SWEEP,
         layout.RATES,
+        layout.JOURNAL,
+        layout.DRIVER,
         layout.CODE,
         *CERTIFICATE,
     } == set(ENTRIES)
