@@ -260,7 +260,7 @@ def test_a_resumed_run_has_the_scales_of_one_that_was_not_interrupted(on_ranks, 
     job = job_of(*TENSORWISE, "gpus=4", f"parallelism={layout}", "data.local_batch=8", "steps=4")
 
     def task(rank):
-        whole, resumed = (trace(job, torch.device("cpu"), resumed=resumed) for resumed in (False, True))
+        whole, resumed = (trace(job, torch.device("cpu"), then=then) for then in (None, job))
         assert resumed.losses == whole.losses and resumed.norms == whole.norms
 
     on_ranks(4, task)
