@@ -147,12 +147,12 @@ class Metrics:
 
     def own_times(self, step: int) -> list[float]:
         """Return a number for each rank, which the ranks sum to know all ranks' own times: this rank's time, and 0 for
-        the others. Return [] if the step gets no row, or if there is one rank.
+        the others. If the step gets no row, all are 0: the collective has the same size in every step, which the
+        analysis of a hang compares (runs/hang.py). Return [] if there is one rank.
         """
-        if self.run.world_size == 1 or not self.due(step):
-            return []
-        times = [0.0] * self.run.world_size
-        times[self.run.rank] = self.clock.own.per_step()
+        times = [0.0] * self.run.world_size if self.run.world_size > 1 else []
+        if times and self.due(step):
+            times[self.run.rank] = self.clock.own.per_step()
         return times
 
     def step(
