@@ -17,6 +17,7 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -147,7 +148,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/search-benchmark"))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "search-benchmark"))
     args = parser.parse_args()
     import optuna  # noqa: F401
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.launch.attach import Interrupts
-from titan_hydra.launch.show import waiting
+from titan_hydra.launch.show import submitted, waiting
 from titan_hydra.runs import rundir
 from titan_hydra.runs.queue import Owner
 from titan_hydra.runs.records import alive
@@ -28,6 +29,24 @@ def being_submitted(owner: Owner) -> bool:
     if owner["host"] == socket.gethostname():
         return alive(owner) and "ended" not in owner
     return "ended" not in owner and time.time() - owner["started"] < SILENCE
+
+
+def submit_and_follow(
+    cells: list[Cell],
+    folder: Path | None,
+    submit: Callable[[list[tuple[Cell, State]], list[State], Interrupts], int],
+) -> int:
+    """Submit every cell that is to be started, and print how to follow the cells. With launch.wait, follow them here.
+    `submit` gets the cells to start and the states of all cells, and returns an exit status. Return the command's.
+    """
+    interrupts, wait = Interrupts(), cells[0].job.launch.wait
+    states = rundir.states([cell.directory for cell in cells])
+    start = [(cell, state) for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
+    with interrupts.counted():
+        status = submit(start, states, interrupts) if start else Exit.DONE
+        states = follow(cells, interrupts) if wait else rundir.states([cell.directory for cell in cells])
+    submitted(cells, states, folder)
+    return status_after(states, status, interrupts, wait)
 
 
 def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:

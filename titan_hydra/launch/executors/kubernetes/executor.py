@@ -64,9 +64,10 @@ class Kubernetes(Executor):
 
     def submit(self, cells: list[Cell], folder: Path | None) -> int:
         """Submit every cell that is to be started. With launch.wait, follow the cells until they have ended."""
+        from ..queued import submit_and_follow
         from . import submit
 
-        return submit.submit_and_follow(cells, folder)
+        return submit_and_follow(cells, folder, lambda start, _, interrupts: submit.submit_cells(start, interrupts))
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
         """Submit one cell of a search, without a table."""

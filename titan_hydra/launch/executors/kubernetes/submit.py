@@ -19,9 +19,8 @@ from titan_hydra.base.errors import Exit
 from titan_hydra.config import Fault
 from titan_hydra.config.files import write_text
 from titan_hydra.config.user_code import sources
-from titan_hydra.launch import show, snapshot
+from titan_hydra.launch import snapshot
 from titan_hydra.launch.attach import Interrupts
-from titan_hydra.launch.executors.queued import follow, status_after
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.rundir import State
@@ -67,20 +66,6 @@ def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
             namespace_of(one.cluster).call("create", "--dry-run=server", "--filename=-", text=one.text)
         except KubectlError as error:
             yield Fault("cluster.namespace", one.cluster.namespace, str(error))
-
-
-def submit_and_follow(cells: list[Cell], folder: Path | None) -> int:
-    """Submit every cell that is to be started, and print how to follow the cells. With launch.wait, follow them here.
-    Return the exit status.
-    """
-    interrupts, wait = Interrupts(), cells[0].job.launch.wait
-    states = rundir.states([cell.directory for cell in cells])
-    start = [(cell, state) for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
-    with interrupts.counted():
-        status = submit_cells(start, interrupts) if start else Exit.DONE
-        states = follow(cells, interrupts) if wait else rundir.states([cell.directory for cell in cells])
-    show.submitted(cells, states, folder)
-    return status_after(states, status, interrupts, wait)
 
 
 def submit_cells(start: list[tuple[Cell, State]], interrupts: Interrupts) -> int:

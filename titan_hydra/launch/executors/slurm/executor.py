@@ -62,9 +62,10 @@ class Slurm(Executor):
 
     def submit(self, cells: list[Cell], folder: Path | None) -> int:
         """Submit every cell that is to be started. With launch.wait, follow the cells until they have ended."""
+        from ..queued import submit_and_follow
         from . import submit
 
-        return submit.run(cells, folder)
+        return submit_and_follow(cells, folder, lambda start, *others: submit.submit_line(start, folder, *others))
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
         """Submit a cell as a job of its own."""

@@ -25,9 +25,8 @@ from titan_hydra.base.errors import Exit
 from titan_hydra.config.fault import counted
 from titan_hydra.config.user_code import sources
 from titan_hydra.job.ranks import processes
-from titan_hydra.launch import show, snapshot
+from titan_hydra.launch import snapshot
 from titan_hydra.launch.attach import Interrupts
-from titan_hydra.launch.executors.queued import follow, status_after
 from titan_hydra.launch.layouts import nodes_of, write_layouts
 from titan_hydra.runs import layout, manifest, rundir
 from titan_hydra.runs.run import homes_of
@@ -191,20 +190,15 @@ def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
         yield array, batch_of(array, folder, attempts, "NAME-TIME", layout.CODE.of(runs) / "HASH").text
 
 
-def run(cells: list[Cell], folder: Path | None) -> int:
-    """Submit every cell that is to be started, and print how to follow the cells. With launch.wait, follow them here.
-    Return the exit status.
+def submit_line(
+    start: list[tuple[Cell, State]], folder: Path | None, states: list[State], interrupts: Interrupts
+) -> int:
+    """Submit those cells of a command line that are to be started; `states` are those of all its cells. Return the exit
+    status.
     """
-    interrupts, wait = Interrupts(), cells[0].job.launch.wait
-    states = rundir.states([cell.directory for cell in cells])
-    start = [(cell, state) for cell, state in zip(cells, states, strict=True) if cell.wants(state)]
-    with interrupts.counted():
-        if start and cells[0].job.launch.packed:
-            start = with_repeated_baseline(start, folder)
-        status = submit(start, folder, interrupts, ArrayOrder(states)) if start else Exit.DONE
-        states = follow(cells, interrupts) if wait else rundir.states([cell.directory for cell in cells])
-    show.submitted(cells, states, folder)
-    return status_after(states, status, interrupts, wait)
+    if start[0][0].job.launch.packed:
+        start = with_repeated_baseline(start, folder)
+    return submit(start, folder, interrupts, ArrayOrder(states))
 
 
 def baseline_of(cells: list[Cell]) -> Cell | None:
