@@ -11,10 +11,8 @@ from . import layout
 
 NEWEST, FEWEST = 20, 6  # newest rows that a status looks at, and rows below which no rank is named
 MOST = 0.75  # fraction of the rows in which a rank must be slow
-SLOW, TIMES = (
-    0.1,
-    2.0,
-)  # a rank is slow if it needs a tenth more than the median, and twice as much more as any other rank
+# a rank is slow if it needs a tenth more than the median, and twice as much more as any other rank
+SLOW, TIMES = 0.1, 2.0
 
 FIELDS = ("slowest_rank", "slowest_over_median", "others_over_median")  # of a row, which docs/metrics.md defines
 

@@ -40,10 +40,9 @@ class MeasuredLadder:
 def read_ladder(selection: Selection, count: str = "all") -> MeasuredLadder:
     """Read the runs of a sweep that are done. Raises ConfigError if it mixes recipes, or has no such run."""
     cells = [cell for cell in gather(selection) if not cell.repeat]
-    usable, notes = [], []
-    for why, left in _left_out(cells).items():
-        notes.append(f"left out: {len(left)} of {len(cells)} runs, {why} ({_few(left)})")
-    gone = {name for note in _left_out(cells).values() for name in note}
+    left_out = _left_out(cells)
+    notes = [f"left out: {len(left)} of {len(cells)} runs, {why} ({_few(left)})" for why, left in left_out.items()]
+    gone = {name for left in left_out.values() for name in left}
     usable = [cell for cell in cells if cell.name not in gone]
     if not usable:
         raise ConfigError("; ".join([f"{selection.name}: no run has a held-out loss", *notes]))

@@ -55,7 +55,7 @@ class Summary:
         found = [entry["value"] for name, entry in self.confirmed.items() if name.split()[0] == str(trial.number)]
         return [*trial.objectives[:1], *(value for value in found if value is not None)] if found else []
 
-    @property
+    @cached_property
     def winner(self) -> SearchTrial | None:
         """The trial with the best mean among those that were run with several seeds; if there are none, the best trial.
         None with two objectives, or before a trial is complete.
@@ -66,14 +66,15 @@ class Summary:
         again = [trial for trial in self.best if self.seeds(trial)]
         return min(again or self.best[:1], key=lambda trial: sign * fmean(self.seeds(trial) or trial.objectives))
 
-    def directories(self, trial: SearchTrial) -> list[Path]:
-        """Return the run directories of a trial's lengths."""
-        return [self.runs / run for _, run in sorted(trial.runs.items())]
-
     @cached_property
+    def hours(self) -> dict[int, float]:
+        """The GPU-hours of each trial, by number, without its runs with other seeds."""
+        return {one.number: sum(device_hours(self.runs / run) for run in one.runs.values()) for one in self.trials}
+
+    @property
     def spent(self) -> float:
-        """The GPU-hours of all trials, without the runs with other seeds."""
-        return sum(device_hours(run) for trial in self.trials for run in self.directories(trial))
+        """The GPU-hours of all trials."""
+        return sum(self.hours.values())
 
     @property
     def confirming(self) -> float:
@@ -113,7 +114,7 @@ class Summary:
                     ],
                     "objectives": trial.objectives,
                     "seeds": self.seeds(trial),
-                    "gpu_hours": sum(device_hours(run) for run in self.directories(trial)),
+                    "gpu_hours": self.hours[trial.number],
                 }
                 for trial in self.trials
             ],
@@ -157,8 +158,7 @@ class Summary:
                 else trial.objectives or [None] * len(names)
             )
             shown = ["" if value is None else f"{value:,.4f}" if value < 1000 else f"{value:,.0f}" for value in numbers]
-            hours = sum(device_hours(run) for run in self.directories(trial))
-            word = self.word(trial) + (f": {trial.reason}" if trial.reason else "")
+            hours, word = self.hours[trial.number], self.word(trial) + (f": {trial.reason}" if trial.reason else "")
             values = [one.partition("=")[2] for one in trial.overrides]
             rows.append([str(trial.number), *values, *shown, _spread(self.seeds(trial)), word, f"{hours:.4f}"])
         return titles, rows

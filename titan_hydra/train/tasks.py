@@ -86,7 +86,7 @@ def score_requests(trainer: Trainer, requests: Sequence[Request]) -> list[tuple[
     order = sorted(range(len(requests)), key=lambda number: -requests[number].length)
     totals = torch.zeros(len(requests), 2, dtype=torch.float64, device=trainer.device)
     trainer.model.eval()
-    trainer.masters.cast()
+    trainer.prepare_weights()
     for begin in range(0, len(order), mesh.data_ranks * size):
         length = row_length(job, requests[order[begin]].length)
         own = order[begin : begin + mesh.data_ranks * size][first : first + size]

@@ -85,7 +85,7 @@ def activations(trainer: Trainer, batch: Batch) -> Activations:
                 else module.register_forward_hook(_outputs(found.setdefault(kind, [])))
             )
             hooks.callback(handle.remove)
-        trainer.masters.cast()
+        trainer.prepare_weights()
         trainer.step.forward(batch)
     return found
 
