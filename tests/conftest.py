@@ -68,6 +68,7 @@ LONG = (
     "config/test_cells.py::test_a_cell_is_what_hydra_composes",
     "config/test_fuzz.py",
     "config/test_registries.py",
+    "equivalence/test_cases.py",
     "equivalence/test_fake.py",
     "equivalence/test_random.py",
     "fault_tolerance/test_per_step.py",

@@ -15,10 +15,10 @@ LAYOUTS = (
 QUICK = ("dpo, fsdp 2", "policy, fsdp 2", "policy, cp 2")
 
 
-def of(name: str, source: str, seq_len: int) -> list[Case]:
+def of(name: str, source: str, seq_len: int, layouts: tuple = LAYOUTS) -> list[Case]:
     """Return the cases of an objective on a file of the package: against one process, and against float64."""
     base = (f"data={source}", f"data.path={ASSETS / source}.jsonl", f"data.seq_len={seq_len}", "model.vocab_size=4096")
-    layouts = [
+    against_one_process = [
         case(
             f"{name}, {layout}",
             ranks,
@@ -28,13 +28,14 @@ def of(name: str, source: str, seq_len: int) -> list[Case]:
             gradients=2e-5,
             slow=f"{name}, {layout}" not in QUICK,
         )
-        for layout, ranks, batch, *overrides in LAYOUTS
+        for layout, ranks, batch, *overrides in layouts
     ]
     return [
-        *layouts,
+        *against_one_process,
         case(f"{name}, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | {"base": base}),
     ]
 
 
-# samples with two pairs: their numbers differ
-OF_PAIRS, OF_ROLLOUTS = of("dpo", "preference", 128), of("policy", "rollouts", 32)
+# The objective of pairs needs whole documents: no context parallelism. Samples with two pairs: their numbers differ.
+OF_PAIRS = of("dpo", "preference", 128, tuple(layout for layout in LAYOUTS if layout[0] != "cp 2"))
+OF_ROLLOUTS = of("policy", "rollouts", 32)
