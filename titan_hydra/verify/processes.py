@@ -28,6 +28,11 @@ PRELOADED = [
 ]
 
 
+# How ranks are started. Not Python's default, which any library may set: a fork of a process that has had process groups
+# inherits their names, and its ranks then exchange values with the wrong ranks. mutants/server.py sets a faster one.
+START_METHOD = "forkserver"
+
+
 class Raised(RuntimeError):
     """A rank has raised an exception, whose traceback is the message."""
 
@@ -46,8 +51,7 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
     """Start a world of `ranks` gloo ranks for each list of jobs, all at once. Each rank runs `function(device, folder,
     jobs)`. Raises Crashed if a signal ended a rank, else Raised with the traceback of the first rank that failed.
     """
-    # mutants/server.py, which has no threads, chooses a faster start method than forkserver
-    context: Any = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or "forkserver")
+    context: Any = multiprocessing.get_context(START_METHOD)
     context.set_forkserver_preload(PRELOADED)
     stores = [tempfile.mktemp(dir=folder) for _ in worlds]
     processes = [

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -67,10 +66,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def _write(out: Path, request: dict[str, Any]) -> None:
     """Run the cases of a request, and write their outcomes or the exception."""
     try:
-        multiprocessing.set_start_method("fork")  # this process has no threads, and has imported what its ranks need
+        from titan_hydra.verify import processes
         from titan_hydra.verify.matrix import whole_matrix
         from titan_hydra.verify.verify import verify
 
+        processes.START_METHOD = "fork"  # this process has no threads, and has imported what its ranks need
         cases = {case.name: case for case in whole_matrix()}
         outcomes = verify([cases[name] for name in request["cases"]], request["steps"], bands_of_failed=False)
         found = {
