@@ -29,6 +29,8 @@ def draw_coordinates(result: dict[str, Any], file: Path) -> Path:
                 _line(axes, result["rates"], losses, number, f"{result['what']} {one['size']}, best {one['best']:.3g}")
                 axes.axvline(one["best"], color=LIGHT[line_style(number)[0]], linewidth=0.8, alpha=0.6)
             axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+            axes.set_xticks(result["rates"], [f"{rate:g}" for rate in result["rates"]])
+            axes.minorticks_off()
         axes.set_title(f"{result['model']}, {result['parametrization']}", loc="left")
         axes.grid(axis="y")
         below(drawn, f"titan coordcheck, {result['optimizer']}, {result['steps']} steps, seeds {result['seeds']}")
