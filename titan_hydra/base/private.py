@@ -32,7 +32,7 @@ SCHEDULES, RING = (
     "torch.distributed.pipelining.schedules",
     "torch.distributed.tensor.experimental._context_parallel._attention",
 )
-MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or several, for releases that differ
+MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: its `module:member`, several if the releases differ
     # Hydra: the parser of its command line; two steps of composing, which are done once for all cells.
     "get_args_parser": "hydra._internal.utils:get_args_parser",
     "ConfigLoaderImpl": "hydra._internal.config_loader_impl:ConfigLoaderImpl",
@@ -49,7 +49,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "foreach_norm": "torch:_foreach_norm",
     "foreach_div": "torch:_foreach_div_",
     "foreach_add": "torch:_foreach_add_",
-    # Compilation: the exception that a graph break raises if a whole graph is required.
+    # Compilation: the exception that is raised if a whole graph is required and the graph breaks.
     "GraphBreak": "torch._dynamo.exc:Unsupported",
     # Pipelines: schedules from a user's csv file, their actions, and an order without backwards for validation.
     "Action": f"{SCHEDULES}:_Action",
@@ -84,7 +84,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
-    # The matrix: the module through which DTensors sum, to note in which dtype.
+    # The matrix of layouts: the module whose function sums DTensors over ranks, to record the dtype of each sum.
     "functional_collectives": "torch.distributed._functional_collectives",
     # SimpleFSDP: a tensor-parallel weight sharded once more on the same dimension has no public placement.
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
@@ -155,12 +155,12 @@ def threaded_groups(meet: Callable[[Any, Any, int, Any], None]) -> Iterator[None
             meet(self.collective, self.group, rank, data)
             return threaded.ret_work(data)
 
-    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11, whose world cannot be destroyed without this list
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 cannot destroy the world without this list
         threaded.ThreadLocalWorld.comms = []  # type: ignore[assignment]
     with (
         mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", Handle),
         mock.patch.object(threaded.ProcessLocalGroup, "_end_coll", lambda *_: None),
-        # the barrier would wait while this thread has the only turn to run
+        # the barrier would wait for other threads, but only this thread may run now
         mock.patch.object(threaded, "_store_based_barrier", lambda *_: None),
     ):
         threaded._install_threaded_pg()
@@ -226,7 +226,7 @@ def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
 def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
     """Make FSDP2 leave a module's gradients in `dtype`. By default it uses the weights' dtype at the first forward."""
     state = module._get_fsdp_state()
-    # A list in torch 2.13, a single group in torch 2.11.
+    # FSDP2's groups of parameters: a list in torch 2.13, a single group in torch 2.11.
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
         if group is None:
             continue
@@ -260,7 +260,7 @@ def forget_forward(stage: Any, microbatch: int) -> None:
 
 
 def holds_sent(stage: Any) -> bool:
-    """Whether torch's pipeline stage keeps an output that it has sent until the next step. torch 2.15 releases it."""
+    """Whether torch's pipeline stage keeps each output until the next step, after sending it. torch 2.15 releases it."""
     return hasattr(stage, "fwd_cache")
 
 
@@ -322,7 +322,7 @@ def without_wrapper(local: Tensor) -> Tensor | None:
 
 
 def keep_staged(stager: DefaultStager) -> None:
-    """Let a checkpoint's stager copy into the same memory at every save. torch 2.11 would free it and pin new memory."""
+    """Let a checkpoint's stager copy into the same memory at every save. torch 2.11 would pin new memory each time."""
     stager._state_dict_stager.close = lambda: None
 
 

@@ -49,7 +49,8 @@ from .schema import (
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 
-# Sections that select a part, such as an optimizer, and hold its keys. Each with its selecting key and all its parts.
+# Sections that select a part, such as an optimizer, and hold the part's keys. For each section: the key that selects
+# the part, and all parts.
 PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Model: ("family", FAMILIES),
     Data: ("name", DATA_SOURCES),
@@ -63,7 +64,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Precision: ("converter", FORMATS),
     Adapter: ("name", ADAPTERS),
     Parametrization: ("name", PARAMETRIZATIONS),
-    Metrics: ("trackers", TRACKERS),  # selects several parts, each with a section of its own inside
+    Metrics: ("trackers", TRACKERS),  # selects several parts; each has its own section inside this one
     Cluster: ("executor", EXECUTORS),
     Search: ("name", SEARCHES),
 }
@@ -85,7 +86,7 @@ def from_dict(cls: Any, data: dict[str, Any]) -> Any:
     if cls is Job:
         require_user_modules(data["train"]["imports"])
     if cls is Validation and data["name"] == "off":
-        return cls()  # an option of `data` may have set validation.steps, which is not used
+        return cls()  # an option of `data` may have set validation.steps, which has no effect here
     cls = typed(cls, data)
     values = dict(data)
     for spec in dataclasses.fields(cls):
@@ -116,7 +117,7 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
 
 
 def picked_anew(values: Any, picked: str | list[str]) -> Any:
-    """Return a section that selects another part (or several). Keys that both parts have keep their values."""
+    """Return a copy of a section that selects other parts. Keys that the old and new parts share keep their values."""
     section = next(section for section in PICKED if isinstance(values, section))
     pick = PICKED[section][0]
     cls = typed(section, {pick: picked})
@@ -257,8 +258,8 @@ def known_keys() -> dict[str, dataclasses.Field[Any]]:
 
 
 def changes_of(key: str) -> tuple[str, Changes]:
-    """Return what changes with the value of a dotted key, after the name of the field that states it: the section, if
-    it states this for all its keys, else the key itself. A key below a name that the user chose
+    """Return (name of a field, what changes with the value of a dotted key). The field is the one that states
+    `changes`: the key itself, or its section, if only the section states it. A key below a name that the user chose
     (data.mixture.web.weight) counts as the key above the name. A key outside the hash changes the technique, unless it
     states something else. A key that is in no schema changes the same as its section.
     """
@@ -316,7 +317,7 @@ def owners(key: str) -> list[str]:
 
 
 def _parts_with(section: Any, name: str) -> list[str]:
-    """Return the names of the parts with which a section has this key."""
+    """Return the names of the parts that give a section this key when they are selected."""
     parts = PICKED[section][1]
     if section is Metrics:
         return [name] if name in parts and parts[name].config else []
@@ -437,7 +438,7 @@ def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, An
     if section is None:
         return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))
     pick, readers = PICKED[section][0], _parts_with(section, name)
-    if readers and section is not Model:  # families share many keys, also under other names
+    if readers and section is not Model:  # not for families, which share many keys, some of them under other names
         return Fault(
             prefix + name,
             value,

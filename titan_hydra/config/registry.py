@@ -56,8 +56,8 @@ class ObjectiveKind:
     # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
     split_logits: bool = False
     cases: Reference | None = None  # the list of titan_hydra.verify.case.Case for `titan verify`
-    # (weights, tensors of a batch, Job, routed) -> (summed loss, number of elements), in float64 and apart from the code
-    # that trains, for cases against float64 (verify/reference.py); None: cross-entropy of the next token
+    # (weights, tensors of a batch, Job, routed) -> (summed loss, number of elements), in float64 and without the code
+    # that trains, for `titan verify` (verify/reference.py); None: cross-entropy of the next token
     exact: Reference | None = None
     # the list of titan_hydra.verify.mutants.mutant.Mutant for `titan verify --mutants`
     mutants: Reference | None = None
@@ -70,7 +70,7 @@ class OptimizerKind:
     """An optimizer: `build(model, Optimizer, Mesh)` returns a list of torch optimizers with peak rates.
     `moments(Optimizer)` is the number of states per parameter, for the estimate of memory. `splits_masters` is whether
     it updates parameters with a `lower_half` (optimizer.masters=split). `like_adam` is whether the size of an update
-    depends on the learning rate alone, as AdamW's and Muon's; parametrization=mup has factors for such optimizers.
+    depends only on the learning rate, as with AdamW and Muon; parametrization=mup has factors for such optimizers.
     """
 
     name: str
@@ -84,8 +84,8 @@ class OptimizerKind:
 
 @dataclass(frozen=True)
 class LrScheduleKind:
-    """A learning rate over time: `factor(step, steps, LrSchedule)` is the rate after the warm-up, relative to the peak
-    rate; `step` counts from 1.
+    """A learning rate over time: `factor(step, steps, LrSchedule)` is the learning rate at a step after the warm-up,
+    relative to the peak rate; `step` counts from 1.
     """
 
     name: str
@@ -141,8 +141,8 @@ class ActivationCheckpointKind:
     contexts: Reference | None = None
     matmuls: int = 1
     budget: Callable[[Any], float] | None = None
-    # whether `titan plan` tries this mode and faults suggest it; modes are registered in the order of their
-    # recomputation, the least first
+    # whether `titan plan` tries this mode and faults suggest it; modes are registered from the least recomputation to
+    # the most
     searched: bool = True
 
 
@@ -162,7 +162,7 @@ class AdapterKind:
 @dataclass(frozen=True)
 class ParametrizationKind:
     """How initial values, learning rates and scales follow from a model's width and depth: `parametrization.name`.
-    `rules(Model, Parametrization)` returns a titan_hydra.job.parametrization.Rules; None: nothing follows from them.
+    `rules(Model, Parametrization)` returns a titan_hydra.job.parametrization.Rules; None: the standard parametrization.
     """
 
     name: str
@@ -179,9 +179,9 @@ class RotationKind:
     name: str
     attention: Reference
     config: Any = None  # a dataclass that extends schema.Parallelism: the rotation's own keys
-    # whether this is torch's ring, which replaces the kernel: ranks exchange keys and values, and keep their queries
+    # whether ranks exchange keys and values, and keep their queries, in torch's ring, which replaces the kernel
     ring: bool = False
-    gathers: bool = False  # whether this is a ring in which each rank gathers all keys and values at once
+    gathers: bool = False  # whether the rotation is a ring in which each rank gathers all keys and values at once
     # whether a rank computes some of the heads on whole sequences, so that the ranks must divide the heads evenly
     splits_heads: bool = False
 
@@ -227,7 +227,7 @@ class Format:
     convert: Reference
     step: int = 1  # dimensions of matmuls must be multiples of this
     bytes: int = 1  # bytes of an element
-    rounding: float = 4e-3  # fraction of the loss by which rounding alone may change a mean loss
+    rounding: float = 4e-3  # fraction of a mean loss by which the format's rounding may change this loss
     config: Any = None  # a dataclass that extends schema.Precision: the format's own keys
     # Four functions of (Precision): whether the weights' gradients are computed in the compute dtype; whether a tensor
     # has one scale; whether FSDP gathers weights in the format; whether opaque kernels compute several modules at once.
@@ -238,7 +238,7 @@ class Format:
     faults: Reference | None = None  # (Job) -> further faults: what the format cannot be combined with
     tensor_parallel: bool = True  # whether the converted linears can be split over ranks
     linears: Reference | None = None  # (Job) -> the styles with which tensor parallelism splits converted linears
-    before_forward: Reference | None = None  # (model), called before the forwards of a step or of a validation
+    before_forward: Reference | None = None  # (model) -> None; called before the forwards of a step or of a validation
     plain: Reference | None = None  # (weight) -> the plain weight for a checkpoint, in the same memory
 
 

@@ -112,7 +112,7 @@ def named(composed: list[Composed]) -> list[Composed]:
 
 
 def differing(overrides: list[list[str]]) -> list[list[str]]:
-    """Return for each cell its overrides without those that all cells share."""
+    """Return for each cell its overrides, without the overrides that all cells share."""
     common = set.intersection(*map(set, overrides)) if overrides else set()
     return [[override for override in cell if override not in common] for cell in overrides]
 

@@ -1,8 +1,8 @@
 """The lengths at which trials are compared, and which trial goes on to the next length.
 
 A run can be continued at any time. So a trial that does not go on to the next length waits, and goes on later if it is
-then among the best of its length (asynchronous successive halving, Li et al. 2020, algorithm 2, with its promotions of
-waiting trials). Every decision follows from the journal alone.
+then among the best of its length. This is asynchronous successive halving (Li et al. 2020, algorithm 2), in which
+waiting trials can be promoted. Every decision follows only from the journal.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from titan_hydra.launch.longer import same_rates
 
 from .journal import SearchTrial
 
-KEPT = 0.5  # fraction of the steps after the warm-up that a run of the next length must be able to use
+KEPT = 0.5  # minimum fraction of a run's steps after the warm-up that the run of the next length must be able to use
 
 
 @dataclass(frozen=True)
 class Rungs:
-    """The lengths of a trial in steps, the last of which is that of the whole run."""
+    """The lengths of a trial in steps; the last one is the length of the whole run."""
 
     steps: tuple[int, ...]
     factor: int = 2
@@ -56,9 +56,9 @@ class Rungs:
         return None
 
     def finalist(self, trials: Sequence[SearchTrial], busy: Container[int], count: int) -> SearchTrial | None:
-        """Return a waiting trial that goes on although it is not among the best 1/factor, or None: once no further
-        trial starts, the best `count` trials are trained to the last step. Values at different lengths are not
-        compared: a trial with a greater length counts as better.
+        """Return a waiting trial that goes on although it is not among the best 1/factor; None if there is none. Once
+        no further trial starts, the best `count` trials are trained to the last step. Values at different lengths are
+        not compared: a trial with a greater length counts as better.
         """
         best = sorted((one for one in trials if one.values and not one.reason), key=self.rank)[:count]
         free = [one for one in best if one.open and one.number not in busy]
@@ -115,9 +115,9 @@ def halving_faults(job: Job, search: OptunaSearch, rungs: Rungs) -> Iterator[Fau
 
 
 def not_the_longer_run(job: Job, rungs: Rungs) -> str | None:
-    """Return why a run of one length cannot be continued to the next length and learn the same as a run that had this
-    length from the start; None if it can, because both have the same learning rates until shortly before the end of the
-    shorter one.
+    """Return why a run of one length cannot be continued to the next length; None if it can. A continued run must learn
+    the same as a run that had the greater length from the start. So the runs of both lengths must have the same
+    learning rates until late in the shorter run.
     """
     warm = job.lr_scheduler.warmup_steps
     for short, long in zip(rungs.steps, rungs.steps[1:], strict=False):

@@ -96,19 +96,17 @@ def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
         )
 
 
-# --- keys that mean something beyond their range ----------------------------------------------------------------------
+# --- keys with conditions beyond their range --------------------------------------------------------------------------
 
 VALUES.extend(data.VALUES)
 
 
 @rule(VALUES)
 def secrets_stay_out(job: Job) -> Iterator[Fault]:
-    """The configuration holds no secret, as every run directory and report shows it. Ranks get secrets from the
-    launcher's environment, which they inherit.
+    """The configuration holds no secret, because every run directory and report shows the configuration. Ranks get
+    secrets from the launcher's environment, which they inherit.
     """
-    for key, what in redact.found(
-        to_dict(job), dict(os.environ)
-    ):  # the environment is copied once here, as each text is compared with it
+    for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy of the environment, made once for all texts
         yield Fault(
             key,
             "...",
@@ -316,8 +314,8 @@ def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
-    """Zero-bubble schedules split the backward in two. If parameters are resharded after the forward, torch then
-    computes wrong gradients without an error.
+    """Zero-bubble schedules split the backward in two. With a split backward, and with parameters that are resharded
+    after the forward, torch computes wrong gradients without an error.
     """
     if job.parallelism.pp == 1 or not splits_backward(job):
         return

@@ -54,8 +54,8 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
 
 
 def elastic_jobs_can_change_their_nodes(job: Job) -> Iterator[Fault]:
-    """A run changes its layout by a restart, for which the executor must be able to give it other nodes. Replica groups
-    handle a lost node in another way: the remaining groups go on without a restart.
+    """An elastic run changes its layout by a restart, so the executor must be able to restart it on another number of
+    nodes. Replica groups handle a lost node in another way: the remaining groups go on without a restart.
     """
     if not job.elastic:
         return

@@ -1,7 +1,7 @@
 """The least memory that a job takes, computed from its configuration alone, and the rule that refuses what cannot fit.
 
-The memory is a lower bound. It counts parameters, gradients and the optimizer's moments; of the activations only each
-block's input and the logits; and on the host one batch.
+The memory is a lower bound. It counts the parameters, the gradients and the optimizer's moments. Of the activations, it
+counts only each block's input and the logits. On the host, it counts one batch.
 """
 
 import os
