@@ -31,7 +31,7 @@ def find(path: str) -> Path:
 
 def complete_at(place: Path) -> Path | None:
     """Return `place` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest step.
-    None if there is no step.
+    None if the folder holds no step.
     """
     return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)
 

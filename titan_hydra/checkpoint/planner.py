@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from titan_hydra.base.private import set_element
 from titan_hydra.kernels.split_masters import halve_into, join
 
-# parts of a state to save; a checkpoint never contains the second, as halves are joined
+# parts of a state to save; a checkpoint never contains LOWER, as the halves are joined when they are written
 MODEL, LOWER = "model", "lower_halves"
 
 

@@ -18,7 +18,7 @@ from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout
 
 from .planner import LoadPlanner
 
-# DCP prints this warning even if a single process is intended
+# DCP prints this warning even if a single process is used on purpose
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 CLASSES = {

@@ -106,7 +106,7 @@ class Stream:
 
     def load(self, state: dict[str, int]) -> None:
         self.state = START | state
-        self.begun: list[Document] = []  # documents of which the next sample has tokens
+        self.begun: list[Document] = []  # documents that were taken and whose tokens are not used up
         self.coming = self._documents(**{key: value for key, value in self.state.items() if key != "token"})
 
     def sample(self) -> np.ndarray:

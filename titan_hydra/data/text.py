@@ -47,7 +47,7 @@ class Hub:
         subset = data.subset or (C4["subset"] if data.name == "c4" else None)
         try:
             self.dataset = datasets.load_dataset(path, subset, split=split, streaming=True)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # OSError: offline, not found
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # OSError: offline, or not found
             raise ConfigError(
                 f"{key}.path={path} subset={subset} split={split}: {str(error).splitlines()[0]}"
             ) from error

@@ -171,7 +171,7 @@ class Loop:
             votes, times = self.checkpointer.votes(), self.metrics.own_times(step)
             agreement = trainer.agree(share, trainer.measure(), [len(self.loader.news()), *votes, *times])
             if not groups.commits(agreement):
-                # the weights must be copied first, as the next quorum may replace them
+                # the pending save must copy the weights first, as the next quorum may replace them
                 self.checkpointer.wait_for_staging()
                 trainer.drop_gradients()
                 continue
@@ -220,8 +220,8 @@ class Loop:
         return loss
 
     def save(self, step: int, votes: list[float], held_out: float, stop: bool, missed: bool) -> None:
-        """Save if a checkpoint is due or the run is to stop; if it is to stop, raise Stopped. `missed`: the stop came
-        before a meeting of the groups that was due.
+        """Save if a checkpoint is due or the run is to stop; if it is to stop, raise Stopped. `missed` is whether the
+        stop came before an exchange between replica groups that was due.
         """
         if stop or missed:
             refuse_stale(self.watch.run)
