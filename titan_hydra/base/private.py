@@ -79,8 +79,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: its `module:member`,
     "expand_to_full_mesh_op_strategy": "torch.distributed.tensor._ops.utils:expand_to_full_mesh_op_strategy",
     "register_op_strategy": "torch.distributed.tensor._ops.utils:register_op_strategy",
     # Ulysses: an all-to-all that has a gradient and that a compiler can trace. Experts: an all-to-all without gradient.
-    # Activation checkpointing can save its result; saving the result of the one with a gradient would leak memory
-    # (TorchTitan #1467).
+    # Activation checkpointing can save the result of the second one; saving the result of the first one would leak
+    # memory (TorchTitan #1467).
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
@@ -266,7 +266,7 @@ def holds_sent(stage: Any) -> bool:
 
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let the compiler call a function once, while it traces, and treat the result as a constant. The public function,
-    torch.compiler.assume_constant_result, would import the compiler, which takes a second of each start.
+    torch.compiler.assume_constant_result, would import the compiler, which would add a second to each start.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -297,7 +297,7 @@ def join_collectives(size: int) -> None:
     import torch._inductor.config as inductor
 
     inductor.bucket_all_gathers_fx = inductor.bucket_reduce_scatters_fx = "all" if size else "none"
-    # Not a lambda: the compiler's cache on disk pickles its options.
+    # This is not a lambda, because the compiler's cache on disk pickles its options.
     inductor.bucket_all_gathers_fx_bucket_size_determinator = partial(_same, size)
     inductor.bucket_reduce_scatters_fx_bucket_size_determinator = partial(_same, size)
     inductor.reorder_for_compute_comm_overlap = bool(size)
@@ -310,7 +310,7 @@ def _same(size: int, index: int) -> int:
 
 
 def scales_gradients(optimizer: Optimizer) -> bool:
-    """Whether an optimizer divides gradients by `grad_scale` in its own pass, as torch's fused ones do for
+    """Whether an optimizer divides gradients by `grad_scale` in its own pass, as torch's fused optimizers do for
     GradScaler.
     """
     return getattr(optimizer, "_step_supports_amp_scaling", False)

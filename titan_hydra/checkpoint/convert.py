@@ -206,7 +206,7 @@ def check_scales(source: Path, rules: Rules) -> None:
 
 
 def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Merged:
-    """Return a reader of a checkpoint's weights, as they are in the standard parametrization. If the checkpoint holds
+    """Return a reader of a checkpoint's weights, converted to the standard parametrization. If the checkpoint holds
     adapters, the reader merges them into the weights of initial_load_path.
     """
     _, adapter = find_section("adapter", checkpoint, config_file)

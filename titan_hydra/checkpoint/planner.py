@@ -57,7 +57,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads into the tensors of a content. Other values (learning rates, flags) are unpickled without running code."""
+    """Reads into the tensors of a state dict. Other values (learning rates, flags) are unpickled without running code."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         """Receive the content into whose tensors DCP reads."""
@@ -84,6 +84,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def without_lower(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a content without lower halves, and its lower halves by the flat names of their upper halves."""
+    """Return a state dict without lower halves, and the lower halves by the flat names of their upper halves."""
     lower = {f"{MODEL}.{name}": half for name, half in content.get(LOWER, {}).items()}
     return {part: value for part, value in content.items() if part != LOWER}, lower

@@ -55,8 +55,8 @@ def kernels(asked: str, call: Call) -> list[str]:
 
 
 def kernel_fault(asked: str, *calls: Call) -> Fault | None:
-    """Return a fault of model.attention if its value (`asked`) allows no kernel that may compute at least one of the
-    calls. If a kernel is named, the fault gives the reason why this kernel may not compute the last call.
+    """Return a fault if no kernel that model.attention (`asked`) allows may compute any of the calls. If a kernel is
+    named, the fault gives the reason why this kernel may not compute the last call.
     """
     legal = [kernel for kernel in KERNELS if any(refusal(kernel, call) is None for call in calls)]
     if legal if asked == "auto" else asked in legal:
@@ -111,7 +111,7 @@ def _of_cudnn(call: Call) -> str | None:
         return f"reads memory that is not its own before CUDA 12.9, and this torch has {has} (pytorch #169849)"
     if max(widths) > 128 and machine.capability[0] not in (9, 10):  # pytorch #172621
         return f"takes no heads of {call.width} on a GPU of capability {machine.capability[0]}.{machine.capability[1]}"
-    if not call.causal and call.keys % 128 == 64 and machine.cudnn < 92600:  # repaired by cuDNN 9.26, pytorch #196861
+    if not call.causal and call.keys % 128 == 64 and machine.cudnn < 92600:  # fixed in cuDNN 9.26, pytorch #196861
         return f"may compute gradients that are not finite for {call.keys} keys (pytorch #196678)"
     return None
 

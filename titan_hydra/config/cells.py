@@ -189,7 +189,7 @@ class Cells:
     """
 
     loader: ConfigLoader
-    collect: Callable[..., Any]  # (configuration, overrides), and a Question if a search draws the cells
+    collect: Callable[..., Any]  # takes a configuration, its overrides and, if a search draws the cells, a Question
     config: DictConfig  # the configuration before overrides, with Hydra's own section
 
     def sweep(self, arguments: list[str]) -> None:
@@ -224,7 +224,7 @@ class Cells:
             self.collect(compose(overrides), overrides)
 
     def _is_search(self, overrides: list[Override]) -> bool:
-        """Whether a search draws the cells: the last choice of the group `search` counts, or that of conf/config.yaml."""
+        """Whether a search draws the cells. The last choice of the group `search` counts, else that of conf/config.yaml."""
         chosen = [override.value() for override in overrides if override.key_or_group in ("search", "search.name")]
         return str([self.config.search.name, *chosen][-1]) not in ("off", "False")
 

@@ -80,8 +80,8 @@ def from_dict(cls: Any, data: dict[str, Any]) -> Any:
     """Build a dataclass from what `to_dict` returned. For a job, the user's modules are imported first; a section gets the
     keys of the part that it selects.
 
-    Raises KeyError for a missing section and TypeError for an unknown key: config.json is written by this program, not
-    by hand. Raises ConfigError if a module cannot be imported or the family is not registered.
+    Raises KeyError for a missing section and TypeError for an unknown key. Neither is explained, as this program itself
+    writes config.json. Raises ConfigError if a module cannot be imported or the family is not registered.
     """
     if cls is Job:
         require_user_modules(data["train"]["imports"])
@@ -310,7 +310,7 @@ def _typings(section: Any) -> list[Any]:
 
 
 def owners(key: str) -> list[str]:
-    """Return the names of the parts that have a key of their own; none if the section has the key with every part."""
+    """Return the names of the parts that have this key; none if the section has the key with every part."""
     group, _, name = key.partition(".")
     section, name = picking().get(group), name.partition(".")[0]
     return [] if section is None or name in _hints(section) else _parts_with(section, name)
@@ -353,7 +353,7 @@ def _kind(key: str, sections: Sections) -> tuple[Any, Any, str]:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
-    """Yield every key of a job or of a section that holds a value: dotted name, field, value, and its own section."""
+    """Yield every key of a job or of a section that holds a value: dotted name, field, value, and innermost section."""
     for spec in dataclasses.fields(node):
         key, value = prefix + spec.name, getattr(node, spec.name)
         if dataclasses.is_dataclass(value):

@@ -127,7 +127,7 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
     else:
         values = []
     if override.package is not None or (own and kind_of(key) is None and holder_of(key)[0] in PICKED):
-        return None  # later `read` checks the keys of the selected part
+        return None  # `read` checks the keys of the selected part later
     if any((folder / key).is_dir() for folder in folders):
         if override.is_delete():
             return (
@@ -151,7 +151,7 @@ def _unreadable(text: str, error: BaseException) -> str:
         said = shown(str(error).splitlines()[0], 80)
         if "interval(" in value:
             return f"an interval has two bounds that are numbers, as interval(1e-4,1e-1) ({said})"
-        if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # only if the value is a text
+        if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # the value is a text
             return f"cannot be parsed ({said}); as a text it is typed {quoted([f'{key}={as_value(value)}'])}"
         return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({said})"
     return "has too many digits"

@@ -2,8 +2,8 @@
 with `register`.
 
 A record holds everything that the checks and the trainer know about a part. A function in it may be given as
-"module:name". This module is imported only on the ranks, so that neither the record nor the module that registers it
-needs torch.
+"module:name". The named module is imported only on the ranks, so that neither the record nor the module that registers
+it needs torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DataSourceKind:
         str, ...
     ] = ()  # suffixes of the files in `path` and `validation_path`; () if the source reads no files
     gives: tuple[str, ...] = ("tokens",)  # the arrays of a sample, by name
-    encodes: bool = False  # whether the job's tokenizer encodes the source's text, as it encodes all documents
+    encodes: bool = False  # whether the job's tokenizer encodes text of the source, although `documents` is false
     # (key, Source, Job) -> the faults of the source's files; runs on the launcher and imports no torch
     faults: Reference | None = None
     warnings: Reference | None = None  # like `faults`, but for files that are legal and probably a mistake
@@ -67,10 +67,11 @@ class ObjectiveKind:
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """An optimizer: `build(model, Optimizer, Mesh)` returns a list of torch optimizers with peak rates.
+    """An optimizer: `build(model, Optimizer, Mesh)` returns torch optimizers that have the peak learning rates.
     `moments(Optimizer)` is the number of states per parameter, for the estimate of memory. `splits_masters` is whether
-    it updates parameters with a `lower_half` (optimizer.masters=split). `like_adam` is whether the size of an update
-    depends only on the learning rate, as with AdamW and Muon; parametrization=mup has factors for such optimizers.
+    the optimizer updates parameters with a `lower_half` (optimizer.masters=split). `like_adam` is whether the size of
+    an update depends only on the learning rate, as with AdamW and Muon; parametrization=mup has factors for such
+    optimizers.
     """
 
     name: str
@@ -96,7 +97,7 @@ class LrScheduleKind:
 @dataclass(frozen=True)
 class TrackerKind:
     """A copy of the metrics: `open(Job, Run, resumed_at)` returns a titan_hydra.observe.trackers.Tracker, on rank 0.
-    Its own keys are in a section with its name, metrics.NAME.
+    The tracker's own keys are in the section metrics.NAME.
     """
 
     name: str
@@ -149,8 +150,8 @@ class ActivationCheckpointKind:
 @dataclass(frozen=True)
 class AdapterKind:
     """What is trained beside a frozen model: `adapter.name`. `adapt(linear, Job)` changes a linear of a block in place.
-    `parameters(Adapter, inputs, outputs)` is the number of parameters that it adds to a linear, for predictions. Without
-    `adapt`, the model itself is trained.
+    `parameters(Adapter, inputs, outputs)` is the number of parameters that an adapter adds to a linear, for
+    predictions. Without `adapt`, the model itself is trained.
     """
 
     name: str
@@ -179,7 +180,7 @@ class RotationKind:
     name: str
     attention: Reference
     config: Any = None  # a dataclass that extends schema.Parallelism: the rotation's own keys
-    # whether ranks exchange keys and values, and keep their queries, in torch's ring, which replaces the kernel
+    # whether torch's ring replaces the kernel, so that ranks exchange keys and values, and keep their queries
     ring: bool = False
     gathers: bool = False  # whether the rotation is a ring in which each rank gathers all keys and values at once
     # whether a rank computes some of the heads on whole sequences, so that the ranks must divide the heads evenly
@@ -220,7 +221,7 @@ class SearchKind:
 class Format:
     """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a
     meta-device model in place, and returns lines for the log. `titan_hydra.parallel.formats` calls the other functions,
-    which are optional; a linear is treated as plain where one is missing.
+    which are optional; where a function is missing, a linear is treated as plain.
     """
 
     name: str

@@ -162,7 +162,7 @@ def _warn_once(line: str) -> None:
 
 
 def _split(overrides: list[str]) -> tuple[list[str], list[str]]:
-    """Return the override that chooses the sweep file, and the other typed overrides without the choice of one cell."""
+    """Return the override that chooses the sweep file, and the other typed overrides except sweep.cell."""
     file = [override for override in overrides if override.lstrip("+").startswith("sweeps=")]
     return file, [
         override

@@ -52,7 +52,7 @@ class Located:
 class Tokenizer:
     """The functions and special ids of a tokenizer of any library."""
 
-    encode: Callable[[str], list[int]]  # encodes a text without special tokens; their names in the text are plain text
+    encode: Callable[[str], list[int]]  # encodes a text; names of special tokens in the text count as plain text
     decode: Callable[[list[int]], str]
     vocab_size: int
     bos_id: int | None  # begin-of-text; None if documents have none
@@ -125,8 +125,8 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
 
 
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token (bytes). Raises ConfigError if the ranks are not 0, 1, 2, ...: the ids of special
-    tokens follow the last rank.
+    """Return the rank of each token (bytes). Raises ConfigError if the ranks are not 0, 1, 2, ..., because the ids of
+    special tokens follow the last rank.
     """
     try:
         lines = [line.split() for line in content.splitlines() if line]
@@ -186,7 +186,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         size_of_hf(spec),
-        bos_id=None if bos == eos else bos,  # GPT-2's one token for both stands only once between documents
+        bos_id=None if bos == eos else bos,  # GPT-2 has one token for both; it stands once between documents
         eos_id=eos,
         sha256=hashlib.sha256(content).hexdigest(),
         locate=locate,

@@ -95,8 +95,8 @@ class MaximalUpdateRules(Rules):
         return role(name)
 
     def _spectral(self, experts: int) -> float:
-        """Return the factor of Muon's learning rate for a router, which maps the width to `experts` numbers. Its update
-        should have the spectral norm sqrt(outputs / inputs) (arXiv 2310.17813); if this is below 1, Muon's norm is 1.
+        """Return the factor of Muon's learning rate for a router, which maps the width to `experts` numbers. The
+        spectral norm of its update should be sqrt(outputs / inputs) (arXiv 2310.17813); Muon's is 1 if this is below 1.
         """
         return math.sqrt(min(1.0, experts / self.model.dim) / min(1.0, experts / self.base.dim))
 

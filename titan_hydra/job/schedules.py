@@ -215,8 +215,8 @@ def play(
     seconds: Callable[[Action], float] = lambda action: TIME[action[1]],
     travel: float = 0.0,
 ) -> list[list[tuple[float, Action]]]:
-    """Simulate a schedule. Return when each action starts, if each rank runs its actions in order, each as soon as its
-    inputs exist.
+    """Simulate a schedule. Return when each action starts. A rank runs its actions in order, and each action starts as
+    soon as its inputs exist.
 
     `seconds` returns the duration of an action; `travel` is the time in which an action's output is sent to the next
     stage. If an action waits for ever, its rank has no entries from that action on.

@@ -39,7 +39,7 @@ class Interval90:
 
 
 def interval_of(value: float, drawn: np.ndarray) -> Interval90:
-    """Return the interval in which LEVEL of the drawn numbers are, with as many below as above it."""
+    """Return the interval that contains the fraction LEVEL of the drawn numbers, with as many below as above it."""
     import numpy as np
 
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -48,8 +48,8 @@ def interval_of(value: float, drawn: np.ndarray) -> Interval90:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A fit with the laws of its bootstrap (one `Law` of arrays), and for each law NOISES random factors by which the
-    noise of a single run changes its loss.
+    """A fit with the laws of its bootstrap (one `Law` of arrays), and for each law NOISES random factors by which noise
+    changes the loss of a single run.
     """
 
     fit: LawFit
@@ -129,7 +129,7 @@ class LeftOut:
 
 
 def leave_out(ladder: Ladder, left: int, kept: Any, draws: int, seed: int) -> LeftOut:
-    """Predict the cell `left` from the cells in the mask `kept`. Its noise is that of a mean over its seeds."""
+    """Predict the cell `left` from the cells in the mask `kept`. The cell's noise is that of a mean over seeds."""
     import numpy as np
 
     drawn = draw_laws(fit_law(ladder.only(kept)), draws, seed)

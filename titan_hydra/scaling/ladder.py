@@ -119,7 +119,7 @@ def sweep_file(name: str, overrides: Sequence[str], cells: dict[str, list[str]],
 
 
 def brief(number: float) -> str:
-    """Return a number in three digits with K, M, B or T."""
+    """Return a number with three digits and K, M, B or T."""
     for unit, sign in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= 0.9995 * unit:
             return f"{number / unit:.3g}{sign}" if number < 999.5 * unit else f"{number / unit:.0f}{sign}"

@@ -20,7 +20,7 @@ PARAMETERS = 5  # of the law
 FEWEST = PARAMETERS + 1  # minimum number of cells for a fit
 # minimum number of different sizes, and of different numbers of tokens: A and alpha follow from two differences
 KINDS = 3
-APART = 1.2  # smallest ratio at which two numbers of tokens of one size count as different
+APART = 1.2  # smallest ratio of two numbers of tokens, for one size, that counts as a difference
 FIRST_DELTA = 1e-3  # Chinchilla's threshold, for the first fit, from which the noise is measured
 HUBER = 1.345  # threshold in standard deviations: 95 % as precise as least squares if the noise is normal
 LEAST_NOISE = 1e-6  # smallest threshold, for losses without noise
@@ -28,7 +28,7 @@ EXPONENTS = (0.02, 3.0)  # bounds of alpha and beta
 GRID = (0.1, 0.25, 0.5, 1.0)  # starts of alpha and of beta
 # width of the range in which the logarithm of a term, in the middle of the ladder, is searched
 SPREAD = 8.0
-MOST_STEPS = 100  # of one search, as a number that the runs do not determine drifts to its bound in ever smaller steps
+MOST_STEPS = 100  # of one search: a number that the runs do not determine drifts to its bound in ever smaller steps
 STARTS = 3  # number of searches for a minimum; they start from the best points of the grid
 
 

@@ -52,7 +52,7 @@ class SearchTrial:
 
 
 class Journal:
-    """The study of a sweep's folder. Only a driver that holds `locked` may write."""
+    """The Optuna study in a sweep's folder. Only a driver that holds `locked` may write."""
 
     def __init__(self, folder: Path, directions: Sequence[str] = ("minimize",)) -> None:
         import optuna

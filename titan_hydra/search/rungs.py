@@ -42,9 +42,9 @@ class Rungs:
         return self.steps[self.reached(trial) + 1]
 
     def promoted(self, trials: Sequence[SearchTrial], busy: Container[int] = ()) -> SearchTrial | None:
-        """Return a waiting trial that goes on to the next length, or None. It is among the best 1/factor of all trials
-        of its bracket that have reached its present length; trials with a greater length come first. `busy` has the
-        numbers of trials that run.
+        """Return a waiting trial that goes on to the next length, or None. This trial is among the best 1/factor of all
+        trials of its bracket that have reached its present length; trials with a greater length come first. `busy` has
+        the numbers of trials that run.
         """
         for index in range(len(self.steps) - 2, -1, -1):
             for bracket in sorted(set(self.brackets)):

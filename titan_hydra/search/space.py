@@ -25,7 +25,7 @@ DIGITS = 5  # significant digits of a drawn number
 class Dimension:
     """The values of one key: a list of texts, or the numbers between two bounds."""
 
-    key: str  # as in the override, including a + before it
+    key: str  # as in the override, with a + if the override has one
     typed: str  # the override as it was typed
     values: tuple[str, ...] = ()  # empty for an interval
     low: float = 0

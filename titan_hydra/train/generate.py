@@ -31,8 +31,8 @@ def generate(
     seed: int,
     dtype: str,
 ) -> Iterator[str]:
-    """Yield the text that follows the tokens `beginning(checkpoint, tokenizer)`, in pieces of whole characters. It ends
-    before the first token in `ends(tokenizer)`, or after `max_tokens` tokens.
+    """Yield the text that follows the tokens `beginning(checkpoint, tokenizer)`, in pieces of whole characters. The
+    text ends before the first token in `ends(tokenizer)`, or after `max_tokens` tokens.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
@@ -49,7 +49,7 @@ def generate(
         if token in last:
             break
         new.append(token)
-        if not (longer := words.decode(new)).endswith("\ufffd"):  # stands for a character that lacks bytes
+        if not (longer := words.decode(new)).endswith("\ufffd"):  # U+FFFD: the last character lacks bytes
             yield longer[len(text) :]
             text = longer
     yield words.decode(new)[len(text) :]

@@ -201,8 +201,8 @@ class Loop:
             )
 
     def validate(self, step: int) -> float:
-        """If a validation is due, measure the held-out loss, always on the same samples, answer the tasks, and record
-        the numbers and the time that this took. Return the loss; infinity if no validation is due.
+        """If a validation is due, measure the held-out loss (always on the same samples), answer the tasks, and record
+        the numbers and the time taken. Return the loss; infinity if no validation is due.
         """
         config = self.job.validation
         every = config.interval or math.ceil(self.job.steps / 10)

@@ -1,5 +1,5 @@
-"""Muon on sharded matrices. Each rank orthogonalizes another whole matrix, so that two exchanges suffice for as many
-matrices as there are ranks.
+"""Muon on sharded matrices. Each rank orthogonalizes a different whole matrix, so that two exchanges suffice for as
+many matrices as there are ranks.
 
 torch's own Muon computes on DTensors: all ranks orthogonalize each matrix together, in about 15 collectives.
 """
@@ -115,8 +115,8 @@ class Muon(torch.optim.Muon):
 
 
 def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
-    """Return a rank's coordinate in the matrix's mesh. `rank` is the number in the group that contains all ranks of the
-    mesh, in row-major order.
+    """Return a rank's coordinate in the matrix's mesh. `rank` is its number in the group of all ranks of the mesh,
+    which has them in row-major order.
     """
     return [int(index) for index in np.unravel_index(rank, matrix.device_mesh.shape)]
 

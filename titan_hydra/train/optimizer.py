@@ -23,8 +23,8 @@ from .split_adamw import SplitAdamW
 def build_optimizers(
     model: nn.Module, config: Optimizer, mesh: Mesh, rules: Rules | None = None
 ) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a model's parameters, by the record of the optimizer that `optimizer.name` chooses.
-    `rules` are those of the job's parametrization; without `rules`, the parametrization is standard.
+    """Build the optimizers of a model's parameters, as the record of the chosen `optimizer.name` defines. `rules` are
+    those of the job's parametrization; without `rules`, the parametrization is standard.
     """
     optimizers = resolve(OPTIMIZERS[config.name].build)(model, config, mesh)
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -105,8 +105,8 @@ def score_requests(trainer: Trainer, requests: Sequence[Request]) -> list[tuple[
 
 
 def row_length(job: Job, longest: int) -> int:
-    """Return the length of a batch's rows: data.seq_len, halved while `longest` tokens fit. Pipeline stages and compiled
-    blocks have one length.
+    """Return the length of a batch's rows: data.seq_len, halved as long as `longest` tokens fit. Pipeline stages and
+    compiled blocks have one length.
     """
     length, degrees = job.data.seq_len, job.parallelism
     if degrees.pp > 1 or job.compile.name != "off":

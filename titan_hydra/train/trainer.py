@@ -62,7 +62,7 @@ class Trainer:
         mean loss.
 
         The loss is the sum over all elements that count, divided by their number in the whole global batch. The count
-        precedes the first microbatch, so that accumulation, uneven masks and replica groups give the right loss.
+        is made before the first microbatch, so that accumulation, uneven masks and replica groups give the right loss.
         """
         self.prepare_weights()
         count = onto(self.device, self.objective.count(batch.tensors))

@@ -29,7 +29,7 @@ def executor_takes_its_keys(job: Job) -> Iterator[Fault]:
 
 def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
     """Whole nodes are allocated: the ranks fit on one node, or are a multiple of a node's devices."""
-    if job.comm.name == "fake":  # one process, whatever the number of ranks
+    if job.comm.name == "fake":  # a job with comm=fake is a single process
         if not 0 <= job.comm.rank < job.gpus:
             yield Fault(
                 "comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1)
