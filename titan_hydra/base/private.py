@@ -291,8 +291,8 @@ def share_memory(group_name: Any) -> None:
 
 def join_collectives(size: int) -> None:
     """Let the compiler join a graph's all-gathers, and its reductions, into messages of up to `size` MiB, and start
-    each of them early if this does not increase peak memory. With 0, do neither. The passes are those that torch's
-    configuration recommends.
+    each of them early if this does not increase peak memory. If `size` is 0, do neither. The compiler's passes are
+    those that torch's configuration recommends.
     """
     import torch._inductor.config as inductor
 

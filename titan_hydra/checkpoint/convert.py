@@ -250,8 +250,8 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
 
 
 def config_files(checkpoint: Path) -> list[Path]:
-    """Return the paths at which a checkpoint's config.json may lie: in the checkpoint itself if `import_hf` wrote it,
-    one folder up if it is the export/ of a run, or two folders up if it is a step of a run.
+    """Return the paths at which a checkpoint's config.json may lie: in the checkpoint itself (from `import_hf`), one
+    folder up (for the export/ of a run), or two folders up (for a step).
     """
     return [layout.CONFIG.of(folder) for folder in (checkpoint, *checkpoint.absolute().parents[:2])]
 

@@ -106,7 +106,7 @@ def _of_cudnn(call: Call) -> str | None:
         return None
     if not machine.cuda:
         return "is not part of this torch, which is built for ROCm"
-    if machine.cuda < (12, 9):  # for older CUDA torch disables cuDNN by default, but uses it if the kernel is named
+    if machine.cuda < (12, 9):  # torch then disables cuDNN by default, but uses it if the kernel is named
         has = ".".join(map(str, machine.cuda))
         return f"reads memory that is not its own before CUDA 12.9, and this torch has {has} (pytorch #169849)"
     if max(widths) > 128 and machine.capability[0] not in (9, 10):  # pytorch #172621

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 MOST_CELLS = 10_000  # maximum number of cells that one command line may have
-PLAIN = (None, [])  # package and defaults list of a file of conf/ that declares neither
+PLAIN = (None, [])  # the package and the defaults list of a conf/ file that declares neither of them
 
 
 class Question(NamedTuple):

@@ -80,8 +80,8 @@ def from_dict(cls: Any, data: dict[str, Any]) -> Any:
     """Build a dataclass from what `to_dict` returned. For a job, the user's modules are imported first; a section gets the
     keys of the part that it selects.
 
-    Raises KeyError for a missing section and TypeError for an unknown key. Neither is explained, as this program itself
-    writes config.json. Raises ConfigError if a module cannot be imported or the family is not registered.
+    Raises KeyError for a missing section and TypeError for an unknown key. They get no message for users, as this
+    program writes config.json. Raises ConfigError if a module cannot be imported or the family is not registered.
     """
     if cls is Job:
         require_user_modules(data["train"]["imports"])
@@ -253,7 +253,7 @@ def _identity_part(node: Any) -> dict[str, Any]:
 
 
 def known_keys() -> dict[str, dataclasses.Field[Any]]:
-    """Return every dotted key, with those of all parts, and its field, in order. Do not change the cached result."""
+    """Return every dotted key and its field, in order; keys of all parts are included. Do not change the cached result."""
     return _keys(Job, "", _sections())
 
 
@@ -330,7 +330,7 @@ def kind_of(key: str) -> Any:
 
 
 def holder_of(key: str) -> tuple[Any, str]:
-    """Return the innermost dataclass that contains a dotted key, and the rest of the key within it."""
+    """Return the innermost dataclass that contains a dotted key, and the rest of the key after this dataclass."""
     return _kind(key, _sections())[1:]
 
 

@@ -133,7 +133,7 @@ class ActivationCheckpointKind:
     activation memory.
 
     Without `contexts`, a checkpointed block keeps only its input. `contexts(ActivationCheckpoint, sparse)` returns the
-    context_fn of torch's checkpoint, which keeps chosen results. Of every `matmuls` matmuls, it keeps one result.
+    context_fn of torch's checkpoint, which keeps chosen results. It keeps the result of one in every `matmuls` matmuls.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Expand a composed configuration into the cells of its sweep file, and name cells that have no name.
 
-A file of sweeps/ names its cells and lists for each cell the overrides by which it differs from the rest of the file:
+A file of sweeps/ names its cells, and lists the overrides by which each cell differs from the file's own values:
 
     # @package _global_
     # When to choose it.
@@ -14,7 +14,7 @@ A file of sweeps/ names its cells and lists for each cell the overrides by which
         fsdp: [parallelism=fsdp]
         fsdp_tp: [parallelism=fsdp_tp, parallelism.tp=4]
 
-A cell's overrides take precedence over the file, and the command line over both.
+A cell's overrides take precedence over the file's values, and the command line over both.
 """
 
 import functools

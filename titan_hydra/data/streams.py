@@ -29,7 +29,7 @@ class Documents(Protocol):
     units: int
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield row number and text of a unit's rows from `start` on, in ascending order. Each call yields the same."""
+        """Yield row number and text of a unit's rows from `start` on, ascending. Each call yields the same rows."""
 
 
 START = {"turn": 0, "row": 0, "place": 0, "token": 0}

@@ -22,7 +22,7 @@ class TextFiles:
     def __init__(self, key: str, path: str | None, text_key: str, slots: int):
         self.files = files.require(key, path, files.TEXT_SUFFIXES)
         self.text_key = text_key
-        # A .txt file is a single row, so slots that share it all read the whole file.
+        # A .txt file is a single row, so each slot that shares the file reads all of it.
         whole = all(files.kind(file) in (".txt", ".md") for file in self.files)
         self.every = 1 if whole else -(-slots // len(self.files))
         self.units = len(self.files) * self.every

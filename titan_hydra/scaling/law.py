@@ -21,7 +21,7 @@ FEWEST = PARAMETERS + 1  # minimum number of cells for a fit
 # minimum number of different sizes, and of different numbers of tokens: A and alpha follow from two differences
 KINDS = 3
 APART = 1.2  # smallest ratio of two numbers of tokens, for one size, that counts as a difference
-FIRST_DELTA = 1e-3  # Chinchilla's threshold, for the first fit, from which the noise is measured
+FIRST_DELTA = 1e-3  # Chinchilla's threshold; used in the first fit, whose residuals give the noise
 HUBER = 1.345  # threshold in standard deviations: 95 % as precise as least squares if the noise is normal
 LEAST_NOISE = 1e-6  # smallest threshold, for losses without noise
 EXPONENTS = (0.02, 3.0)  # bounds of alpha and beta

@@ -85,7 +85,7 @@ def rungs_of(job: Job, search: OptunaSearch) -> Rungs:
 
 
 def hyperband(lengths: int, factor: int) -> tuple[int, ...]:
-    """Return the indices of the first lengths of successive trials, so that all brackets use about the same compute (Li
+    """For successive trials, return the index of the first length, so that all brackets use about the same compute (Li
     et al. 2018, algorithm 1: bracket s has a share of factor^s / (s + 1) trials). The brackets are interleaved.
     """
     last = lengths - 1

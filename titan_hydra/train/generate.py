@@ -59,7 +59,7 @@ def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dt
     """Build the whole model of a checkpoint or export in `dtype`, on the GPU if there is one, in eval mode. This changes
     `config`, the model section of the checkpoint.
     """
-    config.attention = "auto"  # because this machine may not have the run's attention kernel
+    config.attention = "auto"  # chosen anew, because this machine may not have the run's attention kernel
     with torch.device("meta"):
         model = models.build(config, seq_len)
     for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """The rules that a cell must satisfy before it may reach a device: one small function each, with its reason.
 
-A rule examines a frozen job and yields a `Fault` for whatever violates it. `check` stops after the first group of rules
-with faults, because the rules of later groups rely on what the earlier ones have established.
+A rule examines a frozen job and yields a `Fault` for each violation. `check` stops after the first group of rules with
+faults, because the rules of later groups rely on what the earlier ones have established.
 """
 
 import os
@@ -431,8 +431,8 @@ PLACE += [cluster.ranks_fit_the_cluster, memory.ranks_fit_the_memory, *data.PLAC
 
 
 def warnings(job: Job) -> Iterator[Fault]:
-    """Yield what is legal but probably a mistake in a frozen job without faults. It is printed before the start, and
-    never refused.
+    """Yield a warning for what is legal but probably a mistake in a frozen job without faults. Warnings are printed
+    before the start.
     """
     if job.lr_scheduler.warmup_steps > job.steps:
         yield Fault(

@@ -98,7 +98,7 @@ def ends_of(documents: np.ndarray) -> np.ndarray:
 
     The kernels are launched for m documents. The host knows m without waiting for the device, and empty documents cost
     little. m is a power of two up to 16, and above that a multiple of 16. torch.compile compiles for the first m, and
-    then once for any m.
+    then once for all other m.
     """
     last = np.ones(documents.shape, bool)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
