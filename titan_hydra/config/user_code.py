@@ -120,7 +120,7 @@ def folders(modules: Iterable[str]) -> list[str]:
 
 
 def edited_sources(train: Train) -> Fault | None:
-    """Return a fault if the sources of a frozen job's modules have changed since it was frozen; None if they have not.
+    """Return a fault if the sources of a job's modules have changed since `freeze` recorded their digest; None if not.
 
     Runs of version 0.1 have no record of their sources.
     """

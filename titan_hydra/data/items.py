@@ -115,7 +115,7 @@ class TokenFiles(Numbered):
         return None
 
     def _files(self, path: str | None) -> list[Path]:
-        """Return the files of a path, and the files of which only the header exists."""
+        """Return the files of a path, including missing ones whose headers exist."""
         found = files.require(self.key, path, (".bin",))
         headers = expand(path if Path(path).expanduser().is_dir() else f"{path}.json")
         named = {header.with_suffix("") for header in headers if header.name.endswith(".bin.json")}

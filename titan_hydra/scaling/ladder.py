@@ -68,8 +68,8 @@ def model_near(base: Model, parameters: float) -> Model:
 
 
 def ladder_cells(job: Job, sizes: Sequence[float], multiples: Sequence[float]) -> dict[str, list[str]]:
-    """Return the cells of a ladder, by name, as overrides of a frozen job: one cell for each size and each ratio of
-    tokens to parameters (`multiples`). The warm-up takes the same fraction of the steps as in the job.
+    """Return the cells of a ladder, by name, as overrides of a job: one cell for each size and each ratio of tokens to
+    parameters (`multiples`). The warm-up takes the same fraction of the steps as in the job.
     """
     if job.validation.name == "off":
         raise ConfigError(str(Fault("validation", "off", "a ladder compares held-out losses", legal=("on",))))

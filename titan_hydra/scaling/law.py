@@ -28,7 +28,7 @@ EXPONENTS = (0.02, 3.0)  # bounds of alpha and beta
 GRID = (0.1, 0.25, 0.5, 1.0)  # starts of alpha and of beta
 # width of the range in which the logarithm of a term, in the middle of the ladder, is searched
 SPREAD = 8.0
-MOST_STEPS = 100  # of one search: a number that the runs do not determine drifts to its bound in ever smaller steps
+MOST_STEPS = 100  # limit of a search: an undetermined number would drift to its bound in ever smaller steps
 STARTS = 3  # number of searches for a minimum; they start from the best points of the grid
 
 

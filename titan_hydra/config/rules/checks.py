@@ -1,7 +1,7 @@
 """The rules that a cell must satisfy before it may reach a device: one small function each, with its reason.
 
-A rule examines a frozen job and yields a `Fault` for each violation. `check` stops after the first group of rules with
-faults, because the rules of later groups rely on what the earlier ones have established.
+A rule examines a job that `freeze` has filled in, and yields a `Fault` for each violation. `check` stops after the
+first group of rules with faults, because the rules of later groups rely on what the earlier ones have established.
 """
 
 import os
@@ -49,7 +49,9 @@ PLACE: list[Rule] = []  # the machine and its files
 
 
 def check(job: Job, groups: Sequence[list[Rule]] = (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE)) -> list[Fault]:
-    """Return the faults of a frozen job, from the first group of rules that finds any. A fault's code is its rule's name."""
+    """Return the faults that the first group of rules with faults finds in a filled-in job. A fault's code is its
+    rule's name.
+    """
     for group in groups:
         faults = [replace(fault, code=rule.__name__) for rule in group for fault in rule(job)]
         if faults:
@@ -431,8 +433,8 @@ PLACE += [cluster.ranks_fit_the_cluster, memory.ranks_fit_the_memory, *data.PLAC
 
 
 def warnings(job: Job) -> Iterator[Fault]:
-    """Yield a warning for what is legal but probably a mistake in a frozen job without faults. Warnings are printed
-    before the start.
+    """Yield a warning for what is legal but probably a mistake in a job without faults. Warnings are printed before the
+    start.
     """
     if job.lr_scheduler.warmup_steps > job.steps:
         yield Fault(
