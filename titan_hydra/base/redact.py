@@ -69,7 +69,7 @@ def _mixed(value: str) -> bool:
 
 def _without_values(lines: list[str]) -> Iterator[str]:
     """Yield lines of code without their literals, if they assign to a secret's name or continue such a line."""
-    sure, block = 0, False  # how surely the next line continues a secret; whether the secret goes on in it as a text
+    sure, block = 0, False  # how surely the next line continues a secret; whether it continues a text of several lines
     for line in lines:
         if block:
             yield f"{line[:1]}[redacted]"

@@ -150,7 +150,7 @@ class Family:
     model: Callable[..., Any] | str  # (config, seq_len) -> the whole module
     # (Parallelism, Norm, Linears) -> a Plan for tensor parallelism; None: tensor parallelism is refused
     sharding: Callable[..., Any] | str | None = None
-    # models.hf.HuggingFace: Hugging Face's names of weights, and its config.json; None: conversion is refused
+    # a models.hf.HuggingFace: Hugging Face's names of the weights, and its config.json; None: conversion is refused
     hf: Any = None
     # (config) -> names of modules in running order; "layers.3" is block 3
     modules: Callable[[Any], list[str]] = decoder_modules

@@ -161,7 +161,7 @@ READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
 TEXT_SUFFIXES = DATA_SOURCES["text_files"].suffixes
 
 
-UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a file raises; EOFError: a truncated .gz
+UNREADABLE = (OSError, EOFError, zlib.error)  # errors that reading a file can raise; EOFError: a truncated .gz
 
 
 def opened(file: Path) -> IO[bytes]:

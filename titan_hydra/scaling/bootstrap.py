@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LEVEL = 0.9  # of all intervals
 DRAWS = 200  # number of laws that are drawn for a fit
 NOISES = 20  # number of draws of a run's noise for each drawn law
-FARTHEST = 100.0  # as in arXiv 2412.04403, which predicts models from ladders with a hundredth of the models' compute
+FARTHEST = 100.0  # arXiv 2412.04403 predicts models from ladders with a hundredth of the models' compute
 
 
 @dataclass(frozen=True)

@@ -165,13 +165,13 @@ class Driver:
         return not busy and (self.close(trials) or self.confirm())
 
     def pending(self, trial: SearchTrial) -> int:
-        """Return the steps of the run that a trial needs now; 0 if it waits for its next length."""
+        """Return the steps of the run that a trial needs now; 0 if the trial waits for its next length."""
         if not trial.values and not trial.runs:
             return self.plan.rungs.steps[self.plan.rungs.first(trial)]
         return max((steps for steps in trial.runs if steps not in trial.values), default=0)
 
     def begin(self, trial: SearchTrial, steps: int, seed: int | None = None) -> bool:
-        """Start the run of a trial, or attach to it; a trial that is refused costs nothing. Returns True."""
+        """Start the run of a trial, or attach to it; a trial whose cell is refused costs nothing. Returns True."""
         cell, reason = self.plan.cell(trial, steps) if seed is None else self.plan.repeat(trial, seed)
         if cell is None:
             print(f"trial {trial.number}: refused: {reason}", flush=True)

@@ -123,7 +123,7 @@ class Journal:
         return None
 
     def note_run(self, trial: SearchTrial, steps: int, directory: str) -> None:
-        """Record the directory of a trial's run up to a length."""
+        """Record the run directory of a trial for one of its lengths."""
         self.storage.set_trial_user_attr(self._id(trial), f"run {steps}", directory)
 
     def report(self, trial: SearchTrial, steps: int, value: float) -> None:

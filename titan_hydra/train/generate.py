@@ -31,8 +31,8 @@ def generate(
     seed: int,
     dtype: str,
 ) -> Iterator[str]:
-    """Yield the text that follows the tokens `beginning(checkpoint, tokenizer)`, in pieces of whole characters. The
-    text ends before the first token in `ends(tokenizer)`, or after `max_tokens` tokens.
+    """Yield the text that follows the tokens from `beginning(checkpoint, tokenizer)`, in pieces of whole characters.
+    The text ends before the first token in `ends(tokenizer)`, or after `max_tokens` tokens.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))

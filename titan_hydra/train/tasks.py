@@ -1,5 +1,5 @@
-"""Score the requests of tasks with the model that is trained, on its own layout. Each request is a row of a batch, and
-each of its tokens counts once, whatever the layout.
+"""Score the requests of tasks with the model in training, on the layout of the run. Each request is a row of a batch,
+and each of its tokens counts once, whatever the layout.
 """
 
 from __future__ import annotations
