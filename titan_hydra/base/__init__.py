@@ -1,1 +1,1 @@
-"""Errors and exit statuses, files, text and secrets: what every room needs. Imports no torch."""
+"""Errors and exit statuses, files, text and secrets: what all other folders of the package need. Imports no torch."""

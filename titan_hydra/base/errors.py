@@ -98,7 +98,7 @@ def denied(error: PermissionError, key: str = "", folder: Path = Path()) -> str:
     for place in (path, *path.parents):
         try:
             found = place.stat()
-        except OSError:  # below the closed folder, or missing
+        except OSError:  # this path is missing, or is below a folder that the user may not open
             continue
         owner, group = _name(pwd.getpwuid, found.st_uid), _name(grp.getgrgid, found.st_gid)
         return f"{where}{path}: {error.strerror}: {place} belongs to {owner}:{group}, {stat.filemode(found.st_mode)}"

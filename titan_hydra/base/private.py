@@ -32,7 +32,7 @@ SCHEDULES, RING = (
     "torch.distributed.pipelining.schedules",
     "torch.distributed.tensor.experimental._context_parallel._attention",
 )
-MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or several, for releases that differ
+MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: its `module:member`, several if the releases differ
     # Hydra: the parser of its command line; two steps of composing, which are done once for all cells.
     "get_args_parser": "hydra._internal.utils:get_args_parser",
     "ConfigLoaderImpl": "hydra._internal.config_loader_impl:ConfigLoaderImpl",
@@ -49,7 +49,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "foreach_norm": "torch:_foreach_norm",
     "foreach_div": "torch:_foreach_div_",
     "foreach_add": "torch:_foreach_add_",
-    # Compilation: the exception that a graph break raises if a whole graph is required.
+    # Compilation: the exception that is raised if a whole graph is required and the graph breaks.
     "GraphBreak": "torch._dynamo.exc:Unsupported",
     # Pipelines: schedules from a user's csv file, their actions, and an order without backwards for validation.
     "Action": f"{SCHEDULES}:_Action",
@@ -79,12 +79,12 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: `module:member`, or 
     "expand_to_full_mesh_op_strategy": "torch.distributed.tensor._ops.utils:expand_to_full_mesh_op_strategy",
     "register_op_strategy": "torch.distributed.tensor._ops.utils:register_op_strategy",
     # Ulysses: an all-to-all that has a gradient and that a compiler can trace. Experts: an all-to-all without gradient.
-    # Activation checkpointing can save its result; saving the result of the one with a gradient would leak memory
-    # (TorchTitan #1467).
+    # Activation checkpointing can save the result of the second one; saving the result of the first one would leak
+    # memory (TorchTitan #1467).
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
-    # The matrix: the module through which DTensors sum, to note in which dtype.
+    # The matrix of layouts: the module whose function sums DTensors over ranks, to record the dtype of each sum.
     "functional_collectives": "torch.distributed._functional_collectives",
     # SimpleFSDP: a tensor-parallel weight sharded once more on the same dimension has no public placement.
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
@@ -155,12 +155,12 @@ def threaded_groups(meet: Callable[[Any, Any, int, Any], None]) -> Iterator[None
             meet(self.collective, self.group, rank, data)
             return threaded.ret_work(data)
 
-    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11, whose world cannot be destroyed without this list
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 cannot destroy the world without this list
         threaded.ThreadLocalWorld.comms = []  # type: ignore[assignment]
     with (
         mock.patch.object(threaded.ProcessLocalGroup, "_start_coll", Handle),
         mock.patch.object(threaded.ProcessLocalGroup, "_end_coll", lambda *_: None),
-        # the barrier would wait while this thread has the only turn to run
+        # the barrier would wait for other threads, but only this thread may run now
         mock.patch.object(threaded, "_store_based_barrier", lambda *_: None),
     ):
         threaded._install_threaded_pg()
@@ -226,7 +226,7 @@ def placed_on(mesh: DeviceMesh) -> Callable[[Shard], Any] | None:
 def keep_gradients_in(dtype: torch.dtype, module: Any) -> None:
     """Make FSDP2 leave a module's gradients in `dtype`. By default it uses the weights' dtype at the first forward."""
     state = module._get_fsdp_state()
-    # A list in torch 2.13, a single group in torch 2.11.
+    # FSDP2's groups of parameters: a list in torch 2.13, a single group in torch 2.11.
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
         if group is None:
             continue
@@ -260,13 +260,13 @@ def forget_forward(stage: Any, microbatch: int) -> None:
 
 
 def holds_sent(stage: Any) -> bool:
-    """Whether torch's pipeline stage keeps an output that it has sent until the next step. torch 2.15 releases it."""
+    """Whether torch's pipeline stage keeps each output until the next step, after sending it. torch 2.15 releases it."""
     return hasattr(stage, "fwd_cache")
 
 
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let the compiler call a function once, while it traces, and treat the result as a constant. The public function,
-    torch.compiler.assume_constant_result, would import the compiler, which takes a second of each start.
+    torch.compiler.assume_constant_result, would import the compiler, which would add a second to each start.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -291,13 +291,13 @@ def share_memory(group_name: Any) -> None:
 
 def join_collectives(size: int) -> None:
     """Let the compiler join a graph's all-gathers, and its reductions, into messages of up to `size` MiB, and start
-    each of them early if this does not increase peak memory. With 0, do neither. The passes are those that torch's
-    configuration recommends.
+    each of them early if this does not increase peak memory. If `size` is 0, do neither. The compiler's passes are
+    those that torch's configuration recommends.
     """
     import torch._inductor.config as inductor
 
     inductor.bucket_all_gathers_fx = inductor.bucket_reduce_scatters_fx = "all" if size else "none"
-    # Not a lambda: the compiler's cache on disk pickles its options.
+    # This is not a lambda, because the compiler's cache on disk pickles its options.
     inductor.bucket_all_gathers_fx_bucket_size_determinator = partial(_same, size)
     inductor.bucket_reduce_scatters_fx_bucket_size_determinator = partial(_same, size)
     inductor.reorder_for_compute_comm_overlap = bool(size)
@@ -310,7 +310,7 @@ def _same(size: int, index: int) -> int:
 
 
 def scales_gradients(optimizer: Optimizer) -> bool:
-    """Whether an optimizer divides gradients by `grad_scale` in its own pass, as torch's fused ones do for
+    """Whether an optimizer divides gradients by `grad_scale` in its own pass, as torch's fused optimizers do for
     GradScaler.
     """
     return getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -322,7 +322,7 @@ def without_wrapper(local: Tensor) -> Tensor | None:
 
 
 def keep_staged(stager: DefaultStager) -> None:
-    """Let a checkpoint's stager copy into the same memory at every save. torch 2.11 would free it and pin new memory."""
+    """Let a checkpoint's stager copy into the same memory at every save. torch 2.11 would pin new memory each time."""
     stager._state_dict_stager.close = lambda: None
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
-# Parts of a variable's name, between underscores, that show that it holds a secret.
+# Parts of a variable's name, between underscores, which show that the variable holds a secret.
 SURE = {"SECRET", "PASSWD", "PASSPHRASE", "SSHPASS", "CREDENTIAL", "CREDENTIALS", "JWT", "AUTHORIZATION"}
-LAST = {"PASS", "PWD"}  # parts that show that a variable holds a secret only at the end of a name with several parts
-PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # parts that may have another meaning in code
+LAST = {"PASS", "PWD"}  # parts that show a secret only if they end a name that has several parts
+PERHAPS = {"KEY", "APIKEY", "TOKEN", "PAT"}  # parts that may show a secret, but may have another meaning in code
 SHORTEST = 8  # minimum length of a secret's value, as a shorter one would match ordinary text
 SHAPES = re.compile(  # tokens with known prefixes, passwords in addresses, authorization headers, private keys
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{16,}"
@@ -28,7 +28,7 @@ NAMED = re.compile(r"""(?P<name>\b[A-Za-z_]\w*)(?P<is>["']?\]?\s*[:=!]=?\s*|["']
 LITERAL = re.compile(r"""(?P<quote>["'])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)""")
 
 
-@lru_cache(4096)  # called with all names of the environment for each value of a configuration
+@lru_cache(4096)  # cached, as it is called with all names of the environment for each value of a configuration
 def sureness(name: str) -> int:
     """Return whether a variable of this name holds a secret: 0 no (TOKENIZERS_PARALLELISM), 1 perhaps, 2 surely
     (HF_TOKEN).
@@ -69,7 +69,7 @@ def _mixed(value: str) -> bool:
 
 def _without_values(lines: list[str]) -> Iterator[str]:
     """Yield lines of code without their literals, if they assign to a secret's name or continue such a line."""
-    sure, block = 0, False  # sureness of the expression that the next line continues; whether it continues a text
+    sure, block = 0, False  # how surely the next line continues a secret; whether it continues a text of several lines
     for line in lines:
         if block:
             yield f"{line[:1]}[redacted]"

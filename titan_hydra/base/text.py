@@ -1,5 +1,5 @@
-"""Tables for the terminal, and JSON for scripts. (rich is not used, as it needs half a second for 500 rows, longer than
-reading the runs takes.)
+"""Tables for the terminal, and JSON for scripts. (rich is not used: it needs half a second for 500 rows, which is more
+than it takes to read the runs.)
 """
 
 import contextlib

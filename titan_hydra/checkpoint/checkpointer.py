@@ -105,8 +105,8 @@ class Checkpointer:
     # --- in the loop --------------------------------------------------------------------------------------------------
 
     def votes(self) -> list[float]:
-        """Return two flags for the all-reduce of each step: whether interval_minutes have passed (which rank 0 alone
-        decides), and whether the pending save has ended on this rank.
+        """Return two flags for the all-reduce of each step: whether interval_minutes have passed (only rank 0 decides
+        this), and whether the pending save has ended on this rank.
         """
         minutes = self.config.interval_minutes
         late = self.run.rank == 0 and minutes is not None and time.monotonic() - self.clock >= 60 * minutes
@@ -141,7 +141,7 @@ class Checkpointer:
             self.save(step, data_state, held_out)
         if last or stop:
             self.finish_pending()
-            if self.again:  # the second try comes at once, as no further step follows
+            if self.again:  # the second try comes at once, because no further step follows
                 self.save(step, data_state, held_out)
                 self.finish_pending()
             if self.failures and (stop or self.config.last_step):
@@ -191,7 +191,7 @@ class Checkpointer:
             pending.seconds = time.perf_counter() - pending.began
             return
         if torch.cuda.is_available():
-            # wait, as the copy runs on its own stream, and the last update may still be running on this one
+            # wait, as the last update may still be running on this stream, and the copy runs on another one
             torch.cuda.synchronize()
         response: Any = dcp.async_save(
             content,
@@ -271,7 +271,7 @@ class Checkpointer:
         path = self._newest_intact()
         if path is None:
             return 0, None
-        if self.base is not self.model and self.config.initial_load_path:  # a step of such a run holds only adapters
+        if self.base is not self.model and self.config.initial_load_path:  # the run's steps hold only adapters
             self.start_from(self.config.initial_load_path, read_model_config(path))
         self._load(path, PARTS, self.model)
         self.saved = checkpoints.step_of(path)
@@ -280,7 +280,7 @@ class Checkpointer:
     def start_from(self, path: str, model: Model, rules: Rules | None = None) -> tuple[int, dict[str, Any] | None]:
         """Load another run's checkpoint, without the parts in exclude_from_loading, or the weights of a Hugging Face
         folder. Return the step and the merged data state to continue from; (0, None) to begin at step 1. Raises
-        ConfigError if the weights belong to other scales than those of `rules`.
+        ConfigError if the weights were trained with other scales than those of `rules`.
         """
         found = [initial.find(path)]
         # All ranks load what rank 0 has found, as the other run may complete a step meanwhile.
@@ -298,7 +298,7 @@ class Checkpointer:
         return 0 if "lr_scheduler" in left_out else checkpoints.step_of(source), data_state
 
     def save_weights(self, path: Path, sections: dict[str, Any], dtype: str) -> None:
-        """Write `model.*` alone, with a config.json of `sections`, in the dtype `dtype`. The folder is complete or
+        """Write only `model.*`, in the dtype `dtype`, with a config.json of `sections`. The folder is complete or
         absent.
         """
         # Buffers keep their dtype, as they accumulate values that are too small for 16 bits.
@@ -348,7 +348,7 @@ class Checkpointer:
             set_aside,
             checkpoints.held_out_loss(best) if best else inf,
         ]
-        # sent by rank 0, as a file system may show an older state to other ranks
+        # rank 0 sends the names, as a file system may show an older state to other ranks
         dist.broadcast_object_list(names, src=0, group=self.group)
         self.best = names[2]
         damaged: list[tuple[Path, list[str]]] = []
@@ -369,7 +369,7 @@ class Checkpointer:
             print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
             for path, _ in damaged:
                 aside = path.with_name(path.name + checkpoints.DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)  # a folder of the same step that was set aside earlier
+                shutil.rmtree(aside, ignore_errors=True)  # delete a folder of the same step that was set aside earlier
                 path.rename(aside)
         return found
 
@@ -381,7 +381,7 @@ class Checkpointer:
 
 
 def reason_of(failure: BaseException) -> str:
-    """Return one line for a failure. A DCP error has the tracebacks of all ranks; the line is that of the lowest rank."""
+    """Return one line for a failure. A DCP error has the tracebacks of all ranks; the line is the lowest rank's."""
     where = ""
     if isinstance(failure, CheckpointException):
         rank, (failure, _) = min(failure.failures.items())

@@ -1,9 +1,9 @@
 """Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start
 from.
 
-An export holds the tensors of one file in memory. An import holds a single tensor, but all experts of a block are one
-tensor. An export writes its config.json last, and an import its `.metadata`; a folder without that file counts as
-incomplete, so an interrupted conversion is never taken for a complete one.
+An export holds the tensors of one file in memory at a time. An import holds one tensor at a time; a matrix of all
+experts of a block counts as one tensor. An export writes its config.json last, and an import its `.metadata`; a folder
+without that file counts as incomplete, so an interrupted conversion is never taken for a complete one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def export_hf(
             tensors |= hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name]))
         weight_map |= dict.fromkeys(tensors, file)
         (target / file).touch()
-        # the mode by the umask: safetensors' own files can be read by their owner alone
+        # keep the mode that follows from the umask; safetensors would write a file that only its owner can read
         mode = (target / file).stat().st_mode
         save_file(tensors, target / file, metadata={"format": "pt"})
         (target / file).chmod(mode)
@@ -103,8 +103,8 @@ def _export_tokenizer(
 
 
 def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, imports: Sequence[str] = ()) -> None:
-    """Write a Hugging Face folder as a checkpoint of `model.*` alone. Its config.json has the model section. `imports` are
-    modules of the user's, one of which may define the family.
+    """Write a Hugging Face folder as a checkpoint that holds only `model.*`. The checkpoint's config.json has the model
+    section. `imports` are the user's modules, one of which may define the family.
     """
     require_user_modules(list(imports))
     if not source.is_dir():
@@ -192,8 +192,8 @@ def rules_of_weights(checkpoint: Path, config_file: Path | None = None) -> Rules
 
 
 def check_scales(source: Path, rules: Rules) -> None:
-    """Raise ConfigError if the weights of a checkpoint or Hugging Face folder belong to other scales of the forward than
-    those of `rules`.
+    """Raise ConfigError if the weights of a checkpoint or Hugging Face folder were trained with other scales of the
+    forward than those of `rules`.
     """
     theirs = None if initial.is_hf(source) else rules_of_weights(source)
     there = theirs.scales if theirs else (1.0, 1.0, 1.0)
@@ -206,7 +206,7 @@ def check_scales(source: Path, rules: Rules) -> None:
 
 
 def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Merged:
-    """Return a reader of a checkpoint's weights, as they are in the standard parametrization. If the checkpoint holds
+    """Return a reader of a checkpoint's weights, converted to the standard parametrization. If the checkpoint holds
     adapters, the reader merges them into the weights of initial_load_path.
     """
     _, adapter = find_section("adapter", checkpoint, config_file)
@@ -250,8 +250,8 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
 
 
 def config_files(checkpoint: Path) -> list[Path]:
-    """Return the paths at which a checkpoint's config.json may lie: in the checkpoint (if `import_hf` wrote it), one folder
-    up (in the run whose export/ it is), or two folders up (in the run whose step it is).
+    """Return the paths at which a checkpoint's config.json may lie: in the checkpoint itself (from `import_hf`), one
+    folder up (for the export/ of a run), or two folders up (for a step).
     """
     return [layout.CONFIG.of(folder) for folder in (checkpoint, *checkpoint.absolute().parents[:2])]
 

@@ -23,7 +23,7 @@ from titan_hydra.models.hf import HuggingFace
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SCALE = "_scale_inv"  # suffix of the tensor with a float8 weight's scales
-PACKED = {  # matrix of an expert: (tensor that packs it for all experts, index of its part of the rows, number of parts)
+PACKED = {  # an expert's matrix: (tensor with this matrix of all experts, index of its part, number of parts by rows)
     "gate_proj.weight": ("gate_up_proj", 0, 2),
     "up_proj.weight": ("gate_up_proj", 1, 2),
     "down_proj.weight": ("down_proj", 0, 1),

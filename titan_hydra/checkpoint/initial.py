@@ -31,7 +31,7 @@ def find(path: str) -> Path:
 
 def complete_at(place: Path) -> Path | None:
     """Return `place` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest step.
-    None if there is no step.
+    None if the folder holds no step.
     """
     return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)
 
@@ -43,7 +43,7 @@ def is_hf(source: Path) -> bool:
 
 @torch.no_grad()
 def load_hf(model: nn.Module, config: Model, source: Path) -> None:
-    """Read this rank's slices of a Hugging Face folder's weights into the model's shards, one tensor at a time."""
+    """Read this rank's slices of the weights in a Hugging Face folder into the model's shards, one tensor at a time."""
     state_of_all = meta_state(config)
     try:
         folder = Folder(source, hf_of(config))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from titan_hydra.base.private import set_element
 from titan_hydra.kernels.split_masters import halve_into, join
 
-# parts of a state to save; a checkpoint never contains the second, as halves are joined
+# parts of a state to save; a checkpoint never contains LOWER, as the halves are joined when they are written
 MODEL, LOWER = "model", "lower_halves"
 
 
@@ -30,7 +30,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Receive the content to write, or its copy on the host."""
+        """Receive the state dict to write, or its copy on the host."""
         content, self.lower = without_lower(state_dict)
         self.dtypes = dict.fromkeys(self.lower, torch.float32) | dict(self.dtypes)
         super().set_up_planner(content, storage_meta, is_coordinator)
@@ -57,10 +57,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads into the tensors of a content. Other values (learning rates, flags) are unpickled without running code."""
+    """Reads into the tensors of a state dict. Other values (learning rates, flags) are unpickled without running code."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Receive the content into whose tensors DCP reads."""
+        """Receive the state dict into whose tensors DCP reads."""
         content, self.lower = without_lower(state_dict)
         super().set_up_planner(content, metadata, is_coordinator)
         self.original_state_dict = state_dict
@@ -72,18 +72,18 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return super().resolve_tensor(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Split a piece that has been read into the two halves that the rank holds."""
+        """After a piece has been read, split it into the two halves that the rank holds."""
         if read_item.dest_index.fqn in self.lower:
             upper, lower = self.lookup_tensor(read_item.dest_index), self.lower[read_item.dest_index.fqn]
             halve_into(tensor, self.transform_tensor(read_item, upper), self.transform_tensor(read_item, lower))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read a value that is not a tensor into its place in the content."""
+        """Read a value that is not a tensor into its place in the state dict."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
 
 def without_lower(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a content without lower halves, and its lower halves by the flat names of their upper halves."""
+    """Return a state dict without lower halves, and the lower halves by the flat names of their upper halves."""
     lower = {f"{MODEL}.{name}": half for name, half in content.get(LOWER, {}).items()}
     return {part: value for part, value in content.items() if part != LOWER}, lower

@@ -18,7 +18,7 @@ from titan_hydra.base.private import MemoryFormat, StorageInfo, get_layout
 
 from .planner import LoadPlanner
 
-# DCP prints this warning even if a single process is intended
+# DCP prints this warning even if a single process is used on purpose
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 CLASSES = {
@@ -71,7 +71,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader, with an index that is read without running code. Raises CheckpointError if that fails."""
+    """DCP's reader, with an index that is read without running code. Raises CheckpointError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -94,14 +94,14 @@ def read_index(path: Path) -> Metadata:
         for entry in index.storage_data.values():
             if Path(entry.relative_path).name != entry.relative_path:
                 raise ValueError(f"it points out of its folder, to {entry.relative_path}")
-    except Exception as error:  # arbitrary bytes may raise anything
+    except Exception as error:  # unpickling arbitrary bytes may raise any exception
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
     return index
 
 
 def check_readable(path: Path) -> None:
     """Read a checkpoint's index and one tensor (the one with the fewest parts), in the same way as a resumed run.
-    Raises CheckpointError if that fails.
+    Raises CheckpointError if one of them cannot be read.
     """
     reader = SafeReader(path)
     tensors = {

@@ -50,7 +50,7 @@ def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, A
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     peaks = [group["peak_lr"] for group in groups]
     set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]  # they are new dicts
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]  # loading replaced the groups
     for group, peak in zip(groups, peaks, strict=True):
         group["peak_lr"] = peak
 

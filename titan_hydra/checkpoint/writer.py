@@ -69,7 +69,7 @@ class Writer(dcp.FileSystemWriter):
             shutil.rmtree(self.writing, ignore_errors=True)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Raise OSError if the disk has no room for the writes of all ranks. DCP calls this on rank 0 alone."""
+        """Raise OSError if the disk has no room for the writes of all ranks. DCP calls this only on rank 0."""
         needed = SPARE + sum(_bytes(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.writing).free
         if free < needed:
@@ -85,7 +85,7 @@ class Writer(dcp.FileSystemWriter):
         except Exception as error:
             if isinstance(error, OSError) or shutil.disk_usage(self.writing).free >= SPARE:
                 raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error  # torch's zip writer hides this cause
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error  # torch's zip writer hides a full disk
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(SUMS), 0, dict(self.fs.sums))])
         return future

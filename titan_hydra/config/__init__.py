@@ -1,6 +1,4 @@
-"""What a job is: the typed schema, its loading, the identity hash. Importing this room imports neither torch nor rooms
-above job/.
-"""
+"""What a job is: the typed schema, its loading, the identity hash. Importing titan_hydra.config does not import torch."""
 
 import importlib
 

@@ -9,7 +9,7 @@ from .files import CONF
 from .load import kind_of
 from .overrides import SYNONYMS, mistakes
 
-# flags that exclude each other, as Hydra accepts only one of them
+# flags that exclude each other, because Hydra accepts only one of them
 MODES = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
@@ -35,7 +35,7 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _refuse(message: str) -> None:
-    """Raise ConfigError with argparse's message about arguments that it cannot parse."""
+    """Raise ConfigError with the message that argparse gives for arguments that it cannot parse."""
     _, unknown, words = message.partition("unrecognized arguments: ")
     first = words.split(" ")[0]
     name = first.lstrip("-").partition("=")[0].replace("-", "_")

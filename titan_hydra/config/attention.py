@@ -14,7 +14,7 @@ from .fault import Fault
 from .registry import CP_ROTATIONS
 from .schema import Job
 
-# the order in which `auto` tries kernels: on an H200 cuDNN was 1.7 to 1.9 times as fast as torch's flash
+# the order in which `auto` tries kernels; on an H200, cuDNN was 1.7 to 1.9 times as fast as torch's flash kernel
 KERNELS = ("cudnn", "flash", "efficient", "math")
 HALF = ("bfloat16", "float16")
 
@@ -34,11 +34,11 @@ class Call(NamedTuple):
 
     device: str
     dtype: str = "bfloat16"
-    width: int = 128  # width of a query and of a key
+    width: int = 128  # width of one head's query and key
     value_width: int = 128
-    keys: int = 0  # number of keys of a sequence
+    keys: int = 0  # number of keys in a sequence
     causal: bool = True
-    masked: bool = False  # whether a tensor masks pairs
+    masked: bool = False  # whether a tensor masks pairs of queries and keys
     ring: bool = False
     deterministic: bool = False
     machine: Machine | None = None
@@ -55,8 +55,8 @@ def kernels(asked: str, call: Call) -> list[str]:
 
 
 def kernel_fault(asked: str, *calls: Call) -> Fault | None:
-    """Return the fault of model.attention if none of the kernels that it allows may compute any of the calls. The
-    fault's reason is that of the last call.
+    """Return a fault if no kernel that model.attention (`asked`) allows may compute any of the calls. If a kernel is
+    named, the fault gives the reason why this kernel may not compute the last call.
     """
     legal = [kernel for kernel in KERNELS if any(refusal(kernel, call) is None for call in calls)]
     if legal if asked == "auto" else asked in legal:
@@ -87,8 +87,8 @@ def _of_cudnn(call: Call) -> str | None:
     """Return why cuDNN may not compute a call on CUDA. Calls that torch itself refuses are included, so that a job with
     attention=cudnn fails with one line.
 
-    Calls with a single query, which cuDNN before 9.24.1 computes wrongly on B200 (pytorch #193893), are not checked, as
-    this package makes none.
+    Calls with a single query, which cuDNN before 9.24.1 computes wrongly on B200 (pytorch #193893), are not checked,
+    because this package makes no such calls.
     """
     widths, machine = (call.width, call.value_width), call.machine
     if call.dtype not in HALF:
@@ -106,12 +106,12 @@ def _of_cudnn(call: Call) -> str | None:
         return None
     if not machine.cuda:
         return "is not part of this torch, which is built for ROCm"
-    if machine.cuda < (12, 9):  # for older CUDA torch disables cuDNN by default, but uses it if the kernel is named
+    if machine.cuda < (12, 9):  # torch then disables cuDNN by default, but uses it if the kernel is named
         has = ".".join(map(str, machine.cuda))
         return f"reads memory that is not its own before CUDA 12.9, and this torch has {has} (pytorch #169849)"
     if max(widths) > 128 and machine.capability[0] not in (9, 10):  # pytorch #172621
         return f"takes no heads of {call.width} on a GPU of capability {machine.capability[0]}.{machine.capability[1]}"
-    if not call.causal and call.keys % 128 == 64 and machine.cudnn < 92600:  # repaired by cuDNN 9.26, pytorch #196861
+    if not call.causal and call.keys % 128 == 64 and machine.cudnn < 92600:  # fixed in cuDNN 9.26, pytorch #196861
         return f"may compute gradients that are not finite for {call.keys} keys (pytorch #196678)"
     return None
 

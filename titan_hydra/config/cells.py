@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-MOST_CELLS = 10_000  # maximum number of cells of one command line
-PLAIN = (None, [])  # package and defaults list of a file of conf/ that declares neither
+MOST_CELLS = 10_000  # maximum number of cells that one command line may have
+PLAIN = (None, [])  # the package and the defaults list of a conf/ file that declares neither of them
 
 
 class Question(NamedTuple):
-    """A command line with a search: the configuration without the swept keys, the overrides that all cells share, those
-    that give the values to choose from, and a function that composes a cell from overrides.
+    """A command line with a search: the configuration without the swept keys, the overrides that all cells share, the
+    overrides that list the values to choose from, and a function that composes a cell from overrides.
     """
 
     config: DictConfig
@@ -56,7 +56,7 @@ class Composer:
     def __init__(self, loader: ConfigLoader, config_name: str = "config") -> None:
         self.loader, self.config_name = loader, config_name
         self.composed: dict[tuple[str, ...], Composition] = {}  # key: the overrides that choose options
-        # by the same key: whether no defaults list refers to a choice (${...})
+        # by the same key as `composed`: whether no defaults list refers to a choice (${...})
         self.fixed: dict[tuple[str, ...], bool] = {}
         self.files: dict[str, tuple[str | None, Any]] = {}
 
@@ -110,7 +110,7 @@ class Composer:
         config = pickle.loads(self._by_hydra(others).pickled)
         for group, override in plain.items():
             part = self._by_hydra([*others, override]).config[group]
-            config[group] = part  # a copy, but without its flags
+            config[group] = part  # the assignment copies the section, but not OmegaConf's flags of it
             if not OmegaConf.is_struct(part):
                 OmegaConf.set_struct(config[group], False)
         return config
@@ -147,8 +147,8 @@ class Composer:
     def _are_independent(self, groups: Iterable[str], others: list[Override]) -> bool:
         """Whether choices in `groups` can be composed one at a time.
 
-        There are two conditions: with `others` applied, the current option of each group sets only keys of that group;
-        and no defaults list refers to a choice (`${...}`).
+        There are two conditions. With `others` applied, the current option of each group sets only keys of that group.
+        And no defaults list refers to a choice (`${...}`).
         """
         from hydra.types import RunMode
 
@@ -189,7 +189,7 @@ class Cells:
     """
 
     loader: ConfigLoader
-    collect: Callable[..., Any]  # (configuration, overrides), and a Question if a search draws the cells
+    collect: Callable[..., Any]  # takes a configuration, its overrides and, if a search draws the cells, a Question
     config: DictConfig  # the configuration before overrides, with Hydra's own section
 
     def sweep(self, arguments: list[str]) -> None:
@@ -224,7 +224,7 @@ class Cells:
             self.collect(compose(overrides), overrides)
 
     def _is_search(self, overrides: list[Override]) -> bool:
-        """Whether a search draws the cells: the last choice of the group `search` counts, or that of conf/config.yaml."""
+        """Whether a search draws the cells. The last choice of the group `search` counts, else that of conf/config.yaml."""
         chosen = [override.value() for override in overrides if override.key_or_group in ("search", "search.name")]
         return str([self.config.search.name, *chosen][-1]) not in ("off", "False")
 

@@ -20,7 +20,7 @@ from .schema import Job
 def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> Job:
     """Return a copy of a job with each KEY=VALUE applied.
 
-    Raises ConfigError for a bad value, and for a key of the identity hash that is not in `experiment`.
+    Raises ConfigError for a bad value, and for a key of the identity hash that `experiment` does not list.
     """
     job, values = copy.deepcopy(job), list(values)
     if lines := mistakes(values):
@@ -65,7 +65,7 @@ def _typed(text: str, job: Job) -> tuple[str, Any]:
         raise ConfigError(f"{key}: no such key" + did_you_mean(close))
     section: Any = job
     above = ""
-    for name in key.split("."):  # the key is in the schema, but may belong to another part than the job's
+    for name in key.split("."):  # the key is in the schema, but the part that the job selects may lack the key
         if is_dataclass(section) and not hasattr(section, name):
             raise ConfigError(str(no_such_key(type(section), above, name, override.value(), vars(section))))
         section, above = getattr(section, name, None), f"{above}{name}."

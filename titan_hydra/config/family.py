@@ -14,15 +14,15 @@ from titan_hydra.base.errors import ConfigError
 from .fault import Fault, suggest
 from .model import Model
 from .registry import REGISTRIES, Registry, resolve
-from .registry import register as register  # so that a family's folder needs only this import
+from .registry import register as register  # exported here, so that a family's folder needs to import only this module
 
-# What a parameter maps between. A width grows with the model; a number of tokens, experts or one does not.
+# What a parameter maps between. A width grows with the model; the number of tokens and the number of experts do not.
 ROLES = (
     "embedding",  # tokens to the width
     "hidden",  # a width to a width
     "output",  # the width to tokens
     "router",  # the width to experts
-    "vector",  # a number for each place of a width: norms and biases
+    "vector",  # one value for each element of a width: norms and biases
 )
 
 
@@ -57,7 +57,7 @@ def decoder_parameters(config: Model) -> int:
 
 
 def decoder_role(name: str) -> str:
-    """Return the role of a decoder's parameter: what it maps between, on which its factors depend (ROLES)."""
+    """Return the role of a decoder's parameter, one of ROLES. The parameter's factors depend on its role."""
     if name.startswith(("tok_embeddings.", "output.")):
         return "embedding" if name.startswith("tok_embeddings.") else "output"
     if "norm" in name:
@@ -76,10 +76,10 @@ class Linear:
     outputs: int
     column: bool = True
     whole: bool = False
-    tokens: float = 1.0  # fraction of a sample's tokens that it multiplies
+    tokens: float = 1.0  # fraction of a sample's tokens that the linear multiplies
 
     def size(self, tp: int) -> float:
-        """Return the product of the widths of the part that one of `tp` ranks computes, for each of a sample's tokens."""
+        """Return the number of multiplications in this linear on one of `tp` ranks, as a mean over a sample's tokens."""
         return self.tokens * self.inputs * self.outputs / (1 if self.whole else tp)
 
     def share(self, what: str, tp: int) -> float:
@@ -107,19 +107,19 @@ def decoder_linears(config: Model, width: int | None = None) -> tuple[Linear, ..
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal blocks of a model that are not a decoder's, for predictions: the blocks of a tower before a decoder, or one
-    of several kinds of blocks. Their attention is not causal.
+    """A sequence of equal blocks that do not belong to a decoder, for predictions: the blocks of a tower before a
+    decoder, or one of several kinds of blocks in a model. The attention of these blocks is not causal.
     """
 
     depth: int
-    linears: tuple[Linear, ...]  # of a block, in running order
+    linears: tuple[Linear, ...]  # the linears of one block, in running order
     parameters: int  # of a block
     kept: float  # elements per token that a block's forward keeps in eager code, without attention's logsumexp and mask
     again: float  # elements of `kept` that compiled code recomputes instead
     backward: float  # elements per token that are alive in a block's backward in addition to `kept`
-    # for a tower: its own keys of the model section, and its tokens of a sample. A tower is neither compiled nor
-    # checkpointed, and every rank of a pipeline's first stage computes whole samples, with a mask of all pairs of
-    # tokens.
+    # for a tower: the keys of the model section that describe the tower, and the number of its tokens in a sample. A
+    # tower is neither compiled nor checkpointed. Every rank of a pipeline's first stage computes the tower on whole
+    # samples, with a mask of all pairs of tokens.
     tower: Mapping[str, Any] | None = None
     tokens: int = 0
 
@@ -150,7 +150,7 @@ class Family:
     model: Callable[..., Any] | str  # (config, seq_len) -> the whole module
     # (Parallelism, Norm, Linears) -> a Plan for tensor parallelism; None: tensor parallelism is refused
     sharding: Callable[..., Any] | str | None = None
-    # models.hf.HuggingFace: Hugging Face's names of weights, and its config.json; None: conversion is refused
+    # a models.hf.HuggingFace: Hugging Face's names of the weights, and its config.json; None: conversion is refused
     hf: Any = None
     # (config) -> names of modules in running order; "layers.3" is block 3
     modules: Callable[[Any], list[str]] = decoder_modules
@@ -162,7 +162,7 @@ class Family:
     flops: Callable[[Any, int, int], int] | None = decoder_flops
     # (config) -> a block's linears, for plan and adapters
     linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears
-    # (Job) -> the stacks of blocks that are not a decoder's, in running order, for plan; None: the model is a decoder alone
+    # (Job) -> the stacks of blocks outside the decoder, in running order, for plan; None: the model is only a decoder
     stacks: Callable[[Any], tuple[Stack, ...]] | None = None
     # (name of a parameter) -> one of ROLES; the model then computes with the scales of its parametrization (models/init.py).
     # None: parametrization=mup is refused
@@ -176,7 +176,7 @@ class Family:
 
 
 FAMILIES: Registry[Family] = Registry("model.family")
-REGISTRIES[Family] = FAMILIES  # so that `register` accepts families too
+REGISTRIES[Family] = FAMILIES  # `register` finds the registry of a record by its type
 
 
 def family_of(config: Model) -> Family:

@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """A rejected value. It is printed as `key=value: reason`, with the nearest legal numbers or all legal words. `code`
-    is the name of the rule that found it (`check` sets it), for programs and tests: the wording may change, the code
-    does not.
+    """A rejected value. It is printed as `key=value: reason`, with the nearest legal numbers or all legal choices.
+    `code` is the name of the rule that found it (`check` sets it), for programs and tests: the wording of a message may
+    change, its code does not.
     """
 
     key: str
@@ -28,7 +28,7 @@ class Fault:
 
     @property
     def choices(self) -> str:
-        """The nearest legal numbers or all legal words, as they are typed."""
+        """The nearest legal numbers or all legal choices, as they are typed on a command line."""
         return " or ".join(map(as_typed, nearest(self.value, self.legal)))
 
 
@@ -102,7 +102,7 @@ def suggest(word: str, known: Iterable[str]) -> tuple[str, ...]:
 
 
 def did_you_mean(close: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of a message that asks whether one of these words was meant; `otherwise` if there are none."""
+    """Return the end of a message that asks whether one of these words was meant; `otherwise` if the list is empty."""
     words = " or ".join(close)
     return f"; did you mean {words}?" if words else otherwise
 

@@ -24,8 +24,8 @@ def key(
     """Define a described configuration field. A callable default is a factory; `...` means that conf/ must give the
     value.
 
-    `identity` is whether the key is part of the hash that names a run; with "if set", only a value other than the default
-    is, so that a key which comes later changes no earlier hash.
+    `identity` is whether the key is part of the hash that names a run. With "if set", the key is part of the hash only
+    if its value is not the default. So a key that a later version adds does not change the hashes of earlier runs.
 
     If the key is a list or a table, range and choices apply to each element; `entry` is the dataclass of a table's
     values. `changes` states what changes with the value of the key: what is learned, the work of a step (what it

@@ -1,4 +1,4 @@
-"""Look up files (data, tokenizers, conf/) and write small ones atomically. Imports nothing heavy."""
+"""Look up files (data, tokenizers, conf/) and write small files atomically. Imports nothing heavy."""
 
 import difflib
 import functools
@@ -16,7 +16,7 @@ from titan_hydra.base.errors import ConfigError
 from .schema import Tokenizer
 
 ASSETS = Path(__file__).parent.parent / "assets"
-# conf/ of an installed wheel; a checkout has its own at the top, and a rank's copy of the code has none
+# conf/ in an installed wheel. A checkout has it in its top folder instead, and a rank's copy of the code has none.
 INSTALLED = Path(__file__).parents[1] / "conf"
 CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "conf"
 # suffixes of compressed files, and the suffixes of files that may be compressed
@@ -30,12 +30,12 @@ NUMPY = (
     "ids.size, 'dtype': 'uint32', 'vocab_size': int(ids.max()) + 1, 'bos_id': None, 'eos_id': 0, 'tokenizer_sha256': ''}, "
     "open('FILE.bin.json', 'w'))\""
 )
-CONVERTED = {  # suffixes that cannot be read: the `data` option for the converted files, and the command that converts
+CONVERTED = {  # for suffixes that no source reads: the `data` option for converted files, their suffix, the command
     **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), ("text_files", ".jsonl", FASTA)),
     ".npy": ("tokens", ".bin", NUMPY),
 }
 MOST_FILES = 1_000_000  # maximum number of files that one path may match
-LLAMA3_SPECIALS = [  # special tokens, whose ids follow the BPE ranks of every Llama 3 tokenizer.model, in Meta's order
+LLAMA3_SPECIALS = [  # special tokens in Meta's order; their ids follow the BPE ranks of every Llama 3 tokenizer.model
     "<|begin_of_text|>",
     "<|end_of_text|>",
     "<|reserved_special_token_0|>",
@@ -55,7 +55,7 @@ def expand(pattern: str) -> list[Path]:
     than MOST_FILES.
     """
     path = home(pattern)
-    if path.is_file():  # even if its name has characters of a glob
+    if path.is_file():  # a file's own name may contain characters that have a meaning in a glob
         return [path]
     fixed, recursive, _ = str(path.absolute()).partition("/**")
     if (recursive or path.is_dir()) and os.path.normpath(fixed or "/") == "/":
@@ -212,7 +212,7 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
     """Write a small file atomically: a reader sees either the old content or the new one. If `durable`, this holds even
     after a power cut.
     """
-    # several hosts may write it, and processes of containers have the same ids
+    # several hosts may write the file at the same time, and processes in different containers can have equal ids
     scratch = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -49,7 +49,8 @@ from .schema import (
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 
-# Sections that select a part, such as an optimizer, and hold its keys. Each with its selecting key and all its parts.
+# Sections that select a part, such as an optimizer, and hold the part's keys. For each section: the key that selects
+# the part, and all parts.
 PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Model: ("family", FAMILIES),
     Data: ("name", DATA_SOURCES),
@@ -63,7 +64,7 @@ PICKED: dict[Any, tuple[str, Registry[Any]]] = {
     Precision: ("converter", FORMATS),
     Adapter: ("name", ADAPTERS),
     Parametrization: ("name", PARAMETRIZATIONS),
-    Metrics: ("trackers", TRACKERS),  # selects several parts, each with a section of its own inside
+    Metrics: ("trackers", TRACKERS),  # selects several parts; each has its own section inside this one
     Cluster: ("executor", EXECUTORS),
     Search: ("name", SEARCHES),
 }
@@ -79,13 +80,13 @@ def from_dict(cls: Any, data: dict[str, Any]) -> Any:
     """Build a dataclass from what `to_dict` returned. For a job, the user's modules are imported first; a section gets the
     keys of the part that it selects.
 
-    Raises KeyError for a missing section and TypeError for an unknown key: config.json is written by this program, not
-    by hand. Raises ConfigError if a module cannot be imported or the family is not registered.
+    Raises KeyError for a missing section and TypeError for an unknown key. They get no message for users, as this
+    program writes config.json. Raises ConfigError if a module cannot be imported or the family is not registered.
     """
     if cls is Job:
         require_user_modules(data["train"]["imports"])
     if cls is Validation and data["name"] == "off":
-        return cls()  # an option of `data` may have set validation.steps, which is not used
+        return cls()  # an option of `data` may have set validation.steps, which has no effect here
     cls = typed(cls, data)
     values = dict(data)
     for spec in dataclasses.fields(cls):
@@ -116,7 +117,7 @@ def typed(section: Any, values: dict[str, Any]) -> Any:
 
 
 def picked_anew(values: Any, picked: str | list[str]) -> Any:
-    """Return a section that selects another part (or several). Keys that both parts have keep their values."""
+    """Return a copy of a section that selects other parts. Keys that the old and new parts share keep their values."""
     section = next(section for section in PICKED if isinstance(values, section))
     pick = PICKED[section][0]
     cls = typed(section, {pick: picked})
@@ -252,13 +253,13 @@ def _identity_part(node: Any) -> dict[str, Any]:
 
 
 def known_keys() -> dict[str, dataclasses.Field[Any]]:
-    """Return every dotted key, with those of all parts, and its field, in order. Do not change the cached result."""
+    """Return every dotted key and its field, in order; keys of all parts are included. Do not change the cached result."""
     return _keys(Job, "", _sections())
 
 
 def changes_of(key: str) -> tuple[str, Changes]:
-    """Return what changes with the value of a dotted key, after the name of the field that states it: the section, if
-    it states this for all its keys, else the key itself. A key below a name that the user chose
+    """Return (name of a field, what changes with the value of a dotted key). The field is the one that states
+    `changes`: the key itself, or its section, if only the section states it. A key below a name that the user chose
     (data.mixture.web.weight) counts as the key above the name. A key outside the hash changes the technique, unless it
     states something else. A key that is in no schema changes the same as its section.
     """
@@ -309,14 +310,14 @@ def _typings(section: Any) -> list[Any]:
 
 
 def owners(key: str) -> list[str]:
-    """Return the names of the parts that have a key of their own; none if the section has the key with every part."""
+    """Return the names of the parts that have this key; none if the section has the key with every part."""
     group, _, name = key.partition(".")
     section, name = picking().get(group), name.partition(".")[0]
     return [] if section is None or name in _hints(section) else _parts_with(section, name)
 
 
 def _parts_with(section: Any, name: str) -> list[str]:
-    """Return the names of the parts with which a section has this key."""
+    """Return the names of the parts that give a section this key when they are selected."""
     parts = PICKED[section][1]
     if section is Metrics:
         return [name] if name in parts and parts[name].config else []
@@ -329,7 +330,7 @@ def kind_of(key: str) -> Any:
 
 
 def holder_of(key: str) -> tuple[Any, str]:
-    """Return the innermost dataclass that contains a dotted key, and the rest of the key within it."""
+    """Return the innermost dataclass that contains a dotted key, and the rest of the key after this dataclass."""
     return _kind(key, _sections())[1:]
 
 
@@ -352,7 +353,7 @@ def _kind(key: str, sections: Sections) -> tuple[Any, Any, str]:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
-    """Yield every key of a job or of a section that holds a value: dotted name, field, value, and its own section."""
+    """Yield every key of a job or of a section that holds a value: dotted name, field, value, and innermost section."""
     for spec in dataclasses.fields(node):
         key, value = prefix + spec.name, getattr(node, spec.name)
         if dataclasses.is_dataclass(value):
@@ -437,7 +438,7 @@ def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, An
     if section is None:
         return Fault(prefix + name, value, "no such key", legal=suggest(prefix + name, known_keys()))
     pick, readers = PICKED[section][0], _parts_with(section, name)
-    if readers and section is not Model:  # families share many keys, also under other names
+    if readers and section is not Model:  # not for families, which share many keys, some of them under other names
         return Fault(
             prefix + name,
             value,

@@ -38,7 +38,7 @@ class Model:
         choices=("auto", "cudnn", "flash", "efficient", "math"),
         changes="technique",
     )
-    # keys, beside dim, that grow with the model's width; the width of a head does not
+    # keys, beside dim, that grow with the model's width; the width of a head does not grow
     widths: ClassVar[tuple[str, ...]] = ("n_heads", "n_kv_heads", "ffn_dim")
     qk_norm: ClassVar[bool] = False  # whether queries and keys are normalized; each family defines it
 

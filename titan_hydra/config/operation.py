@@ -44,7 +44,7 @@ class Checkpoint:
     last_step: bool = key(True, "save the last step; a run that is asked to stop saves in any case", identity=False)
     export_dtype: str | None = key(
         None,
-        "at the end write the weights alone to RUN/export, in this number format",
+        "at the end, also write only the weights, in this number format, to RUN/export",
         identity=False,
         choices=("float32", "bfloat16"),
     )
@@ -73,7 +73,7 @@ class Validation:
     )
     tasks: list[str] = key(
         list,
-        "JSONL files of questions (prompt, choices and gold, or prompt and target) that each validation answers too",
+        "JSONL files of questions (prompt, choices and gold, or prompt and target) that the model answers in each validation",
         PATH,
         only=("on",),
         identity=False,
@@ -114,7 +114,7 @@ class Profiling:
         only=("on",),
         identity=False,
     )
-    all_ranks: bool = key(False, "record on every rank; if false, on rank 0 alone", only=("on",), identity=False)
+    all_ranks: bool = key(False, "record on every rank; if false, only on rank 0", only=("on",), identity=False)
     memory: bool = key(
         True, "on CUDA, also write a memory snapshot of the recorded steps", only=("on",), identity=False
     )
@@ -185,7 +185,7 @@ class FaultTolerance:
     )
     lighthouse: str | None = key(
         None,
-        "torchft: address of a lighthouse that runs already and serves this run alone; null: the groups "
+        "torchft: address of a lighthouse that runs already and serves only this run; null: the groups "
         "start a lighthouse",
         ADDRESS,
         only=("torchft",),
@@ -328,7 +328,7 @@ class Launch:
     )
     require_card: bool = key(
         False,
-        "refuse a cell whose layout has no certificate (titan certify) in the folder of runs that was made "
+        "refuse a cell if the folder of runs has no certificate (titan certify) of its layout that was made "
         "with the present code",
         identity=False,
     )

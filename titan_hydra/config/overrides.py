@@ -75,7 +75,7 @@ NOT_OURS = {  # keys of Hydra for features that this program has in another form
     "hydra.sweep.dir": "see paths.runs",
     "hydra.output_subdir": "Hydra writes nothing here; a run's config.json has the configuration",
 }
-ELSEWHERE = {  # devices for which `hardware` has no option, as this package does not run on them
+ELSEWHERE = {  # devices for which `hardware` has no option, because this package does not run on them
     r"mi\d|amd|rocm|radeon": "AMD's GPUs are not supported: nothing here has run on ROCm (`titan plan` knows mi300x)",
     r"tpu|v[2-7][ep]?$": "TPUs are not supported: PyTorch's distributed parts used here run on CUDA GPUs and CPUs; see docs/coming-from.md",
     r"gaudi|hpu|trn|trainium|inferentia|m[1-9]|mps": "is not supported: training runs on NVIDIA's GPUs and on CPUs",
@@ -127,7 +127,7 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
     else:
         values = []
     if override.package is not None or (own and kind_of(key) is None and holder_of(key)[0] in PICKED):
-        return None  # later `read` checks the keys of the selected part
+        return None  # `read` checks the keys of the selected part later
     if any((folder / key).is_dir() for folder in folders):
         if override.is_delete():
             return (
@@ -151,7 +151,7 @@ def _unreadable(text: str, error: BaseException) -> str:
         said = shown(str(error).splitlines()[0], 80)
         if "interval(" in value:
             return f"an interval has two bounds that are numbers, as interval(1e-4,1e-1) ({said})"
-        if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # only if the value is a text
+        if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # the value is a text
             return f"cannot be parsed ({said}); as a text it is typed {quoted([f'{key}={as_value(value)}'])}"
         return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({said})"
     return "has too many digits"
@@ -181,7 +181,7 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
 
 
 def suggest_option(word: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the options that a word may mean, even if it is spelled differently, such as 8b or llama-3.1-8b."""
+    """Return the options that a word may mean, even if the word is spelled differently, such as 8b or llama-3.1-8b."""
     parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if part]
     return suggest(word, names) or tuple(name for name in names if parts and name.endswith(f"_{parts[-1]}"))[:3]
 

@@ -102,7 +102,7 @@ class OptunaSearch(Search):
     )
     pruner: str = key(
         "none",
-        "which trials are trained to the last step. none: all; halving: of the trials of a length, the best "
+        "which trials are trained to the last step. none: all trials; halving: of the trials of a length, the best "
         "1/search.factor go on to the next length; hyperband: as halving, but some trials begin at a greater length",
         choices=("none", "halving", "hyperband"),
         identity=False,
@@ -128,11 +128,11 @@ class OptunaSearch(Search):
     )
     seeds: int = key(
         3,
-        "number of seeds with which each of these trials is run, including the trial's own",
+        "number of seeds with which each of the best trials is run, including the trial's own seed",
         Interval(1, 1000),
         identity=False,
     )
-    seed: int = key(0, "seed of what is drawn", Interval(0, 2**31 - 1), identity=False)
+    seed: int = key(0, "seed of the values that the search draws", Interval(0, 2**31 - 1), identity=False)
 
 
 @dataclass
@@ -158,7 +158,7 @@ class WrittenSchedule(PipelineSchedule):
 @dataclass
 class RingRotation(Parallelism):
     cp_load_balance: bool = key(
-        True, "give each context-parallel rank early and late parts of the sequence, since late queries cost more"
+        True, "give each context-parallel rank early and late parts of the sequence, because late queries cost more"
     )
 
 
@@ -172,7 +172,7 @@ class LowRank(Adapter):
 class MaximalUpdate(Parametrization):
     base_dim: int = key(
         256,
-        "model.dim of the base model, whose learning rate holds for all widths; at this width mup is standard",
+        "model.dim of the base model, whose learning rate holds for all widths; at this width mup equals standard",
         WIDTH,
     )
     base_head_dim: int | None = key(
@@ -181,7 +181,9 @@ class MaximalUpdate(Parametrization):
         WIDTH,
     )
     base_layers: int | None = key(
-        None, "blocks of the base model, whose learning rate holds for all depths (CompleteP); null: width alone", COUNT
+        None,
+        "blocks of the base model, whose learning rate holds for all depths (CompleteP); null: only for widths",
+        COUNT,
     )
 
 

@@ -61,7 +61,7 @@ class Text:
     words: str
     pattern: str = ""
     longest: int = 10_000
-    longest_part: int = 10_000  # maximum length of a name between slashes, in bytes
+    longest_part: int = 10_000  # maximum number of bytes between two slashes
 
     def __str__(self) -> str:
         return self.words
@@ -102,7 +102,7 @@ BELOW_ONE = Interval(0, 1, open_high=True)
 LINE = Text("text on one line, not empty", ".+")
 NOTE = Text("text on one line")
 WORD = Text("a word without blanks", r"\S+", longest=1000)
-# for the name of a folder
+# names that can be the name of a folder
 NAME = Text(
     "a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200
 )

@@ -2,8 +2,8 @@
 with `register`.
 
 A record holds everything that the checks and the trainer know about a part. A function in it may be given as
-"module:name". This module is imported only on the ranks, so that neither the record nor the module that registers it
-needs torch.
+"module:name". The named module is imported only on the ranks, so that neither the record nor the module that registers
+it needs torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DataSourceKind:
         str, ...
     ] = ()  # suffixes of the files in `path` and `validation_path`; () if the source reads no files
     gives: tuple[str, ...] = ("tokens",)  # the arrays of a sample, by name
-    encodes: bool = False  # whether the job's tokenizer encodes the source's text, as it encodes all documents
+    encodes: bool = False  # whether the job's tokenizer encodes text of the source, although `documents` is false
     # (key, Source, Job) -> the faults of the source's files; runs on the launcher and imports no torch
     faults: Reference | None = None
     warnings: Reference | None = None  # like `faults`, but for files that are legal and probably a mistake
@@ -56,8 +56,8 @@ class ObjectiveKind:
     # whether the loss accepts logits that are split over the vocabulary (parallelism.loss_parallel)
     split_logits: bool = False
     cases: Reference | None = None  # the list of titan_hydra.verify.case.Case for `titan verify`
-    # (weights, tensors of a batch, Job, routed) -> (summed loss, number of elements), in float64 and apart from the code
-    # that trains, for cases against float64 (verify/reference.py); None: cross-entropy of the next token
+    # (weights, tensors of a batch, Job, routed) -> (summed loss, number of elements), in float64 and without the code
+    # that trains, for `titan verify` (verify/reference.py); None: cross-entropy of the next token
     exact: Reference | None = None
     # the list of titan_hydra.verify.mutants.mutant.Mutant for `titan verify --mutants`
     mutants: Reference | None = None
@@ -67,10 +67,11 @@ class ObjectiveKind:
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """An optimizer: `build(model, Optimizer, Mesh)` returns a list of torch optimizers with peak rates.
+    """An optimizer: `build(model, Optimizer, Mesh)` returns torch optimizers that have the peak learning rates.
     `moments(Optimizer)` is the number of states per parameter, for the estimate of memory. `splits_masters` is whether
-    it updates parameters with a `lower_half` (optimizer.masters=split). `like_adam` is whether the size of an update
-    depends on the learning rate alone, as AdamW's and Muon's; parametrization=mup has factors for such optimizers.
+    the optimizer updates parameters with a `lower_half` (optimizer.masters=split). `like_adam` is whether the size of
+    an update depends only on the learning rate, as with AdamW and Muon; parametrization=mup has factors for such
+    optimizers.
     """
 
     name: str
@@ -84,8 +85,8 @@ class OptimizerKind:
 
 @dataclass(frozen=True)
 class LrScheduleKind:
-    """A learning rate over time: `factor(step, steps, LrSchedule)` is the rate after the warm-up, relative to the peak
-    rate; `step` counts from 1.
+    """A learning rate over time: `factor(step, steps, LrSchedule)` is the learning rate at a step after the warm-up,
+    relative to the peak rate; `step` counts from 1.
     """
 
     name: str
@@ -96,7 +97,7 @@ class LrScheduleKind:
 @dataclass(frozen=True)
 class TrackerKind:
     """A copy of the metrics: `open(Job, Run, resumed_at)` returns a titan_hydra.observe.trackers.Tracker, on rank 0.
-    Its own keys are in a section with its name, metrics.NAME.
+    The tracker's own keys are in the section metrics.NAME.
     """
 
     name: str
@@ -132,7 +133,7 @@ class ActivationCheckpointKind:
     activation memory.
 
     Without `contexts`, a checkpointed block keeps only its input. `contexts(ActivationCheckpoint, sparse)` returns the
-    context_fn of torch's checkpoint, which keeps chosen results. Of every `matmuls` matmuls, it keeps one result.
+    context_fn of torch's checkpoint, which keeps chosen results. It keeps the result of one in every `matmuls` matmuls.
     """
 
     name: str
@@ -141,16 +142,16 @@ class ActivationCheckpointKind:
     contexts: Reference | None = None
     matmuls: int = 1
     budget: Callable[[Any], float] | None = None
-    # whether `titan plan` tries this mode and faults suggest it; modes are registered in the order of their
-    # recomputation, the least first
+    # whether `titan plan` tries this mode and faults suggest it; modes are registered from the least recomputation to
+    # the most
     searched: bool = True
 
 
 @dataclass(frozen=True)
 class AdapterKind:
     """What is trained beside a frozen model: `adapter.name`. `adapt(linear, Job)` changes a linear of a block in place.
-    `parameters(Adapter, inputs, outputs)` is the number of parameters that it adds to a linear, for predictions. Without
-    `adapt`, the model itself is trained.
+    `parameters(Adapter, inputs, outputs)` is the number of parameters that an adapter adds to a linear, for
+    predictions. Without `adapt`, the model itself is trained.
     """
 
     name: str
@@ -162,7 +163,7 @@ class AdapterKind:
 @dataclass(frozen=True)
 class ParametrizationKind:
     """How initial values, learning rates and scales follow from a model's width and depth: `parametrization.name`.
-    `rules(Model, Parametrization)` returns a titan_hydra.job.parametrization.Rules; None: nothing follows from them.
+    `rules(Model, Parametrization)` returns a titan_hydra.job.parametrization.Rules; None: the standard parametrization.
     """
 
     name: str
@@ -179,9 +180,9 @@ class RotationKind:
     name: str
     attention: Reference
     config: Any = None  # a dataclass that extends schema.Parallelism: the rotation's own keys
-    # whether this is torch's ring, which replaces the kernel: ranks exchange keys and values, and keep their queries
+    # whether torch's ring replaces the kernel, so that ranks exchange keys and values, and keep their queries
     ring: bool = False
-    gathers: bool = False  # whether this is a ring in which each rank gathers all keys and values at once
+    gathers: bool = False  # whether the rotation is a ring in which each rank gathers all keys and values at once
     # whether a rank computes some of the heads on whole sequences, so that the ranks must divide the heads evenly
     splits_heads: bool = False
 
@@ -220,14 +221,14 @@ class SearchKind:
 class Format:
     """A number format of linears: `precision.converter`. `convert(model, Job, Mesh, device)` changes the linears of a
     meta-device model in place, and returns lines for the log. `titan_hydra.parallel.formats` calls the other functions,
-    which are optional; a linear is treated as plain where one is missing.
+    which are optional; where a function is missing, a linear is treated as plain.
     """
 
     name: str
     convert: Reference
     step: int = 1  # dimensions of matmuls must be multiples of this
     bytes: int = 1  # bytes of an element
-    rounding: float = 4e-3  # fraction of the loss by which rounding alone may change a mean loss
+    rounding: float = 4e-3  # fraction of a mean loss by which the format's rounding may change this loss
     config: Any = None  # a dataclass that extends schema.Precision: the format's own keys
     # Four functions of (Precision): whether the weights' gradients are computed in the compute dtype; whether a tensor
     # has one scale; whether FSDP gathers weights in the format; whether opaque kernels compute several modules at once.
@@ -238,7 +239,7 @@ class Format:
     faults: Reference | None = None  # (Job) -> further faults: what the format cannot be combined with
     tensor_parallel: bool = True  # whether the converted linears can be split over ranks
     linears: Reference | None = None  # (Job) -> the styles with which tensor parallelism splits converted linears
-    before_forward: Reference | None = None  # (model), called before the forwards of a step or of a validation
+    before_forward: Reference | None = None  # (model) -> None; called before the forwards of a step or of a validation
     plain: Reference | None = None  # (weight) -> the plain weight for a checkpoint, in the same memory
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# `precision` is not among them, although number formats are a technique too, as they change what is computed.
+# `precision` is not among these keys: number formats are a technique, but they change what is computed.
 SECTIONS = ("parallelism", "pp_schedule", "ac", "compile", "loss")
 KEYS = ("gpus", "data.local_batch")
 

@@ -66,9 +66,7 @@ class Parallelism:
     cp: int = key(1, "context-parallel ranks: the sequence is split over them", DEGREE)
     tp: int = key(1, "tensor-parallel ranks: every matrix is split over them", DEGREE)
     pp: int = key(1, "pipeline-parallel ranks: the layers are split over them", DEGREE)
-    ep: int = key(
-        1, "expert-parallel ranks: experts are split over them; they are taken from dp_shard x cp x tp", DEGREE
-    )
+    ep: int = key(1, "expert-parallel ranks, among those of dp_shard x cp x tp: experts are split over them", DEGREE)
     backend: str = key(
         "fsdp2",
         "what shards parameters: torch's FSDP2, or SimpleFSDP, whose communication a compiler can optimize",
@@ -76,7 +74,7 @@ class Parallelism:
     )
     reshard_after_forward: str = key(
         "default",
-        "free gathered parameters after the forward; default: always (ZeRO-3), but never (ZeRO-2) with pipeline parallelism",
+        "when gathered parameters are freed after the forward; default: always (ZeRO-3), but never (ZeRO-2) with pipeline parallelism",
         choices=("default", "always", "never"),
     )
     sequence_parallel: bool = key(True, "with tensor parallelism, also split norms and residuals over the sequence")
@@ -184,7 +182,7 @@ class Optimizer:
     masters: str = key(
         "whole",
         "the optimizer's float32 weights: whole, or split into the bfloat16 weights with which the model computes "
-        "and the other 16 bits of each, which saves up to 4 bytes per parameter",
+        "and the other 16 bits of each weight, which saves up to 4 bytes per parameter",
         choices=("whole", "split"),
         changes="technique",
     )
@@ -194,7 +192,7 @@ class Optimizer:
 class LrSchedule:
     name: str = key("wsd", "shape of the learning rate", choices=Names(LR_SCHEDULES))
     warmup_steps: int = key(
-        200, "steps of linear warm-up; step s has the learning rate s / warmup_steps of the peak", NATURAL
+        200, "steps of linear warm-up; step s has the fraction s / warmup_steps of the peak learning rate", NATURAL
     )
 
 
@@ -275,7 +273,7 @@ class Job:
     )
     parametrization: Parametrization = key(
         Parametrization,
-        "what makes the best learning rate of a small model that of a large one",
+        "rules by which a large model has the same best learning rate as a small one",
         identity="if set",
         changes="learning",
     )
@@ -295,7 +293,7 @@ class Job:
         FaultTolerance, "replica groups, which continue when one of them dies", changes="learning"
     )
     cluster: Cluster = key(Cluster, "where the ranks run")
-    hardware: Hardware = key(Hardware, "the device of predictions: its memory and its rates")
+    hardware: Hardware = key(Hardware, "the device for which predictions are made: its memory and its rates")
     debug: Debug = key(Debug, "checks and traces that slow a run down")
     train: Train = key(Train, "modules of your own, garbage collection")
     launch: Launch = key(Launch, "what launch.py does with the cell")

@@ -44,7 +44,7 @@ class Data(Source):
         changes="technique",
     )
     global_batch: int | None = key(
-        None, "samples of an optimizer step over all ranks; null: a local_batch on each data rank", COUNT
+        None, "samples of an optimizer step over all ranks; null: one local_batch on each data-parallel rank", COUNT
     )
     document_mask: bool = key(
         False,

@@ -1,6 +1,6 @@
 """Expand a composed configuration into the cells of its sweep file, and name cells that have no name.
 
-A file of sweeps/ names its cells and lists for each cell the overrides by which it differs from the rest of the file:
+A file of sweeps/ names its cells, and lists the overrides by which each cell differs from the file's own values:
 
     # @package _global_
     # When to choose it.
@@ -14,7 +14,7 @@ A file of sweeps/ names its cells and lists for each cell the overrides by which
         fsdp: [parallelism=fsdp]
         fsdp_tp: [parallelism=fsdp_tp, parallelism.tp=4]
 
-A cell's overrides take precedence over the file, and the command line over both.
+A cell's overrides take precedence over the file's values, and the command line over both.
 """
 
 import functools
@@ -112,7 +112,7 @@ def named(composed: list[Composed]) -> list[Composed]:
 
 
 def differing(overrides: list[list[str]]) -> list[list[str]]:
-    """Return for each cell its overrides without those that all cells share."""
+    """Return for each cell its overrides, without the overrides that all cells share."""
     common = set.intersection(*map(set, overrides)) if overrides else set()
     return [[override for override in cell if override not in common] for cell in overrides]
 
@@ -162,7 +162,7 @@ def _warn_once(line: str) -> None:
 
 
 def _split(overrides: list[str]) -> tuple[list[str], list[str]]:
-    """Return the override that chooses the sweep file, and the other typed overrides without the choice of one cell."""
+    """Return the override that chooses the sweep file, and the other typed overrides except sweep.cell."""
     file = [override for override in overrides if override.lstrip("+").startswith("sweeps=")]
     return file, [
         override

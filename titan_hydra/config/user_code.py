@@ -30,10 +30,10 @@ REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def load_user_modules(modules: list[str]) -> list[Fault]:
-    """Import the user's modules, so that the parts that they register are known. Return a fault for each that fails.
+    """Import the user's modules, so that the parts that they register are known. Return a fault for each failed import.
 
-    Modules are looked up on sys.path, then in the current folder, in which launch.py was started, and in which ranks
-    start too.
+    Modules are looked up on sys.path, then in the current folder. This is the folder in which launch.py was started,
+    and ranks start in it too.
     """
     faults: list[Fault] = []
     if not modules:
@@ -120,7 +120,7 @@ def folders(modules: Iterable[str]) -> list[str]:
 
 
 def edited_sources(train: Train) -> Fault | None:
-    """Return a fault if the sources of a frozen job's modules have changed since it was frozen; None if they have not.
+    """Return a fault if the sources of a job's modules have changed since `freeze` recorded their digest; None if not.
 
     Runs of version 0.1 have no record of their sources.
     """
@@ -136,12 +136,12 @@ def edited_sources(train: Train) -> Fault | None:
 
 def _files_of(module: str) -> Iterator[tuple[str, Path, Path]]:
     """Yield full name, root folder and file of each package around a module, then of the module itself. Stop at the
-    first that does not exist.
+    first one that does not exist.
     """
     path, name = [*sys.path, os.getcwd()], ""
     for depth, part in enumerate(module.split(".")):
         spec = PathFinder.find_spec(part, path)
-        if spec is None and not name:  # an editable installation can have a finder of its own
+        if spec is None and not name:  # an editable installation can have its own finder
             spec = next((spec for finder in sys.meta_path if (spec := finder.find_spec(part, None))), None)
         if spec is None:
             return

@@ -78,15 +78,15 @@ class Wanted:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The job's tokenizer, loaded when a source with text needs it. A rule has already checked that its ids fit the
-        model.
+        """The job's tokenizer, loaded when a source with text needs it. A rule has already checked that the tokenizer's
+        ids fit the model.
         """
         from .tokenizer import load
 
         return load(self.job.tokenizer)
 
     def order(self, seed: int) -> int | None:
-        """Return the seed of the order of samples or documents; None if they keep the order of their files."""
+        """Return the seed of the order of samples or documents; None: the order is that of their files."""
         return seed if self.job.data.shuffle else None
 
     def drawn(self, seed: int) -> int:

@@ -58,7 +58,7 @@ def place_in(ends: list[int], number: int) -> tuple[int, int]:
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
     """Yield number and text of the rows start, start + every, ... A row is a whole .txt file, a line of a .jsonl, or a
-    record of a .csv or .parquet. Raises BadShard, with file and line, if a row cannot be read, and ConfigError if it
+    record of a .csv or .parquet. Raises BadShard, with file and line, if a row cannot be read, and ConfigError if a row
     has no column `text_key`.
     """
     try:
@@ -95,7 +95,7 @@ def _lines(file: Path, text_key: str, start: int, every: int) -> Rows:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # no JSON, or not UTF-8
+            except ValueError as error:  # the line is not JSON, or not UTF-8
                 raise BadShard(file, f"{file}:{number + 1}: not a JSON line: {error}") from error
             yield number, column(record, text_key, f"{file}:{number + 1}")
 
@@ -161,7 +161,7 @@ READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
 TEXT_SUFFIXES = DATA_SOURCES["text_files"].suffixes
 
 
-UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a file raises; EOFError: a truncated .gz
+UNREADABLE = (OSError, EOFError, zlib.error)  # errors that reading a file can raise; EOFError: a truncated .gz
 
 
 def opened(file: Path) -> IO[bytes]:
@@ -174,7 +174,7 @@ def opened(file: Path) -> IO[bytes]:
 
 
 def column(record: object, text_key: str, where: str) -> str:
-    """Return the text of a record. Raises ConfigError, with the columns that it has, if it has no text."""
+    """Return the text of a record. Raises ConfigError, with the columns that the record has, if it has no text."""
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: not a record but {type(record).__name__}")
     if text_key not in record:

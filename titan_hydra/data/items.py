@@ -30,10 +30,10 @@ class Shard:
 
 
 class Numbered:
-    """Base class of sources whose samples follow only from seed and number, so that a slot has no state."""
+    """Base class of sources in which a sample depends only on the seed and its number, so that a slot has no state."""
 
     separators: tuple[int | None, int | None] = (None, None)
-    tokenizer: str | None = None  # None: samples need not be text
+    tokenizer: str | None = None  # None: the ids need not stand for text
 
     def state(self, slot: int) -> dict[str, int]:
         return {}
@@ -115,7 +115,7 @@ class TokenFiles(Numbered):
         return None
 
     def _files(self, path: str | None) -> list[Path]:
-        """Return the files of a path, and the files of which only the header exists."""
+        """Return the files of a path, including missing ones whose headers exist."""
         found = files.require(self.key, path, (".bin",))
         headers = expand(path if Path(path).expanduser().is_dir() else f"{path}.json")
         named = {header.with_suffix("") for header in headers if header.name.endswith(".bin.json")}
@@ -160,7 +160,7 @@ class TokenFiles(Numbered):
 
 
 def dice_of(seed: int, number: int) -> np.random.Generator:
-    """Return the random generator of a sample, which follows from seed and number alone."""
+    """Return the random generator of a sample, which depends only on `seed` and `number`."""
     return np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), number], dtype=np.uint64)))
 
 

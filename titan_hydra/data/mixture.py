@@ -24,7 +24,7 @@ class Mixture:
 
     def __init__(self, parts: dict[str, Any], weights: dict[str, float], global_batch: int, seed: int):
         """Combine the sources. Raises ConfigError if their tokens come from different tokenizers."""
-        self.names = sorted(parts)  # so that the order in which a user writes them changes nothing
+        self.names = sorted(parts)  # sorted, so that the order in which a user writes the sources changes nothing
         self.parts, self.global_batch, self.seed = parts, global_batch, seed
         self.turns, self.before = pattern(shares([weights[name] for name in self.names]))
         texts = {name: parts[name] for name in self.names if parts[name].tokenizer is not None}

@@ -20,7 +20,7 @@ class BadShard(ConfigError):
         self.shard = str(shard)
 
 
-UNLIMITED = "left out: "  # begins the names of entries that do not count as bad, as their files are intact
+UNLIMITED = "left out: "  # prefix of the names of entries that do not count as bad, because their files are intact
 
 
 @dataclass

@@ -29,7 +29,7 @@ class Documents(Protocol):
     units: int
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield row number and text of a unit's rows from `start` on, in ascending order. Each call yields the same."""
+        """Yield row number and text of a unit's rows from `start` on, ascending. Each call yields the same rows."""
 
 
 START = {"turn": 0, "row": 0, "place": 0, "token": 0}
@@ -106,7 +106,7 @@ class Stream:
 
     def load(self, state: dict[str, int]) -> None:
         self.state = START | state
-        self.begun: list[Document] = []  # documents of which the next sample has tokens
+        self.begun: list[Document] = []  # documents that were taken and whose tokens are not used up
         self.coming = self._documents(**{key: value for key, value in self.state.items() if key != "token"})
 
     def sample(self) -> np.ndarray:

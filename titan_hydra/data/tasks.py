@@ -21,14 +21,14 @@ from titan_hydra.config.schema import Tokenizer as TokenizerKeys
 from .files import UNREADABLE, opened
 from .tokenizer import Tokenizer, load
 
-DELIMITER = " "  # what separates a prompt from a choice; as in lm-eval, nothing separates it from a target
+DELIMITER = " "  # text between a prompt and a choice; as in lm-eval, there is no text between a prompt and a target
 FIELDS = {"prompt": str, "choices": list, "gold": int, "target": str, "target_delimiter": str}
 
 
 @dataclass(frozen=True)
 class TaskQuestion:
-    """A row of a task's file. With one of `choices`, `gold` is the index of the right one; else the only choice is the
-    text that should follow, and `gold` is None.
+    """A row of a task's file. `gold` is the index of the right choice. If the row has a target instead of choices, the
+    target is the only choice, and `gold` is None.
     """
 
     line: int
@@ -40,7 +40,7 @@ class TaskQuestion:
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of which all after the first `given` are scored."""
+    """Tokens, of which the first `given` are the prompt, and all others are scored."""
 
     ids: list[int]
     given: int
@@ -60,8 +60,8 @@ class Task:
     requests: list[Request] = field(repr=False)
 
     def results(self, scores: Sequence[tuple[float, bool]]) -> dict[str, float | int]:
-        """Return the task's numbers. A score is the log-probability of a request's scored tokens, and whether each of
-        them is the likeliest.
+        """Return the task's numbers. The score of a request is a pair: the log-probability of its scored tokens, and
+        whether each of these tokens is the likeliest.
         """
         rest, right, normed, by_bytes = iter(scores), [], [], []
         chosen = self.questions[0].gold is not None
@@ -88,7 +88,7 @@ class Task:
 
 
 def load_tasks(job: Job) -> list[Task]:
-    """Read the tasks of a job. Raises ConfigError, with file and line, for what `faults` reports too."""
+    """Read the tasks of a job. Raises ConfigError, with file and line, if a file cannot be read."""
     words = load(job.tokenizer)
     found = []
     for path in job.validation.tasks:
@@ -132,16 +132,16 @@ def read_questions(file: Path) -> list[TaskQuestion]:
 
 
 def requests_of(question: TaskQuestion, words: Tokenizer) -> list[Request]:
-    """Return the tokens of the prompt alone, and behind them those of each choice. As in lm-eval, blanks at the end of
-    the prompt belong to the choice, and a choice's tokens are those of prompt and choice as one text, after as many as
-    the prompt alone has. (They are not one text's tokens if a token of that text reaches across the border.)
+    """Return a request for each choice: the tokens of the prompt, then those of the choice. As in lm-eval, blanks at
+    the end of the prompt belong to the choice. The prompt is encoded without the choice, into n tokens. The choice's
+    tokens are those after the first n when prompt and choice are encoded as one text.
     """
     first = [] if words.bos_id is None else [words.bos_id]
     prompt = question.prompt.rstrip()
     blanks = question.prompt[len(prompt) :]
     found = []
     for choice in question.choices:
-        if not question.prompt:  # the end of a document stands before the text if nothing begins one
+        if not question.prompt:  # without a begin-of-text, end-of-text comes before the text
             ids, given = [*(first or [words.eos_id]), *words.encode(question.delimiter + choice)], 1
         else:
             alone = first + words.encode(prompt)
@@ -154,7 +154,7 @@ def requests_of(question: TaskQuestion, words: Tokenizer) -> list[Request]:
 def _question(text: bytes, line: int, where: str) -> TaskQuestion:
     try:
         row = json.loads(text)
-    except ValueError as error:  # no JSON, or not UTF-8
+    except ValueError as error:  # the line is not JSON, or not UTF-8
         raise ConfigError(f"{where}: not a JSON line: {error}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: not a record but {type(row).__name__}")
@@ -185,7 +185,7 @@ def _keys(keys: TokenizerKeys) -> tuple[str, str | None]:
 
 @cache
 def _objection(file: Path, stamp: tuple[int, int], keys: tuple[str, str | None], seq_len: int) -> str | None:
-    """Return why a task's file cannot be evaluated; None if it can. A sweep asks once for all its cells."""
+    """Return why a task's file cannot be evaluated; None if it can. The result is cached for the cells of a sweep."""
     try:
         words = load(TokenizerKeys(*keys))
         for question in read_questions(file):
@@ -201,10 +201,10 @@ def _objection(file: Path, stamp: tuple[int, int], keys: tuple[str, str | None],
 
 
 def _first_best(values: Sequence[float]) -> int:
-    """Return the index of the largest value; of equal values the first, as numpy's argmax."""
+    """Return the index of the largest value; of the first one if several are equal, like numpy's argmax."""
     return max(range(len(values)), key=values.__getitem__)
 
 
 def _error(values: Sequence[bool]) -> float:
-    """Return the standard error of a mean; 0 of a single value."""
+    """Return the standard error of a mean; 0 for a single value."""
     return stdev(map(float, values)) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -22,7 +22,7 @@ class TextFiles:
     def __init__(self, key: str, path: str | None, text_key: str, slots: int):
         self.files = files.require(key, path, files.TEXT_SUFFIXES)
         self.text_key = text_key
-        # A .txt file is a single row, so slots that share it all read the whole file.
+        # A .txt file is a single row, so each slot that shares the file reads all of it.
         whole = all(files.kind(file) in (".txt", ".md") for file in self.files)
         self.every = 1 if whole else -(-slots // len(self.files))
         self.units = len(self.files) * self.every
@@ -47,7 +47,7 @@ class Hub:
         subset = data.subset or (C4["subset"] if data.name == "c4" else None)
         try:
             self.dataset = datasets.load_dataset(path, subset, split=split, streaming=True)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # OSError: offline, not found
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # OSError: offline, or not found
             raise ConfigError(
                 f"{key}.path={path} subset={subset} split={split}: {str(error).splitlines()[0]}"
             ) from error

@@ -52,13 +52,13 @@ class Located:
 class Tokenizer:
     """The functions and special ids of a tokenizer of any library."""
 
-    encode: Callable[[str], list[int]]  # adds no special tokens, and treats their names in the text as plain text
+    encode: Callable[[str], list[int]]  # encodes a text; names of special tokens in the text count as plain text
     decode: Callable[[list[int]], str]
     vocab_size: int
     bos_id: int | None  # begin-of-text; None if documents have none
     eos_id: int  # end-of-text
-    sha256: str  # SHA-256 of its file
-    locate: Callable[[str], Located]  # encodes a text; names of special tokens in it become these tokens
+    sha256: str  # SHA-256 of the tokenizer's file
+    locate: Callable[[str], Located]  # encodes a text; the names of special tokens in the text become special tokens
     special: dict[str, int] = field(default_factory=dict)  # ids of the special tokens by name
     unknown: int | None = None  # id of text that has no token; None if all text has tokens
 
@@ -125,8 +125,8 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
 
 
 def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token (bytes). Raises ConfigError if the ranks are not 0, 1, 2, ...: the ids of special
-    tokens follow the last rank.
+    """Return the rank of each token (bytes). Raises ConfigError if the ranks are not 0, 1, 2, ..., because the ids of
+    special tokens follow the last rank.
     """
     try:
         lines = [line.split() for line in content.splitlines() if line]
@@ -150,7 +150,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
     spec = _json(path, content)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises no narrower class
+    except Exception as error:  # the library raises no class other than Exception
         raise ConfigError(f"tokenizer.path={path}: not a tokenizer.json: {error}") from error
     # so that `</s>` in a text is treated as text, and not as the end of a document
     tokenizer.encode_special_tokens = True
@@ -186,7 +186,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         size_of_hf(spec),
-        bos_id=None if bos == eos else bos,  # GPT-2 has one token for both; one between documents is enough
+        bos_id=None if bos == eos else bos,  # GPT-2 has one token for both; it stands once between documents
         eos_id=eos,
         sha256=hashlib.sha256(content).hexdigest(),
         locate=locate,

@@ -42,9 +42,9 @@ class Count:
         return self.unknown / max(1, self.tokens), lost / max(1, self.characters)
 
 
-@functools.lru_cache(8)  # the cells of a sweep have the same data
+@functools.lru_cache(8)  # cached, because the cells of a sweep have the same data
 def count(path: str, texts: tuple[str, ...]) -> Count:
-    """Count the tokens of texts, by the tokenizer.json at `path`. Raises ConfigError if it cannot be read."""
+    """Count the tokens of texts, by the tokenizer.json at `path`. Raises ConfigError if this file cannot be read."""
     known = tokenizer_at(path)
     tokens = unknown = 0
     lost = Counter[str]()
@@ -68,7 +68,7 @@ def warning(
     be read give no warning, as another rule reports them.
     """
     if tokenizer.name != "hf" or not tokenizer.path:
-        return  # a byte-level tokenizer, which can encode every text
+        return  # the tokenizer works on bytes, so it can encode every text
     try:
         found = count(
             tokenizer.path,
@@ -88,7 +88,7 @@ def warning(
 
 
 def of_some(path: str | None, suffixes: tuple[str, ...], texts: Callable[[Path], Iterable[str]]) -> Iterable[str]:
-    """Return the texts that `texts(file)` reads of at most FILES files of a source, evenly spaced."""
+    """Return the texts that `texts(file)` reads from at most FILES files of a source, evenly spaced."""
     found = [file for file in expand(path or "") if kind(file) in suffixes and file.stat().st_size]
     return chain.from_iterable(map(texts, found[:: -(-len(found) // FILES) or 1]))
 
@@ -98,7 +98,7 @@ def in_files(key: str, source: TextSource, job: schema.Job) -> Iterator[Fault]:
 
 
 def in_folder(key: str, source: HubSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about a data set in a local folder. A data set of the hub gives none, as it is not read here."""
+    """Yield a warning about a data set in a local folder. No data set of the hub is read here."""
     if source.path and home(source.path).is_dir():
         yield from in_rows(key, source, job.tokenizer, ROWS_OF_TEXT, source.text_key)
 

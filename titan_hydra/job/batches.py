@@ -20,7 +20,7 @@ def local_batches(job: Job) -> int:
 
 def microbatches(job: Job) -> int:
     """Return the number of microbatches of a local batch: 1 without a pipeline, else the configured number, else the
-    largest legal number up to twice the stages. If no number is legal, it is 1, and a rule refuses the job.
+    largest legal number up to twice the number of stages. If no number is legal, return 1; a rule refuses the job.
     """
     if job.parallelism.pp == 1:
         return 1

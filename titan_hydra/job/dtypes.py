@@ -12,15 +12,15 @@ SIZE = {"float32": 4, "bfloat16": 2}  # bytes of a number
 def gradient_dtype(job: Job) -> str:
     """Return the dtype in which the optimizer gets the gradients.
 
-    With split masters, it is the dtype in which gradients are summed over ranks, or without FSDP the dtype of the
-    backward. If several gradients are accumulated, it is float32.
+    With split masters, this is the dtype in which gradients are summed over ranks or, without FSDP, the dtype of the
+    backward. If the gradients of several local batches are accumulated, it is float32.
     """
     if job.optimizer.masters == "whole":
         return job.precision.param_dtype
     layout = job.parallelism
     if local_batches(job) > 1:
         return "float32"
-    # with FSDP, which sums gradients over ranks, in a pipeline after the last microbatch
+    # FSDP sums the gradients over ranks in this dtype; in a pipeline, it does so after the last microbatch
     if layout.dp_replicate * layout.dp_shard * layout.cp > 1:
         return job.precision.reduce_dtype
     return "float32" if layout.pp > 1 or job.model.tie_embeddings else job.precision.compute_dtype

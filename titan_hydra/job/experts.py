@@ -8,7 +8,7 @@ from titan_hydra.config.schema import Job
 
 
 def sparse(job: Job) -> Any:
-    """Return the model section of a job with experts. Its type is Any, as this room does not import the families' keys."""
+    """Return the model section of a job with experts. Its type is Any, as job/ does not import the families' keys."""
     return job.model
 
 

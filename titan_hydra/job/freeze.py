@@ -25,7 +25,7 @@ def freeze(job: Job) -> Job:
     fixed = math.prod(max(getattr(degrees, name), 1) for name in DEGREES)
     if job.gpus is None:
         node = 1 if EXECUTORS[job.cluster.executor].single else job.cluster.gpus_per_node or devices_here() or 1
-        # on one machine they share its devices
+        # the replica groups of a job on this machine share its devices
         groups = max(job.fault_tolerance.replicas, 1) if runs_here(job) else 1
         job.gpus = max(node // fixed // groups, 1) * fixed if free else fixed
     if len(free) == 1 and job.gpus % fixed == 0 and job.gpus:

@@ -16,7 +16,7 @@ from titan_hydra.config.schema import Parametrization
 
 
 class RateFactors(NamedTuple):
-    """What a parameter's optimizer multiplies its learning rate, weight decay and epsilon with."""
+    """The factors by which a parameter's learning rate, weight decay and epsilon are multiplied."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
@@ -24,8 +24,8 @@ class RateFactors(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a parameter's initial distribution comes from: that of parameter `name` of the model `config`, with
-    `factor` times its standard deviation.
+    """How a parameter's initial values are drawn: from the distribution of the parameter `name` of the model `config`,
+    with the standard deviation multiplied by `factor`.
     """
 
     name: str
@@ -45,35 +45,35 @@ class Rules:
 
     @property
     def scales(self) -> tuple[float, float, float]:
-        """The scales of the forward, which belong to the weights that are trained with them."""
+        """The scales of the forward. Weights must be used with the same scales with which they were trained."""
         return self.attention, self.branch, self.output
 
     def start(self, name: str) -> Start:
-        """Return where the initial values of a parameter come from."""
+        """Return how the initial values of a parameter are drawn."""
         return Start(name, self.model)
 
     def factors(self, name: str, shape: Sequence[int], orthogonal: bool) -> RateFactors:
-        """Return the factors of a parameter of this whole shape. `orthogonal` is whether its updates are orthogonal
-        matrices (Muon), not element by element of equal size (AdamW).
+        """Return the factors of a parameter with this unsharded shape. `orthogonal` is whether the parameter's updates
+        are orthogonal matrices (Muon). If not, the elements of an update have equal sizes (AdamW).
         """
         return RateFactors()
 
 
 class MaximalUpdateRules(Rules):
-    """muP for the width (arXiv 2203.03466, table 8), CompleteP for the depth (arXiv 2505.01618, table 1), both relative to
-    a base model, which has the standard parametrization.
+    """muP for the width (arXiv 2203.03466, table 8) and CompleteP for the depth (arXiv 2505.01618, table 1). Both are
+    relative to a base model, which has the standard parametrization.
     """
 
     def __init__(self, model: Model, config: MaximalUpdate):
         super().__init__(model)
-        self.base = replace(model, dim=config.base_dim)  # its initial distributions are scaled
+        self.base = replace(model, dim=config.base_dim)  # the initial distributions of this model are scaled
         self.width = model.dim / config.base_dim
         self.depth = model.n_layers / (config.base_layers or model.n_layers)
         self.attention = math.sqrt((config.base_head_dim or model.head_width) / model.head_width)
         self.branch, self.output = 1 / self.depth, 1 / self.width
 
     def start(self, name: str) -> Start:
-        """A block has the distributions of the base's block at the same share of the depth."""
+        """A block has the initial distributions of the base model's block at the same fraction of the depth."""
         factor = {"hidden": self.width**-0.5, "router": 1 / self.width}.get(self.role(name), 1.0)
         parts = name.split(".")
         if parts[0] == "layers":
@@ -91,12 +91,12 @@ class MaximalUpdateRules(Rules):
 
     def role(self, name: str) -> str:
         """Return the role that the family gives a parameter."""
-        role: Any = family_of(self.model).role  # a rule refuses families that have none
+        role: Any = family_of(self.model).role  # a rule refuses families without roles
         return role(name)
 
     def _spectral(self, experts: int) -> float:
-        """Return Muon's factor for a matrix from the width to `experts` numbers: the size of its update as an operator is
-        to be the root of outputs / inputs (arXiv 2310.17813), and Muon's own is 1 where that is less than 1.
+        """Return the factor of Muon's learning rate for a router, which maps the width to `experts` numbers. The
+        spectral norm of its update should be sqrt(outputs / inputs) (arXiv 2310.17813); Muon's is 1 if this is below 1.
         """
         return math.sqrt(min(1.0, experts / self.model.dim) / min(1.0, experts / self.base.dim))
 

@@ -82,7 +82,7 @@ def written_schedule(job: Job) -> list[list[Action]] | None:
 
 @cache
 def read_schedule(path: str) -> list[list[Action]]:
-    """Read the actions of each rank, a line for each. 2F0 is stage 2, forward, microbatch 0; an empty cell is idle.
+    """Read the actions of the ranks, a line per rank. 2F0 is stage 2, forward, microbatch 0; an empty cell is idle.
 
     A cell (0F5;3B2)OVERLAP_F_B is two actions. Raises OSError, or ValueError with the cell that cannot be read.
     """

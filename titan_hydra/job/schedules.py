@@ -28,8 +28,8 @@ def actions_of(job: Job, number: int | None = None) -> list[list[Action]]:
 
 
 def known(name: str) -> str:
-    """Return the schedule whose steps are used to predict a schedule: itself if its record has steps, else a similar
-    one.
+    """Return the name of the schedule whose steps predict the schedule `name`: `name` itself if its record has steps,
+    else a similar schedule.
     """
     kind = PIPELINE_SCHEDULES[name]
     if kind.steps:
@@ -49,13 +49,13 @@ def actions(name: str, pp: int, stages: int, number: int) -> list[list[Action]]:
 def actions_of_rank(rank: int, name: str, pp: int, stages: int, number: int) -> list[Action]:
     """Return the actions of one pipeline rank."""
     order = numbered(resolve(PIPELINE_SCHEDULES[name].steps)(rank, pp, stages, number))
-    # the steps of zbv may contain more microbatches than there are
+    # the steps of zbv may contain more microbatches than the job has
     return [action for action in order if action[2] < number]
 
 
 def numbered(steps: Iterable[Step]) -> list[Action]:
-    """Give each step its microbatch. The forwards of a stage, and its backwards, are numbered in order; the weights'
-    halves of backwards, in the order of the inputs' halves.
+    """Give each step its microbatch. The forwards of a stage are numbered in order, and so are its backwards. The steps
+    W (gradients of weights) have the same order as the steps I (gradients of inputs).
     """
     counts: Counter[tuple[int, bool]] = Counter()
     pending: list[tuple[int, int]] = []
@@ -96,8 +96,8 @@ def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
 
 
 def interleaved(rank: int, pp: int, stages: int, number: int, zero_bubble: bool = False) -> Iterable[Step]:
-    """Yield the steps of interleaved 1F1B. With `zero_bubble`, the weights' half of a backward comes `rank` backwards
-    later.
+    """Yield the steps of interleaved 1F1B. With `zero_bubble`, a backward computes the gradients of its inputs at once,
+    and those of its weights `rank` backwards later.
     """
     in_round, all_of_them = number // max(1, number // pp), stages * number
     warm_up = min((stages - 1) * in_round + (1 if zero_bubble else 2) * (pp - 1 - rank), all_of_them)
@@ -133,7 +133,7 @@ def zero_bubble_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step
 
 
 def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
-    """Yield the steps of DualPipeV; an overlapped forward and backward are two steps here."""
+    """Yield the steps of DualPipeV. A forward and a backward that overlap are two steps here."""
     low, high, left = rank, 2 * pp - 1 - rank, pp - rank - 1
     yield from [(low, "F")] * (2 * left)
     yield from [(low, "F"), (high, "F")] * (rank + 1)
@@ -152,7 +152,7 @@ def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
 
 @dataclass(frozen=True)
 class Held:
-    """The microbatches whose activations a pipeline rank holds, each counted with the weight of its stage."""
+    """How many microbatches' activations a pipeline rank holds. A microbatch on stage s counts as weights[s]."""
 
     most: float  # largest number that is held at once. A microbatch counts from its forward until its backward is done.
     at_end: float = 0  # number held when a forward of the last stage has just run
@@ -160,8 +160,8 @@ class Held:
 
 
 def in_flight(job: Job, rank: int, weights: tuple[float, ...]) -> Held:
-    """Return the microbatches that a pipeline rank holds, each counted with its stage's weight. Without a pipeline,
-    this is one microbatch.
+    """Return how many microbatches a pipeline rank holds. A microbatch on stage s counts as weights[s]. Without a
+    pipeline, a rank holds one microbatch.
     """
     if job.parallelism.pp == 1:
         return Held(weights[0], weights[0])
@@ -215,11 +215,11 @@ def play(
     seconds: Callable[[Action], float] = lambda action: TIME[action[1]],
     travel: float = 0.0,
 ) -> list[list[tuple[float, Action]]]:
-    """Simulate a schedule. Return when each action starts, if each rank runs its actions in order, each as soon as its
-    inputs exist.
+    """Simulate a schedule. Return when each action starts. A rank runs its actions in order, and each action starts as
+    soon as its inputs exist.
 
-    `seconds` is the duration of an action, `travel` the time to send its output to the next stage. If an action waits
-    for ever, its rank has no entries from that action on.
+    `seconds` returns the duration of an action; `travel` is the time in which an action's output is sent to the next
+    stage. If an action waits for ever, its rank has no entries from that action on.
     """
     ends: dict[Action, float] = {}
     played: list[list[tuple[float, Action]]] = [[] for _ in ranks]

@@ -20,7 +20,7 @@ from .ladder import model_near, model_of, parameters_in
 from .law import Law
 
 STEPS = (2.0, 1.4, 1.2)  # factors by which the search for the best size changes the number of heads, the coarsest first
-USED = 0.4  # assumed fraction of the rate of matmuls, only for the first guess
+USED = 0.4  # assumed fraction of the matmul rate that training reaches; used only for the first guess
 DAY = 86_400.0
 
 
@@ -30,13 +30,13 @@ class Offer:
 
     job: Job
     row: Row
-    parameters: int  # as the law counts them
+    parameters: int  # counted as for the law
     tokens: float
 
 
 def job_to_plan(overrides: list[str], cell: RunCell, config_dir: Path | None) -> Job:
-    """Return the job whose sizes are planned: the overrides' job if they choose a model, else the job of a cell of the
-    ladder, changed by the overrides. Raises ConfigError.
+    """Return the job whose sizes are planned. If the overrides choose a model, they define the job; otherwise, they
+    change the job of a cell of the ladder. Raises ConfigError.
     """
     if any(override.startswith("model=") for override in overrides):
         job = compose_unchecked(*overrides, config_dir=config_dir)
@@ -63,7 +63,7 @@ def best_offer(job: Job, gpus: int, days: float, law: Law, count: Callable[[Job]
     rate = 1e12 * job.hardware.bf16_tflops
     at = model_near(job.model, float(law.best_size(USED * rate * gpus * days * DAY))).n_heads
     while at > 1 and loss(at) == float("inf"):
-        at //= 2  # the first guess does not fit
+        at //= 2  # the size of the first guess does not fit on the GPUs
     for ratio in STEPS:
         while True:
             near = [max(1, round(at / ratio)), at, max(at + 1, round(at * ratio))]
@@ -93,7 +93,7 @@ def offer_of(job: Job, heads: int, gpus: int, days: float, count: Callable[[Job]
 
 
 def parameters_of_job(job: Job, body: bool) -> int:
-    """Return the parameters of a job's model: all, or with `body` those without the embedding and the head."""
+    """Return the parameters of a job's model: all or, with `body`, those outside the embedding and the head."""
     model = job.model
     ends = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
     return parameters_in(model) - (ends if body else 0)

@@ -1,9 +1,9 @@
 """Intervals: laws drawn by a bootstrap of the residuals, what they predict, and how often such predictions are right.
 
-A draw adds resampled residuals to the fitted losses and fits again. The residuals are scaled twice: up to the noise of
-a single run, as a fit of five numbers makes residuals smaller than the noise; and by a random factor for the
-uncertainty of the noise itself (chi-squared), which makes the intervals of a small ladder as wide as with Student's t
-distribution.
+A draw adds resampled residuals to the fitted losses and fits again. The residuals are scaled twice. First, they are
+enlarged to the noise of a single run, because a fit of five numbers makes residuals smaller than the noise. Then a
+random factor (chi-squared) expresses the uncertainty of the noise. It makes the intervals of a small ladder as wide as
+with Student's t distribution.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 LEVEL = 0.9  # of all intervals
-DRAWS = 200  # laws drawn for a fit
-NOISES = 20  # draws of a run's noise for each drawn law
-FARTHEST = 100.0  # arXiv 2412.04403 predicts models from ladders with a hundredth of their compute
+DRAWS = 200  # number of laws that are drawn for a fit
+NOISES = 20  # number of draws of a run's noise for each drawn law
+FARTHEST = 100.0  # arXiv 2412.04403 predicts models from ladders with a hundredth of the models' compute
 
 
 @dataclass(frozen=True)
 class Interval90:
-    """A number with its interval of LEVEL."""
+    """A number with an interval that contains the true number with the probability LEVEL."""
 
     value: float
     low: float
@@ -39,7 +39,7 @@ class Interval90:
 
 
 def interval_of(value: float, drawn: np.ndarray) -> Interval90:
-    """Return the interval in which LEVEL of the drawn numbers are, with as many below as above it."""
+    """Return the interval that contains the fraction LEVEL of the drawn numbers, with as many below as above it."""
     import numpy as np
 
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -48,8 +48,8 @@ def interval_of(value: float, drawn: np.ndarray) -> Interval90:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A fit with the laws of its bootstrap (one `Law` of arrays), and for each law NOISES random factors by which the
-    noise of a single run changes its loss.
+    """A fit with the laws of its bootstrap (one `Law` of arrays), and for each law NOISES random factors by which noise
+    changes the loss of a single run.
     """
 
     fit: LawFit
@@ -57,7 +57,7 @@ class Drawn:
     noise: np.ndarray
 
     def predicted(self, parameters: float, tokens: float) -> Interval90:
-        """Predict the held-out loss of one run. The interval has the uncertainty of the law and the run's own noise."""
+        """Predict the held-out loss of one run. The interval covers the uncertainty of the law and the run's noise."""
         losses = self.laws.loss(parameters, tokens)[:, None] * self.noise
         return interval_of(self.fit.law.loss(parameters, tokens), losses)
 
@@ -90,8 +90,8 @@ def reach_of(ladder: Ladder) -> float:
 
 
 def factor_beyond(ladder: Ladder, parameters: float, tokens: float) -> float:
-    """Return the factor by which a run is beyond a ladder: the largest of those for compute, parameters and tokens; at
-    most 1 if the run is within the ladder.
+    """Return the factor by which a run is beyond a ladder: the largest of the factors for compute, parameters and
+    tokens. It is at most 1 if the run is within the ladder.
     """
     above = ((6 * parameters * tokens, ladder.flops), (parameters, ladder.parameters), (tokens, ladder.tokens))
     below = above[1:]
@@ -120,8 +120,8 @@ class LeftOut:
     tokens: float
     measured: float
     predicted: Interval90
-    cells: int  # cells of the fit
-    factor: float  # by which the run is beyond these
+    cells: int  # number of cells in the fit
+    factor: float  # how far the run is beyond the cells of the fit (`factor_beyond`)
 
     @property
     def inside(self) -> bool:
@@ -129,7 +129,7 @@ class LeftOut:
 
 
 def leave_out(ladder: Ladder, left: int, kept: Any, draws: int, seed: int) -> LeftOut:
-    """Predict one cell from the kept cells (a mask). The noise of the cell is that of a mean over its seeds."""
+    """Predict the cell `left` from the cells in the mask `kept`. The cell's noise is that of a mean over seeds."""
     import numpy as np
 
     drawn = draw_laws(fit_law(ladder.only(kept)), draws, seed)
@@ -141,9 +141,9 @@ def leave_out(ladder: Ladder, left: int, kept: Any, draws: int, seed: int) -> Le
 
 
 def backtest(ladder: Ladder, number: int, draws: int = DRAWS, seed: int = 0) -> tuple[LeftOut, list[LeftOut]]:
-    """Return predictions of runs that were left out of the fit. First, for the largest size, its run with most compute,
-    predicted from all smaller sizes. Then `number` cells, drawn from the half with more compute, each predicted from
-    all cells with less compute. Raises ConfigError if too few cells are left.
+    """Return predictions of runs that were left out of the fit. The first one is of the largest size's run with most
+    compute, predicted from all smaller sizes. The others are of `number` cells, drawn from the half with more compute.
+    Each of them is predicted from all cells with less compute. Raises ConfigError if too few cells are left.
     """
     import numpy as np
 
@@ -187,8 +187,8 @@ class RecipeVerdict:
 
 
 def judge_recipes(first: Drawn, second: Drawn, flops: float, reach: float | None) -> RecipeVerdict:
-    """Compare the curves of two recipes, each at the best size for the budget. The draws of the two are independent: the
-    noise that equal seeds share is counted twice.
+    """Compare the curves of two recipes, each at the best size for the budget. The draws of the two recipes are
+    independent, so noise that equal seeds share is counted twice.
     """
     import numpy as np
 

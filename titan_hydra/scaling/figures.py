@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
 
-BUDGETS = 5  # curves of the IsoFLOP picture
-Target = tuple[float, float, Interval90]  # parameters, tokens, predicted loss
+BUDGETS = 5  # number of curves in the IsoFLOP picture
+Target = tuple[float, float, Interval90]  # a predicted run: its parameters, tokens and loss
 
 
 def draw_ladder(curves: dict[str, Drawn], targets: Sequence[Target], folder: Path, origin: str) -> Iterator[Path]:
-    """Draw the loss of each cell over its compute, each recipe's curve of best sizes with its band, and the predictions.
-    Yield the files.
+    """Draw the loss of each cell over its compute, the curve of best sizes of each recipe with its band, and the
+    predictions. Yield the files.
     """
     import matplotlib
     import numpy as np

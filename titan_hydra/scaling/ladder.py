@@ -19,15 +19,15 @@ from titan_hydra.config.fault import divisors
 from titan_hydra.config.model import Model
 from titan_hydra.config.sweep import key_of
 
-SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads")  # what a size sets in every family
-WIDTHS = ("ffn_dim", "expert_dim", "q_lora_rank", "kv_lora_rank")  # widths that grow with dim, if the model sets them
-MULTIPLE = 8  # such a width is rounded to a multiple of this, unless the model's own width is not such a multiple
+SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads")  # the keys that a size sets in every family
+WIDTHS = ("ffn_dim", "expert_dim", "q_lora_rank", "kv_lora_rank")  # keys that grow with dim, if the model sets them
+MULTIPLE = 8  # a width is rounded to a multiple of this, unless the model's own width is not a multiple
 MOST_HEADS = 4096
 
 
 def model_of(base: Model, heads: int) -> Model:
-    """Return the model with this number of query heads. This is the rule of a ladder: the width of a head and the
-    ratios of the model's width, depth, key/value heads and feed-forward to its heads are those of `base`.
+    """Return the model with this number of query heads. This is the rule of a ladder: a model has the same width of a
+    head as `base`, and the same ratios of width, depth, key/value heads and feed-forward to the number of heads.
     """
     times, made = heads / base.n_heads, copy.copy(base)
     made.n_heads, made.dim = heads, base.dim * heads // base.n_heads
@@ -42,7 +42,7 @@ def model_of(base: Model, heads: int) -> Model:
 
 def parameters_in(model: Model) -> int:
     """Return the number of parameters of a model, as its family counts them. Raises ConfigError for a family that does
-    not count them, or whose blocks are not a decoder's.
+    not count them, or that has blocks outside a decoder.
     """
     family = family_of(model)
     if family.parameters is None or family.stacks is not None:
@@ -68,8 +68,8 @@ def model_near(base: Model, parameters: float) -> Model:
 
 
 def ladder_cells(job: Job, sizes: Sequence[float], multiples: Sequence[float]) -> dict[str, list[str]]:
-    """Return the cells of a ladder, by name, as overrides of a frozen job: a run for each size and each multiple of its
-    parameters in tokens. The warm-up takes the same fraction of the steps as in the job.
+    """Return the cells of a ladder, by name, as overrides of a job: one cell for each size and each ratio of tokens to
+    parameters (`multiples`). The warm-up takes the same fraction of the steps as in the job.
     """
     if job.validation.name == "off":
         raise ConfigError(str(Fault("validation", "off", "a ladder compares held-out losses", legal=("on",))))
@@ -119,7 +119,7 @@ def sweep_file(name: str, overrides: Sequence[str], cells: dict[str, list[str]],
 
 
 def brief(number: float) -> str:
-    """Return a number in three digits with K, M, B or T."""
+    """Return a number with three digits and K, M, B or T."""
     for unit, sign in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= 0.9995 * unit:
             return f"{number / unit:.3g}{sign}" if number < 999.5 * unit else f"{number / unit:.0f}{sign}"

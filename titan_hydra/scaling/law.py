@@ -1,8 +1,9 @@
 """The law L(N, D) = E + A / N^alpha + B / D^beta, and its robust fit to measured losses.
 
-The objective is that of Chinchilla's third approach (arXiv 2203.15556, section 3.3): Huber's loss of the residuals in log
-space, where log L is the log-sum-exp of the three terms. Its minimum is found from a grid of starts by scipy's trust
-region, because L-BFGS may stop early on it (arXiv 2404.10102). Huber's threshold follows the measured noise.
+The objective is that of Chinchilla's third approach (arXiv 2203.15556, section 3.3): Huber's loss of the residuals in
+log space, where log L is the log-sum-exp of the three terms. Its minimum is found from a grid of starts by scipy's
+trust-region method; L-BFGS may stop before the minimum (arXiv 2404.10102). Huber's threshold follows the measured
+noise.
 """
 
 from __future__ import annotations
@@ -16,25 +17,24 @@ if TYPE_CHECKING:
     import numpy as np
 
 PARAMETERS = 5  # of the law
-FEWEST = PARAMETERS + 1  # cells that a fit needs
-# number of different sizes, and of different numbers of tokens, that a fit needs: A and alpha follow from two
-# differences
+FEWEST = PARAMETERS + 1  # minimum number of cells for a fit
+# minimum number of different sizes, and of different numbers of tokens: A and alpha follow from two differences
 KINDS = 3
-APART = 1.2  # smallest ratio at which two numbers of tokens of one size count as different
-FIRST_DELTA = 1e-3  # Chinchilla's threshold, for the first fit, from which the noise is measured
+APART = 1.2  # smallest ratio of two numbers of tokens, for one size, that counts as a difference
+FIRST_DELTA = 1e-3  # Chinchilla's threshold; used in the first fit, whose residuals give the noise
 HUBER = 1.345  # threshold in standard deviations: 95 % as precise as least squares if the noise is normal
 LEAST_NOISE = 1e-6  # smallest threshold, for losses without noise
 EXPONENTS = (0.02, 3.0)  # bounds of alpha and beta
 GRID = (0.1, 0.25, 0.5, 1.0)  # starts of alpha and of beta
 # width of the range in which the logarithm of a term, in the middle of the ladder, is searched
 SPREAD = 8.0
-MOST_STEPS = 100  # of a search; a number that the runs do not determine drifts to its bound in ever smaller steps
-STARTS = 3  # number of points of the grid, the best ones, from each of which a minimum is searched
+MOST_STEPS = 100  # limit of a search: an undetermined number would drift to its bound in ever smaller steps
+STARTS = 3  # number of searches for a minimum; they start from the best points of the grid
 
 
 @dataclass(frozen=True)
 class Law:
-    """The five numbers of a law, or of many laws as arrays. Its functions take numbers or arrays too."""
+    """The five numbers of a law, or of many laws as arrays. The methods, too, take numbers or arrays."""
 
     E: Any
     A: Any
@@ -58,7 +58,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What is fitted: arrays with an entry for each cell. `runs` is the number of seeds over which its loss is a mean."""
+    """What is fitted: arrays with an entry for each cell. The loss of a cell is a mean over `runs` seeds."""
 
     parameters: np.ndarray
     tokens: np.ndarray
@@ -82,11 +82,11 @@ class LawFit:
 
     ladder: Ladder
     law: Law
-    residuals: np.ndarray  # log of loss minus log of law, times the root of `runs`
+    residuals: np.ndarray  # (log of the loss - log of the law) * sqrt(runs)
     noise: float  # standard deviation of a single run's residual, corrected for the five fitted numbers
     delta: float
-    unknowns: np.ndarray  # of `Problem`, at the minimum
-    # the numbers of the law that are at a bound, which means that the runs do not determine them
+    unknowns: np.ndarray  # the unknowns of `Problem` at the minimum
+    # the law's numbers that are at a bound: the runs do not determine these numbers
     at_bound: tuple[str, ...] = ()
 
     @property
@@ -105,7 +105,7 @@ def require_scipy() -> None:
 
 
 def why_not(ladder: Ladder) -> str | None:
-    """Return why a ladder does not determine the five numbers of a law; None if it may."""
+    """Return why a ladder cannot determine the five numbers of a law; None if no reason is found."""
     import numpy as np
 
     cells = len(ladder.losses)
@@ -214,7 +214,7 @@ class Problem:
 
     def starts(self, number: int) -> list[np.ndarray]:
         """Return the best points of a grid of exponents. For each pair of exponents, the three terms are fitted by
-        least squares of the relative residuals; none may be negative.
+        least squares of the relative residuals; no term may be negative.
         """
         import numpy as np
         from scipy.optimize import nnls
@@ -229,7 +229,7 @@ class Problem:
         return [start for _, start in sorted(found, key=lambda one: one[0])[:number]]
 
     def law(self, unknowns: np.ndarray) -> Law:
-        """Return the law of these unknowns; of a matrix of unknowns, a row each, the law whose numbers are arrays."""
+        """Return the law of these unknowns. For a matrix with a row for each law, the numbers of the law are arrays."""
         import numpy as np
 
         e, a, alpha, b, beta = np.moveaxis(unknowns, -1, 0)

@@ -20,8 +20,8 @@ COUNTS = {
     "all": "all parameters, as Chinchilla counts them",
     "body": "without the embedding and the head, as Kaplan et al. count them",
 }
-# Sections and keys whose numbers may depend on the size or on the number of tokens. A value that is a word may not,
-# except the name of the model's option.
+# Sections and keys whose numbers may depend on the size or on the number of tokens. A value that is text must be the
+# same in all runs, except the name of the model's option.
 FOLLOWING = ("model", "optimizer", "lr_scheduler", "steps", "data.global_batch")
 NAMES = ("model.name",)
 AVERAGED = "seed"
@@ -38,7 +38,7 @@ class MeasuredLadder:
 
 
 def read_ladder(selection: Selection, count: str = "all") -> MeasuredLadder:
-    """Read the runs of a sweep that are done. Raises ConfigError if it mixes recipes, or has no such run."""
+    """Read the runs of a sweep that are done. Raises ConfigError if the sweep mixes recipes, or has no such run."""
     cells = [cell for cell in gather(selection) if not cell.repeat]
     left_out = _left_out(cells)
     notes = [f"left out: {len(left)} of {len(cells)} runs, {why} ({_few(left)})" for why, left in left_out.items()]
@@ -68,7 +68,7 @@ def read_ladder(selection: Selection, count: str = "all") -> MeasuredLadder:
 
 
 def parameters_counted(cell: ReportCell, count: str) -> int:
-    """Return a run's number of parameters: all, or without the embedding and the head."""
+    """Return a run's number of parameters: all of them, or all except those of the embedding and the head."""
     if count == "all":
         return int(cell.parameters)
     ends = 1 if cell.config.get("model.tie_embeddings") else 2
@@ -76,7 +76,7 @@ def parameters_counted(cell: ReportCell, count: str) -> int:
 
 
 def _left_out(cells: list[ReportCell]) -> dict[str, list[str]]:
-    """Return the names of the runs that cannot be used, by the reason."""
+    """Return the names of the runs that cannot be used, grouped by reason."""
     found: dict[str, list[str]] = {}
     for cell in cells:
         if not cell.done:

@@ -21,7 +21,7 @@ TIMES = (1.0, 10.0, 100.0)  # budgets of the table of best sizes, relative to th
 
 @dataclass(frozen=True)
 class ScalePart:
-    """A part of the answer: its field of the document (a list there if `several`), its lines, and what it predicts."""
+    """A part of the answer of `titan scale`. With `several`, the JSON field lists the values of all such parts."""
 
     field: str
     value: Any

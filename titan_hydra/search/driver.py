@@ -1,7 +1,7 @@
-"""Run a search: draw trials, start their runs on the executor, await them, and decide which go on.
+"""Run a search: draw trials, start their runs on the executor, await them, and decide which trials go on.
 
-All that the driver knows is in the journal and in the run directories. It may be killed at any moment; the same command
-line goes on: it attaches to runs in progress, starts those that were drawn but not started, and decides as before.
+The journal and the run directories hold the whole state of a search, so the driver may be killed at any moment. The
+same command line then continues the search: it attaches to active runs, and starts trials that were only drawn.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from .journal import COMPLETE, FAILED, PRUNED, Journal, SearchTrial, locked, req
 from .summary import printed, summary_of
 from .trials import SearchPlan, plan_of
 
-MOST_STARTS = 4  # starts of a run by one driver; further ones would end in the same way
+MOST_STARTS = 4  # number of times that one driver starts a run; a further start would end in the same way
 POLL_HERE, POLL = 0.1, 5.0  # seconds between two checks of runs on this machine, and of runs on a cluster
-RETRIED = (Kind.NODE, Kind.HANG, Kind.KILLED, Kind.PREEMPTED)  # failures that do not depend on what was drawn
-# failures that depend on what was drawn, so that the sampler learns from them
+RETRIED = (Kind.NODE, Kind.HANG, Kind.KILLED, Kind.PREEMPTED)  # failures that do not depend on the drawn values
+# failures that depend on the drawn values, so that the sampler learns from them
 DRAWN = (Kind.NOT_FINITE, Kind.OUT_OF_MEMORY, Kind.CONFIG)
 
 
 def run_search(question: Question) -> int:
-    """Run the search of a command line, and return the exit status. Raises ConfigError if it cannot start; then nothing is
-    written.
+    """Run the search of a command line, and return the exit status. Raises ConfigError if the search cannot start; then
+    nothing is written.
     """
     require_optuna()
     plan = plan_of(question)
@@ -67,7 +67,7 @@ def run_search(question: Question) -> int:
     with locked(plan.folder):
         try:
             return Driver(plan).drive()
-        except KeyboardInterrupt:  # inside a rank that runs in this process
+        except KeyboardInterrupt:  # Ctrl-C came inside a rank that runs in this process
             print("stopped; the same command line continues", file=sys.stderr)
             return 130
 
@@ -110,7 +110,7 @@ class Driver:
         self.interrupts = Interrupts()
         self.active: dict[Path, Active] = {}
         self.hours: dict[Path, float] = {}  # GPU-hours of runs that have ended
-        self.final = False  # whether no further trial starts, and the best ones are trained to the last step
+        self.final = False  # whether no further trial starts, and the best trials are trained to the last step
         self.spent = False  # whether the budget is used
 
     def drive(self) -> int:
@@ -144,7 +144,7 @@ class Driver:
         for trial in trials:
             if trial.open and trial.number not in busy and (steps := self.pending(trial)):
                 return self.begin(trial, steps)
-            if trial.open and last in trial.values:  # the driver was killed before it recorded the end
+            if trial.open and last in trial.values:  # an earlier driver was killed before it recorded the trial's end
                 self.journal.tell(trial, COMPLETE, [trial.values[last]])
                 return True
         budget = self.search.budget_gpu_hours
@@ -165,13 +165,13 @@ class Driver:
         return not busy and (self.close(trials) or self.confirm())
 
     def pending(self, trial: SearchTrial) -> int:
-        """Return the steps of the run that a trial needs now; 0 if it waits for its next length."""
+        """Return the steps of the run that a trial needs now; 0 if the trial waits for its next length."""
         if not trial.values and not trial.runs:
             return self.plan.rungs.steps[self.plan.rungs.first(trial)]
         return max((steps for steps in trial.runs if steps not in trial.values), default=0)
 
     def begin(self, trial: SearchTrial, steps: int, seed: int | None = None) -> bool:
-        """Start the run of a trial, or attach to it; a trial that is refused costs nothing. Returns True."""
+        """Start the run of a trial, or attach to it; a trial whose cell is refused costs nothing. Returns True."""
         cell, reason = self.plan.cell(trial, steps) if seed is None else self.plan.repeat(trial, seed)
         if cell is None:
             print(f"trial {trial.number}: refused: {reason}", flush=True)
@@ -204,7 +204,7 @@ class Driver:
         return True
 
     def look(self) -> None:
-        """Look which of the awaited runs have ended, and record their ends."""
+        """Find out which of the awaited runs have ended, and record how each of them ended."""
         directories = list(self.active)
         for directory, state in zip(directories, rundir.states(directories), strict=True):
             one = self.active[directory]
@@ -212,7 +212,7 @@ class Driver:
                 continue
             attempt = layout.ATTEMPT.of(directory, state.attempt)
             if one.parent is not None:
-                kill(attempt, one.parent)  # ends processes that remain if the parent itself was killed
+                kill(attempt, one.parent)  # if the parent itself was killed, this ends the processes that remain
                 rundir.end_attempt(attempt)
                 one.parent = None
             if state.kind != "done" and one.starts and layout.CANCELLED.of(attempt).exists():
@@ -253,7 +253,7 @@ class Driver:
 
     def close(self, trials: list[SearchTrial]) -> bool:
         """Record in the journal that the waiting trials will not go on to a further length. Return whether there were
-        any.
+        waiting trials.
         """
         left = [trial for trial in trials if trial.open]
         for trial in left:
@@ -261,7 +261,7 @@ class Driver:
         return bool(left)
 
     def confirm(self) -> bool:
-        """Start a run of one of the best trials with another seed. Return whether one was left."""
+        """Start a run of one of the best trials with another seed. Return whether there was such a run to start."""
         if self.search.objective == "both":
             return False
         known = {*self.journal.confirmed, *(f"{one.trial.number} {one.seed}" for one in self.active.values())}
@@ -273,7 +273,7 @@ class Driver:
         return False
 
     def list_in_manifest(self, cell: Cell, trial: SearchTrial, seed: int | None) -> None:
-        """List the newest run of each trial, and those with other seeds, in the manifest of the sweep."""
+        """List the newest run of each trial, and the runs with other seeds, in the manifest of the sweep."""
         content = layout.SWEEP.read(self.plan.folder) or {
             "name": self.plan.name,
             "baseline": None,

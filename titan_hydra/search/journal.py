@@ -41,9 +41,9 @@ class SearchTrial:
     params: dict[str, Any]
     state: str
     values: dict[int, float]
-    objectives: list[float]  # of a complete trial, else empty
-    runs: dict[int, str]  # its run directories by steps
-    reason: str  # why it failed or was refused
+    objectives: list[float]  # objectives of a complete trial, else empty
+    runs: dict[int, str]  # the trial's run directories by steps
+    reason: str  # why the trial failed or was refused
 
     @property
     def open(self) -> bool:
@@ -52,7 +52,7 @@ class SearchTrial:
 
 
 class Journal:
-    """The study of a sweep's folder. Only a driver that holds `locked` may write."""
+    """The Optuna study in a sweep's folder. Only a driver that holds `locked` may write."""
 
     def __init__(self, folder: Path, directions: Sequence[str] = ("minimize",)) -> None:
         import optuna
@@ -79,7 +79,7 @@ class Journal:
     def draw(self, space: Space, search: OptunaSearch) -> SearchTrial | None:
         """Draw a trial, and write it to the journal; return None if the space has no further trial. What is drawn
         depends only on the earlier trials and on search.seed, so that a search continues after a kill as it would have
-        continued without one.
+        continued without the kill.
         """
         from optuna.trial import TrialState, create_trial
 
@@ -98,7 +98,7 @@ class Journal:
         return self.trials()[-1]
 
     def _sampled(self, space: Space, search: OptunaSearch, taken: set[tuple[str, ...]]) -> dict[str, Any] | None:
-        """Return values that no trial has yet. To the sampler, trials that wait for their next length are pruned
+        """Return values that no trial has yet. The sampler gets trials that wait for their next length as pruned
         trials.
         """
         import optuna
@@ -123,11 +123,11 @@ class Journal:
         return None
 
     def note_run(self, trial: SearchTrial, steps: int, directory: str) -> None:
-        """Record the run directory of a trial's length."""
+        """Record the run directory of a trial for one of its lengths."""
         self.storage.set_trial_user_attr(self._id(trial), f"run {steps}", directory)
 
     def report(self, trial: SearchTrial, steps: int, value: float) -> None:
-        """Record a trial's held-out loss at a length."""
+        """Record the held-out loss of a trial at one of its lengths."""
         self.storage.set_trial_intermediate_value(self._id(trial), steps, value)
 
     def tell(self, trial: SearchTrial, state: str, values: Sequence[float] | None = None, reason: str = "") -> None:
@@ -179,7 +179,7 @@ def _as_seen(frozen: Any) -> Any:
 
 
 def _in_order(space: Space, search: OptunaSearch, taken: set[tuple[str, ...]]) -> dict[str, Any] | None:
-    """Return the next cell of the grid, in an order that search.seed gives."""
+    """Return the next cell of the grid, in an order that search.seed determines."""
     cells = space.grid()
     random.Random(search.seed).shuffle(cells)
     return next((cell for cell in cells if tuple(space.overrides(cell)) not in taken), None)
@@ -192,7 +192,7 @@ def require_optuna() -> None:
 
 
 class Unlocked:
-    """The lock that Optuna asks for; the driver already holds that of the folder."""
+    """A lock that does nothing, because Optuna asks for a lock and the driver already holds the folder's."""
 
     def acquire(self) -> bool:
         return True

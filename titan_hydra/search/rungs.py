@@ -1,8 +1,8 @@
 """The lengths at which trials are compared, and which trial goes on to the next length.
 
 A run can be continued at any time. So a trial that does not go on to the next length waits, and goes on later if it is
-then among the best of its length (asynchronous successive halving, Li et al. 2020, algorithm 2, with its promotions of
-waiting trials). Every decision follows from the journal alone.
+then among the best of its length. This is asynchronous successive halving (Li et al. 2020, algorithm 2), in which
+waiting trials can be promoted. Every decision follows only from the journal.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from titan_hydra.launch.longer import same_rates
 
 from .journal import SearchTrial
 
-KEPT = 0.5  # fraction of the steps after the warm-up that a run of the next length must be able to use
+KEPT = 0.5  # minimum fraction of a run's steps after the warm-up that the run of the next length must be able to use
 
 
 @dataclass(frozen=True)
 class Rungs:
-    """The lengths of a trial in steps, the last of which is that of the whole run."""
+    """The lengths of a trial in steps; the last one is the length of the whole run."""
 
     steps: tuple[int, ...]
     factor: int = 2
@@ -42,9 +42,9 @@ class Rungs:
         return self.steps[self.reached(trial) + 1]
 
     def promoted(self, trials: Sequence[SearchTrial], busy: Container[int] = ()) -> SearchTrial | None:
-        """Return a waiting trial that goes on to the next length, or None. It is among the best 1/factor of all trials
-        of its bracket that have reached its present length; trials with a greater length come first. `busy` has the
-        numbers of trials that run.
+        """Return a waiting trial that goes on to the next length, or None. This trial is among the best 1/factor of all
+        trials of its bracket that have reached its present length; trials with a greater length come first. `busy` has
+        the numbers of trials that run.
         """
         for index in range(len(self.steps) - 2, -1, -1):
             for bracket in sorted(set(self.brackets)):
@@ -56,9 +56,9 @@ class Rungs:
         return None
 
     def finalist(self, trials: Sequence[SearchTrial], busy: Container[int], count: int) -> SearchTrial | None:
-        """Return a waiting trial that goes on although it is not among the best 1/factor, or None: once no further
-        trial starts, the best `count` trials are trained to the last step. Values at different lengths are not
-        compared: a trial with a greater length counts as better.
+        """Return a waiting trial that goes on although it is not among the best 1/factor; None if there is none. Once
+        no further trial starts, the best `count` trials are trained to the last step. Values at different lengths are
+        not compared: a trial with a greater length counts as better.
         """
         best = sorted((one for one in trials if one.values and not one.reason), key=self.rank)[:count]
         free = [one for one in best if one.open and one.number not in busy]
@@ -85,7 +85,7 @@ def rungs_of(job: Job, search: OptunaSearch) -> Rungs:
 
 
 def hyperband(lengths: int, factor: int) -> tuple[int, ...]:
-    """Return the indices of the first lengths of successive trials, so that all brackets use about the same compute (Li
+    """For successive trials, return the index of the first length, so that all brackets use about the same compute (Li
     et al. 2018, algorithm 1: bracket s has a share of factor^s / (s + 1) trials). The brackets are interleaved.
     """
     last = lengths - 1
@@ -115,9 +115,9 @@ def halving_faults(job: Job, search: OptunaSearch, rungs: Rungs) -> Iterator[Fau
 
 
 def not_the_longer_run(job: Job, rungs: Rungs) -> str | None:
-    """Return why a run of one length cannot be continued to the next length and learn the same as a run that had this
-    length from the start; None if it can, because both have the same learning rates until shortly before the end of the
-    shorter one.
+    """Return why a run of one length cannot be continued to the next length; None if it can. A continued run must learn
+    the same as a run that had the greater length from the start. So the runs of both lengths must have the same
+    learning rates until late in the shorter run.
     """
     warm = job.lr_scheduler.warmup_steps
     for short, long in zip(rungs.steps, rungs.steps[1:], strict=False):

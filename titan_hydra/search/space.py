@@ -25,7 +25,7 @@ DIGITS = 5  # significant digits of a drawn number
 class Dimension:
     """The values of one key: a list of texts, or the numbers between two bounds."""
 
-    key: str  # as in the override, with + if it has one
+    key: str  # as in the override, with a + if the override has one
     typed: str  # the override as it was typed
     values: tuple[str, ...] = ()  # empty for an interval
     low: float = 0
@@ -93,8 +93,8 @@ class Space:
         ]
 
     def probes(self) -> list[list[str]]:
-        """Return the trials that are checked before a search starts: the first value of each key and, for each key, every
-        value of `ends` with the first values of the others.
+        """Return the trials that are checked before a search starts: the first value of each key and, for each key,
+        every value of `ends` with the first values of the other keys.
         """
         first = {one.key: one.ends[0] for one in self.dimensions}
         found = [first] + [first | {one.key: end} for one in self.dimensions for end in one.ends[1:]]
@@ -102,7 +102,7 @@ class Space:
 
 
 def space_of(swept: list[Override]) -> Space:
-    """Read the swept overrides of a command line. Raises ConfigError with a line for each that gives no values."""
+    """Read the swept overrides of a command line. Raises ConfigError with a line for each one without values."""
     found, lines = [], []
     for override in swept:
         try:

@@ -16,7 +16,7 @@ from titan_hydra.runs.useful import device_hours
 
 from .journal import COMPLETE, Journal, SearchTrial, require_optuna
 
-FEWEST = 4  # complete trials below which the importance of the keys is not estimated
+FEWEST = 4  # minimum number of complete trials for an estimate of the importance of the keys
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Summary:
 
     @cached_property
     def best(self) -> list[SearchTrial]:
-        """The complete trials, the best first; of two objectives, those that no other trial exceeds in both."""
+        """The complete trials, the best first. With two objectives: those that no other trial exceeds in both of them."""
         complete = [trial for trial in self.trials if trial.state == COMPLETE]
         if len(self.directions) == 1:
             return sorted(complete, key=lambda trial: (self._cost(trial)[0], trial.number))
@@ -51,14 +51,14 @@ class Summary:
         return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
     def seeds(self, trial: SearchTrial) -> list[float]:
-        """Return the objective of a trial's whole run and of those with other seeds that ended well."""
+        """Return the objectives of a trial's runs with several seeds; [] if the trial has a single seed."""
         found = [entry["value"] for name, entry in self.confirmed.items() if name.split()[0] == str(trial.number)]
         return [*trial.objectives[:1], *(value for value in found if value is not None)] if found else []
 
     @cached_property
     def winner(self) -> SearchTrial | None:
-        """The trial with the best mean among those that were run with several seeds; if there are none, the best trial.
-        None with two objectives, or before a trial is complete.
+        """The trial with the best mean among the trials that were run with several seeds; without such trials, the best
+        trial. None with two objectives, or before a trial is complete.
         """
         if len(self.directions) > 1 or not self.best:
             return None
@@ -83,8 +83,8 @@ class Summary:
 
     @cached_property
     def steps(self) -> tuple[int, int]:
-        """The number of steps that the trials have made, and the number that they would have made if all were trained
-        to the last step.
+        """The number of steps that the trials have made, and the number that they would have made if all of them were
+        trained to the last step.
         """
         made = sum(_made(self.runs / run, steps) for trial in self.trials for steps, run in trial.runs.items())
         return made, self.full * sum(bool(trial.runs) for trial in self.trials)
@@ -143,7 +143,7 @@ class Summary:
         return "stopped" if trial.values else "failed" if trial.runs else "refused"
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return the titles and the rows of the table of trials: in the order of their numbers, the losses by length."""
+        """Return the titles and rows of the table of trials, sorted by number, with a loss for each length."""
         keys = [one.partition("=")[0] for one in self.trials[0].overrides] if self.trials else []
         lengths = sorted({steps for trial in self.trials for steps in trial.values})
         names = [f"loss at {steps}" for steps in lengths]
@@ -184,7 +184,7 @@ class Summary:
         return lines
 
     def _doubt(self) -> str:
-        """Return a line if the winner's lead is smaller than the spread over seeds; "" if it is not, or not known."""
+        """Return a line if the winner's lead is smaller than the spread over seeds; "" if it is not, or unknown."""
         samples = [self.seeds(trial) for trial in self.best if len(self.seeds(trial)) > 1]
         if len(samples) < 2:
             return ""

@@ -1,4 +1,4 @@
-"""The cells of a search: the runs of trials, composed and checked as the cells of any command line."""
+"""The cells of a search: the runs of trials, composed and checked like the cells of any command line."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .space import Space, space_of
 # which objectives are read from a run's result, and whether the lower or the higher value is better
 OBJECTIVES = {"validation_loss": "minimize", "tokens_per_second": "maximize"}
 MEASURED = {"loss": ("validation_loss",), "tokens_per_second": ("tokens_per_second",), "both": tuple(OBJECTIVES)}
-# the keys of a search that change which trials it draws; with other values, it is another search
+# the keys that change which trials a search draws; if one of them has another value, this is another search
 DECIDING = ("sampler", "objective", "pruner", "factor", "first_steps", "seed")
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """What a command line with a search asks for."""
+    """A search that has been read from a command line and checked."""
 
     question: Question
     search: OptunaSearch
@@ -68,7 +68,7 @@ class SearchPlan:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The names in a run's result of what makes a trial better."""
+        """The names, in a run's result, of the values by which trials are compared."""
         return MEASURED[self.search.objective]
 
     @property
@@ -97,7 +97,7 @@ class SearchPlan:
         return self.made([*trial.overrides, *more], name)
 
     def repeat(self, trial: SearchTrial, seed: int) -> tuple[Cell | None, str]:
-        """Return the cell of a trial's whole run with another seed; or why there is none."""
+        """Return the cell of a trial's whole run with another seed; or the reason why there is none."""
         return self.made([*trial.overrides, f"seed={seed}"], f"trial {trial.number}, seed {seed}")
 
     def made(self, own: list[str], name: str) -> tuple[Cell | None, str]:
@@ -128,9 +128,9 @@ def checkpoint_overrides(job: Job, rungs: Rungs) -> list[str]:
 def plan_of(question: Question) -> SearchPlan:
     """Check a command line with a search. Raises ConfigError with all lines that prevent its start.
 
-    The cells with the first values of all keys, and with each other value or bound of one key, are composed and
-    checked. A value that no cell may have is a fault. A combination of values that is illegal, or does not fit into
-    memory, is no fault: a trial that has it is refused later, at no cost.
+    The cell with the first values of all keys is composed and checked, and so is each cell in which one key has another
+    listed value or its other bound. A value that no cell may have is a fault. A combination of values that is illegal,
+    or does not fit into memory, is no fault: a trial that has it is refused later, at no cost.
     """
     space = space_of(question.swept)
     job, faults = read(question.compose([*question.fixed, *space.probes()[0]]))
@@ -157,7 +157,7 @@ def plan_of(question: Question) -> SearchPlan:
 
 
 def faults_of_the_search(plan: SearchPlan, jobs: list[Job]) -> list[Fault]:
-    """Return what prevents a search over these cells; they are in the order of `Space.probes`."""
+    """Return what prevents a search over these cells; the cells are in the order of `Space.probes`."""
     search, job, faults, first = plan.search, plan.base.job, [], 1
     if search.objective != "tokens_per_second" and job.validation.name == "off":
         legal = ("tokens_per_second",)

@@ -31,8 +31,8 @@ def generate(
     seed: int,
     dtype: str,
 ) -> Iterator[str]:
-    """Yield the text that follows the tokens `beginning(checkpoint, tokenizer)`, in pieces of whole characters. It ends
-    before the first token in `ends(tokenizer)`, or after `max_tokens` tokens.
+    """Yield the text that follows the tokens from `beginning(checkpoint, tokenizer)`, in pieces of whole characters.
+    The text ends before the first token in `ends(tokenizer)`, or after `max_tokens` tokens.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
@@ -49,7 +49,7 @@ def generate(
         if token in last:
             break
         new.append(token)
-        if not (longer := words.decode(new)).endswith("\ufffd"):  # else its last character lacks bytes
+        if not (longer := words.decode(new)).endswith("\ufffd"):  # U+FFFD: the last character lacks bytes
             yield longer[len(text) :]
             text = longer
     yield words.decode(new)[len(text) :]
@@ -59,7 +59,7 @@ def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dt
     """Build the whole model of a checkpoint or export in `dtype`, on the GPU if there is one, in eval mode. This changes
     `config`, the model section of the checkpoint.
     """
-    config.attention = "auto"  # as this machine may not have the run's attention kernel
+    config.attention = "auto"  # chosen anew, because this machine may not have the run's attention kernel
     with torch.device("meta"):
         model = models.build(config, seq_len)
     for parameter in model.parameters():

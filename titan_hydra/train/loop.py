@@ -171,7 +171,7 @@ class Loop:
             votes, times = self.checkpointer.votes(), self.metrics.own_times(step)
             agreement = trainer.agree(share, trainer.measure(), [len(self.loader.news()), *votes, *times])
             if not groups.commits(agreement):
-                # the weights must be copied first, as the next quorum may replace them
+                # the pending save must copy the weights first, as the next quorum may replace them
                 self.checkpointer.wait_for_staging()
                 trainer.drop_gradients()
                 continue
@@ -201,8 +201,8 @@ class Loop:
             )
 
     def validate(self, step: int) -> float:
-        """If a validation is due, measure the held-out loss, always on the same samples, answer the tasks, and record
-        the numbers and the time that this took. Return the loss; infinity if no validation is due.
+        """If a validation is due, measure the held-out loss (always on the same samples), answer the tasks, and record
+        the numbers and the time taken. Return the loss; infinity if no validation is due.
         """
         config = self.job.validation
         every = config.interval or math.ceil(self.job.steps / 10)
@@ -220,8 +220,8 @@ class Loop:
         return loss
 
     def save(self, step: int, votes: list[float], held_out: float, stop: bool, missed: bool) -> None:
-        """Save if a checkpoint is due or the run is to stop; if it is to stop, raise Stopped. `missed`: the stop came
-        before a meeting of the groups that was due.
+        """Save if a checkpoint is due or the run is to stop; if it is to stop, raise Stopped. `missed` is whether the
+        stop came before an exchange between replica groups that was due.
         """
         if stop or missed:
             refuse_stale(self.watch.run)

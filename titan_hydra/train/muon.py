@@ -1,5 +1,5 @@
-"""Muon on sharded matrices. Each rank orthogonalizes another whole matrix, so that two exchanges suffice for as many
-matrices as there are ranks.
+"""Muon on sharded matrices. Each rank orthogonalizes a different whole matrix, so that two exchanges suffice for as
+many matrices as there are ranks.
 
 torch's own Muon computes on DTensors: all ranks orthogonalize each matrix together, in about 15 collectives.
 """
@@ -22,8 +22,8 @@ class Muon(torch.optim.Muon):
     """torch's Muon for matrices that are sharded or replicated over the ranks of `group` (None: for plain tensors). The
     updates are the same. In stacked experts [experts, rows, columns], each expert is a matrix.
 
-    Like torch's fused optimizers it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1, without
-    a host synchronization.
+    Like torch's fused optimizers, this one divides gradients by `grad_scale` and changes nothing if `found_inf` is 1,
+    without a host synchronization.
     """
 
     _step_supports_amp_scaling = True
@@ -32,7 +32,7 @@ class Muon(torch.optim.Muon):
         matrices = list(matrices)
         super().__init__([matrix for matrix in matrices if matrix.ndim == 2], **options)
         if stacks := [matrix for matrix in matrices if matrix.ndim > 2]:
-            self.add_param_group({"params": stacks})  # added here, as torch's constructor refuses stacks
+            self.add_param_group({"params": stacks})  # torch's constructor would refuse stacks
         self.group = group
         self.grad_scale: Tensor | float = 1.0
         self.found_inf: Tensor | float = 0.0
@@ -86,7 +86,7 @@ class Muon(torch.optim.Muon):
         nothing = directions[0].new_empty(0)
         own = matrices[rank] if rank < len(matrices) else None
         parts = [] if own is None else [part_of(own, coordinate(own, other)) for other in ranks]
-        # The owner receives each part once, from the ranks that hold the same copy of the matrix as the owner.
+        # The rank that computes a matrix receives each part once: from ranks with the same copy of the matrix.
         given = [
             direction.flatten() if same_copy(matrix, rank, owner) else nothing
             for owner, (matrix, direction) in enumerate(zip(matrices, directions, strict=True))
@@ -115,8 +115,8 @@ class Muon(torch.optim.Muon):
 
 
 def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
-    """Return a rank's coordinate in the matrix's mesh. `rank` is the number in the group that contains all ranks of the
-    mesh, in row-major order.
+    """Return a rank's coordinate in the matrix's mesh. `rank` is its number in the group of all ranks of the mesh,
+    which has them in row-major order.
     """
     return [int(index) for index in np.unravel_index(rank, matrix.device_mesh.shape)]
 

@@ -23,8 +23,8 @@ from .split_adamw import SplitAdamW
 def build_optimizers(
     model: nn.Module, config: Optimizer, mesh: Mesh, rules: Rules | None = None
 ) -> list[torch.optim.Optimizer]:
-    """Build the optimizers of a model's parameters, by the record of the optimizer that `optimizer.name` chooses.
-    `rules` are those of the job's parametrization; without them it is the standard one.
+    """Build the optimizers of a model's parameters, as the record of the chosen `optimizer.name` defines. `rules` are
+    those of the job's parametrization; without `rules`, the parametrization is standard.
     """
     optimizers = resolve(OPTIMIZERS[config.name].build)(model, config, mesh)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -38,12 +38,12 @@ def build_optimizers(
     return optimizers
 
 
-SCALED_OPTIONS = ("lr", "weight_decay", "eps")  # of a parameter group, in the order of RateFactors
+SCALED_OPTIONS = ("lr", "weight_decay", "eps")  # options of a parameter group, in the order of RateFactors
 
 
 def groups_by_factors(group: dict[str, Any], names: dict[nn.Parameter, str], rules: Rules) -> list[dict[str, Any]]:
-    """Return a parameter group as one group for each set of factors, multiplied by them: [group] if all factors are
-    1.
+    """Split a parameter group into one group for each set of factors, and multiply the options of each group by its
+    factors.
     """
     orthogonal = "ns_steps" in group  # Muon's iterations
     parts: dict[RateFactors, list[nn.Parameter]] = {}
@@ -116,7 +116,7 @@ def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite:
     """
     for optimizer in optimizers:
         if scales_gradients(optimizer):
-            fused: Any = optimizer  # with the two attributes by which AMP controls fused kernels
+            fused: Any = optimizer  # it has the two attributes that AMP sets on fused optimizers
             fused.grad_scale, fused.found_inf = divisor, (~finite).float()
         elif finite:
             gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
@@ -127,8 +127,8 @@ def step(optimizers: list[torch.optim.Optimizer], divisor: torch.Tensor, finite:
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
-    """Set every group's rate to its peak rate times `factor`. Return the rate of a group without a factor of its own,
-    which is logged.
+    """Set every group's rate to its peak rate times `factor`. Return the rate that is logged: that of a group without
+    factors of its own.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -168,6 +168,6 @@ def _decay(step: int, steps: int, config: Decay, decay_steps: int, shape: str) -
     decay_steps = min(decay_steps, steps - config.warmup_steps)
     if step <= steps + 1 - decay_steps:
         return 1.0
-    left = (steps + 1 - step) / decay_steps  # below 1 once the decay has begun, above 0 at the last step
+    left = (steps + 1 - step) / decay_steps  # `left` is below 1 once the decay has begun, and above 0 at the last step
     share = {"linear": left, "sqrt": 1 - math.sqrt(1 - left), "cosine": 0.5 * (1 - math.cos(math.pi * left))}[shape]
     return config.min_factor + (1 - config.min_factor) * share

@@ -36,8 +36,8 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
     and of the end-of-text after them, and the number of these tokens. `place` is a run, a checkpoint or an export.
 
     A text of more than `context` tokens (default: the run's data.seq_len, or an export's model.max_seq_len) is scored
-    in windows of that length. Each begins in the middle of the previous one, so that a token is predicted from at least
-    half a context. Raises ConfigError for a file without text, or with a row that cannot be read.
+    in windows of that length. Each window begins in the middle of the previous one, so that a token is predicted from
+    at least half a context. Raises ConfigError for a file without text, or with a row that cannot be read.
     """
     if initial.is_hf(place):
         reader, at_most = Folder(place), None
@@ -54,7 +54,7 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
     context = context or at_most or config.max_seq_len
     if context > config.max_seq_len:
         raise ConfigError(f"--context={context}: is more than model.max_seq_len; nearest legal: {config.max_seq_len}")
-    # as in training, where the previous document's end-of-text comes before the text
+    # as in training, a text without begin-of-text follows the end-of-text of the previous document
     before = [words.eos_id] if words.bos_id is None else []
     rows = ((row, before + words.document(text)) for row, text in texts(file, text_key))
     model = None

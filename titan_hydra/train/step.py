@@ -1,4 +1,4 @@
-"""Run one local batch through the model, for gradients or for the loss alone. The loss function is the same with and
+"""Run one local batch through the model, for gradients or only for the loss. The loss function is the same with and
 without a pipeline.
 """
 
@@ -30,7 +30,7 @@ def build_step(
     loss, measure = (compile.function(function, job.compile) for function in (objective.loss, objective.measure))
     if mesh.degrees.pp == 1:
         return Plain(stages[0], objective.inputs, loss, measure)
-    # imported here, as it takes a second, which jobs without a pipeline save
+    # imported here, because the import takes a second, and only jobs with a pipeline need it
     from titan_hydra.parallel.pipeline import (
         Pipeline,
     )
@@ -58,7 +58,7 @@ class Plain:
         return loss.detach()
 
     def forward(self, batch: Batch, objective: Objective | None = None) -> Tensor:
-        """Return the summed measure of a local batch; with `objective`, by its inputs and measure."""
+        """Return the summed measure of a local batch. `objective`, if given, replaces the job's objective."""
         inputs, measure = (objective.inputs, objective.measure) if objective else (self.inputs, self.measure)
         return self._sum(measure, batch, inputs)
 

@@ -1,5 +1,5 @@
-"""Score the requests of tasks with the model that is trained, on its own layout. Each request is a row of a batch, and
-each of its tokens counts once, whatever the layout.
+"""Score the requests of tasks with the model in training, on the layout of the run. Each request is a row of a batch,
+and each of its tokens counts once, whatever the layout.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Scoring(Language):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.found: list[Tensor] = []  # [rows, 2] of each batch or microbatch, in order
+        self.found: list[Tensor] = []  # numbers [rows, 2] of each batch or microbatch, in order
 
     def inputs(self, batch: Tensors) -> tuple[Tensor, Tensors]:
         """Return the inputs for logits, even if the job's head can compute the loss."""
         return batch["tokens"], {name: batch[name] for name in ("positions",) if name in batch}
 
     def measure(self, output: Tensor, batch: Tensors) -> Tensor:
-        """Keep the numbers of a batch's rows; the sum that is returned is 0. `output` has the logits."""
+        """Keep the numbers of a batch's rows in `found`, and return 0 as the sum. `output` has the logits."""
         labels = batch["labels"]
         logits, vocabulary = own_logits(output)
         rows, places = (labels != IGNORED).nonzero(as_tuple=True)
@@ -54,7 +54,7 @@ class Scoring(Language):
 
 
 def own_logits(output: Tensor) -> tuple[Tensor, Vocabulary | None]:
-    """Return this rank's logits [batch, seq, n], and the part of the vocabulary that they stand for; None for all."""
+    """Return this rank's logits [batch, seq, n], and the part of the vocabulary that they stand for (None: all of it)."""
     if not isinstance(output, DTensor):
         return output, None
     (placement,), mesh = output.placements, output.device_mesh
@@ -65,7 +65,7 @@ def own_logits(output: Tensor) -> tuple[Tensor, Vocabulary | None]:
 
 
 def likeliest(logits: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """Return the token with the largest of logits [tokens, n], as [tokens, 1]; of equal tokens the first."""
+    """Return the token with the largest of logits [tokens, n], as [tokens, 1]; the first one if several are equal."""
     largest, token = logits.max(dim=1, keepdim=True)
     if vocabulary is None:
         return token
@@ -105,8 +105,8 @@ def score_requests(trainer: Trainer, requests: Sequence[Request]) -> list[tuple[
 
 
 def row_length(job: Job, longest: int) -> int:
-    """Return the length of a batch's rows: data.seq_len, halved while `longest` tokens fit. Pipeline stages and compiled
-    blocks have one length.
+    """Return the length of a batch's rows: data.seq_len, halved as long as `longest` tokens fit. Pipeline stages and
+    compiled blocks have one length.
     """
     length, degrees = job.data.seq_len, job.parallelism
     if degrees.pp > 1 or job.compile.name != "off":
@@ -118,7 +118,7 @@ def row_length(job: Job, longest: int) -> int:
 
 
 def batch_of_requests(requests: Sequence[Request], scoring: Scoring, rows: int, length: int) -> Batch:
-    """Return requests as a batch of `rows` rows, of which those that are left over have no labels."""
+    """Return requests as a batch of `rows` rows. Rows without a request have no labels."""
     tokens, labels = np.zeros((rows, length), np.int64), np.full((rows, length), IGNORED, np.int64)
     for row, request in enumerate(requests):
         tokens[row, : request.length] = request.ids[:-1]

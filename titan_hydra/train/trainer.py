@@ -45,8 +45,8 @@ class Trainer:
     mesh: Mesh
     device: torch.device
     objective: Objective
-    model: nn.Module  # the modules of all of this rank's stages, under the plain names
-    masters: Masters  # the parameters as the optimizers hold them
+    model: nn.Module  # the modules of all of this rank's stages, under the names of the unsplit model
+    masters: Masters  # the parameters in the form in which the optimizers update them
     step: Plain | Pipeline
     optimizers: list[torch.optim.Optimizer]
     parameters: int  # number of parameters of the whole model, over all ranks
@@ -61,15 +61,15 @@ class Trainer:
         """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the
         mean loss.
 
-        The loss is the sum over all elements that count, divided by their number in the whole global batch. They are
-        counted before the first microbatch, so that accumulation, uneven masks and replica groups give the right loss.
+        The loss is the sum over all elements that count, divided by their number in the whole global batch. The count
+        is made before the first microbatch, so that accumulation, uneven masks and replica groups give the right loss.
         """
         self.prepare_weights()
         count = onto(self.device, self.objective.count(batch.tensors))
         if self.mesh.batch is not None:
             dist.all_reduce(count, group=self.mesh.batch)
         self.groups.add_up([count])
-        count = count.masked_fill(count == 0, 1)  # `clamp` would be wrong, as weights can sum to less than 1
+        count = count.masked_fill(count == 0, 1)  # not `clamp`, as the weights of elements can sum to less than 1
         total = torch.zeros((), device=self.device)
         parts = batch.split(self.job.data.local_batch)
         for number, part in enumerate(parts, start=1):
@@ -177,7 +177,7 @@ def assemble(job: Job, device: torch.device, mesh: Mesh | None = None) -> Parts:
         model = models.build(job.model, job.data.seq_len)
     scale_forward(model, job.model, rules_of(job.model, job.parametrization))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    # but not buffers, such as a rotary table or the bias of a router, which keep their dtype
+    # only parameters: buffers, such as a rotary table or the bias of a router, keep their dtype
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, job.precision.param_dtype))
     notes = formats.convert(model, job, mesh, device)

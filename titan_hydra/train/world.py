@@ -30,12 +30,12 @@ def world(job: Job, run: Run) -> Iterator[torch.device]:
     of the block.
     """
     set_determinism(job)
-    # forgets what an earlier run in this process compiled: torch compiles the same code at most eight times
+    # forget what an earlier run in this process compiled: torch compiles the same code at most eight times
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     flight.configure(run)
     device = health.check_device(run, job.comm)
-    # frees memory of an earlier run in this process (cluster=inline); it would count in this run's peak
+    # free the memory of an earlier run in this process (cluster=inline), which would count in this run's peak
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -68,7 +68,7 @@ def allow_connections(ranks: int) -> None:
     and again in the checkpoints' group.
 
     A rank that dies before a group's first use may leave others connecting without a time-out (gloo#520). The launcher
-    or the watchdog ends them; small worlds connect at once instead.
+    or the watchdog then ends these ranks. In a small world, gloo connects all ranks at the start instead.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
@@ -89,8 +89,8 @@ def keep_freed_memory() -> None:
 
 
 def leave_together(run: Run) -> None:
-    """Wait until no rank is inside a collective. Otherwise a rank that closes its connections would make another rank's
-    collective fail, with gloo.
+    """Wait until no rank is inside a collective. Otherwise, with gloo, a rank that closes its connections would make
+    another rank's collective fail.
 
     The ranks wait through the store. Rank 0 leaves last, as it may host the store.
     """

@@ -10,7 +10,7 @@ from titan_hydra.job.adapter import adapts
 
 
 def adapted_linears_exist(job: Job) -> Iterator[Fault]:
-    """Every name in adapter.linears is that of a linear of the family's blocks."""
+    """Every entry of adapter.linears names a linear of the family's blocks."""
     known = [linear.name for linear in family_of(job.model).linears(job.model)]
     if wrong := [name for name in job.adapter.linears if name not in known]:
         yield Fault(

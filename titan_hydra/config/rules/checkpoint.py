@@ -22,8 +22,8 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:
-    """The given initial weights exist, with every part that is not excluded. Otherwise the run would start from random
-    weights.
+    """The checkpoint that initial_load_path names exists, with every part that is not excluded. Otherwise the run would
+    start from random weights.
     """
     path, left_out = job.checkpoint.initial_load_path, job.checkpoint.exclude_from_loading
     if not path:

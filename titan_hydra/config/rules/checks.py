@@ -1,7 +1,7 @@
 """The rules that a cell must satisfy before it may reach a device: one small function each, with its reason.
 
-A rule examines a frozen job and yields a `Fault` for whatever violates it. `check` stops after the first group of rules
-with faults, because the rules of later groups rely on what the earlier ones have established.
+A rule examines a job that `freeze` has filled in, and yields a `Fault` for each violation. `check` stops after the
+first group of rules with faults, because the rules of later groups rely on what the earlier ones have established.
 """
 
 import os
@@ -49,7 +49,9 @@ PLACE: list[Rule] = []  # the machine and its files
 
 
 def check(job: Job, groups: Sequence[list[Rule]] = (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE)) -> list[Fault]:
-    """Return the faults of a frozen job, from the first group of rules that finds any. A fault's code is its rule's name."""
+    """Return the faults that the first group of rules with faults finds in a filled-in job. A fault's code is its
+    rule's name.
+    """
     for group in groups:
         faults = [replace(fault, code=rule.__name__) for rule in group for fault in rule(job)]
         if faults:
@@ -96,19 +98,17 @@ def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
         )
 
 
-# --- keys that mean something beyond their range ----------------------------------------------------------------------
+# --- keys with conditions beyond their range --------------------------------------------------------------------------
 
 VALUES.extend(data.VALUES)
 
 
 @rule(VALUES)
 def secrets_stay_out(job: Job) -> Iterator[Fault]:
-    """The configuration holds no secret, as every run directory and report shows it. Ranks get secrets from the
-    launcher's environment, which they inherit.
+    """The configuration holds no secret, because every run directory and report shows the configuration. Ranks get
+    secrets from the launcher's environment, which they inherit.
     """
-    for key, what in redact.found(
-        to_dict(job), dict(os.environ)
-    ):  # the environment is copied once here, as each text is compared with it
+    for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy of the environment, made once for all texts
         yield Fault(
             key,
             "...",
@@ -316,8 +316,8 @@ def attention_kernel_computes_the_job(job: Job) -> Iterator[Fault]:
 
 @rule(RECIPE)
 def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
-    """Zero-bubble schedules split the backward in two. If parameters are resharded after the forward, torch then
-    computes wrong gradients without an error.
+    """Zero-bubble schedules split the backward in two. With a split backward, and with parameters that are resharded
+    after the forward, torch computes wrong gradients without an error.
     """
     if job.parallelism.pp == 1 or not splits_backward(job):
         return
@@ -433,8 +433,8 @@ PLACE += [cluster.ranks_fit_the_cluster, memory.ranks_fit_the_memory, *data.PLAC
 
 
 def warnings(job: Job) -> Iterator[Fault]:
-    """Yield what is legal but probably a mistake in a frozen job without faults. It is printed before the start, and
-    never refused.
+    """Yield a warning for what is legal but probably a mistake in a job without faults. Warnings are printed before the
+    start.
     """
     if job.lr_scheduler.warmup_steps > job.steps:
         yield Fault(

@@ -29,7 +29,7 @@ def executor_takes_its_keys(job: Job) -> Iterator[Fault]:
 
 def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
     """Whole nodes are allocated: the ranks fit on one node, or are a multiple of a node's devices."""
-    if job.comm.name == "fake":  # one process, whatever the number of ranks
+    if job.comm.name == "fake":  # a job with comm=fake is a single process
         if not 0 <= job.comm.rank < job.gpus:
             yield Fault(
                 "comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1)
@@ -54,8 +54,8 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
 
 
 def elastic_jobs_can_change_their_nodes(job: Job) -> Iterator[Fault]:
-    """A run changes its layout by a restart, for which the executor must be able to give it other nodes. Replica groups
-    handle a lost node in another way: the remaining groups go on without a restart.
+    """An elastic run changes its layout by a restart, so the executor must be able to restart it on another number of
+    nodes. Replica groups handle a lost node in another way: the remaining groups go on without a restart.
     """
     if not job.elastic:
         return

@@ -24,8 +24,8 @@ def compiler_is_one_that_torch_knows(job: Job) -> Iterator[Fault]:
 
 
 def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
-    """The compiler overlaps sequence parallelism's all-gathers and reduce-scatters with matmuls. Without a compiler,
-    async_tp does nothing.
+    """With async_tp, the compiler overlaps the all-gathers and reduce-scatters of sequence parallelism with matmuls.
+    Without a compiler, async_tp does nothing.
     """
     if not job.parallelism.async_tp:
         return

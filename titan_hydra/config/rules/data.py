@@ -133,7 +133,7 @@ def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
 
 
 def tasks_can_be_answered(job: Job) -> Iterator[Fault]:
-    """The files of tasks are there and hold questions that fit a sequence, for a model of text."""
+    """The files of tasks exist, their questions fit into a sequence, and the model takes text."""
     takes = family_of(job.model).takes
     if job.validation.tasks and takes != "tokens":
         yield Fault(

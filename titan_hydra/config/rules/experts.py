@@ -45,7 +45,7 @@ def experts_divide_over_their_shards(job: Job) -> Iterator[Fault]:
         return
     degrees, model = job.parallelism, sparse(job)
     shards = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
-    # `shards` is 0 if there are more ep ranks than ranks, which another rule refuses
+    # `shards` is 0 if ep is larger than the number of ranks, which another rule refuses
     if shards == 0 or model.n_experts // degrees.ep % shards == 0:
         return
     for key, width in (("model.expert_dim", model.expert_dim), ("model.dim", model.dim)):

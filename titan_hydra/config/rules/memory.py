@@ -1,7 +1,7 @@
 """The least memory that a job takes, computed from its configuration alone, and the rule that refuses what cannot fit.
 
-The memory is a lower bound. It counts parameters, gradients and the optimizer's moments; of the activations only each
-block's input and the logits; and on the host one batch.
+The memory is a lower bound. It counts the parameters, the gradients and the optimizer's moments. Of the activations, it
+counts only each block's input and the logits. On the host, it counts one batch.
 """
 
 import os
@@ -25,13 +25,13 @@ PROCESSES_PER_CORE = 8  # limit without GPUs: more processes would exceed every 
 
 
 def _parameters(model: Model) -> int | None:
-    """Count the parameters of a model; None if its family needs torch for that."""
+    """Count the parameters of a model; None if its family needs torch to count them."""
     count = family_of(model).parameters
     return count(model) if count else None
 
 
 def of_a_rank(job: Job) -> dict[str, float]:
-    """Return the minimum bytes that a rank takes, divided by the key that determines each part. The bytes under
+    """Return the minimum bytes that a rank takes, by the key that determines each part of them. The bytes under
     data.global_batch are on the host, all others on the device.
     """
     layout, model, stored, used = (

@@ -11,7 +11,7 @@ from titan_hydra.job.adapter import adapts
 
 def parametrizations_know_roles_and_rates(job: Job) -> Iterator[Fault]:
     """Factors depend on what a parameter maps between, which the family states, and on how an update depends on the
-    gradient. The factors of an adapter's two matrices would be others.
+    gradient. An adapter's two matrices would need other factors.
     """
     name = job.parametrization.name
     if PARAMETRIZATIONS[name].rules is None:

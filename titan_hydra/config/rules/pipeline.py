@@ -40,7 +40,7 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
     last = [
         number for actions in ranks for stage, kind, number in actions if (stage, kind) == (stage_count(job) - 1, "F")
     ]
-    if last != sorted(last):  # torch finds a microbatch's loss by its position in this order
+    if last != sorted(last):  # torch finds the loss of a microbatch by the microbatch's position in this order
         return "the last stage must run the forwards in the order of the microbatches"
     for actions, played in zip(ranks, play(ranks, stage_count(job)), strict=True):
         if len(played) < len(actions):
@@ -48,7 +48,7 @@ def wrong_with(ranks: list[list[Action]], job: Job) -> str | None:
     return None
 
 
-# --- the rules, which checks.py runs with the others on the layout ----------------------------------------------------
+# --- the rules, which checks.py runs with its own rules on the layout -------------------------------------------------
 
 
 def pipeline_is_laid_out(job: Job) -> Iterator[Fault]:

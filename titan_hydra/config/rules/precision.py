@@ -22,8 +22,8 @@ def format_suits_the_job(job: Job) -> Iterator[Fault]:
 
 
 def float8_faults(job: Job) -> Iterator[Fault]:
-    """FSDP can gather Float8 weights that have a single scale, and only FSDP2 has hooks for this gather. Our own
-    kernels cast whole weights by rows and by columns.
+    """FSDP can gather Float8 weights that have a single scale, and only FSDP2 has hooks for this gather. This package's
+    own kernels cast whole rows and whole columns of a weight, so tensor parallelism must not split it.
     """
     precision: Any = job.precision
     if precision.float8_all_gather:
@@ -96,8 +96,8 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
 
 
 def emulation_is_eager(job: Job) -> Iterator[Fault]:
-    """Emulation reproduces the numerics of a format, not its speed. A compiler would fuse its casts and so round at
-    other places. The casts of our own kernels are an exception, as they are opaque to the compiler.
+    """Emulation reproduces the numerics of a format, not its speed. A compiler would fuse the emulation's casts, and so
+    round at other places. It cannot fuse those of this package's own kernels, which are therefore allowed.
     """
     if job.precision.emulate and job.compile.name != "off" and not is_opaque(job):
         yield Fault(

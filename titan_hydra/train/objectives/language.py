@@ -40,7 +40,7 @@ class Language(Objective):
 
     def assembled(self, arrays: dict[str, np.ndarray]) -> Batch:
         """Return arrays as a batch, with positions added if context parallelism needs them."""
-        # without `positions`, the model would number the positions of a part from 0
+        # without `positions`, the model would number each rank's part of a sequence from 0
         if self.job.parallelism.cp > 1 and "positions" not in arrays:
             arrays["positions"] = np.broadcast_to(np.arange(arrays["tokens"].shape[1]), arrays["tokens"].shape).copy()
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, self.dims)
@@ -98,7 +98,7 @@ def ends_of(documents: np.ndarray) -> np.ndarray:
 
     The kernels are launched for m documents. The host knows m without waiting for the device, and empty documents cost
     little. m is a power of two up to 16, and above that a multiple of 16. torch.compile compiles for the first m, and
-    then once for any m.
+    then once for all other m.
     """
     last = np.ones(documents.shape, bool)
     last[:, :-1] = documents[:, 1:] != documents[:, :-1]
