@@ -94,9 +94,9 @@ def meta_state(config: Model) -> dict[str, Tensor]:
 
 
 def folded(names: Collection[str], rules: Rules) -> dict[str, float]:
-    """Return the factors, by name, with which a decoder's weights compute without the scales of a parametrization what
-    they compute with them. A scale goes into the last weight before it that is linear in what it multiplies. Raises
-    ConfigError if there is no such weight.
+    """Return factors for a decoder's weights, by name. A decoder whose weights are multiplied by them, and which has no
+    scales of a parametrization, computes the same as before. The factor of a weight is the scale that follows it in the
+    forward, if the scaled values are linear in this weight. Raises ConfigError if a scale has no such weight.
     """
     normed = any(name.endswith(".attention.q_norm.weight") for name in names)
     places = (

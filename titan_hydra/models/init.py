@@ -19,7 +19,7 @@ from titan_hydra.config.model import Model
 from titan_hydra.job.parametrization import Rules
 
 CHUNK = 1 << 16  # elements that are drawn at a time, so that the int64 scratch memory (0.5 MiB) stays in a core's cache
-# the same on a GPU, where 8 billion parameters in small chunks would need four million kernel launches
+# elements drawn at a time on a GPU: in small chunks, 8 billion parameters would need four million kernel launches
 GPU_CHUNK = 1 << 22
 # prefixes that activation checkpointing and torch.compile add to names
 WRAPPERS = (
@@ -58,8 +58,8 @@ def init_weights(module: nn.Module, config: Model, seed: int, rules: Rules | Non
 
 
 def scale_forward(model: nn.Module, config: Model, rules: Rules) -> None:
-    """Give the modules of a whole model the scales of its parametrization. Raises ConfigError if they have no place for a
-    scale that is not 1.
+    """Give the modules of a whole model the scales of its parametrization. Raises ConfigError if a module has no
+    attribute for its scale, unless the scale is 1.
     """
     blocks = list(family_of(config).blocks(model).values())
     places = (

@@ -78,7 +78,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def checkpointed(kind: type[nn.Module], method: str, options: dict[str, Any]) -> type[nn.Module]:
-    """Return the same class with the method `method` checkpointed."""
+    """Return a subclass of the same name whose method `method` is checkpointed."""
     plain = getattr(kind, method)
 
     def forward(self, *args, **kwargs):
@@ -102,8 +102,8 @@ def _saved(config: OperatorCheckpoint, sparse: bool) -> frozenset:
 
 
 def keeping(others: Callable[[], tuple] | None) -> tuple:
-    """Return the contexts of a forward and of its recomputation in which `keep` works. They enclose the contexts of
-    `others`.
+    """Return a context for a forward and one for its recomputation, in which `keep` works. Both enclose the contexts
+    that `others` returns.
     """
     return tuple(
         both(*pair) for pair in zip(kept(), others() if others else (nullcontext(), nullcontext()), strict=True)

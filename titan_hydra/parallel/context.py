@@ -37,8 +37,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     sequence.
 
     torch's options of the ring hold for the whole process. So every job sets them, and a job without context
-    parallelism switches the ring off. Raises ConfigError for a block without such a kernel. With a ring, it also raises
-    for a kernel that is not the package's, as torch's kernel would replace it.
+    parallelism switches the ring off. Raises ConfigError for a block without such a kernel. With a ring, raises
+    ConfigError also for a kernel that is not the package's, as torch's kernel would replace that kernel.
     """
     private.disable_ring_dispatcher()
     if mesh.degrees.cp == 1:
@@ -112,8 +112,8 @@ def ring_options() -> tuple[Any, ...]:
 
 
 class Ring(nn.Module):
-    """Attention of this rank's q, k, v [batch, heads, seq / ranks, head_dim] to the whole sequence. It is causal if
-    `sdpa` is.
+    """Attention of this rank's q, k, v [batch, heads, seq / ranks, head_dim] to the whole sequence. The attention is
+    causal if `sdpa` is.
     """
 
     def __init__(self, sdpa: SDPA, mesh: DeviceMesh):

@@ -59,7 +59,9 @@ def _norm_on_cpu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(gradient: torch.Tensor) -> int:
-    """Return the number of different shards of a gradient. Raises ValueError if its sum over ranks is still pending."""
+    """Return the number of different shards of a gradient. Raises ValueError if the gradient's sum over ranks is still
+    pending.
+    """
     if not isinstance(gradient, DTensor):
         return 1
     if any(placement.is_partial() for placement in gradient.placements):

@@ -47,7 +47,7 @@ class LoraLinear(nn.Linear):
         return base + DTensor.from_local(product, x.device_mesh, [Shard(-1) if whole else Partial()], run_check=False)
 
     def _here(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a matrix. If it is replicated, each rank contributes a part of its gradient."""
+        """Return this rank's part of a matrix. If the matrix is replicated, each rank has a partial gradient of it."""
         return (
             parameter.to_local()
             if parameter.placements[0].is_shard()
@@ -59,8 +59,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Freeze the weights of a meta-device stage, in the compute dtype, and add adapters to linears of its blocks, in
     place.
 
-    Call this after tensor parallelism: the adapters are split to match the weight. For a column linear A is whole and B
-    is split by rows; for a row linear A is split by columns and B is whole. Frozen weights need no higher precision
+    Call this after tensor parallelism: the adapters are split to match the weight. For a column linear, A is whole and
+    B is split by rows; for a row linear, A is split by columns and B is whole. Frozen weights need no higher precision
     than the compute dtype, to which every forward would round them.
     """
     if not adapts(job):

@@ -23,7 +23,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that is sharded as a parameter is."""
+    """Return a DTensor that is sharded like `parameter` and whose shard on this rank is `local`. If `parameter` is no
+    DTensor, return `local` itself.
+    """
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -39,11 +41,12 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Mesh:
     """The mesh as this rank sees it. `fsdp` is the part of the mesh over which parameters are sharded and replicated;
-    None: they are neither.
+    None if they are neither.
 
-    `experts` is the mesh (pp, dp_replicate, efsdp, ep) of models with experts, whose last two dimensions divide
-    dp_shard x cp x tp. `batch` contains the ranks that see different samples, `loss` those that see different tokens
-    (batch and cp), `stage` those that hold the same stage of the model, sharded or replicated (all dimensions but pp).
+    `experts` is the mesh (pp, dp_replicate, efsdp, ep) of models with experts. Its dimensions efsdp and ep cover the
+    same ranks as dp_shard x cp x tp. `batch` contains the ranks that see different samples, `loss` those that see
+    different tokens (batch and cp), `stage` those that hold the same stage of the model, sharded or replicated (all
+    dimensions but pp).
     """
 
     degrees: Parallelism
@@ -142,7 +145,7 @@ def _own_backend(device_type: str, size: int) -> str | None:
 
 
 def _flat(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the dimensions of a mesh as one."""
+    """Return a mesh with all its dimensions flattened into one, called `name`."""
     return flatten(mesh, name, _own_backend(mesh.device_type, mesh.size()))
 
 

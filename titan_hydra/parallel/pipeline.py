@@ -179,8 +179,8 @@ class Pipeline:
         return self._run(self.schedule.step, batch, self.inputs, self.loss, count).detach()
 
     def forward(self, batch: Any, objective: Any = None) -> Tensor:
-        """Return the summed measure of a local batch; 0 if another rank has the last stage. With `objective`, its inputs
-        and measure are taken. Call with gradients off.
+        """Return the summed measure of a local batch; 0 if another rank has the last stage. If `objective` is given,
+        the inputs and the measure are those of this objective. Call with gradients off.
         """
         inputs, measure = (objective.inputs, objective.measure) if objective else (self.inputs, self.measure)
         with forward_only(self.schedule, self.stages):

@@ -39,7 +39,7 @@ def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
 
 
 def whole(stages: list[nn.Module]) -> nn.Module:
-    """Join all of a rank's stages into one module under their plain names, for optimizers and checkpoints. It cannot be
+    """Join all of a rank's stages, under their plain names, into a module for optimizers and checkpoints, not to be
     run.
     """
     if len(stages) == 1:

@@ -184,7 +184,7 @@ def verify_module(place: str, steps: int) -> ModuleVerdict:
 
 
 def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, int, dict]]) -> None:
-    """Save the reference's trace, and how much rounding alone changes the module in one process."""
+    """Save the reference's trace, and the differences that rounding alone makes when the module trains in one process."""
     (place, steps, _), *_ = jobs
     subject, kind = load_subject(place), "float64"
     try:
@@ -304,8 +304,8 @@ def _copies(weights: dict[str, Tensor]) -> Check:
 
 
 def _dtypes(dtypes: set[str], subject: Subject, trace: Trace, single: set[str]) -> Check:
-    """Check that FSDP2 reduces in `reduce_dtype`, and that every gradient has lower bits, except the gradients that
-    have none in one process either (`single`).
+    """Check that FSDP2 reduces in `reduce_dtype`, and that no gradient is rounded to bfloat16. `single` names the
+    gradients that look rounded in one process too; they are not checked.
     """
     coarse = [name for name, value in trace.gradients.items() if name not in single and _looks_rounded(value)]
     right = dtypes <= {subject.reduce_dtype}
@@ -380,7 +380,9 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _looks_rounded(gradient: Tensor) -> bool:
-    """Whether a float32 tensor has only values that bfloat16 has too. If all are zero, that proves nothing: False."""
+    """Whether a float32 tensor has only values that bfloat16 has too. False if all values are zero, which proves
+    nothing.
+    """
     return (
         gradient.dtype == torch.float32 and bool(gradient.any()) and torch.equal(gradient, gradient.bfloat16().float())
     )

@@ -62,7 +62,7 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
     for process in processes:
         process.start()
     failed = False
-    for process in processes:  # all are waited for, until one has failed
+    for process in processes:  # waits until all ranks have ended or one has failed
         while process.is_alive() and not failed:
             process.join(0.2)
             failed = any(peer.exitcode not in (None, 0) for peer in processes)
@@ -85,7 +85,7 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
 def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     os.dup2(2, 1)  # the output of a rank's libraries, such as gloo, does not belong to the command's output
     if rank:
-        logging.getLogger("torch").setLevel(logging.ERROR)  # rank 0 prints the same warnings
+        logging.getLogger("torch").setLevel(logging.ERROR)  # warnings would repeat those of rank 0
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))

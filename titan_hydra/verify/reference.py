@@ -41,8 +41,7 @@ class Trace:
     biases: Weights  # all buffers at the end, including the routers' biases
     drift: int = 0  # see Outcome.drift
     rounded: int = 0  # see Outcome.rounded
-    # number of initial tensors and random states that are wrong in one process too: see `odd_starts` and
-    # restart.restarted
+    # number of initial tensors (`odd_starts`) and random states (restart.restarted) that are wrong in one process
     odd: int = 0
     data: int = 0  # see Outcome.data
     export: int = 0  # see Outcome.export
@@ -343,7 +342,8 @@ def yarn_frequency(i: int, half: int, model: Sparse) -> float:
     return value * (1 - stretched + stretched / yarn.factor)
 
 
-# --- rotary positions of the others -----------------------------------------------------------------------------------
+# --- rotary positions of the other families
+# -----------------------------------------------------------------------------------
 
 
 def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:

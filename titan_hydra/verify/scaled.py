@@ -31,7 +31,7 @@ MUON_IN_BF16: dict[str, Any] = {
     "loss": 3e-4,
     "norm": 3e-3,
     "weights": 0.5,
-}  # its iterations are in bfloat16, whose rounding sends a few tokens to other experts
+}  # Muon's iterations are in bfloat16, whose rounding sends a few tokens to other experts
 
 # fmt: off
 SCALED: list[Case] = [

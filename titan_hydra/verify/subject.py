@@ -89,5 +89,5 @@ def load_subject(place: str) -> Subject:
 def _found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError:  # raised if a parent package is missing
         return False

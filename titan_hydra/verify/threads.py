@@ -28,7 +28,8 @@ REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
 class OpenCollective:
     """A collective that some ranks of its group have not entered yet."""
 
-    collective: Any  # its method `work` computes the results of all ranks from the data of all ranks
+    # torch's object for this collective; its method `work` computes all ranks' results from all ranks' data
+    collective: Any
     group: str
     data: dict[int, Any] = field(default_factory=dict)  # each rank's data, by the rank's number in the group
     waiting: list[int] = field(default_factory=list)  # global numbers of the ranks that wait

@@ -61,7 +61,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor calls the operator again with local tensors
+            return NotImplemented  # not counted here: DTensor calls the operator again with local tensors
         result = operator(*args, **(kwargs or {}))
         if not self.paused:
             if operator.namespace in COLLECTIVES:

@@ -75,8 +75,8 @@ def trace(
     """Train a job as `train` does, and return the values to compare, as whole tensors, on every rank. A collective.
 
     A `seed` changes the last bits of the initial weights (`disturb`). `mesh` is reused from an earlier job with the
-    same degrees. With `then`, the second half of the steps is made by a new trainer of that job, which has loaded a
-    checkpoint.
+    same degrees. With `then`, the second half of the steps is made by a new trainer of the job `then`, which has loaded
+    a checkpoint.
     """
     trainer = build(job, device, mesh)
     if seed is not None:
@@ -154,7 +154,7 @@ def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtyp
         return noted
 
     with contextlib.ExitStack() as patched:
-        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # names in torch 2.11, and in torch 2.13
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # torch 2.11's name, torch 2.13's name
             if hasattr(dist, name):
                 patched.enter_context(mock.patch.object(dist, name, noting(getattr(dist, name), of_fsdp, set())))
         # with a compiler, the function that records the dtypes would be traced too
@@ -165,7 +165,7 @@ def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtyp
 
 
 def wrong_sums(of_fsdp: list[torch.dtype], of_whole: list[torch.dtype], wanted: torch.dtype) -> int:
-    """Count the sums of gradients in a wrong dtype. A wider one is right over tensor-parallel ranks (whole.redistribute)."""
+    """Count gradients' sums in a wrong dtype; over tensor-parallel ranks a wider dtype is right (whole.redistribute)."""
     narrow = [dtype for dtype in of_whole if dtype.itemsize < wanted.itemsize]
     return len(narrow) + sum(dtype != wanted for dtype in of_fsdp)
 
@@ -253,9 +253,9 @@ def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
     """Apply a case's mask and documents to a batch of text whose first sample is in slot `first` of `slots`. Mask and
     documents depend on slot and step alone.
 
-    Up to 80 % of a sample's labels are ignored, so that microbatches have different numbers of labels. At step 1 all
-    labels in the first quarter of the slots are ignored, and at step 2 all in the first half, so that some ranks have
-    no labels; with `empty_step`, all labels are ignored at step 2. The first token of a document is no label.
+    Up to 80 % of a sample's labels are ignored, so that microbatches have different numbers of labels. All labels are
+    ignored in the first quarter of the slots at step 1, and in the first half at step 2, so that some ranks have no
+    labels; with `empty_step`, all labels are ignored at step 2. The first token of a document is no label.
     """
     if not case.uneven_mask and not case.documents:
         return batch
@@ -401,8 +401,8 @@ def _run_in_threads(device: torch.device, folder: str, jobs: list[tuple[int, Cas
 
 
 def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], int, Case, dict]]) -> None:
-    """Measure the bands of cases that share a reference and `tp`, and judge them. Each draw can only widen a band, so
-    no more draws are made once all cases are within theirs.
+    """Measure the bands of cases that share a reference and `tp`, and judge the cases. Each draw can only widen a band,
+    so no more draws are made once all cases are within their bands.
     """
     for numbers, tp, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{reference_key(case)}.pt"))
@@ -430,7 +430,7 @@ def _tell(line: str) -> None:
 
 
 def reference_key(case: Case) -> str:
-    """Return a text that is equal for cases which share a reference."""
+    """Return a text that is the same for all cases that share a reference."""
     return hashlib.sha256(
         repr(
             (

@@ -97,7 +97,7 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
 
 
 def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
-    """Return lines for the log: how many linears were converted, their names, and the other linears with the reason."""
+    """Return lines for the log: how many linears were converted, which, and why the others were not."""
     return [
         f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"
     ]

@@ -41,7 +41,7 @@ def encode_files(
     show: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write the latents and embeddings of the captioned images that a .jsonl file lists, and return their description,
-    which is written last. Raises ConfigError for what cannot be read, in images too.
+    which is written last. Raises ConfigError if the list, an encoder or an image cannot be read.
     """
     listed = list(captioned(lines))
     if missing := [file for file, _ in listed if not file.is_file()]:

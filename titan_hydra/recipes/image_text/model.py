@@ -82,8 +82,8 @@ class Tower(nn.Module):
         return torch.where((places >= 0).unsqueeze(-1), chosen.type_as(h), h)
 
     def mixture(self, cells: Tensor) -> Tensor:
-        """Return the weights [batch, patches, grid**2] with which the learned positions are added up to the position of
-        each patch. This resizes the table of positions to the image's rows and columns.
+        """Return the weights [batch, patches, grid**2] of the learned positions whose sum is the position of each
+        patch. This resizes the table of positions to the image's rows and columns.
         """
         row, column, rows, columns = cells.unbind(-1)
         return (

@@ -85,7 +85,7 @@ def _number(row: dict[str, Any], column: str) -> float:
 
 
 class RolloutReader(ConversationReader):
-    """Token ids that a policy has sampled, by number, each with its log-probability at that time and its advantage."""
+    """Token ids that a policy has sampled, by number, each with its log-probability at sampling time and its advantage."""
 
     rows = "rollouts"
 

@@ -22,7 +22,7 @@ class Mutant:
 
     @property
     def link(self) -> str:
-        """The address of the real bug; GitHub redirects it for a pull request. Empty if the mutant copies none."""
+        """The address of the real bug; "" if the mutant copies none. For a pull request, GitHub redirects this address."""
         repository, _, number = self.like.partition("#")
         return f"https://github.com/{repository}/issues/{number}" if number else ""
 

@@ -42,13 +42,13 @@ def main() -> None:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Run a request in a fork, and return its answer. A fork that needs more than `seconds` is ended together with its
-    ranks: if not all ranks enter a collective, the others would wait for minutes.
+    ranks. If one rank does not enter a collective, the ranks in it would otherwise wait for minutes.
     """
     out = Path(request["out"])
     out.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
-        os.setsid()  # its ranks are in its group, and end with it
+        os.setsid()  # makes a process group of this fork and its ranks, which are ended together
         os.dup2(2, 1)
         _write(out, request)
         os._exit(0)

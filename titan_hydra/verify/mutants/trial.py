@@ -42,7 +42,7 @@ class Finding:
 
 
 class Trial:
-    """Plants mutants in one copy of the package. `tell` is called with lines about the progress."""
+    """Plants mutants in one copy of the package. `tell` gets each line about the progress."""
 
     def __init__(self, quick_only: bool, tell: Callable[[str], None]) -> None:
         self.quick_only, self.tell = quick_only, tell
