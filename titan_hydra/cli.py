@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         command.add_arguments(parser)
         try:
             args = parser.parse_intermixed_args(argv[1:])  # options may stand between the KEY=VALUE arguments
-        except TypeError:  # argparse cannot intermix them for a command that has subcommands
+        except TypeError:  # raised for a command with subcommands, whose options argparse cannot intermix
             args = parser.parse_args(argv[1:])
     else:
         listing = "\n".join(f"  {name:<15} {text}" for name, (_, text) in COMMANDS.items())

@@ -30,7 +30,9 @@ WRAPPERS = (
 
 @dataclass(frozen=True)
 class Normal:
-    """A normal distribution around 0; `cut` truncates it, in standard deviations of the untruncated distribution."""
+    """A normal distribution around 0, truncated at `cut` times the standard deviation `std` that it has before
+    truncation.
+    """
 
     std: float
     cut: float | None = None
@@ -150,7 +152,7 @@ def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[l
     """Return offsets and sizes of a shard in each dimension of the full tensor: of this rank's shard, or of the shard
     at another mesh coordinate.
 
-    Every split is torch.chunk's, so shards are contiguous.
+    Every dimension is split as torch.chunk does, so shards are contiguous.
     """
     offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
     if not isinstance(parameter, DTensor):

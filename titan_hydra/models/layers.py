@@ -227,7 +227,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     head_dim / 2].
     """
     table = rotary[: x.shape[1]] if rotary.dim() == 3 else rotary
-    cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
+    cos, sin = table.unsqueeze(-2).unbind(-3)  # cos and sin are [seq, 1, head_dim / 2] or [batch, seq, 1, head_dim / 2]
     # with this order of operations, compiled code writes no float32 gradient of the whole tensor
     a, b = (half.float() for half in x.chunk(2, dim=-1))
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)

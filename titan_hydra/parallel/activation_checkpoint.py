@@ -32,7 +32,7 @@ from .compile import compiled_parts
 from .experts import sparse_layers
 from .mesh import Mesh
 
-MATMULS = ("aten.mm", "aten.addmm", "aten._scaled_mm", "titan_hydra.grouped_matmul")  # addmm: with a bias
+MATMULS = ("aten.mm", "aten.addmm", "aten._scaled_mm", "titan_hydra.grouped_matmul")  # addmm is a matmul with bias
 SAVED = (  # results that are expensive to recompute, or need communication
     *MATMULS,
     "aten._scaled_dot_product_cudnn_attention",
@@ -121,7 +121,7 @@ def selective_contexts(saved: frozenset, alternate: bool) -> tuple:
     """Return the contexts of one block's forward and of its recomputation. All matmuls are saved or, if `alternate`,
     every second one, beginning with the first.
 
-    Forward and recomputation count matmuls separately, since torch before 2.13 calls the policy again in the
+    Forward and recomputation count matmuls separately, because torch before 2.13 calls the policy again in the
     recomputation.
     """
     matmuls = operators(MATMULS)

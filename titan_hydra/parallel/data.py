@@ -62,8 +62,8 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
     """Shard a block. Its experts are sharded over the ranks that hold the same experts: by expert if the number of
     experts is a multiple of the number of ranks, else by width.
 
-    One group of hooks gathers the experts and the rest of the block, if torch supports it (not 2.11). A second group,
-    inside the block, would run again when the block is recomputed.
+    One group of hooks gathers the experts and the rest of the block, if torch supports this (2.11 does not). A second
+    group, inside the block, would run again when the block is recomputed.
     """
     layers = sparse_layers(block) if mesh.experts is not None else []
     if not layers:

@@ -15,7 +15,7 @@ from titan_hydra.base.private import foreach_norm
 
 from .mesh import local_part
 
-CHUNK = 1024  # number of elements whose squares are summed in float32
+CHUNK = 1024  # number of elements whose squares are summed in float32 at a time
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): linears with a frozen weight, plus the product of two thin matrices that
 are trained.
 
-An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts normal, with the standard deviation of
-the paper's code and PEFT, and B [outputs, rank] at zero, so the model is unchanged at the start. The weight keeps its
-name: checkpoints, Hugging Face names and the plan of tensor parallelism are the same as without adapters.
+An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts with normal numbers, whose standard
+deviation is that of the paper's code and PEFT. B [outputs, rank] starts at zero, so the model is unchanged at the
+start. The weight keeps its name: checkpoints, Hugging Face names and the plan of tensor parallelism are the same as
+without adapters.
 """
 
 from typing import cast
@@ -68,7 +69,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     adapt = resolve(ADAPTERS[job.adapter.name].adapt)
     dtype = getattr(torch, job.precision.compute_dtype)
     for owner in module.modules():
-        # assigning `data` instead would keep the dtype of a DTensor's local tensor
+        # new Parameters are registered, as assigning `data` would not change the dtype of a DTensor's local tensor
         for name, parameter in list(owner.named_parameters(recurse=False)):
             owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
     wanted = {linear.name for linear in adapted(job)}

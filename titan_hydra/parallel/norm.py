@@ -23,7 +23,7 @@ class Norm(ParallelStyle):
     From its shard, a rank computes only a partial gradient of the weight. With torch's SequenceParallel, the next
     operation on the gradient sums it over ranks, in the gradient's dtype, so FSDP's reduce_dtype=float32 would not
     apply (pytorch#190626). Here the gradient is summed in `reduce_dtype` in the backward. Norms of single heads are
-    always split, since each rank has different heads.
+    always split, because each rank has different heads.
 
     Raises ConfigError for a module of another class than nn.RMSNorm, as its own forward would be lost.
     """

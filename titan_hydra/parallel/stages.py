@@ -26,8 +26,8 @@ def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
 
 
 def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
-    """Remove all of a model's named modules but those in `kept`, in place. Modules of a container ("layers.3") are deleted,
-    other children become None.
+    """Remove, in place, all named modules of a model except those in `kept`. Modules of a container ("layers.3") are
+    deleted, other children become None.
     """
     for name in set(names) - set(kept):
         container, _, member = name.rpartition(".")

@@ -1,5 +1,5 @@
-"""Ways of training other than on text alone, a folder each: sources, objective, family, rules, commands. A recipe
-registers its parts as a module of `train.imports` does; deleting its folder removes the recipe completely.
+"""Ways of training beside plain text, each in a folder with its sources, objective, family, rules and commands. A
+recipe registers its parts as a module of `train.imports` does; deleting its folder removes the recipe completely.
 """
 
 import importlib

@@ -144,7 +144,7 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
 
 def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:
     """Return the relative differences of a run from its reference, by column and entry. The rounding of updates is
-    subtracted, except for a `draw`, whose differences are all rounding.
+    subtracted, but not for a `draw`, which measures rounding.
     """
     steps, start = 0 if draw else len(run.losses), reference.start
     return {

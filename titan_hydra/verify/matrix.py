@@ -59,7 +59,7 @@ MIXTURE = (
 )
 YARN = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", "model.yarn.temperature=0.7")
 # Products and gradients are rounded to bfloat16's 8 bits, sums are not. A layout cuts sums at other places, so other
-# partial sums are rounded. Cutting the sums of one process alone changes its loss by up to 1e-4 (`bf16, sft, fsdp 4, tp
+# partial sums are rounded. Even in one process, cutting the sums changes the loss by up to 1e-4 (`bf16, sft, fsdp 4, tp
 # 2`, ten steps).
 BF16: dict[str, Any] = {"loss": 3e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
 # After ten steps, a model with tied embeddings in bf16 differs from the same model in float64 by 1.3e-3 of the loss and
@@ -342,8 +342,8 @@ MATRIX = [
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ROWWISE | {"base": (*QWEN, *ROWWISE["base"])}),
     case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **FUSED | {"base": (*QWEN, *FUSED["base"])}),
 
-    # Experts are distributed over ep ranks, which are a part of dp_shard x cp x tp; each expert is sharded over the
-    # other part.
+    # Experts are distributed over ep of the dp_shard x cp x tp ranks; each expert is sharded over all ranks that hold
+    # the same experts.
     *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),
     *(case(f"{family}, {name}, ep {ep}", ranks, f"parallelism={layout}", f"parallelism.ep={ep}", f"data.local_batch={batch}", *more,
            base=base, uneven_mask=mask,

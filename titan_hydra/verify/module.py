@@ -35,7 +35,8 @@ from .verify import reductions
 
 # Differences that pass on any machine. A larger one is judged by the measured effect of rounding.
 FLOOR = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "weights": 1e-4}
-SEEDS = (None, 1, 2)  # seeds of the runs that measure rounding, each for the last bits of the weights; None: unchanged
+# Runs that measure rounding change the last bits of the weights, each with its seed here; None changes no bits.
+SEEDS = (None, 1, 2)
 SAVED = 1  # the step after which the resumed run starts
 
 
@@ -58,7 +59,8 @@ class ModuleVerdict:
     mesh: dict[str, int]
     reference: str
     checks: list[Check]
-    gradients: dict[str, tuple[float, float]]  # difference of each parameter's gradient, and what is allowed
+    # of each parameter's gradient: the difference, and the difference that is allowed
+    gradients: dict[str, tuple[float, float]]
 
     @property
     def passed(self) -> bool:

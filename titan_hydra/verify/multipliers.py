@@ -1,4 +1,4 @@
-"""The factors of muP and CompleteP for reference.py, written from the papers alone: arXiv 2203.03466, table 8 and
+"""The factors of muP and CompleteP for reference.py, written only from the papers: arXiv 2203.03466, table 8 and
 definition 4.1 (attention); 2505.01618, table 1.
 """
 

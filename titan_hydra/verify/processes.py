@@ -17,7 +17,7 @@ from titan_hydra.config import Job, from_dict
 from titan_hydra.runs.run import Run
 from titan_hydra.train.world import world
 
-# Imported once in the fork server instead of once for each rank.
+# These modules are imported once, in the fork server, and not once for each rank.
 PRELOADED = [
     "titan_hydra.verify.verify",
     "titan_hydra.train.loop",

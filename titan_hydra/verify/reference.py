@@ -1,5 +1,5 @@
 """An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, muP and
-CompleteP, written from the papers alone.
+CompleteP, written only from the papers.
 
 It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
 """
@@ -24,8 +24,9 @@ from .inputs import Order, odd_starts
 from .multipliers import Multipliers, scaled_optimizer
 
 Weights = dict[str, Tensor]
-Routed = dict[str, tuple[Tensor, Tensor]]  # by layer: (whether each token chose each expert, its shares of the scores)
-Sparse = Any  # the `model` section of a family with experts, which has the family's keys
+# by layer: (whether a token chose an expert, the expert's share of the token's scores), each for all tokens and experts
+Routed = dict[str, tuple[Tensor, Tensor]]
+Sparse = Any  # the `model` section of a family with experts; its keys depend on the family
 
 
 @dataclass
@@ -151,8 +152,8 @@ def following(batch: Weights) -> Tensor:
 def logs_of_labels(
     weights: Weights, batch: Weights, labels: Tensor, job: Job, routed: Routed, x: Tensor | None = None
 ) -> Tensor:
-    """Return the log-probability of each label [batch, seq]; 0 where the label is negative. `x` has the embeddings;
-    None: those of the tokens. For `routed` see `forward`.
+    """Return the log-probability of each label [batch, seq]; 0 where the label is negative. `x` has the embeddings; if
+    it is None, they are looked up for the tokens. `forward` explains `routed`.
     """
     x = weights["tok_embeddings.weight"][batch["tokens"]] if x is None else x
     logits = forward(weights, x, batch.get("documents"), job.model, routed, Multipliers.of(job)).log_softmax(-1)

@@ -38,12 +38,12 @@ class Subject:
     # how the losses of a batch's parts are combined to the loss of the whole batch; `mean`: ranks also average
     # gradients
     losses: Literal["mean", "sum"] = "mean"
-    accumulation: int = 1  # microbatches of a step
+    accumulation: int = 1  # number of microbatches of a step
     # default: SGD of all parameters, with a rate of 0.1
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     # the gradient's norm; default: that of torch.nn.utils
     norm: Callable[[nn.Module, DeviceMesh], Tensor] | None = None
-    # makes the whole tensor of a shard that is not a DTensor; a collective
+    # makes the whole tensor from a rank's shard that is not a DTensor; a collective
     whole: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None
     reduce_dtype: str = "float32"  # the dtype in which FSDP2 must sum gradients
 

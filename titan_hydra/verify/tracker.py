@@ -40,7 +40,8 @@ class MemoryTracker(TorchDispatchMode):
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor's storage until it is freed. A meta tensor has no storage."""
         local = local_part(tensor)
-        local = getattr(local, "elem", local)  # the result of an asynchronous collective before its wait
+        # unwraps the result of an asynchronous collective that has not been waited for
+        local = getattr(local, "elem", local)
         if local.device.type != "meta":
             storage = local.untyped_storage()
             if id(storage) not in self.sizes:

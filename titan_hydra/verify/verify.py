@@ -133,8 +133,9 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 @contextlib.contextmanager
 def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtype], list[torch.dtype]]]:
     """Collect the dtypes in which FSDP2 reduces gradients and, if a trainer is given, the dtypes in which its
-    tensor-parallel ranks sum the gradients of weights that each of them holds whole. `rounded` cannot detect these: a
-    float32 sum of bfloat16 sums has bits that bfloat16 lacks, and the sum of two ranks is rounded once in either dtype.
+    tensor-parallel ranks sum the gradients of weights that each of them holds whole. `rounded` cannot detect wrong
+    ones: a float32 sum of bfloat16 sums has bits that bfloat16 lacks, and the sum of two ranks is rounded once in
+    either dtype.
     """
     of_fsdp: list[torch.dtype] = []
     of_whole: list[torch.dtype] = []
@@ -251,7 +252,7 @@ def held_out_of(job: Job) -> list[Batch]:
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
     """Apply a case's mask and documents to a batch of text whose first sample is in slot `first` of `slots`. Mask and
-    documents depend on slot and step alone.
+    documents depend only on slot and step.
 
     Up to 80 % of a sample's labels are ignored, so that microbatches have different numbers of labels. All labels are
     ignored in the first quarter of the slots at step 1, and in the first half at step 2, so that some ranks have no
@@ -304,7 +305,7 @@ def prove(
         for (threads, ranks), own in sorted(by_ranks.items()):
             _run_all(1 if threads else ranks, _run_in_threads if threads else _run_cases, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
-        # Indices of the cases beyond the tight tolerances; those with the same reference and `tp` share a band.
+        # Indices of the cases beyond the tight tolerances. Cases with the same reference and `tp` share a band.
         judged = defaultdict(list)
         for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
             case, alone = references[reference_key(outcome.case)]
@@ -341,7 +342,7 @@ def _run_all(ranks: int, run: Callable[..., None], folder: str, jobs: list[tuple
             number, case, _ = jobs[0]
             if (
                 isinstance(error, Crashed) and number != crashed
-            ):  # tried again: torch 2.13's gloo sometimes corrupts the heap
+            ):  # the case is tried again: torch 2.13's gloo sometimes corrupts the heap
                 crashed = number
                 continue
             jobs = jobs[1:]

@@ -1,4 +1,4 @@
-"""The keys of Qwen3's models with experts, which have no keys beyond those of every sparse model. Imports no torch."""
+"""The keys of Qwen3's models with experts: only those that every sparse model has. Imports no torch."""
 
 from __future__ import annotations
 

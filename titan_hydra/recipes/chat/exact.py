@@ -1,5 +1,5 @@
-"""Find the tokens of conversations that are learned, from the text alone, for cases against float64. Only Llama 3's
-template is known, without tools.
+"""Find the learned tokens of conversations from their text, for cases against float64. Supports only Llama 3's
+template, and no tools.
 """
 
 import json

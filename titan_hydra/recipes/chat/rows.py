@@ -112,8 +112,8 @@ class ConversationReader:
 
 
 class Chat:
-    """Packed samples {tokens, trained, documents}, each [seq_len + 1]. The rest of a sample is filled with a document
-    of end-of-text tokens.
+    """Packed samples {tokens, trained, documents}, each [seq_len + 1]. Places without a conversation are filled with a
+    document of end-of-text tokens.
     """
 
     separators = (None, None)  # no separator tokens, as `documents` numbers the documents
@@ -129,7 +129,7 @@ class Chat:
         self.tokenizer = reader.tokenizer.sha256
         self.room = {"tokens": self.seq_len + 1}  # capacity of a sample, by unit
         self.limit = f"data.seq_len={self.seq_len} + 1 tokens"  # the capacity as messages print it
-        self.windows = -(-len(reader.lines) // WINDOW)  # windows of an epoch
+        self.windows = -(-len(reader.lines) // WINDOW)  # number of windows in an epoch
         # for each slot: the window of its last sample, and the number of that window's first sample
         self.places = dict.fromkeys(wanted.slots, (0, 0))
         self.packed = functools.lru_cache(4)(self._pack)

@@ -40,7 +40,7 @@ BEGIN, END = (
     "\ufdd1",
 )
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# the date that templates get, as a run must not depend on the present day. It is the default in Llama 3's template.
+# Templates get this fixed date, as a run must not depend on the present day. It is the default in Llama 3's template.
 TODAY = date(2024, 7, 26)
 LARGEST = 10_000_000  # the largest number, or number of characters, that a template may compute by * or **
 

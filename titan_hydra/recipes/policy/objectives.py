@@ -22,7 +22,7 @@ from titan_hydra.train.objectives.language import IGNORED
 class Likelihood(SupervisedFineTuning):
     """Fine-tuning with a loss on the log-probability of each label, and on further arrays of the samples."""
 
-    values: tuple[str, ...]  # names of those arrays, each [seq_len + 1] in a sample
+    values: tuple[str, ...]  # names of the further arrays, each [seq_len + 1] in a sample
 
     def blank_sample(self) -> Sample:
         return super().blank_sample() | {name: np.zeros(self.job.data.seq_len + 1, np.float32) for name in self.values}

@@ -58,7 +58,7 @@ def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """Return the conversations with the preferred and the rejected answer. Raises ValueError if the row has no pair.
 
     A row has `chosen` and `rejected`: each a text, or messages, the last of which is the answer. The messages of
-    `prompt` come before both.
+    `prompt` come before both answers.
     """
     prompt = row.get("prompt", [])
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
