@@ -48,7 +48,7 @@ def into_weights(ctx: Any, columns: Cast, inputs: Cast, weights: list[Tensor]) -
 
 
 def matrix(x: Tensor) -> Tensor:
-    """Return a tensor as a contiguous matrix: all dimensions but the last are joined."""
+    """Return a tensor as a contiguous matrix: all dimensions except the last are joined."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 

@@ -149,8 +149,8 @@ def _signed(x: int) -> int:
 
 
 def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of a shard in each dimension of the full tensor: of this rank's shard, or of the shard
-    at another mesh coordinate.
+    """Return the offsets and sizes of a shard in the dimensions of the full tensor. The shard is this rank's, or the
+    one at another mesh coordinate.
 
     Every dimension is split as torch.chunk does, so shards are contiguous.
     """

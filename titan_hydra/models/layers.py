@@ -197,10 +197,10 @@ class FeedForward(nn.Module):
 class TiedOutput(nn.Linear):
     """An output head that multiplies by the embedding's weight, and has no weight of its own.
 
-    The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate the two. The class
-    is a Linear, so that tensor parallelism plans it like any head. FSDP must leave the embedding in the root module's
-    group, which stays gathered during the whole forward. In a separate group, the weight would be freed before the head
-    needs it.
+    The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate embedding and
+    head. The class is a Linear, so that tensor parallelism plans it like any head. FSDP must leave the embedding in the
+    root module's group, which stays gathered during the whole forward. In a separate group, the weight would be freed
+    before the head needs it.
     """
 
     def __init__(self, embedding: nn.Embedding):

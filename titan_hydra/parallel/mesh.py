@@ -44,9 +44,9 @@ class Mesh:
     None if they are neither.
 
     `experts` is the mesh (pp, dp_replicate, efsdp, ep) of models with experts. Its dimensions efsdp and ep cover the
-    same ranks as dp_shard x cp x tp. `batch` contains the ranks that see different samples, `loss` those that see
-    different tokens (batch and cp), `stage` those that hold the same stage of the model, sharded or replicated (all
-    dimensions except pp).
+    same ranks as dp_shard x cp x tp. `batch` contains the ranks that see different samples, and `loss` the ranks that
+    see different tokens (batch and cp). `stage` contains the ranks that hold the same stage of the model, sharded or
+    replicated (all dimensions except pp).
     """
 
     degrees: Parallelism

@@ -17,8 +17,8 @@ from .whole import hold_whole, read_whole
 
 
 class Norm(ParallelStyle):
-    """Every rank holds the norm's whole weight. It applies the norm to the whole residual stream or, if `split`, to its
-    shard of the sequence.
+    """Every rank holds the norm's whole weight, and applies the norm to the whole residual stream or, if `split`, to
+    its shard of the sequence.
 
     From its shard, a rank computes only a partial gradient of the weight. With torch's SequenceParallel, the next
     operation on the gradient sums it over ranks, in the gradient's dtype, so FSDP's reduce_dtype=float32 would not

@@ -39,8 +39,8 @@ def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
 
 
 def whole(stages: list[nn.Module]) -> nn.Module:
-    """Join all of a rank's stages, under their plain names, into a module for optimizers and checkpoints, not to be
-    run.
+    """Join all of a rank's stages into one module under their plain names. Optimizers and checkpoints use this module;
+    it cannot be run.
     """
     if len(stages) == 1:
         return stages[0]

@@ -1,5 +1,6 @@
 """Ways of training beside plain text, each in a folder with its sources, objective, family, rules and commands. A
-recipe registers its parts as a module of `train.imports` does; deleting its folder removes the recipe completely.
+recipe registers its parts in the same way as a module of `train.imports`; deleting its folder removes the recipe
+completely.
 """
 
 import importlib

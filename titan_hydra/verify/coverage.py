@@ -15,7 +15,7 @@ from .case import Case
 from .judge import REFUSED, Outcome
 from .verify import job_of, reference_of
 
-LONGEST = 512  # maximum number of tokens by which sequences are lengthened
+LONGEST = 512  # maximum length in tokens to which sequences are lengthened
 
 
 @dataclass

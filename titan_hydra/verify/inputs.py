@@ -29,8 +29,8 @@ def odd_starts(start: dict[str, Tensor], job: Job) -> int:
 
 
 def distribution(name: str, model: Model, inputs: int) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a parameter's initial values. A decoder's are those of TorchTitan;
-    an adapter's are those of the LoRA paper's code, where matrix A has `inputs` columns.
+    """Return the mean and the standard deviation of a parameter's initial values. A decoder has TorchTitan's initial
+    values, an adapter those of the LoRA paper's code, in which they depend on the number of `inputs`.
     """
     *_, owner, leaf = name.split(".")
     if leaf in ("lora_a", "lora_b"):
@@ -65,8 +65,8 @@ class Order:
         return found
 
     def repeated(self, batch: Batch) -> int:
-        """Count the samples whose tokens (for images: whose noise) the run has had before. Other objectives are not
-        checked: they have few rows, which are repeated in each epoch.
+        """Count the samples whose tokens (for images: whose noise) the run has had before. Objectives other than
+        language modelling and diffusion are not checked: they have few rows, which are repeated in each epoch.
         """
         name = "noise" if "noise" in batch.tensors else "tokens"
         if name == "tokens" and not self.language:

@@ -20,7 +20,7 @@ from .reference import Trace
 # Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry each: the
 # largest difference of all steps.
 Differences = dict[str, dict[str, float]]
-# differences up to these pass, and no band is measured
+# differences up to these values pass, and no band is measured for them
 TIGHT = {
     "loss": 1e-5,
     "norm": 1e-5,
@@ -201,8 +201,8 @@ def flips(reference: Trace, optimizer: str) -> dict[str, float]:
 
 
 def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> float:
-    """Return the largest ratio of a difference to its limit. The limit is MULTIPLE times the spread plus, for a weight,
-    its entry in `once` (`flips`), but at least the column's TIGHT tolerance.
+    """Return the largest ratio of a difference to its limit. The limit is MULTIPLE times the spread; for a weight, its
+    entry in `once` (`flips`) is added. The limit is never below the column's TIGHT tolerance.
     """
     room = {"weights": once}
     return max(

@@ -35,7 +35,7 @@ from .verify import reductions
 
 # Differences that pass on any machine. A larger one is judged by the measured effect of rounding.
 FLOOR = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "weights": 1e-4}
-# Runs that measure rounding change the last bits of the weights, each with its seed here; None changes no bits.
+# One run for each seed measures rounding. The seed changes the last bits of the weights; None leaves them unchanged.
 SEEDS = (None, 1, 2)
 SAVED = 1  # the step after which the resumed run starts
 

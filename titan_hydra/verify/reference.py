@@ -326,9 +326,9 @@ def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
 
 
 def yarn_frequency(i: int, half: int, model: Sparse) -> float:
-    """Return the radians per position of the i-th pair with YaRN (arXiv 2309.00071, section 3.2): unscaled if the pair
-    rotates more than `beta_fast` times over the original length, divided by the factor if fewer than `beta_slow` times,
-    interpolated linearly between.
+    """Return the radians per position of the i-th pair with YaRN (arXiv 2309.00071, section 3.2). They are unscaled if
+    the pair rotates more than `beta_fast` times over the original length, divided by the factor if it rotates fewer
+    than `beta_slow` times, and interpolated linearly in between.
     """
     value, yarn = model.rope_theta ** (-i / half), model.yarn
     if yarn.factor == 1:
@@ -377,7 +377,7 @@ def frequency(i: int, half: int, model: Model) -> float:
 
 
 def _rate(step: int, steps: int, config: Any) -> float:
-    """Return the learning rate of a step (from 1) relative to the peak rate, as in TorchTitan 0.2.2."""
+    """Return the learning rate of a step (counted from 1) relative to the peak rate, as in TorchTitan 0.2.2."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     if config.name == "constant":

@@ -30,7 +30,7 @@ class Subject:
     mesh: dict[str, int]  # sizes of the mesh's dimensions by name; their product is the number of ranks
     model: Callable[[], nn.Module]  # the whole module; its weights are the same at every call
     parallelize: Callable[[nn.Module, DeviceMesh], nn.Module]  # returns this rank's part of the module
-    # the whole batch of a step; the first dimension of each tensor is that of samples
+    # the whole batch of a step; the first dimension of each tensor is the samples
     batch: Callable[[int], dict[str, Tensor]]
     # loss of some samples; the mesh is None in one process
     loss: Callable[[nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor]

@@ -18,7 +18,7 @@ from titan_hydra.config.schema import Precision
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress warnings while torchao is imported. Every rank would print them, about libraries for other hardware."""
+    """Suppress warnings while torchao is imported: every rank would print warnings about libraries for other hardware."""
     logging.disable(logging.WARNING)
     try:
         yield

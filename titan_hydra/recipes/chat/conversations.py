@@ -137,7 +137,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Return a function call with its arguments as a dict. A template would quote JSON text as arguments a second time."""
+    """Return a function call with its arguments as a dict, because a template would quote arguments in JSON text again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"message {number} has a call without the name of a function")

@@ -58,7 +58,7 @@ class Turns:
 
 
 class ConversationReader:
-    """Encodes conversations, given by number. A subclass for other rows overrides `read` and `rows`, their name in
+    """Encodes the conversation of a given number. A subclass for other rows overrides `read` and `rows`, their name in
     messages.
     """
 

@@ -1,8 +1,8 @@
 """Chat templates: how a conversation becomes text, and which characters of it the assistant has generated.
 
 A template is a Jinja program that comes with a tokenizer, from any author, so it runs in a sandbox. {% generation %}
-tags in it mark the assistant's text. Without tags, the assistant's text is found by comparison: the conversation is
-rendered up to an answer, with the generation prompt, and again with the answer; the first text must be the beginning of
+tags in it mark the assistant's text. Without tags, the assistant's text is found by comparison. The conversation is
+rendered up to an answer, with the generation prompt, and again with the answer. The first text must be the beginning of
 the second. Texts are compared instead of tokens, because the tokens of the first text need not be the first tokens of
 the second.
 """

@@ -179,8 +179,9 @@ def parameters(config: FluxConfig) -> int:
 
 
 def matrices(config: FluxConfig) -> tuple[int, int, int, int, int]:
-    """Return five numbers of weights: those that multiply each image token, each text token, and each token of either
-    kind; those of the modulations and those of a sample's embeddings, which both multiply once for each sample.
+    """Return five numbers of weights. The first three are weights that multiply an image token, a text token, and a
+    token of either kind. The last two are weights of the modulations and of a sample's embeddings, used once for each
+    sample.
     """
     dim, width = config.dim, config.ffn_width
     single, double = config.n_layers - config.double_layers, config.double_layers

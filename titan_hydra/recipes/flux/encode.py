@@ -98,7 +98,9 @@ def caption_of(text: str, tools: Encoders, length: int) -> Caption:
 
 
 def pixels_of(file: Path, size: int) -> np.ndarray:
-    """Return an image's central square as [3, size, size] in -1 to 1. Raises ConfigError if it cannot be read."""
+    """Return an image's central square as [3, size, size], with values from -1 to 1. Raises ConfigError if the image
+    cannot be read.
+    """
     try:
         with Image.open(file) as opened:
             image = opened.convert("RGB")

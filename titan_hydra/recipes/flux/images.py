@@ -59,8 +59,8 @@ class Example:
 
 
 class CaptionedImages(Numbered):
-    """Samples by number, made from `size` examples, which `read` returns by index. `empty` has the empty caption's
-    embeddings.
+    """Makes the sample of a given number from one of `size` examples, which `read` returns by index. `empty` has the
+    empty caption's embeddings.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class EncodedImages:
 
 
 def description_of(key: str, folder: Path) -> dict[str, Any]:
-    """Return the description of encoded images. Raises ConfigError if it is not there."""
+    """Return the description of encoded images. Raises ConfigError if its file is not there."""
     described = read_json(folder / DESCRIPTION)
     if not described or not described.get("images") or "shapes" not in described:
         raise ConfigError(f"{key}={folder}: has no complete {DESCRIPTION}; `titan encode-images` writes it last")

@@ -3,8 +3,8 @@ rectified flow.
 
 The first blocks (double-stream) have separate weights for image and text, and one attention over both; in the other
 blocks (single-stream) text and image are one sequence. Every block is modulated by one vector per sample: time, the
-whole caption's embedding and, in distilled models, the strength of guidance. The linears are split as in Hugging Face's
-files, so weights need no permutation; image and text are separate in all names ("txt_" is the text's).
+whole caption's embedding and, in distilled models, the strength of guidance. Each linear is also a linear in Hugging
+Face's files, so weights need no permutation; image and text are separate in all names ("txt_" is the text's).
 """
 
 import math

@@ -83,7 +83,7 @@ def parameters_with_tower(decoder: Callable[[Any], int]) -> Callable[[Any], int]
 
 
 def parameters_of_block(tower: Vision) -> int:
-    """Return the number of parameters of a block of the tower; keys have no bias."""
+    """Return the number of parameters of a block of the tower; attention's keys have no bias."""
     return 4 * tower.dim**2 + 3 * tower.dim + 2 * tower.dim * tower.ffn_dim + tower.ffn_dim + tower.dim + 4 * tower.dim
 
 

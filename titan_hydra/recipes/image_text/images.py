@@ -96,7 +96,9 @@ def cells_of(height: int, width: int, side: int, most: int) -> tuple[int, int]:
 
 
 class TarRows:
-    """The samples of webdataset tars by number: a sample's members have the same name up to the first dot."""
+    """The samples of webdataset tars, numbered over all tars. A sample's members have the same name up to the first
+    dot.
+    """
 
     def __init__(self, files: list[Path], bad: BadShards, most: int | None = None):
         """Find the samples among the first `most` members of each file, or among all members if `most` is None."""
@@ -138,7 +140,7 @@ def _members(file: Path, most: int | None) -> list[tuple[Path, str, dict[str, tu
 
 
 class ImageReader(ConversationReader):
-    """Encoded documents of texts and images, by number."""
+    """Encodes the document of texts and images that has a given number."""
 
     rows = "documents"
     lines: Any  # a TarRows
@@ -226,8 +228,8 @@ def _opener(content: bytes) -> Callable[[], Image]:
 
 
 class DrawnRows:
-    """Documents that code draws, by number: a framed rectangle of any aspect ratio, with a caption. Every fourth
-    document has only text, and every eighth has two images.
+    """Numbered documents that code draws: a framed rectangle of any aspect ratio, with a caption. Every fourth document
+    has only text, and every eighth has two images.
     """
 
     def __init__(self, seed: int, number: int):
@@ -262,7 +264,7 @@ class DrawnRows:
 
 
 class DrawnReader(ImageReader):
-    """Encoded documents that code has drawn. Its `lines` are DrawnRows."""
+    """Encodes documents that code has drawn. Its `lines` are DrawnRows."""
 
     def turns(self, number: int) -> Illustrated:
         where, _ = self.lines.row(number)

@@ -82,9 +82,9 @@ class Preference(Likelihood):
 
 
 class ClippedPolicy(Likelihood):
-    """The clipped objective of PPO (arXiv 1707.06347). For each label, the ratio of its probability to that at sampling
-    time is multiplied by its advantage. There is no gradient once the ratio has left 1 +- clip in the direction of the
-    advantage.
+    """The clipped objective of PPO (arXiv 1707.06347). For each label, its advantage is multiplied by the ratio of its
+    probability to its probability at sampling time. There is no gradient once the ratio has left 1 +- clip in the
+    direction of the advantage.
     """
 
     values = ("old_logprobs", "advantages")

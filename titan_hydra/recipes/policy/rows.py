@@ -29,7 +29,7 @@ REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # the columns that `tita
 
 
 class PairReader(ConversationReader):
-    """Pairs of answers by number; with `scored`, rows must have the reference's log-probabilities."""
+    """Encodes the pair of answers of a given number. If `scored`, rows must have the reference's log-probabilities."""
 
     rows = "pairs"
 
@@ -85,7 +85,9 @@ def _number(row: dict[str, Any], column: str) -> float:
 
 
 class RolloutReader(ConversationReader):
-    """Token ids that a policy has sampled, by number, each with its log-probability at sampling time and its advantage."""
+    """Reads the sampled tokens of a given number: ids, with their log-probabilities at sampling time and their
+    advantages.
+    """
 
     rows = "rollouts"
 

@@ -42,7 +42,7 @@ def main() -> None:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Run a request in a fork, and return its answer. A fork that needs more than `seconds` is ended together with its
-    ranks. If one rank does not enter a collective, the ranks in it would otherwise wait for minutes.
+    ranks. Otherwise, if one rank did not enter a collective, the ranks that have entered it would wait for minutes.
     """
     out = Path(request["out"])
     out.unlink(missing_ok=True)

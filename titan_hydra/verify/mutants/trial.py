@@ -21,7 +21,7 @@ from .copy import Copy
 from .mutant import Mutant
 
 STEPS = 10  # optimizer steps of the cases of the whole matrix, as `titan verify` makes them
-TOGETHER = 16  # cases of the unchanged tree that are run at a time
+TOGETHER = 16  # number of cases that are run at a time in the unchanged tree
 By = Literal["quick", "matrix", "tests", "missed"]
 
 
@@ -33,7 +33,8 @@ class Finding:
     by: By
     where: str  # the case or the test
     column: str
-    times: float  # the difference as a multiple of its bound, or the number of values that should be equal and are not
+    # the difference as a multiple of its bound, or the number of values that differ although they must be equal
+    times: float
     seconds: float
 
     @property
