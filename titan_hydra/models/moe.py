@@ -5,8 +5,8 @@ No token is dropped. Everything here runs on one device; expert parallelism repl
 Without expert parallelism the host never waits for the device, as the numbers of tokens stay on the device.
 
 A block of experts is compiled in parts. Between these parts, `keep` computes some values once in the forward and not
-again when activation checkpointing recomputes it: the choice of experts, and values that must be the same on several
-ranks.
+again when activation checkpointing recomputes the forward: the choice of experts, and values that must be the same on
+several ranks.
 """
 
 from __future__ import annotations

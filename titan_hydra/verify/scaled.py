@@ -19,7 +19,7 @@ from .matrix import (
     SPLIT,
 )
 
-# Wider, with wider heads, and deeper than the base: all factors and scales differ from 1.
+# With these bases, the models are wider and deeper and have wider heads, so that all factors and scales differ from 1.
 MUP = (
     "parametrization=mup",
     "parametrization.base_dim=24",

@@ -134,7 +134,7 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtype], list[torch.dtype]]]:
     """Collect the dtypes in which FSDP2 reduces gradients and, if a trainer is given, the dtypes in which its
     tensor-parallel ranks sum the gradients of weights that each of them holds whole. `rounded` cannot detect wrong
-    ones: a float32 sum of bfloat16 sums has bits that bfloat16 lacks, and the sum of two ranks is rounded once in
+    dtypes: a float32 sum of bfloat16 sums has bits that bfloat16 lacks, and the sum of two ranks is rounded once in
     either dtype.
     """
     of_fsdp: list[torch.dtype] = []
@@ -166,7 +166,7 @@ def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtyp
 
 
 def wrong_sums(of_fsdp: list[torch.dtype], of_whole: list[torch.dtype], wanted: torch.dtype) -> int:
-    """Count gradients' sums in a wrong dtype; over tensor-parallel ranks a wider dtype is right (whole.redistribute)."""
+    """Count gradient sums in a wrong dtype; over tensor-parallel ranks, a wider dtype is right (whole.redistribute)."""
     narrow = [dtype for dtype in of_whole if dtype.itemsize < wanted.itemsize]
     return len(narrow) + sum(dtype != wanted for dtype in of_fsdp)
 

@@ -35,7 +35,7 @@ from .sources import ConversationSource, TemplateSource
 if TYPE_CHECKING:
     from titan_hydra.data import Wanted
 
-# number of conversations packed together; with 200 tokens each, in samples of 8,192, they leave 2 % padding
+# number of conversations that are packed together; with 200 tokens each, in samples of 8,192 tokens, 2 % is padding
 WINDOW = 1000
 SUFFIXES = (".jsonl", ".json")
 TRIED = 10  # seconds that a template may take for the first row when the launcher checks it

@@ -50,7 +50,7 @@ class Trial:
         self.cases = {case.name: case for case in whole_matrix()}
         self.sound: dict[
             str, bool
-        ] = {}  # whether a case or a test passes in the unchanged tree; one that fails there cannot find a mutant
+        ] = {}  # whether a case or test passes in the unchanged tree; if it fails there, it finds no mutant
 
     def run(self, mutants: Iterable[Mutant]) -> Iterator[Finding]:
         """Yield a finding for each mutant."""
