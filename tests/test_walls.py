@@ -382,7 +382,7 @@ LINES = {
     "checkpoint": 1692,  # 1,400
     "train": 1773,  # 1,550
     "fault_tolerance": 1159,  # 600
-    "verify": 5148,  # 2,000
+    "verify": 5150,  # 2,000
     "launch": 5316,  # 1,950
     "report": 2863,  # 2,050
     "commands": 4822,  # 2,300

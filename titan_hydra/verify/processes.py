@@ -28,8 +28,9 @@ PRELOADED = [
 ]
 
 
-# How ranks are started. Not Python's default, which any library may set: a fork of a process that has had process groups
-# inherits their names, and its ranks then exchange values with the wrong ranks. mutants/server.py sets a faster one.
+# How ranks are started. Python's default start method is not used: it may be fork, and any library may set it. The fork
+# of a process that has had process groups inherits their names, and its ranks then exchange values with the wrong
+# ranks. mutants/server.py sets a faster method.
 START_METHOD = "forkserver"
 
 

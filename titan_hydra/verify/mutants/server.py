@@ -70,7 +70,8 @@ def _write(out: Path, request: dict[str, Any]) -> None:
         from titan_hydra.verify.matrix import whole_matrix
         from titan_hydra.verify.verify import verify
 
-        processes.START_METHOD = "fork"  # this process has no threads, and has imported what its ranks need
+        # forking is fast and safe: this process has no threads and has imported the libraries
+        processes.START_METHOD = "fork"
         cases = {case.name: case for case in whole_matrix()}
         outcomes = verify([cases[name] for name in request["cases"]], request["steps"], bands_of_failed=False)
         found = {
