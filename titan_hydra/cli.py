@@ -95,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
         parser = argparse.ArgumentParser(prog=f"titan {argv[0]}", description=text[0].upper() + text[1:] + ".")
         command.add_arguments(parser)
         try:
-            args = parser.parse_intermixed_args(argv[1:])  # options may stand between KEY=VALUE
-        except TypeError:  # argparse does not support this for commands with subcommands
+            args = parser.parse_intermixed_args(argv[1:])  # options may stand between the KEY=VALUE arguments
+        except TypeError:  # raised for a command with subcommands, whose options argparse cannot intermix
             args = parser.parse_args(argv[1:])
     else:
         listing = "\n".join(f"  {name:<15} {text}" for name, (_, text) in COMMANDS.items())

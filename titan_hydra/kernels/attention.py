@@ -111,8 +111,8 @@ class OneLayout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        # The strides are not tested by an `if`, which a compiler would evaluate before it knows them. `reshape` copies
-        # only if it must, and also sets the strides of dimensions of size 1.
+        # No `if` tests the strides, because a compiler would evaluate the `if` before it knows the strides. `reshape`
+        # copies only if it must, and also sets the strides of dimensions of size 1.
         gradient = gradient.transpose(1, 2) if ctx.by_token else gradient
         gradient = gradient.reshape(-1).view(gradient.shape)
         return gradient.transpose(1, 2) if ctx.by_token else gradient

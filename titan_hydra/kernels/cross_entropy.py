@@ -1,7 +1,8 @@
 """Softmax and cross-entropy of logits in place: the derivatives overwrite the logits, and no other tensor of that size
 is allocated.
 
-There are two operators, so that ranks that split the vocabulary can add up their sums in between. They use float32.
+There are two operators, so that ranks that split the vocabulary can add up their sums between the first operator and
+the second. Both compute in float32.
 """
 
 from __future__ import annotations

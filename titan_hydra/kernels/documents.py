@@ -142,7 +142,7 @@ def _results(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _documents(offsets: Tensor) -> Iterator[slice]:
-    """Yield the slice of the tokens of each document that is not empty."""
+    """Yield, for each document that is not empty, the slice of its tokens."""
     for begin, end in pairwise(offsets.tolist()):
         if begin < end:
             yield slice(begin, end)

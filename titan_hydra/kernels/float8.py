@@ -115,8 +115,8 @@ def float8_rows(
 def float8_columns(
     parts: Sequence[Tensor], maxima: Tensor, norm: Tensor | None, rstds: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Cast several matrices of the same width as one matrix, with a scale for each column. `maxima`, and `rstds`, RMSNorm's
-    factors, are those that `float8_rows` returned. Return the transpose and its factors.
+    """Cast several matrices of the same width as one matrix, with a scale for each column. `maxima` and `rstds`
+    (RMSNorm's factors) are results of `float8_rows`. Return the transpose and its factors.
     """
     if not in_triton(maxima.device):
         return columns_in_torch(parts, maxima, norm, rstds)

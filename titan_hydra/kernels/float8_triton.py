@@ -271,7 +271,7 @@ def _warps(block: int) -> int:
 
 
 def _rows_at_once(height: int) -> int:
-    # A program gets fewer rows if the matrix has few, so that all multiprocessors have work.
+    # A program gets fewer rows if the matrix has few rows, so that all multiprocessors have work.
     return min(32, max(4, triton.next_power_of_2(height // 512)))
 
 

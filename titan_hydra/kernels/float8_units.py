@@ -19,8 +19,8 @@ Cast = tuple[Tensor, Tensor]  # e4m3 numbers, and the factors that undo the scal
 
 
 def multiply(a: Cast, b: Cast, dtype: torch.dtype, emulate: bool, fast: bool = False) -> Tensor:
-    """Return a b'. `fast` accumulates in lower precision than float32, as torchao does in the forward only. `emulate`
-    multiplies in float32, without Float8 hardware.
+    """Return a b'. `fast` accumulates in lower precision than float32, as torchao does, but only in the forward.
+    `emulate` multiplies in float32, without Float8 hardware.
     """
     if emulate:
         return torch.mm(a[0].float() * a[1][:, None], (b[0].float() * b[1][:, None]).t()).to(dtype)
@@ -48,7 +48,7 @@ def into_weights(ctx: Any, columns: Cast, inputs: Cast, weights: list[Tensor]) -
 
 
 def matrix(x: Tensor) -> Tensor:
-    """Return a tensor as a contiguous matrix: all dimensions but the last are joined."""
+    """Return a tensor as a contiguous matrix: all dimensions except the last are joined."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 

@@ -1,7 +1,8 @@
 """torch's grouped matmul, in which each matrix multiplies its own group of rows. Here, some or all groups may be empty.
 
-It is wrapped in operators of this package. These can be compiled in any dtype (torch 2.13 infers the shape of its own
-operator only in bfloat16), and activation checkpointing can name them. The host never waits for the device.
+The grouped matmul is wrapped in operators of this package. These operators can be compiled in any dtype (torch 2.13
+infers the shape of its own operator only in bfloat16), and activation checkpointing can name them. The host never waits
+for the device.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ CHUNK = 2**24  # elements that are joined to float32 at a time
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 numbers of which these are the halves."""
+    """Return the float32 numbers that consist of these halves."""
     return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
@@ -33,8 +33,8 @@ def halves_of(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def update_split(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tensor], **options: Any) -> None:
-    """Make an AdamW step of this rank's split parameters, in place. Each is a tuple (weight, remainder, gradient, first
-    moment, second moment).
+    """Make an AdamW step of this rank's split parameters, in place. Each parameter is a tuple (weight, remainder,
+    gradient, first moment, second moment).
 
     `options` are those of torch's fused AdamW. On a GPU with Triton, a kernel of this package makes the step in one
     pass. Elsewhere the halves are joined, updated by torch's kernel and split again, with the bits of a float32 master.

@@ -65,8 +65,8 @@ def update_on_gpu(
 ) -> None:
     """Update flat tensors of one device; if `skipped` is not 0, change nothing. The gradient is divided by `divisor`.
 
-    `rates` are the bias-corrected learning rate and the bias correction's divisor of the root of `square`. No multiply-add
-    is fused, so that the results are bitwise equal to those of the same torch operations.
+    `rates` are the bias-corrected learning rate and the number by which bias correction divides the root of `square`.
+    No multiply-add is fused, so that the results are bitwise equal to those of the same torch operations.
     """
     number = weight.numel()
     _adamw[(triton.cdiv(number, BLOCK),)](

@@ -48,7 +48,7 @@ class HuggingFace:
     """
 
     model_type: str  # value of model_type or _class_name in config.json
-    # Our names -> Hugging Face's names, of modules outside the blocks, of modules in a block, and of tensors other than
+    # Maps our names to Hugging Face's: of modules outside the blocks, of modules in a block, and of tensors other than
     # a module's `weight`.
     names: dict[str, str]
     # (model section, dtype of the weights) -> config.json without token ids
@@ -94,9 +94,9 @@ def meta_state(config: Model) -> dict[str, Tensor]:
 
 
 def folded(names: Collection[str], rules: Rules) -> dict[str, float]:
-    """Return the factors, by name, with which a decoder's weights compute without the scales of a parametrization what
-    they compute with them. A scale goes into the last weight before it that is linear in what it multiplies. Raises
-    ConfigError if there is no such weight.
+    """Return factors for a decoder's weights, by name. With its weights multiplied by these factors, the decoder
+    computes without the scales of a parametrization what it computes with them. A scale is the factor of a preceding
+    weight in which the scaled values are linear. Raises ConfigError if there is no such weight.
     """
     normed = any(name.endswith(".attention.q_norm.weight") for name in names)
     places = (

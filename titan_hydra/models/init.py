@@ -19,7 +19,7 @@ from titan_hydra.config.model import Model
 from titan_hydra.job.parametrization import Rules
 
 CHUNK = 1 << 16  # elements that are drawn at a time, so that the int64 scratch memory (0.5 MiB) stays in a core's cache
-# the same on a GPU, where 8 billion parameters in small chunks would need four million kernel launches
+# elements drawn at a time on a GPU: in small chunks, 8 billion parameters would need four million kernel launches
 GPU_CHUNK = 1 << 22
 # prefixes that activation checkpointing and torch.compile add to names
 WRAPPERS = (
@@ -30,7 +30,9 @@ WRAPPERS = (
 
 @dataclass(frozen=True)
 class Normal:
-    """A normal distribution around 0; `cut` truncates it, in standard deviations of the untruncated distribution."""
+    """A normal distribution around 0, truncated at `cut` times the standard deviation `std` that it has before
+    truncation.
+    """
 
     std: float
     cut: float | None = None
@@ -58,8 +60,8 @@ def init_weights(module: nn.Module, config: Model, seed: int, rules: Rules | Non
 
 
 def scale_forward(model: nn.Module, config: Model, rules: Rules) -> None:
-    """Give the modules of a whole model the scales of its parametrization. Raises ConfigError if they have no place for a
-    scale that is not 1.
+    """Give the modules of a whole model the scales of its parametrization. Raises ConfigError if a module has no
+    attribute for its scale, unless the scale is 1.
     """
     blocks = list(family_of(config).blocks(model).values())
     places = (
@@ -147,10 +149,10 @@ def _signed(x: int) -> int:
 
 
 def local_box(parameter: Tensor, coordinate: list[int] | None = None) -> tuple[list[int], list[int]]:
-    """Return offsets and sizes of a shard in each dimension of the full tensor: of this rank's shard, or of the shard
-    at another mesh coordinate.
+    """Return the offsets and sizes of a shard in the dimensions of the full tensor. The shard is this rank's, or the
+    one at another mesh coordinate.
 
-    Every split is torch.chunk's, so shards are contiguous.
+    Every dimension is split as torch.chunk does, so shards are contiguous.
     """
     offsets, sizes = [0] * parameter.dim(), list(parameter.shape)
     if not isinstance(parameter, DTensor):

@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         document. `targets` [batch, seq] are passed to an `output` that accepts them, which then returns the loss.
         Families with further inputs override `embed`.
         """
-        rotary = self.rotary if positions is None else self.rotary[positions]  # once for all layers
+        rotary = self.rotary if positions is None else self.rotary[positions]  # computed once for all layers
         h = self.embed(tokens, **own)
         documents = None if ends is None else self.documents(ends, h)
         for block in self.layers.values():
@@ -197,17 +197,17 @@ class FeedForward(nn.Module):
 class TiedOutput(nn.Linear):
     """An output head that multiplies by the embedding's weight, and has no weight of its own.
 
-    The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate the two. It is a
-    Linear, so that tensor parallelism plans it like any head. FSDP must leave the embedding in the root module's group,
-    which stays gathered during the whole forward. In a separate group, the weight would be freed before the head needs
-    it.
+    The Parameter has one owner and one name, so to_empty, checkpoints and optimizers cannot separate embedding and
+    head. The class is a Linear, so that tensor parallelism plans it like any head. FSDP must leave the embedding in the
+    root module's group, which stays gathered during the whole forward. In a separate group, the weight would be freed
+    before the head needs it.
     """
 
     def __init__(self, embedding: nn.Embedding):
         nn.Module.__init__(self)
         self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
         self.register_parameter("bias", None)
-        self.embedding = (embedding,)  # in a tuple, which hides it from named_parameters and state_dict
+        self.embedding = (embedding,)  # a tuple hides the module from named_parameters and state_dict
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # the embedding's
@@ -227,7 +227,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     head_dim / 2].
     """
     table = rotary[: x.shape[1]] if rotary.dim() == 3 else rotary
-    cos, sin = table.unsqueeze(-2).unbind(-3)  # each [seq or (batch, seq), 1, head_dim / 2]
+    cos, sin = table.unsqueeze(-2).unbind(-3)  # cos and sin are [seq, 1, head_dim / 2] or [batch, seq, 1, head_dim / 2]
     # with this order of operations, compiled code writes no float32 gradient of the whole tensor
     a, b = (half.float() for half in x.chunk(2, dim=-1))
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)

@@ -5,8 +5,8 @@ No token is dropped. Everything here runs on one device; expert parallelism repl
 Without expert parallelism the host never waits for the device, as the numbers of tokens stay on the device.
 
 A block of experts is compiled in parts. Between these parts, `keep` computes some values once in the forward and not
-again when activation checkpointing recomputes it: the choice of experts, and values that must be the same on several
-ranks.
+again when activation checkpointing recomputes the forward: the choice of experts, and values that must be the same on
+several ranks.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Router(nn.Module):
     the router's matmul is in float32 too.
 
     With `router_bias_update_rate` a bias is added to the scores, but only to choose experts (arXiv 2408.15664). The
-    bias is part of checkpoints. Since the last update, `load` counts the tokens of each expert, and `entropy` sums the
-    entropies of the scores. `scale` is the weight of a token in the balance loss.
+    bias is part of checkpoints. `load` counts the tokens of each expert since the bias was last updated, and `entropy`
+    sums the entropies of the scores. `scale` is the weight of a token in the balance loss.
     """
 
     def __init__(self, config: SparseModel):
@@ -202,8 +202,8 @@ class Observed(torch.autograd.Function):
     """Returns the scores unchanged. The backward counts each expert's tokens, adds up the entropy of the shares, and
     adds the gradient of the balance loss.
 
-    This is done in the backward because it runs exactly once for each microbatch, even if activation checkpointing
-    recomputes the forward, and never in a validation.
+    The backward does this because it runs exactly once for each microbatch, even if activation checkpointing recomputes
+    the forward, and never in a validation.
     """
 
     @staticmethod

@@ -32,7 +32,7 @@ class SparseModel(Model):
     norm_topk_prob: bool = key(True, "divide the scores of a token's experts by their sum")
     routed_scaling_factor: float = key(1.0, "multiplies the scores of a token's experts", POSITIVE)
     n_group: int = key(
-        1, "number of groups of experts; a token uses experts of the `topk_group` best groups alone", EXPERTS
+        1, "number of groups of experts; a token uses only experts of the `topk_group` best groups", EXPERTS
     )
     topk_group: int = key(1, "number of groups whose experts a token may use", EXPERTS)
     router_bias_update_rate: float = key(

@@ -32,7 +32,7 @@ from .compile import compiled_parts
 from .experts import sparse_layers
 from .mesh import Mesh
 
-MATMULS = ("aten.mm", "aten.addmm", "aten._scaled_mm", "titan_hydra.grouped_matmul")  # addmm: with a bias
+MATMULS = ("aten.mm", "aten.addmm", "aten._scaled_mm", "titan_hydra.grouped_matmul")  # addmm is a matmul with bias
 SAVED = (  # results that are expensive to recompute, or need communication
     *MATMULS,
     "aten._scaled_dot_product_cudnn_attention",
@@ -78,7 +78,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def checkpointed(kind: type[nn.Module], method: str, options: dict[str, Any]) -> type[nn.Module]:
-    """Return the same class with the method `method` checkpointed."""
+    """Return a subclass of the same name whose method `method` is checkpointed."""
     plain = getattr(kind, method)
 
     def forward(self, *args, **kwargs):
@@ -102,8 +102,8 @@ def _saved(config: OperatorCheckpoint, sparse: bool) -> frozenset:
 
 
 def keeping(others: Callable[[], tuple] | None) -> tuple:
-    """Return the contexts of a forward and of its recomputation in which `keep` works. They enclose the contexts of
-    `others`.
+    """Return a context for a forward and one for its recomputation, in which `keep` works. Both enclose the contexts
+    that `others` returns.
     """
     return tuple(
         both(*pair) for pair in zip(kept(), others() if others else (nullcontext(), nullcontext()), strict=True)
@@ -121,7 +121,7 @@ def selective_contexts(saved: frozenset, alternate: bool) -> tuple:
     """Return the contexts of one block's forward and of its recomputation. All matmuls are saved or, if `alternate`,
     every second one, beginning with the first.
 
-    Forward and recomputation count matmuls separately, since torch before 2.13 calls the policy again in the
+    Forward and recomputation count matmuls separately, because torch before 2.13 calls the policy again in the
     recomputation.
     """
     matmuls = operators(MATMULS)

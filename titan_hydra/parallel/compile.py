@@ -26,7 +26,7 @@ from .mesh import Mesh
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Compile the blocks of a stage, in place, at their first call. The names of modules do not change. A graph break
     is an error, and not just a slower block. If a block lists methods in `compiled`, as a block with experts does, only
-    those are compiled, each by itself.
+    these methods are compiled, each by itself.
 
     compile=model compiles the whole module instead, as one graph with the communication of SimpleFSDP: the compiler
     merges the parameters of a block into one all-gather, as FSDP2 does, and overlaps communication with computation.
@@ -43,7 +43,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         for block in [module] if whole else blocks.values():
             for owner, method in compiled_parts(block):
                 options = {"fullgraph": True, "backend": config.backend, "dynamic": getattr(owner, "dynamic", None)}
-                if method == "forward":  # compiled as a module, so that its hooks stay outside
+                if method == "forward":  # the module compiles itself, so that its hooks run outside the compiled code
                     owner.compile(**options)
                 else:
                     setattr(owner, method, torch.compile(getattr(owner, method), **options))

@@ -3,7 +3,7 @@
 Ring attention (torch's own; arXiv 2310.01889) keeps queries in place and communicates keys and values: they are
 gathered at once (`cp_rotate=allgather`) or passed from rank to rank (`alltoall`). With Ulysses (arXiv 2309.14509), a
 rank has a part of the sequence with all heads; for attention, an all-to-all gives it the whole sequence with a part of
-the heads, and another one reverses this.
+the heads, and another all-to-all reverses this.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     sequence.
 
     torch's options of the ring hold for the whole process. So every job sets them, and a job without context
-    parallelism switches the ring off. Raises ConfigError for a block without such a kernel. With a ring, it also raises
-    for a kernel that is not the package's, as torch's kernel would replace it.
+    parallelism switches the ring off. Raises ConfigError for a block without such a kernel. With a ring, raises
+    ConfigError also for a kernel that is not the package's, as torch's kernel would replace that kernel.
     """
     private.disable_ring_dispatcher()
     if mesh.degrees.cp == 1:
@@ -112,8 +112,8 @@ def ring_options() -> tuple[Any, ...]:
 
 
 class Ring(nn.Module):
-    """Attention of this rank's q, k, v [batch, heads, seq / ranks, head_dim] to the whole sequence. It is causal if
-    `sdpa` is.
+    """Attention of this rank's q, k, v [batch, heads, seq / ranks, head_dim] to the whole sequence. The attention is
+    causal if `sdpa` is.
     """
 
     def __init__(self, sdpa: SDPA, mesh: DeviceMesh):
@@ -126,8 +126,8 @@ class Ring(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         if documents is not None:
             raise ValueError("ring attention cannot mask documents")
-        # The options are read here so that torch.compile guards on them. Otherwise it would reuse a block that was
-        # compiled with another job's options.
+        # The options are read here so that torch.compile guards on them. Otherwise a block that was compiled with
+        # another job's options would be reused.
         if ring_options() != self.options:
             raise RuntimeError("torch's options for ring attention are now those of another job in this process")
         chosen = kernels(self.backend, call_on(q, v, self.causal, ring=True))

@@ -23,8 +23,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Shard a meta-device stage over `mesh.fsdp`, block by block, in place. Without data-parallel ranks nothing is
     wrapped.
 
-    Each block is gathered just before it runs, as is each module before the blocks. The modules after the blocks
-    (norm and output) are one group. The backward begins with that group, so it is not freed after the forward.
+    Each block is gathered just before it runs, as is each module before the blocks. The modules after the blocks (norm
+    and output) are one group. The backward begins with that group, so the group stays gathered after the forward.
     """
     if mesh.fsdp is None:
         return
@@ -62,8 +62,8 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
     """Shard a block. Its experts are sharded over the ranks that hold the same experts: by expert if the number of
     experts is a multiple of the number of ranks, else by width.
 
-    One group of hooks gathers the experts and the rest of the block, if torch supports it (not 2.11). A second group,
-    inside the block, would run again when the block is recomputed.
+    One group of hooks gathers the experts and the rest of the block, if torch supports this (2.11 does not). A second
+    group, inside the block, would run again when the block is recomputed.
     """
     layers = sparse_layers(block) if mesh.experts is not None else []
     if not layers:
@@ -95,8 +95,8 @@ def gather_ahead(blocks: list[Any]) -> None:
 
 
 def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules of a stage before its family's blocks and after them. `names` are those of the whole model in
-    running order.
+    """Return the modules of a stage before the blocks, and those after the blocks. `names` are the names of the whole
+    model's modules in running order.
     """
     blocks = places_of_blocks(names)
     sides = names[: blocks[0]], names[blocks[-1] + 1 :]
@@ -107,8 +107,8 @@ def around_blocks(module: nn.Module, names: list[str]) -> tuple[list[nn.Module],
 def last_microbatch(module: nn.Module, last: bool) -> None:
     """Set whether this backward is the step's last. Replicas reduce their gradients only in the last (TorchTitan #1929).
 
-    FSDP itself is told in every backward that it is the last one. Otherwise FSDP would keep the order of earlier
-    forwards, and gather their heads again.
+    FSDP itself is told in every backward that it is the last one. Otherwise FSDP would keep the recorded order of
+    earlier forwards, and gather the heads of those forwards again.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(last)

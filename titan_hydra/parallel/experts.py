@@ -39,7 +39,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
                 name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None))
             )
         layer.experts.read = local_part
-        layer.experts.dynamic = True  # for the compiler: the number of rows differs in each step
+        layer.experts.dynamic = True  # tells the compiler that the number of rows differs in each step
         layer.exchange = AllToAll(ep.get_group(), job.debug.balance_experts)
 
 
@@ -145,8 +145,8 @@ class Travel(torch.autograd.Function):
 
 
 class AllToAll(nn.Module):
-    """Computes a rank's rows [tokens, dim] on the ranks that hold their experts. Returns [tokens * k, dim], k rows for
-    each token.
+    """Sends a rank's rows [tokens, dim] to the ranks that hold their experts, which compute them and send the results
+    back: [tokens * k, dim], k rows for each token.
 
     The host waits once for the device, to read the numbers of rows. It does not wait in a recomputation, nor with
     debug.balance_experts, which fixes these numbers.
@@ -168,7 +168,7 @@ class AllToAll(nn.Module):
         those received from each rank.
         """
         rank, ranks, experts = self.group.rank(), self.group.size(), len(plan.counts)
-        if self.balanced:  # every rank has the same counts, the first `more` experts one more than the others
+        if self.balanced:  # every rank sends the same numbers of rows: the first `more` experts get one more
             (share, more), each = divmod(len(plan.order), experts), experts // ranks
             sent = [each * share + min(max(more - first, 0), each) for first in range(0, experts, each)]
             own = share + (torch.arange(each, device=plan.counts.device) < more - rank * each).int()

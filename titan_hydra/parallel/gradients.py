@@ -15,7 +15,7 @@ from titan_hydra.base.private import foreach_norm
 
 from .mesh import local_part
 
-CHUNK = 1024  # number of elements whose squares are summed in float32
+CHUNK = 1024  # number of elements whose squares are summed in float32 at a time
 
 
 @torch.no_grad()
@@ -23,10 +23,11 @@ def gradient_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGrou
     """Return the norm of all gradients together, in float32. `pipeline`: the ranks that hold the model's other stages.
 
     Every rank sums the squares of its shards, each divided by the number of ranks that hold a copy of the shard. One
-    sum over all ranks gives the total, whatever the meshes. Separate reductions over each mesh dimension could differ
-    between ranks in the last bit; then copies of a weight would be clipped differently and drift apart.
+    sum over all ranks gives the total, whatever meshes the parameters have. Separate reductions over each mesh
+    dimension could differ between ranks in the last bit; then copies of a weight would be clipped differently and drift
+    apart.
 
-    On GPUs float32 suffices within a tensor, as their kernels sum chunks of it first.
+    On GPUs float32 suffices within a tensor, because GPU kernels first sum chunks of the tensor.
     """
     stage_ranks = dist.get_world_size() // (1 if pipeline is None else dist.get_world_size(pipeline))
     by_copies = defaultdict(list)
@@ -59,7 +60,9 @@ def _norm_on_cpu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(gradient: torch.Tensor) -> int:
-    """Return the number of different shards of a gradient. Raises ValueError if its sum over ranks is still pending."""
+    """Return the number of different shards of a gradient. Raises ValueError if the gradient's sum over ranks is still
+    pending.
+    """
     if not isinstance(gradient, DTensor):
         return 1
     if any(placement.is_partial() for placement in gradient.placements):

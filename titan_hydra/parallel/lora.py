@@ -1,9 +1,10 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): linears with a frozen weight, plus the product of two thin matrices that
 are trained.
 
-An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts normal, with the standard deviation of
-the paper's code and PEFT, and B [outputs, rank] at zero, so the model is unchanged at the start. The weight keeps its
-name: checkpoints, Hugging Face names and the plan of tensor parallelism are the same as without adapters.
+An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts with normal numbers, whose standard
+deviation is that of the paper's code and PEFT. B [outputs, rank] starts at zero, so the model is unchanged at the
+start. The weight keeps its name: checkpoints, Hugging Face names and the plan of tensor parallelism are the same as
+without adapters.
 """
 
 from typing import cast
@@ -47,7 +48,7 @@ class LoraLinear(nn.Linear):
         return base + DTensor.from_local(product, x.device_mesh, [Shard(-1) if whole else Partial()], run_check=False)
 
     def _here(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a matrix. If it is replicated, each rank contributes a part of its gradient."""
+        """Return this rank's part of a matrix. If the matrix is replicated, each rank has a partial gradient of it."""
         return (
             parameter.to_local()
             if parameter.placements[0].is_shard()
@@ -59,8 +60,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Freeze the weights of a meta-device stage, in the compute dtype, and add adapters to linears of its blocks, in
     place.
 
-    Call this after tensor parallelism: the adapters are split to match the weight. For a column linear A is whole and B
-    is split by rows; for a row linear A is split by columns and B is whole. Frozen weights need no higher precision
+    Call this after tensor parallelism: the adapters are split to match the weight. For a column linear, A is whole and
+    B is split by rows; for a row linear, A is split by columns and B is whole. Frozen weights need no higher precision
     than the compute dtype, to which every forward would round them.
     """
     if not adapts(job):
@@ -68,7 +69,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     adapt = resolve(ADAPTERS[job.adapter.name].adapt)
     dtype = getattr(torch, job.precision.compute_dtype)
     for owner in module.modules():
-        # assigning `data` instead would keep the dtype of a DTensor's local tensor
+        # new Parameters are registered, as assigning `data` would not change the dtype of a DTensor's local tensor
         for name, parameter in list(owner.named_parameters(recurse=False)):
             owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
     wanted = {linear.name for linear in adapted(job)}

@@ -21,12 +21,12 @@ from .formats.select import is_plain
 
 
 def convert(model: nn.Module, config: Loss) -> list[str]:
-    """Make a model's head, in place, return the loss (`linear_cross_entropy`) if it gets targets. Its weight keeps its
-    name.
+    """Change a model's head in place, so that it returns the loss (`linear_cross_entropy`) if it gets targets. The name
+    of the head's weight does not change.
 
     As the loss is part of the head and not a function after the model, the head's weight is used only inside the
     forward, and FSDP need not keep it gathered afterwards. Raises ConfigError for a head that computes more than a
-    matmul, as the rest would be lost.
+    matmul, as only the matmul would remain.
     """
     head: Any = model.output
     chunk = config.chunk_tokens
@@ -89,8 +89,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients together with the loss, while a chunk's logits are in memory; the backward only scales
     them.
 
-    So the head's matmul is not repeated. The weight's gradient is kept from forward to backward, in float32 if several
-    chunks accumulate in it. A schedule that runs all forwards first keeps one such gradient per microbatch.
+    So the backward does not repeat the head's matmul. The weight's gradient is kept from forward to backward, in
+    float32 if several chunks accumulate in it. A schedule that runs all forwards first keeps one such gradient per
+    microbatch.
     """
 
     @staticmethod
@@ -103,7 +104,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             weight_gradient = None if chunk >= len(hidden) else torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), chunk):
             part, right = hidden[start : start + chunk], targets[start : start + chunk].unsqueeze(1)
-            slopes = part @ weight.T  # the logits, until `losses_of` replaces them
+            slopes = part @ weight.T  # has the logits until `losses_of` replaces them
             total += losses_of(slopes, right, vocabulary, 1.0 if train else None).sum()
             if train:
                 torch.mm(slopes, weight, out=hidden_gradient[start : start + chunk])
@@ -131,8 +132,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 def scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values times a scalar in float32, rounded once to `dtype`, without a float32 copy on CUDA.
 
-    The factor is a one-dimensional tensor: CUDA would round a zero-dimensional one to bfloat16 first, which biases the
-    whole gradient.
+    The factor is made a one-dimensional tensor. CUDA would first round a zero-dimensional factor to bfloat16, which
+    would bias the whole gradient.
     """
     return torch.mul(values, factor.reshape(1), out=torch.empty_like(values, dtype=dtype))
 

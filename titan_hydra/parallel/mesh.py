@@ -23,7 +23,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that is sharded as a parameter is."""
+    """Return a DTensor that is sharded like `parameter` and whose shard on this rank is `local`. If `parameter` is no
+    DTensor, return `local` itself.
+    """
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -39,11 +41,12 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Mesh:
     """The mesh as this rank sees it. `fsdp` is the part of the mesh over which parameters are sharded and replicated;
-    None: they are neither.
+    None if they are neither.
 
-    `experts` is the mesh (pp, dp_replicate, efsdp, ep) of models with experts, whose last two dimensions divide
-    dp_shard x cp x tp. `batch` contains the ranks that see different samples, `loss` those that see different tokens
-    (batch and cp), `stage` those that hold the same stage of the model, sharded or replicated (all dimensions but pp).
+    `experts` is the mesh (pp, dp_replicate, efsdp, ep) of models with experts. Its dimensions efsdp and ep cover the
+    same ranks as dp_shard x cp x tp. `batch` contains the ranks that see different samples, and `loss` the ranks that
+    see different tokens (batch and cp). `stage` contains the ranks that hold the same stage of the model, sharded or
+    replicated (all dimensions except pp).
     """
 
     degrees: Parallelism
@@ -87,7 +90,7 @@ def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> 
     """Build the mesh on all ranks. Raises RuntimeError if the product of the degrees is not the number of ranks,
     ValueError for a degree below 1.
 
-    Dimensions of size 1 are left out, since each would cost a process group. dp_shard stays wherever parameters are
+    Dimensions of size 1 are left out, because each would cost a process group. dp_shard stays wherever parameters are
     sharded or replicated, so that FSDP, HSDP and DDP are one case: a 2-D mesh whose inner dimension may be 1. A
     `sparse` model has experts: FSDP shards them over tp ranks too, which hold different tokens.
     """
@@ -123,7 +126,7 @@ def experts_mesh(degrees: Parallelism, device_type: str) -> DeviceMesh:
 
 
 def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Return the mesh of named dimensions."""
+    """Build a mesh from the names and sizes of its dimensions."""
     alone: dict[int | str, Any] = {
         name: own for name, size in sizes.items() if (own := _own_backend(device_type, size))
     }
@@ -133,8 +136,8 @@ def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
 def _own_backend(device_type: str, size: int) -> str | None:
     """Return the back end of a mesh's groups of `size` ranks; None: the default group's back end.
 
-    On GPUs, a group other than the default group has only NCCL. Inherited gloo would connect each rank with all others
-    (gloo#419), and is not needed: host tensors go through the default group.
+    On GPUs, a group other than the default group has only NCCL. A gloo back end, if inherited, would connect each rank
+    with all others (gloo#419), and is not needed: host tensors go through the default group.
     """
     if device_type != "cuda" or size == dist.get_world_size():
         return None
@@ -142,7 +145,7 @@ def _own_backend(device_type: str, size: int) -> str | None:
 
 
 def _flat(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the dimensions of a mesh as one."""
+    """Return a mesh with all its dimensions flattened into one, called `name`."""
     return flatten(mesh, name, _own_backend(mesh.device_type, mesh.size()))
 
 

@@ -17,13 +17,13 @@ from .whole import hold_whole, read_whole
 
 
 class Norm(ParallelStyle):
-    """Every rank holds the norm's whole weight. It applies the norm to the whole residual stream or, if `split`, to its
-    shard of the sequence.
+    """Every rank holds the norm's whole weight, and applies the norm to the whole residual stream or, if `split`, to
+    its shard of the sequence.
 
     From its shard, a rank computes only a partial gradient of the weight. With torch's SequenceParallel, the next
     operation on the gradient sums it over ranks, in the gradient's dtype, so FSDP's reduce_dtype=float32 would not
     apply (pytorch#190626). Here the gradient is summed in `reduce_dtype` in the backward. Norms of single heads are
-    always split, since each rank has different heads.
+    always split, because each rank has different heads.
 
     Raises ConfigError for a module of another class than nn.RMSNorm, as its own forward would be lost.
     """

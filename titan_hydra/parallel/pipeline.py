@@ -74,8 +74,8 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(self, number: int, *args: Any, **options: Any) -> None:  # type: ignore[override]
-        """Run the backward of a microbatch, or only the half for its inputs, and free the tensors that were received
-        for it.
+        """Run the backward of a microbatch, or only the half that gives its inputs' gradients, and free the tensors
+        that were received for it.
         """
         super().backward_one_chunk(number, *args, **options)
         move_received(self.args_recv_info[number], META)
@@ -108,7 +108,7 @@ class Stage(PipelineStage):
             return super()._prepare_backward_infra(*args, **options)
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        # torch 2.11 validates the output of every stage, but that of the last stage has no declared shape
+        # torch 2.11 validates the output of every stage, but the last stage's output has no declared shape
         if not self.is_last:
             super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
@@ -179,8 +179,8 @@ class Pipeline:
         return self._run(self.schedule.step, batch, self.inputs, self.loss, count).detach()
 
     def forward(self, batch: Any, objective: Any = None) -> Tensor:
-        """Return the summed measure of a local batch; 0 if another rank has the last stage. With `objective`, its inputs
-        and measure are taken. Call with gradients off.
+        """Return the summed measure of a local batch; 0 if another rank has the last stage. If `objective` is given,
+        the inputs and the measure are those of this objective. Call with gradients off.
         """
         inputs, measure = (objective.inputs, objective.measure) if objective else (self.inputs, self.measure)
         with forward_only(self.schedule, self.stages):
@@ -238,7 +238,7 @@ def _computations(step: TorchAction) -> list[Action]:
 
 @contextlib.contextmanager
 def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[None]:
-    """Remove everything but the forward from a schedule while the block runs.
+    """Remove everything except the forward from a schedule while the block runs.
 
     torch's own eval also walks through the backward actions, which fails in a V schedule where two adjacent stages are
     on one rank. The remaining sends and receives still match, as those of a backward are removed on both ranks.

@@ -1,6 +1,6 @@
-"""The arguments and the result of a model family's `plan` (models/*/sharding.py). The result has dictionaries of
-styles by module name: for the modules outside the blocks, and for those of a block. A style splits a module's weights,
-inputs and outputs.
+"""The arguments and the result of a model family's `plan` (models/*/sharding.py). The result has dictionaries of styles
+by module name: one for the modules outside the blocks, others for the modules of a block. A style splits a module's
+weights, inputs and outputs.
 """
 
 from __future__ import annotations

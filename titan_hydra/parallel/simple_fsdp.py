@@ -88,12 +88,12 @@ class Gather:
         # process.
         if mesh.degrees.tp > 1:
             self.tp = mesh.world["tp"]
-            self.tp_rank: Any = mesh.coordinate("tp")  # torch annotates it as None
+            self.tp_rank: Any = mesh.coordinate("tp")  # an int, declared as Any because of torch's type annotations
 
     def __call__(self, parameter: DTensor) -> torch.Tensor:
         if parameter.device_mesh.ndim == self.mesh.ndim:
             return self._whole(parameter)
-        # Tensor parallel: gather over the data-parallel dimensions alone, and stay a DTensor over tp.
+        # With tensor parallelism, gather only over the data-parallel dimensions: the result is still a DTensor over tp.
         *_, inner = parameter.placements
         shape = list(parameter.shape)
         if isinstance(inner, Shard):

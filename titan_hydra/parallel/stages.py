@@ -26,8 +26,8 @@ def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
 
 
 def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
-    """Remove all of a model's named modules but those in `kept`, in place. Modules of a container ("layers.3") are deleted,
-    other children become None.
+    """Remove, in place, all named modules of a model except those in `kept`. Modules of a container ("layers.3") are
+    deleted, other children become None.
     """
     for name in set(names) - set(kept):
         container, _, member = name.rpartition(".")
@@ -39,8 +39,8 @@ def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
 
 
 def whole(stages: list[nn.Module]) -> nn.Module:
-    """Join all of a rank's stages into one module under their plain names, for optimizers and checkpoints. It cannot be
-    run.
+    """Join all of a rank's stages into one module under their plain names. Optimizers and checkpoints use this module;
+    it cannot be run.
     """
     if len(stages) == 1:
         return stages[0]

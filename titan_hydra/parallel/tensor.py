@@ -47,7 +47,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     for name in plan.around:
         if isinstance(part := getattr(module, name), nn.Embedding):
             part.register_forward_hook(_arrived)
-    # experts.py splits them later
+    # the weights of experts need no style here: experts.py splits them later
     experts = {weight for layer in sparse_layers(module) for weight in layer.experts.parameters()}
     for name, weight in module.named_parameters():
         if not isinstance(weight, DTensor) and weight not in experts:
@@ -58,7 +58,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def _arrived(embedding: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
-    """Wait for the embedding's reduction over ranks. clone() waits, and gradients pass through it.
+    """Wait for the embedding's reduction over ranks. clone() waits, and passes gradients through.
 
     A compiled block whose input is still being communicated crashes in the backward or, under FSDP, gives the embedding
     a wrong gradient without an error.

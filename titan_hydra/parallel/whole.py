@@ -63,7 +63,7 @@ class SplitTokens(ParallelStyle):
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         hold_whole(module, mesh)
-        reader: Any = module  # torch types attributes of modules as tensors
+        reader: Any = module  # Any, as torch's annotations declare a module's attributes to be tensors
         reader.read = partial(read_whole, reduce_dtype=self.reduce_dtype, gradient=Partial())
         return module
 

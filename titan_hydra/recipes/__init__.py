@@ -1,5 +1,6 @@
-"""Ways of training other than on text alone, a folder each: sources, objective, family, rules, commands. A recipe
-registers its parts as a module of `train.imports` does; deleting its folder removes the recipe completely.
+"""Ways of training beside plain text, each in a folder with its sources, objective, family, rules and commands. A
+recipe registers its parts in the same way as a module of `train.imports`; deleting its folder removes the recipe
+completely.
 """
 
 import importlib
@@ -11,7 +12,7 @@ RECIPES = [importlib.import_module(f"titan_hydra.recipes.{name}") for name in NA
 
 
 def of_all(table: str) -> dict[str, Any]:
-    """Merge the tables of this name over all recipes. COMMANDS has the recipes' subcommands of `titan` by name: the
-    module, and what it does. RENAMED has former subcommands: for each, the new (subcommand, word after it).
+    """Merge the tables called `table` of all recipes. COMMANDS maps the name of a `titan` subcommand to its module and
+    its description. RENAMED maps the name of a former subcommand to what replaces it: (subcommand, word after it).
     """
     return {name: entry for recipe in RECIPES for name, entry in getattr(recipe, table, {}).items()}

@@ -30,7 +30,7 @@ QUICK_STEPS = 3  # optimizer steps of a case in the tests
 class Case:
     """A layout to be verified. Its reference is the same job in one process, or reference.py in float64.
 
-    The bounds limit relative differences. For cases whose steps amplify rounding the bounds are wide, and judge.py
+    The bounds limit relative differences. If the steps of a case amplify rounding, its bounds are wide, and judge.py
     measures a narrower band.
     """
 
@@ -38,23 +38,26 @@ class Case:
     ranks: int  # number of gloo ranks
     overrides: tuple[str, ...]  # the overrides that choose the layout
     base: tuple[str, ...] = ()  # overrides of both the layout's job and its reference
-    uneven_mask: bool = False  # whether labels are ignored, with other numbers in each sample and step (verify.vary)
+    # whether labels are ignored: in each sample and step a different number of them (verify.vary)
+    uneven_mask: bool = False
     documents: bool = False  # whether a sample consists of documents that do not attend to each other (verify.vary)
     empty_step: bool = False  # whether no label at all counts at step 2 (verify.vary)
-    # whether the layout is saved halfway and goes on in a new trainer; its reference trains without interruption
+    # whether the run is saved halfway and continued by a new trainer, and compared with an uninterrupted reference
     resumed: bool = False
     then: tuple[str, ...] = ()  # further overrides of the trainer that continues after the restart
     validated: bool = False  # whether the held-out loss is measured at the end (twice, if resumed) and compared too
-    exported: bool = False  # whether an export has the same held-out loss; for cases of one process
+    # whether the model is also exported, and the export's held-out loss compared; only with one process
+    exported: bool = False
     reference: Literal["process", "float64"] = "process"
     loss: float = 1e-5  # bound of each step's loss
     norm: float = 1e-5  # bound of each step's gradient norm
     gradients: float = 1e-5  # bound of the worst parameter's gradient at the first step
     weights: float = 1e-3  # bound of the worst parameter's weight at the end, relative to how far the weight has moved
-    # whether every token must use the same experts as in the reference; False in bf16, where rounding changes some
+    # whether every token must use the same experts as in the reference; False in bf16, where rounding changes the
+    # experts of some tokens
     routing: bool = True
     threads: bool = False  # whether the ranks are threads of one process (threads.py)
-    slow: bool = False  # whether it takes many seconds, so that `pytest -m "not slow"` leaves it out
+    slow: bool = False  # whether the case takes many seconds, so that `pytest -m "not slow"` leaves it out
     config_dir: Path | None = None  # folder with the user's options
 
     @property
@@ -64,7 +67,7 @@ class Case:
 
 
 def later_wins(*overrides: str) -> list[str]:
-    """Return the last override of each key, as Hydra refuses a group that is chosen twice."""
+    """Keep only the last override of each key: Hydra refuses a command line that chooses a group twice."""
     return list({override.partition("=")[0]: override for override in overrides}.values())
 
 

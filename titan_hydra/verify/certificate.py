@@ -23,8 +23,8 @@ def prove_all(proofs: Iterable[Proof]) -> list[Outcome]:
 
 
 def misplaced(job: Job, steps: int = 3) -> str:
-    """Return the first step and tensor in which the samples of all data-parallel ranks together differ from those of
-    one process; "" if there is none.
+    """Compare the samples of all data-parallel ranks together with the samples of one process. Return the first step
+    and tensor that differ; "" if all are equal.
     """
     ranks = data_parallel(job)
     loaders, whole = [data.build(job, rank, ranks) for rank in range(ranks)], data.build(job, 0, 1)

@@ -1,5 +1,5 @@
-"""What steps change in the activations of models of several sizes, and the losses that they reach. `titan coordcheck`
-compares the sizes.
+"""Measure how much training steps change the activations of models of several sizes, and which losses the models reach.
+`titan coordcheck` compares the sizes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Activations = dict[str, list[Tensor]]  # by kind: the output of each module of t
 
 
 def measured_sizes(jobs: list[Job]) -> list[dict[str, Any]]:
-    """Train each job in one process. Return for each its `losses`, and by kind of activation the root mean square of
-    the `start`, of the `end`, and of the `change` between the two, on the first batch.
+    """Train each job in one process. Return for each job its `losses`, and the root mean square of each kind of
+    activation on the first batch: at the `start`, at the `end`, and of the `change` between start and end.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # the largest first, and in turn to each process, so that processes take equally long
+        # jobs go to the processes in turn, the largest job first, so that all processes take equally long
         order = sorted(range(len(jobs)), key=lambda number: -jobs[number].model.dim * jobs[number].model.n_layers)
         share_over_cores(_measure, folder, [(number, to_dict(jobs[number])) for number in order])
         return [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(len(jobs))]
@@ -69,7 +69,7 @@ def _run(job: Job, trainer: Trainer) -> dict[str, Any]:
 
 
 def root_mean_square(values: list[Tensor]) -> float:
-    """Return the root of the mean square of all elements of some tensors of equal size."""
+    """Return the root mean square over all elements of several tensors of equal size."""
     return torch.stack([value.double().square().mean() for value in values]).mean().sqrt().item()
 
 

@@ -38,8 +38,9 @@ def eager(job: Job) -> Job:
 
 
 def count_rank(job: Job, rank: int) -> Counted:
-    """Count the bytes of one rank of a frozen, eager job. A deep model is counted with 2 and with 4 blocks per stage
-    and extrapolated, as every further block adds the same bytes. A model with several kinds of blocks is counted whole.
+    """Count the bytes of one rank of a job that `freeze` and `eager` have prepared. A deep model is counted with 2 and
+    with 4 blocks per stage and extrapolated, as every further block adds the same bytes. A model with several kinds of
+    blocks is counted whole.
     """
     if (rounds := local_batches(job)) > 2:  # every further local batch sends as many bytes as the second
         job = copy.deepcopy(job)
@@ -81,8 +82,8 @@ def _blocks(job: Job, rank: int) -> float:
 
 
 def _count(job: Job, rank: int) -> Counted:
-    """Step a rank once. The optimizer creates its state at the end of this first step. The state is counted from the
-    beginning of the step, as later steps hold it all the time.
+    """Make one step of a rank. The optimizer creates its state only at the end of this step, but the state is counted
+    from the beginning, as it is in memory during all later steps.
     """
     job = copy.deepcopy(job)
     job.comm.rank = rank

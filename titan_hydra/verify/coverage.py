@@ -15,7 +15,7 @@ from .case import Case
 from .judge import REFUSED, Outcome
 from .verify import job_of, reference_of
 
-LONGEST = 512  # maximum number of tokens by which sequences are lengthened
+LONGEST = 512  # maximum length in tokens to which sequences are lengthened
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Coverage:
         return [outcome for outcome in outcomes if not outcome.error.startswith(REFUSED)]
 
     def lines(self, ran: int, whole: int) -> list[str]:
-        """Return a line with the numbers of cases that ran and that were left out, of `whole`, then a line for each
-        reason.
+        """Return a line with the numbers of cases that ran and that were left out, out of `whole` cases, then a line
+        for each reason why cases were left out.
         """
         out = self.left_out.total()
         keys = sum(number for reason, number in self.left_out.items() if reason.endswith("no such key"))

@@ -45,8 +45,8 @@ MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of an expe
 
 
 def export_differs(trainer: Trainer, held_out: Sequence[Batch]) -> int:
-    """Export the model of a trainer in one process. Return 0 if the loss of the export in float64 is that of the trainer's
-    weights (exactly, without scales of a parametrization), else 1.
+    """Export the model of a trainer in one process. Return 0 if the export has the same loss in float64 as the
+    trainer's weights, else 1. The losses must be exactly equal, except under a parametrization with scales.
     """
     job = trainer.job
     with tempfile.TemporaryDirectory() as place:

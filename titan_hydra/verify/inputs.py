@@ -29,8 +29,8 @@ def odd_starts(start: dict[str, Tensor], job: Job) -> int:
 
 
 def distribution(name: str, model: Model, inputs: int) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a parameter at the start: those of TorchTitan for a decoder, those
-    of the LoRA paper's code for an adapter, whose matrix A has `inputs` columns.
+    """Return the mean and the standard deviation of a parameter's initial values. A decoder has TorchTitan's initial
+    values, an adapter those of the LoRA paper's code, in which they depend on the number of `inputs`.
     """
     *_, owner, leaf = name.split(".")
     if leaf in ("lora_a", "lora_b"):
@@ -46,8 +46,8 @@ def distribution(name: str, model: Model, inputs: int) -> tuple[float, float]:
 
 
 class Order:
-    """Follows the samples of a run. `faults` counts the samples of a batch that the run has had before, and those whose
-    first token is not the last label of the previous sample in their slot.
+    """Follows the samples of a run. `faults` counts the samples of a batch that the run has had before, and the samples
+    whose first token is not the last label of the previous sample in the same slot.
     """
 
     def __init__(self, job: Job) -> None:
@@ -59,14 +59,14 @@ class Order:
     def faults(self, batch: Batch) -> int:
         found = self.repeated(batch)
         if self.follows:
-            if self.left is not None:  # a label that does not count says nothing
+            if self.left is not None:  # a label that does not count is -1 and cannot be compared
                 found += int(((self.left >= 0) & (self.left != batch["tokens"][:, 0])).sum())
             self.left = batch["labels"][:, -1]
         return found
 
     def repeated(self, batch: Batch) -> int:
-        """Count the samples whose tokens (for images: whose noise) the run has had before. Other objectives are not
-        checked: they have few rows, which are repeated in each epoch.
+        """Count the samples whose tokens (for images: whose noise) the run has had before. Objectives other than
+        language modelling and diffusion are not checked: they have few rows, which are repeated in each epoch.
         """
         name = "noise" if "noise" in batch.tensors else "tokens"
         if name == "tokens" and not self.language:

@@ -20,7 +20,7 @@ from .reference import Trace
 # Relative differences by column (loss, norm, gradients, weights) and parameter; loss and norm have one entry each: the
 # largest difference of all steps.
 Differences = dict[str, dict[str, float]]
-# differences up to these pass, and no band is measured
+# differences up to these values pass, and no band is measured for them
 TIGHT = {
     "loss": 1e-5,
     "norm": 1e-5,
@@ -95,8 +95,8 @@ class Outcome:
 
     @property
     def times(self) -> dict[str, float]:
-        """For each column, the largest difference as a multiple of the case's bound. The entry `band` is the field of
-        this name.
+        """For each column, the largest difference as a multiple of the case's bound. The entry `band` is the outcome's
+        field `band`.
         """
         case = self.case
         bounds = {"loss": case.loss, "norm": case.norm, "gradient": case.gradients, "weight": case.weights}
@@ -144,7 +144,7 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
 
 def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:
     """Return the relative differences of a run from its reference, by column and entry. The rounding of updates is
-    subtracted, except for a `draw`, whose differences are all rounding.
+    subtracted, but not for a `draw`, which measures rounding.
     """
     steps, start = 0 if draw else len(run.losses), reference.start
     return {
@@ -170,7 +170,7 @@ def rounds_alike(job: Job, reference: Job) -> bool:
     """Whether a layout rounds like its reference, apart from the order of sums. Only then do repeated runs of the
     reference measure the layout's band.
     """
-    # all-gathers in Float8 cause no additional rounding
+    # float8_all_gather is ignored, as gathering in Float8 causes no additional rounding
     precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]
     return precisions[0] == precisions[1] and job.optimizer.masters == reference.optimizer.masters
 
@@ -189,7 +189,7 @@ def flips(reference: Trace, optimizer: str) -> dict[str, float]:
 
     AdamW moves an element by the learning rate, however small its gradient is. If rounding decides the gradient's sign,
     it decides the direction of the move. For a matrix the draws measure how often this happens. In a vector of 64
-    elements one such move makes a difference of 0.08 after three steps, and most draws contain none.
+    elements one such move makes a difference of 0.08 after three steps, and most draws contain no such move.
     """
     if optimizer == "sgd":
         return {}
@@ -201,8 +201,8 @@ def flips(reference: Trace, optimizer: str) -> dict[str, float]:
 
 
 def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> float:
-    """Return the largest ratio of a difference to its limit. The limit is MULTIPLE times the spread plus, for a weight,
-    its entry in `once` (`flips`), but at least the column's TIGHT tolerance.
+    """Return the largest ratio of a difference to its limit. The limit is MULTIPLE times the spread; for a weight, its
+    entry in `once` (`flips`) is added. The limit is never below the column's TIGHT tolerance.
     """
     room = {"weights": once}
     return max(
@@ -228,7 +228,8 @@ def misrouted(run: Trace, reference: Trace) -> int:
 
 
 def _moved(weight: torch.Tensor, reference: torch.Tensor, start: torch.Tensor, steps: int) -> float:
-    """Return the distance between a weight and the reference's weight, relative to how far the reference's has moved.
+    """Return the distance between a weight and the reference's weight, relative to the distance that the latter has
+    moved.
 
     Each update rounds a float32 weight by up to 2**-24 of its value. This rounding is subtracted, because it is nearly
     as large as the changes that SGD makes to a norm's weight, which is about 1.

@@ -10,7 +10,7 @@ from .case import Case, case
 
 EVEN = {"uneven_mask": True, "loss": 1e-6, "norm": 1e-6, "gradients": 1e-5}
 SCHEDULES = tuple(kind.name for kind in PIPELINE_SCHEDULES.values() if not kind.from_file)
-DEEP = {"base": ("model.n_layers=8",)}  # two stages on each of four ranks
+DEEP = {"base": ("model.n_layers=8",)}  # enough layers for two stages on each of four ranks
 DEEP_ODD = {"base": ("model.n_layers=8", "model.vocab_size=2047")}
 ODD = {"base": ("model.vocab_size=2047",)}
 # A float32 value that differs in its last bit may be rounded to a neighbouring 8-bit value, up to an eighth away, and
@@ -25,11 +25,12 @@ MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.comput
 PLAIN_SGD = ("optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "lr_scheduler.warmup_steps=1")
 COMPILED = ("compile=block", "compile.backend=aot_eager")
 SIMPLE = "parallelism.backend=simple_fsdp"
-LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # 100 divides no number of tokens of these cases
+# no case has a multiple of 100 tokens, so the last chunk is smaller
+LINEAR = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")
 # Muon orthogonalizes in bf16, whose rounding reaches the weights.
 MUON = {"base": ("optimizer=muon",), "loss": 5e-6, "weights": 0.5}
 SAME = EVEN | {"norm": 1e-5}
-QWEN = ("model=qwen3_debug", "model.head_dim=16")  # heads wider than dim / n_heads
+QWEN = ("model=qwen3_debug", "model.head_dim=16")  # this makes heads wider than dim / n_heads
 MOE = ("model=qwen3_moe_debug", "model.head_dim=16", "model.expert_dim=64", "model.router_bias_update_rate=1e-3")
 LATENT = (
     "model=deepseek_v3_debug",
@@ -58,7 +59,7 @@ MIXTURE = (
 )
 YARN = ("model.yarn.factor=8", "model.yarn.original_max_seq_len=16", "model.yarn.temperature=0.7")
 # Products and gradients are rounded to bfloat16's 8 bits, sums are not. A layout cuts sums at other places, so other
-# partial sums are rounded. Cutting the sums of one process alone changes its loss by up to 1e-4 (`bf16, sft, fsdp 4, tp
+# partial sums are rounded. Even in one process, cutting the sums changes the loss by up to 1e-4 (`bf16, sft, fsdp 4, tp
 # 2`, ten steps).
 BF16: dict[str, Any] = {"loss": 3e-4, "norm": 2e-4, "gradients": 1e-2, "weights": 0.1, "base": ("precision=bf16",)}
 # After ten steps, a model with tied embeddings in bf16 differs from the same model in float64 by 1.3e-3 of the loss and
@@ -341,8 +342,8 @@ MATRIX = [
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ROWWISE | {"base": (*QWEN, *ROWWISE["base"])}),
     case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **FUSED | {"base": (*QWEN, *FUSED["base"])}),
 
-    # Experts are distributed over ep ranks, which are a part of dp_shard x cp x tp; each expert is sharded over the
-    # other part.
+    # Experts are distributed over ep of the dp_shard x cp x tp ranks; each expert is sharded over all ranks that hold
+    # the same experts.
     *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),
     *(case(f"{family}, {name}, ep {ep}", ranks, f"parallelism={layout}", f"parallelism.ep={ep}", f"data.local_batch={batch}", *more,
            base=base, uneven_mask=mask,
@@ -374,8 +375,8 @@ MATRIX = [
          base=(*LATENT, "model.q_lora_rank=0")),
     *(case(f"{family}, fsdp 2, ep 2, muon", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **MUON | {"base": (*base, "optimizer=muon"), "loss": 1e-4, "norm": 1e-4, "routing": False}) for family, base in SPARSE),
-    # Weights differ by 5e-2 of the distance that they have moved. So some tokens use other experts: 6 to 36 experts'
-    # loads differ.
+    # Weights differ from the reference by 5e-2 of the distance that they have moved. So some tokens use other experts
+    # than in the reference, and the loads of 6 to 36 experts differ.
     *(case(f"{family}, fsdp 2, ep 2, float8 {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
            **format | {"base": (*base, *format["base"]), "routing": False})
       for family, base in SPARSE for name, format in (("rowwise", ROWWISE), ("fused", FUSED))),

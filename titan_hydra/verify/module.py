@@ -35,7 +35,8 @@ from .verify import reductions
 
 # Differences that pass on any machine. A larger one is judged by the measured effect of rounding.
 FLOOR = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "weights": 1e-4}
-SEEDS = (None, 1, 2)  # seeds of the runs that measure rounding, each for the last bits of the weights; None: unchanged
+# One run for each seed measures rounding. The seed changes the last bits of the weights; None leaves them unchanged.
+SEEDS = (None, 1, 2)
 SAVED = 1  # the step after which the resumed run starts
 
 
@@ -58,7 +59,8 @@ class ModuleVerdict:
     mesh: dict[str, int]
     reference: str
     checks: list[Check]
-    gradients: dict[str, tuple[float, float]]  # difference of each parameter's gradient, and what is allowed
+    # of each parameter's gradient: the difference, and the difference that is allowed
+    gradients: dict[str, tuple[float, float]]
 
     @property
     def passed(self) -> bool:
@@ -184,7 +186,7 @@ def verify_module(place: str, steps: int) -> ModuleVerdict:
 
 
 def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, int, dict]]) -> None:
-    """Save the reference's trace, and how much rounding alone changes the module in one process."""
+    """Save the reference's trace, and the differences that rounding alone makes when the module trains in one process."""
     (place, steps, _), *_ = jobs
     subject, kind = load_subject(place), "float64"
     try:
@@ -304,8 +306,8 @@ def _copies(weights: dict[str, Tensor]) -> Check:
 
 
 def _dtypes(dtypes: set[str], subject: Subject, trace: Trace, single: set[str]) -> Check:
-    """Check that FSDP2 reduces in `reduce_dtype`, and that every gradient has lower bits, except the gradients that
-    have none in one process either (`single`).
+    """Check that FSDP2 reduces in `reduce_dtype`, and that no gradient is rounded to bfloat16. `single` names the
+    gradients that look rounded in one process too; they are not checked.
     """
     coarse = [name for name, value in trace.gradients.items() if name not in single and _looks_rounded(value)]
     right = dtypes <= {subject.reduce_dtype}
@@ -380,7 +382,9 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _looks_rounded(gradient: Tensor) -> bool:
-    """Whether a float32 tensor has only values that bfloat16 has too. If all are zero, that proves nothing: False."""
+    """Whether a float32 tensor has only values that bfloat16 has too. False if all values are zero, which proves
+    nothing.
+    """
     return (
         gradient.dtype == torch.float32 and bool(gradient.any()) and torch.equal(gradient, gradient.bfloat16().float())
     )

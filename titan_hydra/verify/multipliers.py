@@ -1,4 +1,4 @@
-"""What muP and CompleteP multiply, for reference.py, written from the papers alone: arXiv 2203.03466, table 8 and
+"""The factors of muP and CompleteP for reference.py, written only from the papers: arXiv 2203.03466, table 8 and
 definition 4.1 (attention); 2505.01618, table 1.
 """
 
@@ -14,7 +14,7 @@ from titan_hydra.config.schema import Job
 
 @dataclass
 class Multipliers:
-    """How much wider and deeper a model is than its base, and what multiplies queries times keys."""
+    """How much wider and deeper a model is than its base, and the factor of the products of queries and keys."""
 
     width: float
     depth: float
@@ -22,7 +22,7 @@ class Multipliers:
 
     @classmethod
     def of(cls, job: Job) -> Multipliers:
-        """Return those of a job; of the standard parametrization 1, 1 and the root of 1 / (width of a head)."""
+        """Return the factors of a job; with the standard parametrization: 1, 1 and 1 / sqrt(width of a head)."""
         head, given = job.model.head_width, job.parametrization
         if given.name == "standard":
             return cls(1.0, 1.0, head**-0.5)
@@ -30,7 +30,8 @@ class Multipliers:
         return cls(
             job.model.dim / mup.base_dim,
             job.model.n_layers / mup.base_layers if mup.base_layers else 1.0,
-            math.sqrt(mup.base_head_dim or head) / head,  # 1 / head, and 1 / sqrt(head) if head is the base's
+            # proportional to 1 / head; at the base's head width: 1 / sqrt(head)
+            math.sqrt(mup.base_head_dim or head) / head,
         )
 
 
@@ -42,7 +43,8 @@ def scaled_optimizer(name: str, shape: tuple[int, ...], job: Job) -> Any:
         return own
     inside, router = name.startswith("layers."), name.endswith("router.weight")
     if own.name == "muon" and inside and len(shape) > 1:
-        # spectral norms: sqrt(outputs / inputs) is wanted (2310.17813); Muon's are 1 for wide matrices
+        # An update should have the spectral norm sqrt(outputs / inputs) (2310.17813); Muon's update of a wide matrix
+        # has 1.
         ratio = math.sqrt(min(shape[0], job.model.dim) / min(shape[0], job.model.dim / wide.width) / wide.width)
         own.muon_lr *= ratio if router else 1
         own.weight_decay /= ratio if router else 1

@@ -17,7 +17,7 @@ from titan_hydra.config import Job, from_dict
 from titan_hydra.runs.run import Run
 from titan_hydra.train.world import world
 
-# Imported once in the fork server instead of once for each rank.
+# These modules are imported once, in the fork server, and not once for each rank.
 PRELOADED = [
     "titan_hydra.verify.verify",
     "titan_hydra.train.loop",
@@ -28,8 +28,9 @@ PRELOADED = [
 ]
 
 
-# How ranks are started. Not Python's default, which any library may set: a fork of a process that has had process groups
-# inherits their names, and its ranks then exchange values with the wrong ranks. mutants/server.py sets a faster one.
+# How ranks are started. Python's default start method is not used: it may be fork, and any library may set it. The fork
+# of a process that has had process groups inherits their names, and its ranks then exchange values with the wrong
+# ranks. mutants/server.py sets a faster method.
 START_METHOD = "forkserver"
 
 
@@ -62,7 +63,7 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
     for process in processes:
         process.start()
     failed = False
-    for process in processes:  # all are waited for, until one has failed
+    for process in processes:  # waits until all ranks have ended or one has failed
         while process.is_alive() and not failed:
             process.join(0.2)
             failed = any(peer.exitcode not in (None, 0) for peer in processes)
@@ -85,7 +86,7 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
 def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     os.dup2(2, 1)  # the output of a rank's libraries, such as gloo, does not belong to the command's output
     if rank:
-        logging.getLogger("torch").setLevel(logging.ERROR)  # rank 0 prints the same warnings
+        logging.getLogger("torch").setLevel(logging.ERROR)  # warnings would repeat those of rank 0
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))

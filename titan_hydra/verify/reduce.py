@@ -102,7 +102,7 @@ def reduced(job: Job, most: int) -> list[Job]:
 
 def _degrees(job: Job, most: int) -> Iterator[dict[str, int]]:
     """Yield the degrees of each reduced job."""
-    # a schedule from a file is for a fixed number of ranks
+    # a schedule that is read from a file needs the number of pipeline ranks for which the file was written
     written = PIPELINE_SCHEDULES[job.pp_schedule.name].from_file
     own = {name: degree for name in DEGREES if (degree := getattr(job.parallelism, name)) > 1}
     for names in itertools.combinations(own, min(len(own), AT_ONCE)):
@@ -157,7 +157,7 @@ def _reduced_to(job: Job, degrees: dict[str, int]) -> Job:
 
 
 def _without_format(precision: Precision) -> Precision:
-    """Return the dtypes of a precision without the number format of its linears."""
+    """Return a precision section with the same dtypes, but without a number format for linears."""
     plain: Precision = picked_anew(precision, None)
     plain.emulate = False
     return plain
@@ -173,8 +173,9 @@ def _experts(job: Job, layout: Parallelism) -> int:
 
 
 def _small_pipeline(job: Job, small: Job) -> None:
-    """Keep the schedule and the number of stages per rank. The number of microbatches stays once or, at most, twice the
-    number of pipeline ranks.
+    """Keep the schedule and the number of stages per rank. The number of microbatches becomes the number of pipeline
+    ranks, or twice this number if the job has at least two microbatches per pipeline rank; it is never below the number
+    of stages.
     """
     if small.parallelism.pp == 1:
         small.pp_schedule = from_dict(PipelineSchedule, {"name": "1f1b"})
@@ -225,8 +226,8 @@ def _beside_training(small: Job) -> Job:
 
 def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
     """Yield a reduced job's proofs: one in float32, with narrow bounds; one in bfloat16 if the job computes in
-    bfloat16; one in the number format of its linears. In the last proof everything outside the linears is in float32,
-    as a single rounding more or less would change 8-bit values.
+    bfloat16; one in the number format of its linears. In the proof of the number format everything outside the linears
+    is in float32, as one additional rounding before the linears would change 8-bit values.
     """
     sparse, muon = small.model.sparse, small.optimizer.name == "muon"
     exact = {"gradients": 5e-5 if sparse else 1e-5} | (
@@ -256,7 +257,7 @@ def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
     for kind, variant, bounds in variants:
         one = alone(variant)
         if kind == "bfloat16":
-            one.loss = variant.loss  # a loss in chunks rounds in other places
+            one.loss = variant.loss  # one process uses the same loss: a loss in chunks rounds in other places
         options: dict[str, Any] = {
             **bounds,
             "base": (identity(one),),

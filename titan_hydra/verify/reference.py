@@ -1,5 +1,5 @@
 """An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, muP and
-CompleteP, written from the papers alone.
+CompleteP, written only from the papers.
 
 It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
 """
@@ -24,8 +24,9 @@ from .inputs import Order, odd_starts
 from .multipliers import Multipliers, scaled_optimizer
 
 Weights = dict[str, Tensor]
-Routed = dict[str, tuple[Tensor, Tensor]]  # by layer: (whether each token chose each expert, its shares of the scores)
-Sparse = Any  # the `model` section of a family with experts, which has the family's keys
+# by layer: (whether a token chose an expert, the expert's share of the token's scores), each for all tokens and experts
+Routed = dict[str, tuple[Tensor, Tensor]]
+Sparse = Any  # the `model` section of a family with experts; its keys depend on the family
 
 
 @dataclass
@@ -41,8 +42,7 @@ class Trace:
     biases: Weights  # all buffers at the end, including the routers' biases
     drift: int = 0  # see Outcome.drift
     rounded: int = 0  # see Outcome.rounded
-    # number of initial tensors and random states that are wrong in one process too: see `odd_starts` and
-    # restart.restarted
+    # number of initial tensors (`odd_starts`) and random states (restart.restarted) that are wrong in one process
     odd: int = 0
     data: int = 0  # see Outcome.data
     export: int = 0  # see Outcome.export
@@ -152,8 +152,8 @@ def following(batch: Weights) -> Tensor:
 def logs_of_labels(
     weights: Weights, batch: Weights, labels: Tensor, job: Job, routed: Routed, x: Tensor | None = None
 ) -> Tensor:
-    """Return the log-probability of each label [batch, seq]; 0 where the label is negative. `x` has the embeddings;
-    None: those of the tokens. For `routed` see `forward`.
+    """Return the log-probability of each label [batch, seq]; 0 where the label is negative. `x` has the embeddings; if
+    it is None, they are looked up for the tokens. `forward` explains `routed`.
     """
     x = weights["tok_embeddings.weight"][batch["tokens"]] if x is None else x
     logits = forward(weights, x, batch.get("documents"), job.model, routed, Multipliers.of(job)).log_softmax(-1)
@@ -326,9 +326,9 @@ def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
 
 
 def yarn_frequency(i: int, half: int, model: Sparse) -> float:
-    """Return the radians per position of the i-th pair with YaRN (arXiv 2309.00071, section 3.2): unscaled if the pair
-    rotates more than `beta_fast` times over the original length, divided by the factor if fewer than `beta_slow` times,
-    interpolated linearly between.
+    """Return the radians per position of the i-th pair with YaRN (arXiv 2309.00071, section 3.2). They are unscaled if
+    the pair rotates more than `beta_fast` times over the original length, divided by the factor if it rotates fewer
+    than `beta_slow` times, and interpolated linearly in between.
     """
     value, yarn = model.rope_theta ** (-i / half), model.yarn
     if yarn.factor == 1:
@@ -343,7 +343,8 @@ def yarn_frequency(i: int, half: int, model: Sparse) -> float:
     return value * (1 - stretched + stretched / yarn.factor)
 
 
-# --- rotary positions of the others -----------------------------------------------------------------------------------
+# --- rotary positions of the other families
+# -----------------------------------------------------------------------------------
 
 
 def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
@@ -376,7 +377,7 @@ def frequency(i: int, half: int, model: Model) -> float:
 
 
 def _rate(step: int, steps: int, config: Any) -> float:
-    """Return the learning rate of a step (from 1) relative to the peak rate, as in TorchTitan 0.2.2."""
+    """Return the learning rate of a step (counted from 1) relative to the peak rate, as in TorchTitan 0.2.2."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     if config.name == "constant":

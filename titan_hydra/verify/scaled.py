@@ -19,7 +19,7 @@ from .matrix import (
     SPLIT,
 )
 
-# Wider, with wider heads, and deeper than the base: all factors and scales differ from 1.
+# With these bases, the models are wider and deeper and have wider heads, so that all factors and scales differ from 1.
 MUP = (
     "parametrization=mup",
     "parametrization.base_dim=24",
@@ -31,7 +31,7 @@ MUON_IN_BF16: dict[str, Any] = {
     "loss": 3e-4,
     "norm": 3e-3,
     "weights": 0.5,
-}  # its iterations are in bfloat16, whose rounding sends a few tokens to other experts
+}  # Muon's iterations are in bfloat16, whose rounding sends a few tokens to other experts
 
 # fmt: off
 SCALED: list[Case] = [

@@ -30,7 +30,7 @@ class Subject:
     mesh: dict[str, int]  # sizes of the mesh's dimensions by name; their product is the number of ranks
     model: Callable[[], nn.Module]  # the whole module; its weights are the same at every call
     parallelize: Callable[[nn.Module, DeviceMesh], nn.Module]  # returns this rank's part of the module
-    # the whole batch of a step; the first dimension of each tensor is that of samples
+    # the whole batch of a step; the first dimension of each tensor is the samples
     batch: Callable[[int], dict[str, Tensor]]
     # loss of some samples; the mesh is None in one process
     loss: Callable[[nn.Module, dict[str, Tensor], DeviceMesh | None], Tensor]
@@ -38,12 +38,12 @@ class Subject:
     # how the losses of a batch's parts are combined to the loss of the whole batch; `mean`: ranks also average
     # gradients
     losses: Literal["mean", "sum"] = "mean"
-    accumulation: int = 1  # microbatches of a step
+    accumulation: int = 1  # number of microbatches of a step
     # default: SGD of all parameters, with a rate of 0.1
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     # the gradient's norm; default: that of torch.nn.utils
     norm: Callable[[nn.Module, DeviceMesh], Tensor] | None = None
-    # makes the whole tensor of a shard that is not a DTensor; a collective
+    # makes the whole tensor from a rank's shard that is not a DTensor; a collective
     whole: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None
     reduce_dtype: str = "float32"  # the dtype in which FSDP2 must sum gradients
 
@@ -89,5 +89,5 @@ def load_subject(place: str) -> Subject:
 def _found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError:  # raised if a parent package is missing
         return False

@@ -28,7 +28,8 @@ REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
 class OpenCollective:
     """A collective that some ranks of its group have not entered yet."""
 
-    collective: Any  # its method `work` computes the results of all ranks from the data of all ranks
+    # torch's object for this collective; its method `work` computes all ranks' results from all ranks' data
+    collective: Any
     group: str
     data: dict[int, Any] = field(default_factory=dict)  # each rank's data, by the rank's number in the group
     waiting: list[int] = field(default_factory=list)  # global numbers of the ranks that wait
@@ -94,7 +95,9 @@ class RankTurns:
         meeting.collective.work([meeting.data[index] for index in range(group.size())])
 
     def wait(self, rank: int) -> None:
-        """Pass the turn on, and return at this rank's next turn, with its process-wide state restored."""
+        """Give the turn to another thread. Return when this rank gets its next turn, with its process-wide state
+        restored.
+        """
         handlers = dict(private_handlers(op_dispatcher))
         reductions = {name: vars(dist)[name] for name in REDUCTIONS if name in vars(dist)}
         self.next()
@@ -129,7 +132,8 @@ class RankTurns:
 def described_call(collective: Any) -> str:
     """Return the name of a collective with its operation or source."""
     options = [value for value in vars(collective).values() if value is not None]
-    options = [str(getattr(value, "op", value)) for value in options]  # a ReduceOp is printed by its address
+    # a ReduceOp would be printed as an address
+    options = [str(getattr(value, "op", value)) for value in options]
     return f"{type(collective).__name__}({', '.join(options)})"
 
 

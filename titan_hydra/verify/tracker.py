@@ -40,7 +40,8 @@ class MemoryTracker(TorchDispatchMode):
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor's storage until it is freed. A meta tensor has no storage."""
         local = local_part(tensor)
-        local = getattr(local, "elem", local)  # the result of an asynchronous collective before its wait
+        # unwraps the result of an asynchronous collective that has not been waited for
+        local = getattr(local, "elem", local)
         if local.device.type != "meta":
             storage = local.untyped_storage()
             if id(storage) not in self.sizes:
@@ -61,7 +62,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor calls the operator again with local tensors
+            return NotImplemented  # not counted here: DTensor calls the operator again with local tensors
         result = operator(*args, **(kwargs or {}))
         if not self.paused:
             if operator.namespace in COLLECTIVES:

@@ -75,8 +75,8 @@ def trace(
     """Train a job as `train` does, and return the values to compare, as whole tensors, on every rank. A collective.
 
     A `seed` changes the last bits of the initial weights (`disturb`). `mesh` is reused from an earlier job with the
-    same degrees. With `then`, the second half of the steps is made by a new trainer of that job, which has loaded a
-    checkpoint.
+    same degrees. With `then`, the second half of the steps is made by a new trainer of the job `then`, which has loaded
+    a checkpoint.
     """
     trainer = build(job, device, mesh)
     if seed is not None:
@@ -133,8 +133,9 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 @contextlib.contextmanager
 def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtype], list[torch.dtype]]]:
     """Collect the dtypes in which FSDP2 reduces gradients and, if a trainer is given, the dtypes in which its
-    tensor-parallel ranks sum the gradients of weights that each of them holds whole. `rounded` cannot detect these: a
-    float32 sum of bfloat16 sums has bits that bfloat16 lacks, and the sum of two ranks is rounded once in either dtype.
+    tensor-parallel ranks sum the gradients of weights that each of them holds whole. `rounded` cannot detect wrong
+    dtypes: a float32 sum of bfloat16 sums has bits that bfloat16 lacks, and the sum of two ranks is rounded once in
+    either dtype.
     """
     of_fsdp: list[torch.dtype] = []
     of_whole: list[torch.dtype] = []
@@ -154,7 +155,7 @@ def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtyp
         return noted
 
     with contextlib.ExitStack() as patched:
-        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # names in torch 2.11, and in torch 2.13
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # torch 2.11's name, torch 2.13's name
             if hasattr(dist, name):
                 patched.enter_context(mock.patch.object(dist, name, noting(getattr(dist, name), of_fsdp, set())))
         # with a compiler, the function that records the dtypes would be traced too
@@ -165,7 +166,7 @@ def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtyp
 
 
 def wrong_sums(of_fsdp: list[torch.dtype], of_whole: list[torch.dtype], wanted: torch.dtype) -> int:
-    """Count the sums of gradients in a wrong dtype. A wider one is right over tensor-parallel ranks (whole.redistribute)."""
+    """Count gradient sums in a wrong dtype; over tensor-parallel ranks, a wider dtype is right (whole.redistribute)."""
     narrow = [dtype for dtype in of_whole if dtype.itemsize < wanted.itemsize]
     return len(narrow) + sum(dtype != wanted for dtype in of_fsdp)
 
@@ -251,11 +252,11 @@ def held_out_of(job: Job) -> list[Batch]:
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
     """Apply a case's mask and documents to a batch of text whose first sample is in slot `first` of `slots`. Mask and
-    documents depend on slot and step alone.
+    documents depend only on slot and step.
 
-    Up to 80 % of a sample's labels are ignored, so that microbatches have different numbers of labels. At step 1 all
-    labels in the first quarter of the slots are ignored, and at step 2 all in the first half, so that some ranks have
-    no labels; with `empty_step`, all labels are ignored at step 2. The first token of a document is no label.
+    Up to 80 % of a sample's labels are ignored, so that microbatches have different numbers of labels. All labels are
+    ignored in the first quarter of the slots at step 1, and in the first half at step 2, so that some ranks have no
+    labels; with `empty_step`, all labels are ignored at step 2. The first token of a document is no label.
     """
     if not case.uneven_mask and not case.documents:
         return batch
@@ -304,7 +305,7 @@ def prove(
         for (threads, ranks), own in sorted(by_ranks.items()):
             _run_all(1 if threads else ranks, _run_in_threads if threads else _run_cases, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
-        # Indices of the cases beyond the tight tolerances; those with the same reference and `tp` share a band.
+        # Indices of the cases beyond the tight tolerances. Cases with the same reference and `tp` share a band.
         judged = defaultdict(list)
         for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
             case, alone = references[reference_key(outcome.case)]
@@ -341,7 +342,7 @@ def _run_all(ranks: int, run: Callable[..., None], folder: str, jobs: list[tuple
             number, case, _ = jobs[0]
             if (
                 isinstance(error, Crashed) and number != crashed
-            ):  # tried again: torch 2.13's gloo sometimes corrupts the heap
+            ):  # the case is tried again: torch 2.13's gloo sometimes corrupts the heap
                 crashed = number
                 continue
             jobs = jobs[1:]
@@ -401,8 +402,8 @@ def _run_in_threads(device: torch.device, folder: str, jobs: list[tuple[int, Cas
 
 
 def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], int, Case, dict]]) -> None:
-    """Measure the bands of cases that share a reference and `tp`, and judge them. Each draw can only widen a band, so
-    no more draws are made once all cases are within theirs.
+    """Measure the bands of cases that share a reference and `tp`, and judge the cases. Each draw can only widen a band,
+    so no more draws are made once all cases are within their bands.
     """
     for numbers, tp, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{reference_key(case)}.pt"))
@@ -430,7 +431,7 @@ def _tell(line: str) -> None:
 
 
 def reference_key(case: Case) -> str:
-    """Return a text that is equal for cases which share a reference."""
+    """Return a text that is the same for all cases that share a reference."""
     return hashlib.sha256(
         repr(
             (

@@ -17,10 +17,12 @@ from titan_hydra.models.sparse import SparseModel, active_parameters, shared_lin
 class Yarn:
     factor: float = key(1.0, "divisor of the low frequencies (YaRN, arXiv 2309.00071); 1 disables YaRN", Interval(1))
     beta_fast: float = key(
-        32.0, "frequencies with more rotations than this over original_max_seq_len are not scaled", POSITIVE
+        32.0, "a frequency that makes more rotations than this over original_max_seq_len is not scaled", POSITIVE
     )
     beta_slow: float = key(
-        1.0, "frequencies with fewer rotations than this over original_max_seq_len are divided by `factor`", POSITIVE
+        1.0,
+        "a frequency that makes fewer rotations than this over original_max_seq_len is divided by `factor`",
+        POSITIVE,
     )
     temperature: float = key(
         1.0, "attention's logits are multiplied by (1 + 0.1 * temperature * ln(factor)) squared", NOT_NEGATIVE

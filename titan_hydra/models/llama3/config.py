@@ -1,4 +1,4 @@
-"""The keys of Llama 3 beside those of every family. Imports no torch."""
+"""The keys of Llama 3 in addition to the keys that every family has. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 3 at Hugging Face: LlamaForCausalLM. Weights need no permutation, as both use the same RoPE layout."""
+"""Llama 3 at Hugging Face: LlamaForCausalLM. Weights need no permutation, as both models use the same RoPE layout."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ class Llama3(Decoder):
 def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return radians per position, the low frequencies stretched.
 
-    Wavelengths below original_max_seq_len / high_freq_factor stay. Those above original_max_seq_len / low_freq_factor
-    are multiplied by `factor`. Between the two limits, the frequency is interpolated linearly by the number of
-    rotations over the original length.
+    Wavelengths below original_max_seq_len / high_freq_factor are not changed. Wavelengths above original_max_seq_len /
+    low_freq_factor are multiplied by `factor`. Between the two limits, the frequency is interpolated linearly by the
+    number of rotations over the original length.
     """
     if scaling.factor == 1:
         return frequencies

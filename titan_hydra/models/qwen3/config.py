@@ -1,4 +1,4 @@
-"""The keys of Qwen3, which has no keys beyond those of every family. Imports no torch."""
+"""The keys of Qwen3: only those that every family has. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class Qwen3Config(Model):
 
 
 def parameters(config: Qwen3Config) -> int:
-    """Return the number of parameters: a decoder's, and two norms of a head's width in each block."""
+    """Return the number of parameters: that of a plain decoder, plus two norms of a head's width in each block."""
     return decoder_parameters(config) + config.n_layers * 2 * config.head_width

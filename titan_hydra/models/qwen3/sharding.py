@@ -1,4 +1,4 @@
-"""How tensor parallelism splits Qwen3: as Llama 3, and the norms of the heads."""
+"""How tensor parallelism splits Qwen3: like Llama 3, with styles for the norms of the heads in addition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of Qwen3's models with experts, which have no keys beyond those of every sparse model. Imports no torch."""
+"""The keys of Qwen3's models with experts: only those that every sparse model has. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Qwen3MoeConfig(SparseModel):
 
 
 def parameters(config: Qwen3MoeConfig) -> int:
-    """Return the number of parameters; attention has norms of its heads."""
+    """Return the number of parameters, with the norms of attention's heads."""
     attention = 2 * config.dim * config.head_width * (config.n_heads + config.n_kv_heads) + 2 * config.head_width
     return sparse_parameters(config, attention)
 

@@ -30,8 +30,8 @@ PLAIN = {
 
 
 def to_config(config: Qwen3MoeConfig, dtype: torch.dtype) -> dict:
-    """Return the config.json of a Qwen3MoeForCausalLM, without token ids. Raises ConfigError for experts that it does
-    not have.
+    """Return the config.json of a Qwen3MoeForCausalLM, without token ids. Raises ConfigError for experts that Hugging
+    Face's class does not support.
     """
     only_these(config, PLAIN)
     return (

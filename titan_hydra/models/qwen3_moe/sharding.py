@@ -1,5 +1,5 @@
-"""How tensor parallelism splits Qwen3 with experts: attention as Qwen3; the router is replicated, and each rank routes
-its own tokens.
+"""How tensor parallelism splits Qwen3 with experts: attention is split as in Qwen3; the router is replicated, and each
+rank routes its own tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Number formats of linears. The rest of the package calls the functions of this file, which use the record of the job's
-format (config/registry.py).
+"""Number formats of linears. Other files call the functions of this file, which use the record of the job's format
+(config/registry.py).
 
 A format is a file of this folder or a user's module. No other file names a format.
 """

@@ -44,7 +44,7 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     with quietly():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     recipe = Float8LinearConfig.from_recipe_name(precision.recipe)
-    # without shards nothing is gathered
+    # if FSDP does not shard, it gathers nothing
     gather = precision.float8_all_gather and mesh.degrees.dp_shard * mesh.degrees.cp > 1
     config = dataclasses.replace(recipe, emulate=precision.emulate, enable_fsdp_float8_all_gather=gather)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in chosen)
@@ -73,7 +73,7 @@ def linears(job: Job) -> Linears:
     the ranks gather them, which halves the bytes.
 
     The scale of a row needs the whole row, so with the rowwise recipes inputs are gathered in the compute dtype, as for
-    plain linears. The same holds for emulation, which is for gloo, and gloo cannot gather Float8.
+    plain linears. The same holds for emulation, which runs on gloo, as gloo cannot gather Float8.
     """
     return Linears() if not has_one_scale(job) or job.precision.emulate else float8_linears()
 

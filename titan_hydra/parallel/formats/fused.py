@@ -47,7 +47,7 @@ class FusedLinear(nn.Linear):
 
 @cache
 def projecting(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class with another `project`, which casts the common input of all projections once."""
+    """Return a subclass whose `project` casts the common input of all projections only once."""
 
     def project(self: Any, x: Tensor | Normed) -> tuple[Tensor, ...]:
         weights = [getattr(self, name).weight for name in kind.projections]
@@ -59,7 +59,7 @@ def projecting(kind: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def gating(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class with another forward, which computes the whole SwiGLU."""
+    """Return a subclass whose forward computes the whole SwiGLU."""
 
     def forward(self: Any, x: Tensor | Normed) -> Tensor:
         return Float8SwiGLU.apply(*pending(x), self.emulate, *(getattr(self, name).weight for name in kind.gated))
@@ -108,5 +108,7 @@ def fuse(model: nn.Module, chosen: list[str], emulate: bool) -> list[str]:
 
 
 def declared(module: nn.Module, attribute: str) -> Any:
-    """Return an attribute of a module's own class, and not of a base class; () or {} if it has none."""
+    """Return an attribute that a module's own class declares, not a base class; () or {} if the class does not declare
+    it.
+    """
     return vars(type(module)).get(attribute, {} if attribute == "normed" else ())

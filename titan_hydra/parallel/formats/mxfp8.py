@@ -25,7 +25,7 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     precision = job.precision
     if not precision.emulate:
         nearest = "precision=float8_rowwise, or mxfp8 with precision.emulate=true"
-        # torchao has kernels for these GPUs alone; its own check also accepts workstation GPUs (12.0), and then fails
+        # torchao has kernels only for these GPUs; its check also accepts workstation GPUs (12.0), where it fails later
         needs_hardware(precision, device, (10, 0), "MXFP8", "B200 or GB200", nearest, before=(11, 0))
     chosen, left = select(model, precision)
     multiply = multiplication(precision.emulate)

@@ -18,7 +18,7 @@ from titan_hydra.config.schema import Precision
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress warnings while torchao is imported. Every rank would print them, about libraries for other hardware."""
+    """Suppress warnings while torchao is imported: every rank would print warnings about libraries for other hardware."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -97,7 +97,7 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
 
 
 def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
-    """Return lines for the log: how many linears were converted, their names, and the other linears with the reason."""
+    """Return lines for the log: how many linears were converted, which, and why the others were not."""
     return [
         f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"
     ]

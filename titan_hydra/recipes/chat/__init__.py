@@ -9,7 +9,7 @@ COMMANDS = {
     "chat": (f"{__name__}.chat_command", "let the model of a run or checkpoint answer a question"),
 }
 RENAMED = {"generate --chat": "chat"}
-TURNS = ("tokens", "trained", "documents")  # the arrays of a sample that packed rows make
+TURNS = ("tokens", "trained", "documents")  # the arrays of a sample of packed rows
 LINES = (".jsonl", ".json")
 TEMPLATE = f"{__name__}.template_of_run:files_of_export"
 ROWS = f"{__name__}.rows"

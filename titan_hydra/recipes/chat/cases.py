@@ -3,7 +3,8 @@
 from titan_hydra.verify.case import case
 from titan_hydra.verify.matrix import EXACT, in_bf16
 
-# The loss is a mean over the few tokens of the assistant, so another order of sums changes it by 8e-5 in one process.
+# The loss is a mean over the few tokens of the assistant, so another order of sums changes the loss by 8e-5 even in one
+# process.
 BASE = ("data=embedded_chat", "data.seq_len=64", "validation=off", "model.vocab_size=4096")
 CASES = [
     *in_bf16("sft", *BASE),

@@ -76,7 +76,7 @@ def _open(file: Path, most: int | None) -> tuple[bytes | mmap.mmap, np.ndarray]:
 
 
 def parse(line: bytes) -> Conversation:
-    """Return the conversation of a row. Raises ValueError whose message states what is wrong with the row.
+    """Return the conversation of a row. Raises ValueError if the row has none; the message states what is wrong.
 
     A row has `messages` of `role` and `content`, or ShareGPT's `conversations` of `from` and `value`; `tools` is
     optional.
@@ -97,7 +97,7 @@ def record_of(line: bytes) -> dict[str, Any]:
         row = json.loads(line)
     except RecursionError as error:
         raise ValueError("not a JSON line: nested too deeply") from error
-    except ValueError as error:  # a line that is not UTF-8 raises one too
+    except ValueError as error:  # also raised for a line that is not UTF-8
         raise ValueError(f"not a JSON line: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"not a record but {type(row).__name__}")
@@ -105,7 +105,7 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def conversation(messages: list[Any], tools: Any = None) -> Conversation:
-    """Return a conversation from the `messages` and `tools` of a row. Raises ValueError that states what is wrong."""
+    """Return a conversation from the `messages` and `tools` of a row. Raises ValueError if one of these is unusable."""
     return Conversation([_message(message, number) for number, message in enumerate(messages, start=1)], _tools(tools))
 
 
@@ -137,7 +137,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """Return a call with its arguments as a dict. A template would quote arguments that are JSON text a second time."""
+    """Return a function call with its arguments as a dict, because a template would quote arguments in JSON text again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"message {number} has a call without the name of a function")

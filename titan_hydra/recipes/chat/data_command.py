@@ -24,8 +24,8 @@ from titan_hydra.job.sources import data_sources
 
 from .rows import WINDOW, Chat, ConversationReader, Turns, first_fit
 
-BAR = 40  # characters of the longest bar
-SHOWN = 5  # number of unusable rows that are printed
+BAR = 40  # number of characters of a histogram's longest bar
+SHOWN = 5  # maximum number of unusable rows that are printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

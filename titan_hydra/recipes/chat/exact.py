@@ -1,5 +1,5 @@
-"""Find the tokens of conversations that are learned, from the text alone, for cases against float64. Only Llama 3's
-template is known, without tools.
+"""Find the learned tokens of conversations from their text, for cases against float64. Supports only Llama 3's
+template, and no tools.
 """
 
 import json
@@ -15,7 +15,7 @@ from titan_hydra.verify.reference import Routed, Weights, logs_of_labels
 
 EMBEDDED = Path(__file__).parent / "assets" / "train.jsonl"
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
-# what the assistant says, and the mark of its end
+# an answer of the assistant, with the mark that ends it
 ANSWER = re.compile(re.escape(HEADER.format("assistant")) + r"(.*?<\|eot_id\|>)", re.DOTALL)
 
 
@@ -41,7 +41,7 @@ def labels_of(batch: Weights, job: Job) -> Tensor:
             text = words.decode(ids)
             if (full := next((one for one in known if one.startswith(text)), None)) is None:
                 raise ValueError(f"{text!r} is no conversation of the data")
-            # a sample's last label is the token after its last one
+            # the label of a sample's last token is the token that follows in the conversation
             ids += words.locate(full).ids[len(ids) : len(ids) + 1] if inside[-1] + 1 == len(tokens) else []
             ends = [len(words.decode(ids[: number + 1])) for number in range(len(ids))]
             spans = [match.span(1) for match in ANSWER.finditer(full)]

@@ -24,7 +24,7 @@ MUTANTS = [
            (TOKENS, f"{TESTS}::test_the_assistants_words_are_learned_and_the_users_are_not")),
     Mutant("a window begins anew after a resume", "sft, resume", ROWS, 'self.places[slot] = state["window"], state["first"]', "pass",
            "A resumed run packs the first window again.", (RESUMED,), (f"{TESTS}::test_a_resumed_run_goes_on_bitwise",)),
-    # validation, which has labels of uneven numbers here
+    # Mutants of validation: in these cases, the held-out batches have different numbers of labels.
     Mutant("a validation is the mean of batches' means", "validation", TRAINER,
            "torch.stack([summed.double(), self.objective.count(part.tensors).double()])",
            "torch.stack([summed.double() / self.objective.count(part.tensors), torch.ones((), dtype=torch.float64)])",

@@ -35,7 +35,7 @@ from .sources import ConversationSource, TemplateSource
 if TYPE_CHECKING:
     from titan_hydra.data import Wanted
 
-# number of conversations packed together; with 200 tokens each, in samples of 8,192, they leave 2 % padding
+# number of conversations that are packed together; with 200 tokens each, in samples of 8,192 tokens, 2 % is padding
 WINDOW = 1000
 SUFFIXES = (".jsonl", ".json")
 TRIED = 10  # seconds that a template may take for the first row when the launcher checks it
@@ -44,7 +44,7 @@ MARK = re.compile(r"<\|?[\w-]+\|?>")  # special tokens in a template, such as <|
 
 @dataclass(frozen=True)
 class Turns:
-    """The tokens of a conversation, or of documents that must share a sample, and which of them are learned."""
+    """The tokens of a conversation, or of documents that must share a sample; `trained` marks the learned tokens."""
 
     tokens: np.ndarray
     trained: np.ndarray
@@ -58,7 +58,9 @@ class Turns:
 
 
 class ConversationReader:
-    """Encoded conversations by number. A subclass for other rows overrides `read`; `rows` is their name in messages."""
+    """Encodes the conversation of a given number. A subclass for other rows overrides `read` and `rows`, their name in
+    messages.
+    """
 
     rows = "conversations"
 
@@ -73,7 +75,7 @@ class ConversationReader:
         return {"tokenizer": self.tokenizer.sha256, "chat_template": source, "train_on": self.train_on}
 
     def turns(self, number: int) -> Turns:
-        """Return a conversation. Raises BadShard, with its file and line, if it cannot be used."""
+        """Return the tokens of a conversation. Raises BadShard, with file and line, if the conversation cannot be used."""
         where, line = self.lines.row(number)
         try:
             return self.read(line)
@@ -87,8 +89,8 @@ class ConversationReader:
         return self.encode(parse(line))
 
     def encode(self, conversation: Conversation) -> Turns:
-        """Encode a conversation. A token that lies partly in a learned range is learned. Raises ValueError if it cannot
-        be used.
+        """Encode a conversation. A token that lies partly in a learned range is learned. Raises ValueError if the
+        conversation cannot be used.
         """
         if name := self.special.search(conversation.everything):
             raise ValueError(f"it holds {name[0]}, whose characters would be encoded as that special token")
@@ -110,8 +112,8 @@ class ConversationReader:
 
 
 class Chat:
-    """Packed samples {tokens, trained, documents}, each [seq_len + 1]. The rest of a sample is filled with a document
-    of end-of-text tokens.
+    """Packed samples {tokens, trained, documents}, each [seq_len + 1]. Places without a conversation are filled with a
+    document of end-of-text tokens.
     """
 
     separators = (None, None)  # no separator tokens, as `documents` numbers the documents
@@ -127,7 +129,7 @@ class Chat:
         self.tokenizer = reader.tokenizer.sha256
         self.room = {"tokens": self.seq_len + 1}  # capacity of a sample, by unit
         self.limit = f"data.seq_len={self.seq_len} + 1 tokens"  # the capacity as messages print it
-        self.windows = -(-len(reader.lines) // WINDOW)  # windows of an epoch
+        self.windows = -(-len(reader.lines) // WINDOW)  # number of windows in an epoch
         # for each slot: the window of its last sample, and the number of that window's first sample
         self.places = dict.fromkeys(wanted.slots, (0, 0))
         self.packed = functools.lru_cache(4)(self._pack)
@@ -156,8 +158,8 @@ class Chat:
         return all(turns.size[unit] <= room for unit, room in self.room.items())
 
     def _pack(self, window: int) -> list[list[Turns]]:
-        """Return the samples of a window. Conversations that are too long are left out; they are counted in the first
-        epoch only.
+        """Return the samples of a window. Conversations that are too long are left out. The first epoch counts them,
+        later epochs do not.
         """
         epoch, place = divmod(window, self.windows)
         first, rows = place * WINDOW, len(self.reader.lines)
@@ -203,8 +205,8 @@ class Chat:
 
 
 def first_fit(turns: list[Turns], room: dict[str, int]) -> list[list[Turns]]:
-    """Pack conversations, the longest first, each into the first sample with `room` for it; equally long ones keep
-    their order.
+    """Pack conversations, the longest first, each into the first sample with `room` for it. Conversations of equal
+    length keep their order.
     """
     left, packed = np.tile([*room.values()], (len(turns), 1)), []
     for one in sorted(turns, key=lambda one: -len(one.tokens)):
@@ -243,7 +245,7 @@ def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFi
 
 
 def faults(key: str, source: ConversationSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield what is wrong with the template or with the first conversation, to which it is applied. Imports no torch."""
+    """Apply the template to the first conversation, and yield what is wrong with either of them. Imports no torch."""
     return faults_of_first(key, source, job, "conversation", _texts)
 
 
@@ -275,7 +277,8 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
         own = template.load_template(key, source, job.tokenizer)
         bad = BadShards(job.data.max_bad_shards)
         lines = ConversationFiles(found[:1], bad, unknown.ROWS)
-        lines = lines if len(lines) else ConversationFiles(found[:1], bad)  # the file begins with blank lines
+        # if the first lines are blank, read the whole file
+        lines = lines if len(lines) else ConversationFiles(found[:1], bad)
         if len(lines):
             with template.time_limit(TRIED):
                 first = texts(own, source, lines.row(0)[1])

@@ -1,10 +1,10 @@
 """Chat templates: how a conversation becomes text, and which characters of it the assistant has generated.
 
 A template is a Jinja program that comes with a tokenizer, from any author, so it runs in a sandbox. {% generation %}
-tags in it mark the assistant's text. Without tags, the assistant's text is found by comparison: the conversation is
-rendered up to an answer, with the generation prompt, and again with the answer; the first text must be the beginning of
-the second. Texts are compared, and not tokens, as the tokens of a text's beginning need not be the first tokens of the
-text.
+tags in it mark the assistant's text. Without tags, the assistant's text is found by comparison. The conversation is
+rendered up to an answer, with the generation prompt, and again with the answer. The first text must be the beginning of
+the second. Texts are compared instead of tokens, because the tokens of the first text need not be the first tokens of
+the second.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ BEGIN, END = (
     "\ufdd1",
 )
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# the date that templates get, as a run must not depend on the present day. It is the default in Llama 3's template.
+# Templates get this fixed date, as a run must not depend on the present day. It is the default in Llama 3's template.
 TODAY = date(2024, 7, 26)
-LARGEST = 10_000_000  # largest number, and most characters of a text, that a template may compute by * or **
+LARGEST = 10_000_000  # the largest number, or number of characters, that a template may compute by * or **
 
 Spans = list[tuple[int, int]]
 
@@ -106,7 +106,9 @@ class Template:
     """A chat template, with the special tokens of its tokenizer by name."""
 
     def __init__(self, where: str, source: str, names: dict[str, str]):
-        """Compile the template. `where` is its key and value, for messages. Raises ConfigError if it is not Jinja."""
+        """Compile the template. `where`, its key and value, is for messages. Raises ConfigError if the template is not
+        Jinja.
+        """
         self.where, self.source, self.names, self.tagged = where, source, names, bool(TAG.search(source))
         extensions = [Generation, "jinja2.ext.loopcontrols"]
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -118,10 +120,11 @@ class Template:
             raise ConfigError(f"{where}: line {error.lineno}: {error.message}") from error
 
     def render(self, conversation: Conversation, prompt: bool = False) -> str:
-        """Return the text of a conversation, with the marks of the tags; with `prompt` it ends with the generation
-        prompt.
+        """Return the text of a conversation, with marks in place of the tags. If `prompt` is true, the text ends with
+        the generation prompt.
 
-        Raises ValueError if the template does not accept the conversation, ConfigError if it violates the sandbox.
+        Raises ValueError if the template does not accept the conversation, ConfigError if the template violates the
+        sandbox.
         """
         try:
             return self.compiled.render(

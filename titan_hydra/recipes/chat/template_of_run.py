@@ -21,5 +21,5 @@ def read_template(checkpoint: Path, config_file: Path | None = None) -> Template
 
 
 def files_of_export(checkpoint: Path, config_file: Path | None) -> dict[str, str]:
-    """Return the template under the file name that transformers looks for beside a tokenizer."""
+    """Return {file name: chat template}: transformers looks for a file of this name beside a tokenizer."""
     return {"chat_template.jinja": read_template(checkpoint, config_file).source}

@@ -118,8 +118,7 @@ def stacks_of_flux(job: Any) -> tuple[Stack, ...]:
     dim, width, seq_len = config.dim, config.ffn_width, job.data.seq_len
     text = config.text_len / seq_len
     sides = ("", 1 - text), ("txt_", text)
-    # the parts of attention's output for image and text, which are copied as they are not contiguous with several
-    # samples
+    # With several samples, attention's outputs for image and for text are not contiguous, so they are copied.
     copied = job.data.local_batch > 1
     double = (
         *(Linear(f"{side}modulation", dim, 6 * dim, tokens=1 / seq_len) for side, _ in sides),
@@ -137,9 +136,10 @@ def stacks_of_flux(job: Any) -> tuple[Stack, ...]:
         *(Linear(name, dim, dim) for name in ("wq", "wk", "wv")),
         Linear("w2", dim + width, dim, column=False),
     )
-    # Blocks keep: two times input, normalized and modulated input, and the gated output; q and k before they are normalized;
-    # q, k, v and the output of attention; the feed-forward before and after its activation. A single-stream block modulates
-    # once, and joins attention's output with the feed-forward.
+    # A double-stream block keeps twice, for attention and for the feed-forward: the input, the normalized input, the
+    # modulated input and the gated output. It keeps once: q and k before they are normalized; q, k, v and attention's
+    # output; the feed-forward before and after its activation. A single-stream block modulates once, and concatenates
+    # attention's output and the feed-forward.
     return (
         Stack(
             config.double_layers, double, parameters_of(config)[0], 14 * dim + 2 * width + copied * dim, 2 * dim, dim
@@ -179,8 +179,9 @@ def parameters(config: FluxConfig) -> int:
 
 
 def matrices(config: FluxConfig) -> tuple[int, int, int, int, int]:
-    """Return the numbers of weights that multiply: each image token; each text token; each token of either kind; and,
-    for modulations and a sample's embeddings, each sample once.
+    """Return five numbers of weights. The first three are weights that multiply an image token, a text token, and a
+    token of either kind. The last two are weights of the modulations and of a sample's embeddings, used once for each
+    sample.
     """
     dim, width = config.dim, config.ffn_width
     single, double = config.n_layers - config.double_layers, config.double_layers

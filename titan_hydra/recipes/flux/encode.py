@@ -41,7 +41,7 @@ def encode_files(
     show: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write the latents and embeddings of the captioned images that a .jsonl file lists, and return their description,
-    which is written last. Raises ConfigError for what cannot be read, in images too.
+    which is written last. Raises ConfigError if the list, an encoder or an image cannot be read.
     """
     listed = list(captioned(lines))
     if missing := [file for file, _ in listed if not file.is_file()]:
@@ -98,7 +98,9 @@ def caption_of(text: str, tools: Encoders, length: int) -> Caption:
 
 
 def pixels_of(file: Path, size: int) -> np.ndarray:
-    """Return an image's central square as [3, size, size] in -1 to 1. Raises ConfigError if it cannot be read."""
+    """Return an image's central square as [3, size, size], with values from -1 to 1. Raises ConfigError if the image
+    cannot be read.
+    """
     try:
         with Image.open(file) as opened:
             image = opened.convert("RGB")

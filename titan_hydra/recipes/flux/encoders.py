@@ -16,7 +16,7 @@ from titan_hydra.config.files import read_json
 
 
 class Encoders:
-    """The text encoders and the autoencoder of a folder, in float32 on a device. Raises ConfigError for what cannot be
+    """The text encoders and the autoencoder of a folder, in float32 on a device. Raises ConfigError if one cannot be
     read.
     """
 
@@ -28,7 +28,7 @@ class Encoders:
             raise ConfigError(
                 f"{folder}: is read by transformers and diffusers: pip install -e '.[images]' ({error})"
             ) from error
-        # their warnings are suppressed: what they warn about raises an error of one line here
+        # warnings of the libraries are suppressed: what they warn about raises a ConfigError here
         for library in (diffusers, transformers):
             library.utils.logging.set_verbosity_error()
             library.utils.logging.disable_progress_bar()
@@ -52,8 +52,8 @@ class Encoders:
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and the standard deviation of the latents of images [batch, 3, height, width] of -1 to 1,
-        scaled to about unit variance.
+        """Return the mean and the standard deviation of the latents of images [batch, 3, height, width] with values
+        from -1 to 1. The latents are scaled to about unit variance.
         """
         latents = self.autoencoder.encode(images).latent_dist
         return (latents.mean - self.shift) * self.scale, latents.std * self.scale
@@ -70,11 +70,11 @@ class Encoders:
 
 def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
     """Read a module of transformers or diffusers from a folder's config.json and safetensors. Raises ConfigError if a
-    weight is missing or has another shape; the libraries would draw it at random.
+    weight is missing or has another shape; the libraries would replace it by random numbers.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json")
-    # use_safetensors does not prevent that a pickle which the index names is loaded
+    # even with use_safetensors, the libraries load a pickle if the index names one
     for index in folder.glob("*.index.json"):
         if not all(
             str(name).endswith(".safetensors") for name in (read_json(index) or {}).get("weight_map", {}).values()
@@ -89,7 +89,7 @@ def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
 
 def words_of(kind: Any, folder: Path, *older: str) -> Any:
     """Read a tokenizer of transformers from a folder: from its tokenizer.json, or the files of an older format. Raises
-    ConfigError if they are missing; transformers would make a tokenizer without words.
+    ConfigError if these files are missing; transformers would make a tokenizer without words.
     """
     if not any(names and all((folder / name).is_file() for name in names) for names in (["tokenizer.json"], older)):
         raise ConfigError(f"{folder}: has no {' or '.join(filter(None, ('tokenizer.json', ' with '.join(older))))}")
@@ -97,8 +97,8 @@ def words_of(kind: Any, folder: Path, *older: str) -> Any:
 
 
 def from_folder(kind: Any, folder: Path, **told: Any) -> Any:
-    """Read an object of transformers or diffusers from the files of a folder only. Raises ConfigError if that fails."""
+    """Read an object of transformers or diffusers from a folder, never from the hub. Raises ConfigError if that fails."""
     try:
         return kind.from_pretrained(folder, local_files_only=True, **told)
-    except Exception as error:  # the libraries raise many kinds, some with long texts
+    except Exception as error:  # the libraries raise many kinds of exceptions, some with long texts
         raise ConfigError("{}: cannot be read ({})".format(folder, str(error).partition("\n")[0])) from error

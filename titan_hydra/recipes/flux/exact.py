@@ -53,7 +53,7 @@ def velocity(weights: Weights, sample: Weights, latents: Tensor, model: Any) -> 
 def double(
     weights: Weights, name: str, words: Tensor, image: Tensor, condition: Tensor, turns: Tensor, model: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return words and image after a double-stream block: each has weights of its own, and they share one attention."""
+    """Return text and image after a double-stream block: each has weights of its own, and both share one attention."""
     streams, cut = {"txt_": words, "": image}, len(words)
     parts = {side: affine(weights, f"{name}{side}modulation", condition).chunk(6) for side in streams}
     own = {"txt_": turns[:cut], "": turns[cut:]}

@@ -58,7 +58,7 @@ SINGLE = {
 
 @dataclass(frozen=True)
 class FluxNames(HuggingFace):
-    """The names of a FLUX's weights, which depend on the number of its double blocks."""
+    """The names of FLUX's weights. They depend on the number of double-stream blocks."""
 
     double_layers: int = 0
 

@@ -59,7 +59,9 @@ class Example:
 
 
 class CaptionedImages(Numbered):
-    """Samples by number, made from `size` examples, which `read` returns by index. `empty` is the empty caption."""
+    """Makes the sample of a given number from one of `size` examples, which `read` returns by index. `empty` has the
+    empty caption's embeddings.
+    """
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class EncodedImages:
         if missing := [file for file in (*files, folder / EMPTY) if not file.is_file()]:
             raise ConfigError(f"{key}={folder}: has no {missing[0].name}, which its {DESCRIPTION} lists")
         self.ends = list(accumulate(described["images"]))
-        from safetensors import safe_open  # imported here, as the rules import this module on login nodes
+        from safetensors import safe_open  # imported here: the rules import this module on login nodes, without torch
         from safetensors.torch import load_file
 
         self.open = functools.lru_cache(OPEN_FILES)(lambda number: safe_open(files[number], framework="pt"))
@@ -122,7 +124,7 @@ class EncodedImages:
 
 
 def description_of(key: str, folder: Path) -> dict[str, Any]:
-    """Return the description of encoded images. Raises ConfigError if it is not there."""
+    """Return the description of encoded images. Raises ConfigError if its file is not there."""
     described = read_json(folder / DESCRIPTION)
     if not described or not described.get("images") or "shapes" not in described:
         raise ConfigError(f"{key}={folder}: has no complete {DESCRIPTION}; `titan encode-images` writes it last")
@@ -202,7 +204,7 @@ CELL = 8  # side length in pixels of a latent
 
 
 def draw_images(key: str, source: CaptionSource, wanted: Wanted, seed: int) -> CaptionedImages:
-    """Draw a synthetic image for each of CAPTIONS; those for validation show the same shapes in other places."""
+    """Draw a synthetic image for each of CAPTIONS. The images for validation show the same shapes in other places."""
     model: Any = wanted.job.model
     data = wanted.job.data
     side = model.latent_side(data.seq_len)

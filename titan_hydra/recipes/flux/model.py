@@ -1,10 +1,10 @@
 """FLUX.1 on one device: a transformer over the tokens of an image and of its caption, which predicts the velocity of a
 rectified flow.
 
-The first blocks (double-stream) have separate weights for image and text, and one attention over both; in the others
-(single-stream) both are one sequence. Every block is modulated by one vector per sample: time, the whole caption's
-embedding and, in distilled models, the strength of guidance. Linears are those of Hugging Face's files, so weights need
-no permutation; image and text are separate in all names ("txt_" is the text's).
+The first blocks (double-stream) have separate weights for image and text, and one attention over both; in the other
+blocks (single-stream) text and image are one sequence. Every block is modulated by one vector per sample: time, the
+whole caption's embedding and, in distilled models, the strength of guidance. Each linear is also a linear in Hugging
+Face's files, so weights need no permutation; image and text are separate in all names ("txt_" is the text's).
 """
 
 import math
@@ -84,7 +84,7 @@ class Flux(nn.Module):
 class Embedder(nn.Module):
     """Two linears with SiLU between them, which embed one of the inputs that modulate the blocks."""
 
-    per_sample = True  # one row per sample: number formats do not convert such linears
+    per_sample = True  # these linears get one row per sample, so number formats do not convert them
 
     def __init__(self, inputs: int, dim: int):
         super().__init__()
@@ -218,6 +218,6 @@ def turned(x: Tensor, rotary: Tensor) -> Tensor:
     dtype of x.
     """
     cos, sin = rotary.unsqueeze(-3).unbind(-2)
-    # the cast is inside `stack`: compiled code may materialize the stacked tensors
+    # cast before `stack`: compiled code may materialize the tensors that are stacked
     a, b = (part.float() for part in x.unflatten(-1, (-1, 2)).unbind(-1))
     return torch.stack([part.type_as(x) for part in (a * cos - b * sin, a * sin + b * cos)], dim=-1).flatten(-2)

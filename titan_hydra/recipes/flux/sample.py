@@ -77,7 +77,7 @@ def encoders_of(section: dict, folder: str | None) -> Encoders:
 
 
 def times(steps: int, shift: float) -> list[float]:
-    """Return the times of the steps from 1, noise, to 0, the image. A `shift` above 0 moves the times towards 1, which
+    """Return the times of the steps from 1 (noise) to 0 (the image). A `shift` above 0 moves the times towards 1, which
     large images need.
     """
     even = [1 - step / steps for step in range(steps + 1)]

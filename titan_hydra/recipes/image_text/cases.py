@@ -12,8 +12,9 @@ BASE = (
     "objective.image_patches=20",
     "model.vocab_size=4096",
 )
-# The gradients of the tower's norms are small sums of large terms: they differ by up to 3.3e-2.
-# For `bf16, qwen3_vision, fsdp 4, tp 2` the norm differs by 2.2e-3 after ten steps, 0.37 of one process's band.
+# The gradients of the tower's norms are small sums of large terms: they differ from the reference by up to 3.3e-2. In
+# `bf16, qwen3_vision, fsdp 4, tp 2` the gradient norm differs by 2.2e-3 after ten steps, which is 0.37 of the band
+# measured with one process.
 BOUNDS: dict[str, Any] = {"gradients": 0.05, "norm": 5e-3}
 SMALL = ("model=llama3_vision_debug", *BASE, "model.n_layers=2", "data.global_batch=8")
 CASES = [

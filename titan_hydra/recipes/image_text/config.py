@@ -71,7 +71,7 @@ def modules_with_tower(config: Model) -> list[str]:
 
 
 def parameters_with_tower(decoder: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Return the formula for the parameters of a decoder with a tower, from the decoder's."""
+    """Turn a decoder's formula for its number of parameters into that of the decoder with a tower."""
 
     def parameters(config: Any) -> int:
         tower: Vision = config.vision
@@ -83,13 +83,13 @@ def parameters_with_tower(decoder: Callable[[Any], int]) -> Callable[[Any], int]
 
 
 def parameters_of_block(tower: Vision) -> int:
-    """Return the number of parameters of a block of the tower; keys have no bias."""
+    """Return the number of parameters of a block of the tower; attention's keys have no bias."""
     return 4 * tower.dim**2 + 3 * tower.dim + 2 * tower.dim * tower.ffn_dim + tower.ffn_dim + tower.dim + 4 * tower.dim
 
 
 def stacks_with_tower(job: Any) -> tuple[Stack, ...]:
-    """Return the blocks of the tower, for predictions. They keep the inputs of both norms, their outputs, queries, keys,
-    values, attention's output, and the feed-forward before and after its activation.
+    """Return the blocks of the tower, for predictions. For the backward, a block keeps inputs and outputs of both
+    norms; queries, keys and values; attention's output; and the feed-forward before and after its activation.
     """
     tower: Vision = job.model.vision
     dim, width = tower.dim, tower.ffn_dim

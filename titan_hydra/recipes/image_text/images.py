@@ -57,7 +57,9 @@ class Picture:
     columns: int
 
     def patches(self, side: int) -> np.ndarray:
-        """Return its patches row by row, as bytes [rows * columns, 3 * side**2]. Raises BadShard if it is damaged."""
+        """Return the patches row by row, as bytes [rows * columns, 3 * side**2]. Raises BadShard if the image is
+        damaged.
+        """
         from PIL import ImageOps
 
         try:
@@ -94,10 +96,12 @@ def cells_of(height: int, width: int, side: int, most: int) -> tuple[int, int]:
 
 
 class TarRows:
-    """The samples of webdataset tars by number: a sample's members have the same name up to the first dot."""
+    """The samples of webdataset tars, numbered over all tars. A sample's members have the same name up to the first
+    dot.
+    """
 
     def __init__(self, files: list[Path], bad: BadShards, most: int | None = None):
-        """Find the samples among the first `most` members of each file, or among all if it is None."""
+        """Find the samples among the first `most` members of each file, or among all members if `most` is None."""
         # (file, name, {suffix: place of the member})
         self.rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []
         self.open = functools.lru_cache(64)(lambda file: file.open("rb", buffering=0))
@@ -136,7 +140,7 @@ def _members(file: Path, most: int | None) -> list[tuple[Path, str, dict[str, tu
 
 
 class ImageReader(ConversationReader):
-    """Encoded documents of texts and images, by number."""
+    """Encodes the document of texts and images that has a given number."""
 
     rows = "documents"
     lines: Any  # a TarRows
@@ -182,7 +186,7 @@ class ImageReader(ConversationReader):
     def picture(self, open: Callable[[], Image], where: str) -> Picture:
         """Return an image with its size, reading only its header."""
         image = open()
-        # not read from a PNG, as that would decode the image
+        # only a JPEG's orientation is read: reading that of a PNG would decode the image
         turned = image.format == "JPEG" and image.getexif().get(TURNED, 1) >= 5
         width, height = image.size[::-1] if turned else image.size
         return Picture(where, open, *cells_of(height, width, self.side, self.most))
@@ -224,8 +228,8 @@ def _opener(content: bytes) -> Callable[[], Image]:
 
 
 class DrawnRows:
-    """Documents that code draws, by number: a framed rectangle of any aspect ratio, with a caption. Every fourth
-    document has only text, and every eighth has two images.
+    """Numbered documents that code draws: a framed rectangle of any aspect ratio, with a caption. Every fourth document
+    has only text, and every eighth has two images.
     """
 
     def __init__(self, seed: int, number: int):
@@ -260,7 +264,7 @@ class DrawnRows:
 
 
 class DrawnReader(ImageReader):
-    """Encoded documents that code has drawn. Its `lines` are DrawnRows."""
+    """Encodes documents that code has drawn. Its `lines` are DrawnRows."""
 
     def turns(self, number: int) -> Illustrated:
         where, _ = self.lines.row(number)

@@ -69,9 +69,9 @@ class Tower(nn.Module):
         """Return h [batch, seq, dim] with each image token's embedding replaced by the tower's output for its patch.
 
         `patches` [batch, patches, 3 * patch**2] are bytes. `cells` [batch, patches, 4] are for each patch its row and
-        column, and the numbers of rows and columns of its image. `images` [batch, patches] are the numbers of the
-        patches' images in the sample, -1 for an empty patch. `places` [batch, seq] are the patches at the tokens, -1
-        for a token of text.
+        column, and the numbers of rows and columns of its image. `images` [batch, patches] are for each patch the
+        number of its image within the sample, -1 for an empty patch. `places` [batch, seq] are for each token the
+        number of its patch, -1 for a token of text.
         """
         x = self.patches((patches.float() / 127.5 - 1).type_as(h)) + self.positions(self.mixture(cells).type_as(h))
         mask = (images.unsqueeze(2) == images.unsqueeze(1)).unsqueeze(1)
@@ -82,8 +82,8 @@ class Tower(nn.Module):
         return torch.where((places >= 0).unsqueeze(-1), chosen.type_as(h), h)
 
     def mixture(self, cells: Tensor) -> Tensor:
-        """Return the weights [batch, patches, grid**2] with which the learned positions are added up to the position of
-        each patch. This resizes the table of positions to the image's rows and columns.
+        """Return weights [batch, patches, grid**2]: a patch's position is the sum of the learned positions with these
+        weights. This resizes the table of positions to the image's rows and columns.
         """
         row, column, rows, columns = cells.unbind(-1)
         return (

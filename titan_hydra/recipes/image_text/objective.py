@@ -18,9 +18,9 @@ from .images import empty_images
 
 
 class ImageText(SupervisedFineTuning):
-    """Samples are those of fine-tuning, with the arrays of their images. All context-parallel ranks run the tower on
-    all images of a sample, but use only the patches in their part of the text. So the sum of the ranks' gradients is
-    the whole gradient.
+    """Samples have the arrays of fine-tuning's samples and the arrays of their images. All context-parallel ranks run
+    the tower on all images of a sample, but use only the patches in their part of the text. So the sum of the ranks'
+    gradients is the whole gradient.
     """
 
     dims = SupervisedFineTuning.dims | {

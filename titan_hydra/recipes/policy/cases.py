@@ -36,6 +36,7 @@ def of(name: str, source: str, seq_len: int, layouts: tuple = LAYOUTS) -> list[C
     ]
 
 
-# The objective of pairs needs whole documents: no context parallelism. Samples with two pairs: their numbers differ.
+# The objective of pairs needs whole documents, so it has no case with context parallelism. Samples have room for two
+# pairs, so that their numbers of pairs differ.
 OF_PAIRS = of("dpo", "preference", 128, tuple(layout for layout in LAYOUTS if layout[0] != "cp 2"))
 OF_ROLLOUTS = of("policy", "rollouts", 32)

@@ -1,5 +1,5 @@
 """The losses of preferences and policies in float64, document by document, for cases against float64. Log-probabilities
-and advantages of a document are those in the row of the file that has its tokens.
+and advantages of a document are read from the row of the file that has the document's tokens.
 """
 
 import json
@@ -32,7 +32,7 @@ def preference(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tu
         gains = []
         for document in range(int(documents.max()) + 1):
             inside = documents == document
-            if (labels[inside] >= 0).any():  # else it is padding
+            if (labels[inside] >= 0).any():  # a document without labels is padding
                 text = words.decode(tokens[inside].tolist())
                 number = next(value for full, value in known.items() if full.startswith(text))
                 gains.append(log[inside].sum() - number)
@@ -53,7 +53,8 @@ def clipped(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple
             if row is None:
                 continue  # padding
             prompt = len(row["tokens"]) - len(row["old_logprobs"])
-            # the logits at a token are for the next token; a sample's last label is the token after its last one
+            # logits at a token predict the next token; for a sample's last token, only the file's row has this next
+            # token
             for number, at in enumerate(inside, start=1):
                 if prompt <= number < len(row["tokens"]):
                     labels[place, at] = row["tokens"][number]

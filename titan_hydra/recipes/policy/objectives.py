@@ -22,7 +22,7 @@ from titan_hydra.train.objectives.language import IGNORED
 class Likelihood(SupervisedFineTuning):
     """Fine-tuning with a loss on the log-probability of each label, and on further arrays of the samples."""
 
-    values: tuple[str, ...]  # names of those arrays, each [seq_len + 1] in a sample
+    values: tuple[str, ...]  # names of the further arrays, each [seq_len + 1] in a sample
 
     def blank_sample(self) -> Sample:
         return super().blank_sample() | {name: np.zeros(self.job.data.seq_len + 1, np.float32) for name in self.values}
@@ -82,9 +82,9 @@ class Preference(Likelihood):
 
 
 class ClippedPolicy(Likelihood):
-    """The clipped objective of PPO (arXiv 1707.06347). For each label, the ratio of its probability to that at sampling
-    time is multiplied by its advantage. There is no gradient once the ratio has left 1 +- clip in the direction of the
-    advantage.
+    """The clipped objective of PPO (arXiv 1707.06347). For each label, its advantage is multiplied by the ratio of its
+    probability to its probability at sampling time. There is no gradient once the ratio has left 1 +- clip in the
+    direction of the advantage.
     """
 
     values = ("old_logprobs", "advantages")

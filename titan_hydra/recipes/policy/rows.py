@@ -29,7 +29,7 @@ REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # the columns that `tita
 
 
 class PairReader(ConversationReader):
-    """Pairs of answers by number; with `scored`, rows must have the reference's log-probabilities."""
+    """Encodes the pair of answers of a given number. If `scored`, rows must have the reference's log-probabilities."""
 
     rows = "pairs"
 
@@ -58,7 +58,7 @@ def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """Return the conversations with the preferred and the rejected answer. Raises ValueError if the row has no pair.
 
     A row has `chosen` and `rejected`: each a text, or messages, the last of which is the answer. The messages of
-    `prompt` come before both.
+    `prompt` come before both answers.
     """
     prompt = row.get("prompt", [])
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -85,7 +85,9 @@ def _number(row: dict[str, Any], column: str) -> float:
 
 
 class RolloutReader(ConversationReader):
-    """Token ids that a policy has sampled, by number, each with its log-probability at that time and its advantage."""
+    """Reads the sampled tokens of a given number: ids, with their log-probabilities at sampling time and their
+    advantages.
+    """
 
     rows = "rollouts"
 

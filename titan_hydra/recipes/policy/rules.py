@@ -7,8 +7,8 @@ from titan_hydra.config.schema import Job
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """A loss of whole documents needs their indices and all of their tokens on one rank. The experts' balance loss,
-    however, is a mean over tokens.
+    """A loss of whole documents needs their indices and all of their tokens on one rank. The experts' balance loss is
+    refused: it is scaled like a token's loss, and there is no loss of single tokens.
     """
     objective = f"objective={job.objective.name}"
     if not job.data.document_mask:

@@ -21,8 +21,8 @@ from .rows import REFERENCE, PairReader
 
 
 def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
-    """Write the pairs of a file into another, with the columns REFERENCE. Return their number. Raises ConfigError, and
-    writes nothing, for a row that is not a pair, or is longer than the model's sequence length.
+    """Copy the pairs of a file into another file, with the columns REFERENCE added. Return the number of pairs. Raises
+    ConfigError, and writes nothing, for a row that is not a pair, or is longer than the model's sequence length.
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))

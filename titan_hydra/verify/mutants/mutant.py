@@ -11,18 +11,18 @@ class Mutant:
 
     name: str
     needs: str  # the technique without which the fault has no effect; "any" if the fault affects a single process too
-    file: str  # the file in titan_hydra/
-    old: str  # text that the file has `times` times
+    file: str  # the file to patch, relative to titan_hydra/
+    old: str  # the text to replace; it occurs `times` times in the file
     new: str
     sentence: str  # what is wrong
-    cases: tuple[str, ...] = ()  # names of cases of the matrix that could notice it
+    cases: tuple[str, ...] = ()  # names of cases of the matrix that could notice the fault
     tests: tuple[str, ...] = ()  # pytest's names of tests that notice the fault, for a fault that no case can notice
-    like: str = ""  # the real bug that it copies, as owner/repository#number
+    like: str = ""  # the real bug that this mutant copies, as owner/repository#number
     times: int = 1
 
     @property
     def link(self) -> str:
-        """The address of the real bug; GitHub redirects it for a pull request. Empty if the mutant copies none."""
+        """The address of the real bug; "" if the mutant copies none. For a pull request, GitHub redirects this address."""
         repository, _, number = self.like.partition("#")
         return f"https://github.com/{repository}/issues/{number}" if number else ""
 

@@ -42,13 +42,13 @@ def main() -> None:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Run a request in a fork, and return its answer. A fork that needs more than `seconds` is ended together with its
-    ranks: if not all ranks enter a collective, the others would wait for minutes.
+    ranks. Otherwise, if one rank did not enter a collective, the ranks that have entered it would wait for minutes.
     """
     out = Path(request["out"])
     out.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
-        os.setsid()  # its ranks are in its group, and end with it
+        os.setsid()  # makes a process group of this fork and its ranks, which are ended together
         os.dup2(2, 1)
         _write(out, request)
         os._exit(0)
@@ -70,7 +70,8 @@ def _write(out: Path, request: dict[str, Any]) -> None:
         from titan_hydra.verify.matrix import whole_matrix
         from titan_hydra.verify.verify import verify
 
-        processes.START_METHOD = "fork"  # this process has no threads, and has imported what its ranks need
+        # forking is fast and safe: this process has no threads and has imported the libraries
+        processes.START_METHOD = "fork"
         cases = {case.name: case for case in whole_matrix()}
         outcomes = verify([cases[name] for name in request["cases"]], request["steps"], bands_of_failed=False)
         found = {

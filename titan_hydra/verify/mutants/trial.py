@@ -21,7 +21,7 @@ from .copy import Copy
 from .mutant import Mutant
 
 STEPS = 10  # optimizer steps of the cases of the whole matrix, as `titan verify` makes them
-TOGETHER = 16  # cases of the unchanged tree that are run at a time
+TOGETHER = 16  # number of cases that are run at a time in the unchanged tree
 By = Literal["quick", "matrix", "tests", "missed"]
 
 
@@ -33,7 +33,8 @@ class Finding:
     by: By
     where: str  # the case or the test
     column: str
-    times: float  # the difference as a multiple of its bound, or the number of values that should be equal and are not
+    # the difference as a multiple of its bound, or the number of values that differ although they must be equal
+    times: float
     seconds: float
 
     @property
@@ -42,14 +43,14 @@ class Finding:
 
 
 class Trial:
-    """Plants mutants in one copy of the package. `tell` is called with lines about the progress."""
+    """Plants mutants in one copy of the package. `tell` gets each line about the progress."""
 
     def __init__(self, quick_only: bool, tell: Callable[[str], None]) -> None:
         self.quick_only, self.tell = quick_only, tell
         self.cases = {case.name: case for case in whole_matrix()}
         self.sound: dict[
             str, bool
-        ] = {}  # whether a case or a test passes in the unchanged tree; one that fails there cannot find a mutant
+        ] = {}  # whether a case or test passes in the unchanged tree; if it fails there, it finds no mutant
 
     def run(self, mutants: Iterable[Mutant]) -> Iterator[Finding]:
         """Yield a finding for each mutant."""
