@@ -31,8 +31,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _link(link: re.Match, pages: set[str], up: str) -> str:
-    """Return a link as the site has it, from a page that is `up` from the first page's folder. A link without an end is
-    unchanged, and fails the build.
+    """Return a link in the form that the site needs; `up` leads from the link's page to the first page's folder. A link
+    whose target does not exist is returned unchanged, and fails the build.
     """
     text, target = link[1], link[2].removeprefix("../")
     if target in pages:
