@@ -12,18 +12,18 @@ LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the root, with links as from docs/. README.md is the first page."""
+    """Add the pages of the root, with links that are right from docs/. README.md is the first page."""
     for name in PAGES:
         files.append(File.generated(config, name, content=(ROOT / name).read_text().replace("](docs/", "](")))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrite the links that would leave docs/: those to the root's pages stay in the site, others become the path of
-    the file.
+    """Rewrite the links that would leave docs/. A link to a page of the root stays in the site; any other becomes the
+    path of the file.
     """
     pages = {file.src_uri for file in files}
-    # code at odd places, which may look like a link
+    # the parts at odd places are code, which may look like a link
     parts = re.split(r"(```.*?```|`[^`\n]+`(?!\]))", markdown, flags=re.S)
     up = "../" * page.file.src_uri.count("/")
     parts[::2] = [LINK.sub(lambda link: _link(link, pages, up), part) for part in parts[::2]]
@@ -31,8 +31,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _link(link: re.Match, pages: set[str], up: str) -> str:
-    """Return a link as the site has it, from a page that is `up` from the first page's folder. A link without an end is
-    unchanged, and fails the build.
+    """Return a link in the form that the site needs; `up` leads from the link's page to the first page's folder. A link
+    whose target does not exist is returned unchanged, and fails the build.
     """
     text, target = link[1], link[2].removeprefix("../")
     if target in pages:
