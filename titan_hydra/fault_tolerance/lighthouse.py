@@ -1,5 +1,5 @@
-"""torchft's lighthouse for one attempt, as a separate process. It tells replica groups which of them are alive, and
-ends when its parent process ends.
+"""torchft's lighthouse for one attempt, as a separate process. The lighthouse reports to the replica groups which of
+them are alive, and it ends when its parent process ends.
 
     python -m titan_hydra.fault_tolerance.lighthouse ADDRESS_FILE SILENT_SECONDS
 """
@@ -11,7 +11,7 @@ from torchft.coordination import LighthouseServer
 
 from titan_hydra.config.files import write_text
 
-# milliseconds that a quorum waits for a live group that has not arrived, as it may be validating or be slow
+# milliseconds that a quorum waits for a live group that has not arrived; the group may be validating, or be slow
 DAY = 24 * 60 * 60 * 1000
 
 

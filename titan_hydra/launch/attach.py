@@ -20,7 +20,7 @@ from titan_hydra.base.errors import LAST_WORDS
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.records import alive
 
-# seconds that the ranks may take to end their step after a stop was requested; writing a checkpoint may take any time
+# seconds that the ranks may take to stop after a request; the limit does not apply while a checkpoint is being written
 STOP_LIMIT = 30
 POLL = 0.1  # seconds between two reads of the attempt's files
 BACKLOG = 4096  # bytes at the end of an existing log that are shown
@@ -47,7 +47,9 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """The exit status of a program that the first received signal has ended: 128 + the signal's number."""
+        """The exit status that a shell reports for a program ended by the first received signal: 128 + the signal's
+        number.
+        """
         return 128 + self.received[0]
 
 
@@ -86,12 +88,12 @@ def attach(
                 kill(attempt, parent)
             time.sleep(POLL)
         echo.more()
-    kill(attempt, parent)  # ends processes that remain if the parent itself was killed
+    kill(attempt, parent)  # if the parent itself was killed, some of its processes may remain; this call ends them
 
 
 def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
-    """Whether the ranks' parent process is alive; if `parent` is None, whether any rank is. A parent that is a child of
-    this process must be polled, or it remains a zombie.
+    """Whether the ranks' parent process is alive or, if `parent` is None, whether any rank is alive. A parent that is a
+    child of this process must be polled, or it remains a zombie.
     """
     if parent is not None:
         return parent.poll() is None

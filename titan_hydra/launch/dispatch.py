@@ -31,7 +31,7 @@ def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
     """Run composed cells, each a pair (configuration, overrides). Return the exit status of the first cell that failed or
     was stopped, or 0.
     """
-    if not composed:  # Hydra has answered --help, --cfg or --info
+    if not composed:  # there are no cells: Hydra has answered --help, --cfg or --info
         return Exit.DONE
     cells, faults = read_all(named(composed))
     skip = any(config.launch.skip_invalid is True for config, _ in composed)
@@ -70,7 +70,7 @@ def begin(cells: list[Cell]) -> int:
             f"{cells[0].runs}: {error.strerror}; free disk space, then the same command line continues", file=sys.stderr
         )
         return Exit.BUG
-    except KeyboardInterrupt:  # between two cells, or during a cell that runs in this process
+    except KeyboardInterrupt:  # Ctrl-C came between two cells, or during a cell that runs in this process
         print("stopped; the same command line continues", file=sys.stderr)
         return 130
 
@@ -119,7 +119,9 @@ def examine(
 
 
 def without_twins(cells: list[Cell]) -> Iterable[Cell]:
-    """Yield the cells, but leave out each cell with the same identity as an earlier one, with a message."""
+    """Yield the cells, but leave out each cell that has the same identity as an earlier cell, and print a message about
+    it.
+    """
     first: dict[str, Cell] = {}
     for cell in cells:
         twin = first.setdefault(identity(cell.job), cell)
@@ -132,7 +134,7 @@ def without_twins(cells: list[Cell]) -> Iterable[Cell]:
 
 
 def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
-    """Yield a fault for each key that must have one value for all cells of a command line but has several."""
+    """Yield a fault for each key whose value must be the same in all cells of a command line, but differs."""
     for key in ("cluster.executor", "launch.mode", "launch.packed", "launch.wait", "launch.max_gpu_hours"):
         if len(values := list(dict.fromkeys(attrgetter(key)(cell.job) for cell in cells))) > 1:
             yield Fault(key, values, "all cells of a command line must have the same value", legal=tuple(values))

@@ -1,4 +1,4 @@
-"""Continue a run up to another number of steps, as another run: from which checkpoint, and with which overrides."""
+"""Continue a run up to another number of steps, as a new run: choose the checkpoint to start from, and the overrides."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def same_rates(old: Job, new: Job) -> int:
 
 
 def longer_overrides(before: list[str], values: list[str], step: Path) -> list[str]:
-    """Return the overrides with which `python launch.py` starts the same run: the first run's overrides, with the new
+    """Return the overrides with which `python launch.py` starts the new run: the first run's overrides, with the new
     values.
     """
     after = [*values, f"checkpoint.initial_load_path={as_value(str(step))}", "checkpoint.exclude_from_loading=[]"]

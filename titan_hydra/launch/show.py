@@ -134,7 +134,7 @@ def where(cell: Cell) -> str:
 
 
 def waiting(state: State) -> str:
-    """Return a phrase that explains why a run is not running yet, with the reason that its queue gives."""
+    """Return a phrase that explains why a run is not running yet; it contains the reason that the queue gives."""
     if state.kind == "unknown":
         return (
             f"unknown (on {state.host}); nothing was started"
@@ -160,8 +160,8 @@ def result_line(directory: Path) -> str:
 
 
 def lowest(result: dict[str, Any]) -> str:
-    """Return a phrase with the lowest held-out loss of a result, and whether its checkpoint was kept; "" if the last
-    held-out loss is the lowest.
+    """Return a phrase with the lowest held-out loss of a result, and whether the checkpoint of that step was kept.
+    Return "" if the last held-out loss is the lowest.
     """
     loss, step = result.get("lowest_validation_loss"), result.get("lowest_validation_step")
     if loss is None or step == result.get("steps"):
@@ -171,7 +171,7 @@ def lowest(result: dict[str, Any]) -> str:
 
 def longer(cell: Cell) -> None:
     """Print the `titan extend` command for a finished run that has left a checkpoint. If there is only one checkpoint,
-    the command names its step, as it was written after the learning rate decayed.
+    the command names its step, because this checkpoint was written after the learning rate had decayed.
     """
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":

@@ -33,7 +33,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
         for name, file in code.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy / name, follow_symlinks=False)
-        if not intact(final):  # checked again, as another process may have replaced the copy meanwhile
+        if not intact(final):  # checked a second time, as another process may have replaced the copy meanwhile
             with contextlib.suppress(FileNotFoundError):
                 final.rename(Path(scratch) / "damaged")
         try:

@@ -49,8 +49,8 @@ class Place:
     local_rank: int = 0
     local_ranks: int = 1
     torchrun: bool = False  # whether torchrun started this process, and its variables give the rendezvous
-    job: str = ""  # the id of the executor's job in attempt.json; such a job runs the ranks of one replica group
-    host: str = ""  # the name under which other hosts find rank 0; "": the host name of its machine
+    job: str = ""  # the id of the executor's job, as attempt.json has it; a job runs the ranks of one replica group
+    host: str = ""  # the name under which other hosts find rank 0; "" means the host name of rank 0's machine
 
     @classmethod
     def of(cls, variables: Sequence[str], torchrun: bool = False, job: str = "", host: str = "") -> Place:
@@ -78,18 +78,17 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
         write_json(record_file, record)
         _train(folder, attempt_folder, place)
         status = Exit.DONE
-    except BaseException as caught:  # SystemExit and KeyboardInterrupt too, which have exit statuses of their own
+    # also catches SystemExit and KeyboardInterrupt, for which `describe` returns their own exit statuses
+    except BaseException as caught:
         status, error = describe(caught)
         if not inline:
             said = error["traceback"] or f"{error['type']}: {error['message']}"
             print(f"{LAST_WORDS} {int(status)}\n{said}", file=sys.stderr, flush=True)
-    with contextlib.suppress(
-        OSError
-    ):  # the disk may be full; then the launcher knows only the exit status of the process
+    with contextlib.suppress(OSError):  # if the disk is full, the launcher learns only the exit status of the process
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if inline:
-        # restored, as the trainer's handler would ignore a SIGTERM between two cells
+        # the earlier handler is restored, as the trainer's handler would ignore a SIGTERM between two cells
         signal.signal(signal.SIGTERM, before)
         return int(status)
     sys.stdout.flush()
@@ -139,7 +138,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     directory, _ = group_at(folder)
     if place.job or place.torchrun:
         until_seen(layout.CONFIG.of(directory))
-    if place.job:  # if a user has started torchrun by hand, no attempt is claimed
+    if place.job:  # nobody has claimed the attempt if a user has started torchrun by hand
         until_seen(layout.CLAIM.of(attempt))
     set_environment(place.local_ranks, layout.CONFIG.read(directory).get("parallelism", {}).get("async_tp", False))
     job = load_job(directory)
@@ -149,7 +148,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     submission = _check_claim(attempt, place)
     remove_stopped(layout.ATTEMPT.of(folder, int(attempt.name) - 1), place.rank)
     if layout.RESULT.read(directory).get("status") == "done":
-        return None  # SLURM has requeued the job after the run was done
+        return None  # SLURM may requeue a job whose run is done
     os.environ.update(
         RANK=str(group.rank),
         LOCAL_RANK=str(place.local_rank),
@@ -245,7 +244,8 @@ def load_job(directory: Path) -> Job:
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{file}: written by another version of titan_hydra ({error})") from error
     expected = hash_of(directory)
-    first = layout.FIRST_CONFIG.read(directory)  # exists if `titan resume` has changed the layout
+    # this file exists if the run's layout has changed (`titan resume`, `elastic`)
+    first = layout.FIRST_CONFIG.read(directory)
     found = identity(from_dict(Job, with_layout_of(content, first)) if first else job)
     if found != expected:
         raise ConfigError(
@@ -310,7 +310,7 @@ def _rendezvous(file: Path, place: Place, host: str) -> Store:
 
 
 class NoRendezvous(RunError):
-    """Rank 0 did not start in time."""
+    """The error of a rank for which rank 0 did not start in time."""
 
     status = Exit.HANG
 

@@ -1,8 +1,9 @@
-"""The flight recorder of a rank. It writes the rank's last collectives, from torch's own recorders, and its position into
-a file that `titan logs --hang` reads.
+"""The flight recorder of a rank. It writes the rank's position, and the last collectives from torch's own recorders,
+into a file that `titan logs --hang` reads.
 
 torch has one recorder for gloo and one for NCCL. gloo's recorder omits sends and receives between pipeline stages, so
-this file records them. It does not record those of NCCL, as this would keep their tensors in the device's memory.
+the functions in this file record them. Sends and receives over NCCL are not recorded, as a record would keep their
+tensors in the device's memory.
 """
 
 import collections
@@ -27,9 +28,10 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
 RECORDED = 2000  # number of collectives that torch's recorder keeps
-WRITTEN = 400  # number of newest collectives, and of newest messages (sends and receives), in a dump
+WRITTEN = 400  # maximum number of collectives in a dump, and of messages (sends and receives); the newest are kept
 RECORDERS = flight_recorders()
-FRAMES = 3  # number of innermost frames of a collective's stack in a dump, and of further frames outside torch
+# number of innermost frames that a dump has of a collective's stack, and number of further frames outside torch
+FRAMES = 3
 # sends and receives over gloo, the newest last
 MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)
 # number of sends to, and receives from, each rank
@@ -38,14 +40,17 @@ _lock = threading.Lock()
 
 
 def configure(run: Run) -> None:
-    """Enable torch's recorder. Call this before creating a process group, as torch reads these variables only once."""
+    """Enable torch's recorder by environment variables. Call this before creating a process group, as torch reads the
+    variables only once.
+    """
     settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     settings["TORCH_NCCL_ENABLE_TIMING"] = "1"  # observe/stragglers.py reads how long collectives took
     for name in (
         "TORCH_FR_DUMP_TEMP_FILE",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-    ):  # path of NCCL's own dump, in new and older torch
-        settings[name] = str(run.attempt / "nccl_trace_")  # torch appends the rank; torchfrtrace reads it
+    ):  # both variables set the path of NCCL's own dump: the first in new, the second in older releases of torch
+        # torch appends the rank to this path; torch's tool torchfrtrace reads the file
+        settings[name] = str(run.attempt / "nccl_trace_")
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
@@ -83,7 +88,7 @@ def record_messages() -> None:
 
 def progress() -> tuple:
     """Return a value that changes whenever a collective, a send or a receive begins or ends. This takes microseconds."""
-    # safe, as torch has just made these pickles itself
+    # loading these pickles is safe, as torch has just made them in this process
     states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]
     return str([state.get("pg_status") for state in states]), sum(_counts.values())
 
@@ -113,8 +118,8 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
 
 
 def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
-    """Return this rank's process groups by name, each with its mesh dimension and its ranks. (A dimension that spans all
-    ranks has the default group.)
+    """Return this rank's process groups by name, each with its mesh dimension and its ranks. (The group of a dimension
+    that spans all ranks is the default group.)
     """
     found = {
         group.group_name: {
@@ -158,16 +163,16 @@ def collectives() -> list[dict]:
 
 
 def callers(frames: list[dict]) -> list[str]:
-    """Return the FRAMES innermost frames of a stack and, of its other frames, the FRAMES innermost that are not in
-    torch.
+    """Return the FRAMES innermost frames of a stack. Of the remaining frames, also return the FRAMES innermost that are
+    not in torch.
     """
     shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 
 
 def stacks_of_threads(error: BaseException | None) -> dict[str, list[str]]:
-    """Return the stack of every Python thread of this process, the innermost call last. With an error, the main thread's
-    stack is the one that raised it.
+    """Return the stack of every Python thread of this process, the innermost call last. If `error` is given, the stack
+    of the main thread is the stack that raised the error.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = {

@@ -1,4 +1,4 @@
-"""The stretches of a run whose layout changed: which steps it made in which layout, and how fast."""
+"""The stretches of a run whose layout changed: which steps the run made in which layout, and how fast."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ def values_of_layout(job: Job) -> dict[str, Any]:
 
 
 def layout_in_words(values: Mapping[str, Any]) -> str:
-    """Return a layout in words: parallelism=fsdp_tp on 4 ranks (dp_shard 2, tp 2), local batch 8. `values` are those of an
-    event `layout`.
+    """Return a layout in words: parallelism=fsdp_tp on 4 ranks (dp_shard 2, tp 2), local batch 8. `values` are the
+    values of an event `layout`.
     """
     degrees = ", ".join(f"{name} {degree}" for name in DEGREES if (degree := values.get(name, 1)) > 1)
     batch = f", local batch {values['local_batch']}" if "local_batch" in values else ""
@@ -44,8 +44,8 @@ def layout_in_words(values: Mapping[str, Any]) -> str:
 
 
 def stretches_of(directory: Path) -> list[Stretch]:
-    """Return the stretches of a run in order; none if its layout never changed. Steps that were lost and made again
-    count in the layout that made them last.
+    """Return the stretches of a run in order; none if its layout never changed. If steps were lost and made again, they
+    count only in the layout in which they were made last.
     """
     events = [event for event in layout.EVENTS.rows(directory)[0] if event["event"] == "layout"]
     first = layout.FIRST_CONFIG.read(directory)
@@ -59,7 +59,8 @@ def stretches_of(directory: Path) -> list[Stretch]:
         events.insert(0, {"step": 0, **values, **degrees})
     rows = layout.METRICS.rows(directory)[0] if events else []
     last = rows[-1]["step"] if rows else 0
-    merged: list[tuple[str, int, int]] = []  # words, ranks, the step before its first
+    # for each stretch: the layout in words, the number of ranks, the step before the stretch's first step
+    merged: list[tuple[str, int, int]] = []
     for event in events:
         while merged and merged[-1][2] >= event["step"]:  # that attempt's steps were lost
             merged.pop()

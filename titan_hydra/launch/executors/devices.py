@@ -17,7 +17,8 @@ def device_memory(kind: str) -> int | None:
 
 def hardware(kind: str) -> str:
     """Return YAML lines that choose the GPU's preset in conf/hardware; "" if its name implies no memory or preset."""
-    if device_memory(kind) is None or re.search(r"[+.]", kind):  # several kinds of GPU, or a part of one
+    # the name stands for several kinds of GPU, or for a part of a GPU
+    if device_memory(kind) is None or re.search(r"[+.]", kind):
         return ""
     known = {file.stem for file in option_files("hardware")}
     found = next((word for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in known), None)

@@ -1,4 +1,6 @@
-"""Run cells on this machine, one after another: start each cell, or attach to it if it runs, and print how it ends."""
+"""Run cells on this machine, one after another: start each cell (or attach to it if it is running), and print how it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ RunAttempt = Callable[[Cell, Path, Interrupts], None]
 
 
 def run_all(cells: list[Cell], run: RunAttempt) -> int:
-    """Run one cell after another, and return the exit status. A failed cell does not end the series; Ctrl-C does."""
+    """Run one cell after another, and return the exit status. After a failed cell, the next cell starts; after Ctrl-C,
+    none does.
+    """
     states: list[State] = []
     status = Exit.DONE
     interrupts = Interrupts()
@@ -42,8 +46,8 @@ def run_all(cells: list[Cell], run: RunAttempt) -> int:
 
 
 def settle(cell: Cell, run: RunAttempt, interrupts: Interrupts) -> State:
-    """Start one cell or attach to it, depending on its state, and wait for its end; or print why neither is possible.
-    Return its final state.
+    """Start a cell, or attach to it if it is running, and wait for its end. If neither is possible, print the reason.
+    Return the cell's final state.
     """
     launch, fresh = cell.job.launch, cell.job.launch.force
     while True:

@@ -1,5 +1,5 @@
-"""What `titan cluster init` writes for the Kubernetes cluster of a context, from its nodes with GPUs and the claims and
-queues of a namespace.
+"""What `titan cluster init` writes for a Kubernetes cluster. It reads the cluster's nodes with GPUs, and the volume
+claims and queues of a namespace.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from titan_hydra.launch.executors.devices import device_memory, hardware
 from .keys import KubernetesCluster
 from .kubectl import KubectlError, Namespace, namespace_of
 
-RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")  # what nodes with GPUs offer
-SHARE = 0.9  # of a node's cores and memory: its daemons need the rest
+RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")  # names of the resources by which a node offers GPUs
+SHARE = 0.9  # fraction of a node's cores and memory that its pods request: the node's daemons need the rest
 UNITS = {"Ki": 2**-20, "Mi": 2**-10, "Gi": 1, "Ti": 2**10, "": 2**-30}
 FILE = """\
 # {context}, namespace {namespace}: {nodes} node{s} of {gpus} {kind} GPU{p}, as kubectl had it; see docs/kubernetes.md.
@@ -43,7 +43,7 @@ secrets: []  # Secrets whose entries become environment variables, such as WANDB
 class NodeType:
     """Nodes of one kind."""
 
-    resource: str  # under which a pod requests a GPU
+    resource: str  # name of the resource by which a pod requests a GPU
     kind: str  # model of the GPUs; "" if no label names it
     gpus: int
     cores: int
@@ -117,8 +117,8 @@ def names_in(place: Namespace, kind: str) -> list[str]:
 
 
 def text_of(name: str, place: Namespace, node: NodeType, nodes: int, image: str | None) -> str:
-    """Return the text of the file. If there is only one queue, it is used. Claims are only named in a comment, as the
-    user must choose where to mount them.
+    """Return the text of the file. If there is only one queue, it is used. Volume claims are only named in a comment,
+    as the user must choose where to mount them.
     """
     queues, claims = names_in(place, "localqueues.kueue.x-k8s.io"), names_in(place, "persistentvolumeclaims")
     return FILE.format(

@@ -22,14 +22,15 @@ OWNER, RUN, TOKEN = "app.kubernetes.io/managed-by", "titan-hydra/run", "titan-hy
 NAME = "titan-hydra"
 LONGEST = 63 - len(
     "-99999"
-)  # a pod's host name is the Job's name and its index, and a host name has at most 63 characters
-FAILED_STARTS = 3  # pods that may fail without an exit status, as when a node has no device left for them
+)  # a pod's host name is the Job's name and the pod's index, and a host name has at most 63 characters
+FAILED_STARTS = 3  # number of pods that may fail without an exit status, as when a node has no device left for a pod
 KEPT = 7 * 24 * 3600  # seconds for which an ended Job is kept, so that its pods can be looked at
-# Exit statuses after which a pod is started again: it was asked to stop, or stopped before it could handle the signal.
+# Exit statuses after which a pod is started again: the pod was asked to stop, or was stopped before it could handle the
+# signal.
 AGAIN = (int(Exit.REQUEUED), 143)
 
-# The first process of a container ignores signals without a handler, and Python installs its handlers late. So the first
-# process is this shell, and its child may die of the signal.
+# The first process of a container ignores every signal for which it has no handler, and Python installs its handlers
+# late. So the first process is this shell, and Python is its child, which a signal can end.
 SCRIPT = """\
 trap 'exit {again}' TERM
 {setup}{python} -u -m {module} "$@" &
@@ -42,7 +43,9 @@ exit "$status"
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Writes texts so that kubectl reads them as texts: its parser takes 76832e12 for a number, and y for true."""
+    """Quotes strings that kubectl's parser would otherwise not read as strings: it takes 76832e12 for a number, and y
+    for true.
+    """
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = "|" if "\n" in data else "'" if re.match(r"[-+.]?\d|[yYnN]$", data) else None
@@ -74,7 +77,7 @@ class Submission:
     directory: Path
     attempt: int
     token: str
-    paths: tuple[Path, ...]  # folders of the code
+    paths: tuple[Path, ...]  # folders from which the ranks import the code
     exclude: tuple[str, ...] = ()  # nodes to exclude in addition to those of the configuration
 
     @property
@@ -139,7 +142,7 @@ class Submission:
         }
 
     def pod_spec(self, shape: PodShape) -> dict[str, Any]:
-        """Return the spec of the pods. Keys that are not set leave no field."""
+        """Return the spec of the pods. A key that is not set adds no field to it."""
         cluster = self.cluster
         user = {"runAsUser": cluster.user, "runAsGroup": cluster.group, "fsGroup": cluster.group}
         volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shared_memory}}]
@@ -197,8 +200,8 @@ class Submission:
         return container
 
     def environment(self) -> list[dict[str, Any]]:
-        """Return the variables of the pods. A user id without a name in the image has neither a home nor a user name, and
-        torch's compiler asks for both.
+        """Return the environment variables of the pods. They set HOME and USER because torch's compiler needs both, and
+        a user id that the image does not list has neither.
         """
         values = {
             "HOME": "/tmp",
@@ -214,8 +217,8 @@ class Submission:
         ]
 
     def resources(self, shape: PodShape) -> dict[str, Any]:
-        """Return requests and limits of a pod. Cores are requested without a limit, so that the ranks are never
-        throttled.
+        """Return the resource requests and limits of a pod. Cores are requested without a limit, so that the ranks are
+        never throttled.
         """
         cluster = self.cluster
         both = {name: str(value) for name, value in cluster.resources.items()}

@@ -13,7 +13,7 @@ from .keys import QUALIFIED, QUANTITY, SUBDOMAIN, VALUE, KubernetesCluster
 
 VARIABLE = Text("the name of an environment variable (letters, digits and _)", r"[A-Za-z_][A-Za-z0-9_]*")
 VARIABLES_OURS = {"PYTHONPATH", "PYTHONSAFEPATH", "POD_NAME", "NODE_NAME", "JOB_COMPLETION_INDEX"}
-# fields of a pod's spec that other keys set, or that the launcher needs, each with the key that sets it
+# fields of a pod's spec that the key `pod` may not set, each with the key that sets it instead
 OURS = {
     "containers": "the layout",
     "subdomain": "the layout",
@@ -47,7 +47,7 @@ def faults(job: Job) -> Iterator[Fault]:
 
 
 def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
-    """The names in tables, and the values of labels, are such that the API accepts them."""
+    """The API accepts the names in tables and the values of labels."""
     tables: tuple[tuple[str, Text], ...] = (
         ("environment", VARIABLE),
         ("volumes", SUBDOMAIN),
@@ -66,7 +66,7 @@ def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
 
 
 def resources_are_quantities(cluster: KubernetesCluster) -> Iterator[Fault]:
-    """Further resources have a quantity each, and are not those of other keys."""
+    """Each further resource has a quantity, and no other key sets the same resource."""
     own = {"cpu": "cluster.cpus_per_task", "memory": "cluster.memory", cluster.gpu_resource: "the layout"}
     for name, value in cluster.resources.items():
         if name in own:
@@ -107,7 +107,7 @@ def runs_lie_on_a_volume(cluster: KubernetesCluster, folder: str) -> Iterator[Fa
 
 
 def one_pod_is_one_replica(job: Job) -> Iterator[Fault]:
-    """A run is one Job. Replica groups would each need a Job of their own."""
+    """A run is one Job, so it has no replica groups: each group would need its own Job."""
     if job.fault_tolerance.replicas > 1:
         yield Fault(
             "fault_tolerance.replicas",

@@ -43,7 +43,7 @@ def state_of_run(directory: Path, attempt: int, owner: Owner, queue: Queue) -> S
             return State("running" if heard else "unknown", attempt)
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
-    if "ended" not in owner:  # the end is recorded, as an ended Job is deleted after some days
+    if "ended" not in owner:  # record the end now, as an ended Job is deleted after some days
         with contextlib.suppress(OSError):
             owner = rundir.note(folder, ended=time.time(), end=end_of(job) if job else {})
     return ended_state(folder, attempt, owner, job)
@@ -68,7 +68,7 @@ def is_over(attempt: Path) -> bool:
 
 
 def end_of(job: KubernetesJob) -> dict[str, Any]:
-    """Return what is to be recorded of a Job's end: the Job's reason, and each pod that failed."""
+    """Return what is recorded about a Job's end: the Job's reason, and each pod that failed."""
     pods = [asdict(pod) for pod in job.pods if pod.phase == "Failed"]
     return {"state": job.state, "reason": job.reason, "message": job.message, "pods": pods}
 
@@ -88,7 +88,9 @@ def cause(attempt: Path, end: dict[str, Any]) -> Failure | None:
 
 
 def cause_outside(attempt: Path, end: dict[str, Any]) -> Failure | None:
-    """Return the failure that the Job's own reason or the end of a pod names; None if the ranks must name it."""
+    """Return the failure that follows from the Job's own reason or from the end of a pod; None if only the ranks know
+    it.
+    """
     if layout.SPENT.of(attempt).exists():
         line = "asked to stop or lost again, and cluster.max_requeues is reached"
         return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)

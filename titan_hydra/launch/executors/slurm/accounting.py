@@ -1,4 +1,6 @@
-"""Find out from SLURM how an attempt ended: from its job's final state, and slurmd's and srun's lines in its job.log."""
+"""Find out from SLURM how an attempt ended: from the final state of its job, and from what slurmd and srun wrote into
+its job.log.
+"""
 
 import re
 import signal
@@ -10,7 +12,7 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.failure import Failure, Outside, guilty
 
 NODE_LOST, HOST_MEMORY = "SLURM lost a node of the job", "a host ran out of memory, and its kernel killed a rank"
-VERDICTS = {  # SLURM's final state of a job: class, our exit status, message
+VERDICTS = {  # for each final state of a job in SLURM: the failure's class, our exit status, and the message
     "NODE_FAIL": (Kind.NODE, Exit.UNHEALTHY, NODE_LOST),
     "BOOT_FAIL": (Kind.NODE, Exit.UNHEALTHY, "a node of the job did not boot"),
     "TIMEOUT": (Kind.TIME_LIMIT, Exit.REQUEUED, "the time limit was reached"),
@@ -19,7 +21,8 @@ VERDICTS = {  # SLURM's final state of a job: class, our exit status, message
     "OUT_OF_MEMORY": (Kind.OUT_OF_MEMORY, Exit.OUT_OF_MEMORY, HOST_MEMORY),
     "FAILED": (Kind.UNKNOWN, Exit.BUG, "SLURM reports FAILED, and no rank has recorded an error"),
 }
-WRITTEN = (  # what slurmd writes into job.log when it ends a job, and the state that this means
+# patterns of what slurmd writes into job.log when it ends a job, each with the state of the job that it means
+WRITTEN = (
     (r"JOB \d+ .*DUE TO TIME LIMIT", "TIMEOUT"),
     (r"DUE TO NODE FAILURE|error: Node failure on", "NODE_FAIL"),
     (r"oom_kill event|Out Of Memory", "OUT_OF_MEMORY"),
@@ -30,8 +33,8 @@ SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()
 
 
 def cause_of_end(attempt: Path, state: str | None = None) -> Failure | None:
-    """Return why an attempt ended, as `guilty` does, but use SLURM's reports too. `state` is SLURM's final state of the
-    attempt's job; None if SLURM no longer lists the job.
+    """Return why an attempt ended. Besides what `guilty` uses, this uses SLURM's reports. `state` is SLURM's final
+    state of the attempt's job; None if SLURM no longer lists the job.
     """
     last = _without_trace(attempt) if state == "FAILED" else None
     return guilty(attempt, Outside(_verdict(attempt, state), _seen_by_srun(attempt), last))
@@ -42,7 +45,7 @@ def _verdict(attempt: Path, state: str | None) -> Failure | None:
     or preempted it and will requeue it.
     """
     log = layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20)
-    if layout.SPENT.of(attempt).exists():  # the batch script has written this file
+    if layout.SPENT.of(attempt).exists():  # the batch script writes this file when no requeue is left
         line = "asked to stop again, and cluster.max_requeues is reached"
         return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
@@ -55,7 +58,9 @@ def _verdict(attempt: Path, state: str | None) -> Failure | None:
 
 
 def _without_trace(attempt: Path) -> Failure:
-    """Return the failure of a job that SLURM calls FAILED although no rank left a record. Its detail is the log's end."""
+    """Return the failure of a job that SLURM calls FAILED although no rank left a record. The failure's detail is the
+    end of the job's log.
+    """
     kind, status, line = VERDICTS["FAILED"]
     log = layout.JOB_LOG.of(attempt)
     return Failure(None, status, line, layout.last_lines(log), log if log.exists() else None, kind, attempt=attempt)

@@ -13,8 +13,8 @@ from titan_hydra.config.schema import Job
 
 from .keys import SlurmCluster
 
-# sbatch flags that follow from the layout or that the batch script needs, each with the key that sets it.
-# A site may leave out a flag by setting it to null.
+# flags of sbatch that the layout determines or that the batch script needs, each with the key that sets it. A site may
+# leave out one of these flags by setting it to null.
 OURS = {
     "nodes": "the layout",
     "ntasks": "the layout",
@@ -37,7 +37,7 @@ OURS = {
 }
 # keys that become #SBATCH lines of the batch script
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
-# START: seconds that ranks may need until their first step; EARLY: seconds by which SLURM's signal may be early
+# START: seconds that ranks may need until their first step; EARLY: how many seconds too early SLURM's signal may come
 START, EARLY = (
     60,
     60,
@@ -65,8 +65,8 @@ def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
 
 
 def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
-    """Additional flags of sbatch and srun are not among the flags that the launcher sets. Each srun argument begins
-    with a dash, as srun takes any other argument for the program to run.
+    """Additional flags of sbatch and srun are none of the flags that the launcher sets. Each additional argument of
+    srun begins with a dash, because srun would take any other argument for the program to run.
     """
     for flag, value in cluster.sbatch.items():
         name = flag.replace("_", "-")
@@ -104,8 +104,8 @@ def text_reaches_the_script_as_it_is(cluster: SlurmCluster, folder: str) -> Iter
 
 
 def time_suffices_to_start_and_stop(cluster: SlurmCluster) -> Iterator[Fault]:
-    """A job has time to take a step before it is asked to stop; otherwise it would be requeued for ever. SLURM may send the
-    signal to stop up to a minute early.
+    """A job has time for at least one step before it is asked to stop; otherwise it would be requeued for ever. SLURM
+    may send the stop signal up to a minute too early.
     """
     minutes = cluster.time_minutes
     if minutes:
@@ -118,7 +118,7 @@ def time_suffices_to_start_and_stop(cluster: SlurmCluster) -> Iterator[Fault]:
 
 
 def keys_of_elastic_jobs_have_an_effect(job: Job) -> Iterator[Fault]:
-    """nodes_min and grow_minutes are given only for jobs that they change."""
+    """nodes_min and grow_minutes are set only for jobs on which they have an effect."""
     cluster: Any = job.cluster
     if cluster.grow_minutes is not None and not job.elastic:
         yield Fault(

@@ -33,14 +33,14 @@ from titan_hydra.runs import layout
 from .keys import SlurmCluster
 
 LIST = "cells.tsv"
-LOST_NODES = 3  # maximum number of requeues because ranks lost a node that SLURM still considered healthy
+LOST_NODES = 3  # maximum number of requeues for the reason that ranks lost a node which SLURM still considered healthy
 # Environment variables that would change the job in spite of the configuration, as they override the #SBATCH lines of
 # the script.
 OURS = {
     f"SBATCH_{name}"
     for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")
 }
-# flags of sbatch whose environment variable has another name: SBATCH_ followed by this value
+# flags of sbatch whose environment variable is not SBATCH_ and the flag's name, but SBATCH_ and this value
 NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 
 # The script's variable `job` cannot simply be SLURM_JOB_ID: for one task of an array this is the number of the whole
@@ -162,8 +162,8 @@ exit "$status"
 
 @dataclass(frozen=True)
 class JobShape:
-    """The resources of a job. Cells with the same resources share an array. If `fewest` is given, a job starts on any
-    number of nodes from `fewest` to `nodes`.
+    """The resources of a job. Cells with the same resources share an array. If `fewest` is not None, a job may start on
+    any number of nodes from `fewest` to `nodes`.
     """
 
     nodes: int
@@ -238,7 +238,7 @@ class SlurmBatch(SlurmExecutor):
         return 1
 
     def flags(self, shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
-        """Return the sbatch flags that submitit does not know, or would set differently."""
+        """Return the flags of sbatch that submitit does not know, or that it would set to other values."""
         pattern = "%A_%a" if self.array else "%j"
         # Each % of the path is doubled; else SLURM would replace a %j in it by the job's id.
         log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"
@@ -259,7 +259,8 @@ class SlurmBatch(SlurmExecutor):
             # The ranks get this script's environment, even if the site submits scripts with --export=NONE.
             "unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK",
             f"export SLURM_EXPORT_ENV=ALL PYTHONPATH={paths} PYTHONSAFEPATH=1",
-            # srun before SLURM 22.05 reads the second variable, which an elastic job's header sets for a whole node
+            # both are set: srun before SLURM 22.05 reads the second variable, to which an elastic job gives the cores
+            # of a whole node
             *([f"export SRUN_CPUS_PER_TASK={cores} SLURM_CPUS_PER_TASK={cores}"] if cores else []),
             *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()),
             *self.cluster.setup,
@@ -293,7 +294,7 @@ class SlurmBatch(SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text = super()._make_submission_file_text(command, uid)
-        unset = ("=None", "=False")  # how submitit writes a flag without a value
+        unset = ("=None", "=False")  # the ends of lines that submitit writes for flags without a value
         return "\n".join(line for line in text.split("\n") if not (line.startswith("#SBATCH") and line.endswith(unset)))
 
     def write(self) -> None:
@@ -309,8 +310,8 @@ class SlurmBatch(SlurmExecutor):
         layout.SBATCH.of(folder).write_text(self.text)
 
     def submit_all(self) -> tuple[list[str], str]:
-        """Call sbatch. Return the job id of each line (123_0, 123_1, ... in an array, else 123), and the cluster that a
-        flag of sbatch has chosen, if any.
+        """Call sbatch. Return the job id of each line (123_0, 123_1, ... in an array, else 123), and the name of the
+        cluster if a flag of sbatch has chosen one.
 
         Raises SubmissionError.
         """

@@ -23,8 +23,8 @@ def run_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
     """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is the content of its attempt.json,
     which the submitter has written.
 
-    Each replica group is a job. The run is running while one of these jobs runs; once all have ended, the run has failed
-    if one of them failed.
+    Each replica group is a job. The run is running while one of these jobs runs. Once all jobs have ended, the run has
+    failed if at least one job has failed.
     """
     groups = [job_state(directory, attempt, owner, queue)]
     for home, number, other in submitted_groups(directory, owner["token"]):
@@ -86,7 +86,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
     word = owner.get("slurm_state") if job is None or job.active else job.state
-    if "ended" not in owner:  # the end is recorded, as SLURM does not list old jobs for ever
+    if "ended" not in owner:  # record the end now, as SLURM does not list old jobs for ever
         with contextlib.suppress(OSError):
             rundir.note(folder, ended=time.time(), slurm_state=word)
     if job is None and owner["job_id"] is None and not layout.RANK.all(folder):
@@ -97,7 +97,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 
 
 def _has_ended(attempt: Path) -> bool:
-    """Whether the batch script recorded that the ranks of an attempt ended, and not because they were asked to stop."""
+    """Whether the batch script recorded that the ranks of an attempt ended without having been asked to stop."""
     try:
         return layout.EXIT.of(attempt).read_text().strip() != str(int(Exit.REQUEUED))
     except OSError:
