@@ -1,7 +1,7 @@
 """`titan completion SHELL`: print the script that lets a shell complete titan's commands, options, sweeps, cells and
 hashes.
 
-At each Tab the script calls `titan completion --words ...`. So new runs and options are completed without a new script.
+At each Tab the script calls `titan completion --words ...`, so it also completes runs and options newer than itself.
 """
 
 import argparse
@@ -29,7 +29,7 @@ compdef _titan titan""",
 end
 complete -c titan -a '(_titan)'""",
 }
-RUNS = ("target", "cell", "A", "B")  # names (argparse's dest) of arguments that stand for runs
+RUNS = ("target", "cell", "A", "B")  # names (argparse's dest) of the arguments whose values are runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def candidates(words: list[str]) -> Iterable[str]:
-    """List the candidates for the last word; none where the shell should complete file names."""
+    """List the candidates for the last word. The list is empty if the shell should complete file names."""
     command, before = words[0], words[1:-1]
     if len(words) == 1:
         return cli.COMMANDS
@@ -76,7 +76,7 @@ def candidates(words: list[str]) -> Iterable[str]:
 
 
 def _names(runs: Path) -> list[str]:
-    """List sweeps, the cells of the newest one, and all runs by hash and by name."""
+    """List the names of sweeps, of the cells of the newest sweep, and of all runs, and the runs' hashes."""
     sweeps = find.readable(runs)
     cells = short_names(find.sweep(sweeps[0]).cells) if sweeps else []
     directories = [run.name for run in find.all_runs(runs)]

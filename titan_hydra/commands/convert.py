@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     direction.add_argument(
         "--to",
         choices=["hf", "peft"],
-        help="export to this format; of a model with adapters, hf exports the merged weights, peft the adapters alone",
+        help="export to this format; for a model with adapters, hf exports the merged weights, and peft only the adapters",
     )
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
     parser.add_argument("target", type=Path, help="folder to write; new or empty")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-shard-gb",
         type=float,
         default=5.0,
-        help="maximum size of an exported file, in GB, 10^9 bytes (default: 5)",
+        help="maximum size of an exported file in GB, which are 10^9 bytes (default: 5)",
     )
     parser.add_argument(
         "--config", type=Path, help="config.json of the run (default: the file two folders above the checkpoint)"

@@ -50,8 +50,8 @@ def print_continuation(
     ends: Callable[[Tokenizer], set[int]],
     shown: str = "",
 ) -> int:
-    """Print `shown`, then the continuation of the tokens `beginning(checkpoint, tokenizer)`, up to one of the tokens
-    `ends`.
+    """Print `shown`, then the tokens that continue those of `beginning(checkpoint, tokenizer)`. The continuation ends
+    before the first token of `ends(tokenizer)`, or after --max-tokens tokens.
     """
     if args.max_tokens < 1:
         raise ConfigError(str(Fault("--max-tokens", args.max_tokens, "must be at least 1", legal=(1,))))
@@ -65,7 +65,8 @@ def print_continuation(
 
     draw = (args.max_tokens, args.temperature, args.top_k, args.seed)
     pieces = generate(checkpoint_of(args), beginning, ends, *draw, args.dtype)
-    print(shown, next(pieces), sep="", end="", flush=True)  # errors are reported before the prompt is printed
+    # `next` comes before the output, so that errors are raised before the prompt is printed
+    print(shown, next(pieces), sep="", end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()

@@ -1,6 +1,4 @@
-"""`titan plan --gpus 8,16,64`: the fastest layout that fits, for each number of GPUs, and why more GPUs cost
-efficiency.
-"""
+"""`titan plan --gpus 8,16,64`: print the fastest layout that fits for each number of GPUs, and why efficiency falls."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ def device_counts(text: str) -> list[int]:
 
 
 def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
-    """Search for the fastest layout on each number of devices, and print a row for each. Draw the speeds if --plot
-    names a folder. GPU-hours are given for a billion tokens. Returns 2 if no layout fits on any number.
+    """Search for the fastest layout on each number of devices, and print a row for each number. GPU-hours are those of
+    a billion tokens. Draw the speeds if --plot names a folder. Returns 2 if no layout fits on any number of devices.
     """
     for option in ("cell", "why", "prove", "calibrate", "tune", "goodput"):
         if getattr(args, option):
@@ -107,7 +105,7 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
 
 
 def layout_of(job: Job) -> str:
-    """Return the degrees above one and the schedule, in words."""
+    """Return in words the degrees that are above one, and the schedule."""
     degrees = job.parallelism
     replicas = (
         f"hsdp {degrees.dp_replicate} x {degrees.dp_shard}" if degrees.dp_replicate > 1 else f"fsdp {degrees.dp_shard}"

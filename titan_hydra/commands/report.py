@@ -1,4 +1,4 @@
-"""`titan report`: print or write the table of a sweep, for a terminal or a paper, and its plots and page."""
+"""`titan report`: print or write the table of a sweep (for a terminal or a paper), and write its plots and its page."""
 
 import argparse
 import sys
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
                 print(folder / file)
             else:
                 print(text(report), end="")
-        if "csv" in texts:  # CSV has no place for notes
+        if "csv" in texts:  # a CSV file has no place for the notes, so they are printed to stderr
             print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
         if args.json:
             print(to_json(write.report_document(report)))

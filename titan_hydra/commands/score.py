@@ -1,4 +1,6 @@
-"""`titan score`: the log-probability that the model of a run, checkpoint or export gives each text of a file."""
+"""`titan score`: compute the log-probability that a model (of a run, checkpoint or export) assigns to each text of a
+file.
+"""
 
 import argparse
 import contextlib
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=int,
         metavar="N",
-        help="length of a window in tokens; a longer text is read in windows that overlap by half "
+        help="tokens of a window; a text that is longer is read in windows that overlap by half "
         "(default: the run's data.seq_len; for an export, model.max_seq_len)",
     )
 
@@ -58,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         for found in score_texts(place, args.texts, args.text_key, args.context, args.dtype):
             if (
                 args.out and not texts
-            ):  # opens the file at the first line, so that an earlier error leaves no empty file
+            ):  # the file is opened only at the first line, so that an earlier error leaves no empty file
                 out = opened.enter_context(_open_new(args.out))
             print(json.dumps(found), file=out)
             texts, nats, tokens = texts + 1, nats + found["nats"], tokens + found["tokens"]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .quorum import Meeting
 
-# maximum number of elements in one transfer, so that the time-out of a transfer need not depend on the model's size
-CHUNK = 1 << 24
+CHUNK = 1 << 24  # maximum number of elements in a transfer: its time-out need not depend on the model's size
 
 
 class Peers:

@@ -41,8 +41,8 @@ COUNTS = ("step", "batches_committed")  # names of the counts in the state of to
 
 
 class PerStep(Groups):
-    """The view that this rank's replica group has of all groups. All ranks of the group must call the same methods in
-    the same order.
+    """This rank's replica group, as part of all groups. All ranks of a group must call the same methods in the same
+    order.
     """
 
     def __init__(self, trainer: Trainer, run: Run, watch: Watchdog) -> None:
@@ -53,12 +53,11 @@ class PerStep(Groups):
         self.last: Batch | None = None  # the batch of the newest step
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # number of groups in the last quorum
-        # number of steps that this group skipped when it joined the quorum for the next step; None: the next step has
-        # no quorum yet
+        # number of steps that this group skipped when it joined the next step's quorum; None: there is no such quorum
+        # yet
         self.caught_up: int | None = None
         self.received: list[Tensor] | None = None  # another group's shards
-        # how many steps the data is ahead of the training; more than 0 if a new run continues the data of an old run
-        self.data_ahead = 0
+        self.data_ahead = 0  # data step minus training step; more than 0 if a new run continues an old run's data
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
             logging.getLogger(name).setLevel(logging.ERROR)  # torchft writes several lines per step
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
@@ -108,8 +107,8 @@ class PerStep(Groups):
         if self.run.rank == 0:
             self.run.meetings.mkdir(parents=True, exist_ok=True)
             (self.run.meetings / f"came_{self.run.replica}").touch()
-            # At the deadline, the groups that have arrived begin. The other ranks of this group wait in the barrier,
-            # for twice as long.
+            # At the deadline, the groups that have arrived begin. This group's other ranks wait twice as long in the
+            # barrier.
             deadline = time.monotonic() + self.job.comm.init_timeout_seconds / 2
             while len(list(self.run.meetings.glob("came_*"))) < self.job.fault_tolerance.replicas:
                 if self.stop or time.monotonic() > deadline:

@@ -47,7 +47,7 @@ class Meeting:
 
 
 class Board:
-    """A replica group's view of the other groups, and this group's own heartbeat. One process of each group has a
+    """A replica group's view of the other groups, and the group's own heartbeat. Each group has one process with a
     board.
     """
 

@@ -34,8 +34,8 @@ LONGEST = timedelta(days=7)
 
 
 class Replicas(Groups):
-    """The view that this rank's replica group has of all groups. All ranks of the group must call the same methods in
-    the same order.
+    """This rank's replica group, as part of all groups. All ranks of a group must call the same methods in the same
+    order.
     """
 
     def __init__(self, trainer: Trainer, run: Run, watch: Watchdog) -> None:

@@ -77,9 +77,7 @@ class Lighthouse:
             await asyncio.sleep(POLL)
 
     def look(self) -> None:
-        """Read the newest lighthouse file. Depending on its content, continue to serve, stop serving, or take over the
-        service.
-        """
+        """Read the newest lighthouse file. Depending on its content, continue to serve, stop serving, or take over."""
         files = LIGHTHOUSE.all(self.folder)
         number = max(files, default=0)
         content = LIGHTHOUSE.read(self.folder, number)
@@ -132,9 +130,7 @@ class Lighthouse:
             task.cancel()
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Once there is a lighthouse, forward all bytes between the lighthouse and the manager, until either side
-        closes the connection.
-        """
+        """Once there is a lighthouse, forward all bytes between it and the manager, until either side closes."""
         task = asyncio.current_task()
         try:
             far_reader, far_writer = await self.reach()

@@ -47,9 +47,7 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """The exit status that a shell reports for a program ended by the first received signal: 128 + the signal's
-        number.
-        """
+        """The exit status that a shell reports for a program ended by the first received signal: 128 + its number."""
         return 128 + self.received[0]
 
 

@@ -79,9 +79,7 @@ class Cell:
 
 
 def without_card(cells: list[Cell]) -> Iterator[Fault]:
-    """Yield a fault for each cell whose layout has no certificate made with this code, if launch.require_card demands
-    one.
-    """
+    """If launch.require_card is set, yield a fault for each cell whose layout has no certificate made with this code."""
     for cell in cells:
         for job in cell.layouts or (cell.job,):
             if not job.launch.require_card or read_card(job):

@@ -119,9 +119,7 @@ def examine(
 
 
 def without_twins(cells: list[Cell]) -> Iterable[Cell]:
-    """Yield the cells, but leave out each cell that has the same identity as an earlier cell, and print a message about
-    it.
-    """
+    """Yield the cells, except those with the same identity as an earlier cell; print a message about each of them."""
     first: dict[str, Cell] = {}
     for cell in cells:
         twin = first.setdefault(identity(cell.job), cell)

@@ -64,14 +64,12 @@ class Executor(ABC):
 
     @abstractmethod
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask these runs to stop, and yield a line for each run that cannot be stopped. `whole` means that they are a
-        whole sweep.
+        """Ask these runs to stop, and yield a line for each that cannot be stopped. `whole`: the runs are a whole
+        sweep.
         """
 
     def hint(self, job: Job, failure: Failure) -> str:
-        """Return overrides of the executor's own keys that may prevent another failure of this kind; "" if there are
-        none.
-        """
+        """Return overrides of the executor's own keys that may prevent another failure of this kind, or ""."""
         return ""
 
 

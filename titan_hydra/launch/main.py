@@ -41,8 +41,8 @@ def compose(config: DictConfig, overrides: list[str] | None = None, question: Qu
 
 
 def launch(script: str) -> None:
-    """Run the command line, and exit with its status. If there is a folder conf/ beside the script, add its options, as
-    --config-dir does.
+    """Run the command line, and exit with its status. A folder conf/ beside the script adds options, as --config-dir
+    would.
     """
     own = Path(script).resolve().parent / "conf"
     if (

@@ -30,8 +30,7 @@ from titan_hydra.runs.run import Run
 RECORDED = 2000  # number of collectives that torch's recorder keeps
 WRITTEN = 400  # maximum number of collectives in a dump, and of messages (sends and receives); the newest are kept
 RECORDERS = flight_recorders()
-# number of innermost frames that a dump has of a collective's stack, and number of further frames outside torch
-FRAMES = 3
+FRAMES = 3  # number of innermost frames of a collective's stack in a dump, and of further frames outside torch
 # sends and receives over gloo, the newest last
 MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)
 # number of sends to, and receives from, each rank
@@ -40,8 +39,8 @@ _lock = threading.Lock()
 
 
 def configure(run: Run) -> None:
-    """Enable torch's recorder by environment variables. Call this before creating a process group, as torch reads the
-    variables only once.
+    """Set the variables that enable torch's recorder. Call this before creating a process group: torch reads them only
+    once.
     """
     settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     settings["TORCH_NCCL_ENABLE_TIMING"] = "1"  # observe/stragglers.py reads how long collectives took

@@ -22,8 +22,7 @@ from titan_hydra.config.operation import Comm
 from titan_hydra.job.ranks import devices_here
 from titan_hydra.runs.run import Run
 
-# fraction of a device's memory that other processes may use; a desktop uses less than that, another job more
-TAKEN = 0.1
+TAKEN = 0.1  # fraction of a device's memory that other processes may use; a desktop uses less, another job more
 PATIENCE = 20  # seconds within which an earlier process must have released its memory
 # Seconds that the other ranks wait before they end, so that the rank at fault can write its record before it is killed.
 HEAD_START = 2.0

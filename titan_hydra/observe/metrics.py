@@ -54,9 +54,7 @@ PEAK_FLOPS = {
 
 
 class Clock:
-    """Measures how many seconds each step takes, and how many of them it waits for data. Time between steps is not
-    counted.
-    """
+    """Measures the seconds of each step, and how many of them are waits for data. Time between steps is not counted."""
 
     def __init__(self, own: OnHost | OnDevice) -> None:
         """Begin a clock. `own` measures the rank's own time of each step, without its waits for other ranks."""

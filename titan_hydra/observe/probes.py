@@ -119,9 +119,7 @@ class Probes:
 
 
 def not_finite_part(value: Tensor | None) -> str | None:
-    """Return in words how many values of a parameter, or of its gradient, are not finite on this rank; None if all are
-    finite.
-    """
+    """Return in words how many values of a parameter or gradient are not finite on this rank; None if all are finite."""
     if value is None:
         return ""
     local = local_part(value.detach())

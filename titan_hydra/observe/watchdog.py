@@ -45,10 +45,8 @@ AFTER = (
     "checkpoint",
     "end",
 )
-# seconds after the limit at which faulthandler ends the process, even if the main thread blocks this thread
-BLOCKED = 30
-# minimum seconds between the time-out of a collective and the time at which a rank without progress is ended
-MARGIN = 5
+BLOCKED = 30  # seconds after the limit at which faulthandler ends the process, even if this thread is blocked
+MARGIN = 5  # minimum seconds between a collective's time-out and the end of a rank that makes no progress
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""`titan report --predicted` shows what `titan plan` predicts for each run of a report. `--row` prints the runs as
-measurements for `titan plan` to predict.
+"""`titan report --predicted` shows what `titan plan` predicts for each run of a report. `titan report --row` prints the
+runs in the form of the measurements that `titan plan --score` predicts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .table import Report
 
 
 def with_predictions(report: Report) -> Report:
-    """Return the report with a prediction in each row. The hardware rates are those that `titan plan --tune` wrote into
-    the sweep's folder or, without such a file, those of each run's `hardware`. Raises ConfigError if nothing can be
-    predicted.
+    """Return the report with a prediction in each row. The rates of the hardware come from the file that `titan plan
+    --tune` wrote into the sweep's folder or, without this file, from each run's `hardware`. Raises ConfigError if
+    nothing can be predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
     found = [prediction(row.cell.directory, rates) for row in report.rows]
@@ -39,7 +39,7 @@ def with_predictions(report: Report) -> Report:
 
 
 def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
-    """Predict a run from its config.json; if that is impossible, return the reason."""
+    """Predict a run from its config.json, or return the reason why this is impossible."""
     try:
         job = job_of_run(directory)
         found = predict(on(job, Hardware(**rates)) if rates else job)

@@ -274,9 +274,7 @@ class Ended:
 
 
 def _out_of_memory(rank: int, error: dict[str, Any]) -> str:
-    """Return one line that names the rank that ran out of memory and the step and, if known, its peak and the device's
-    capacity.
-    """
+    """Return one line: the rank that ran out of memory, the step and, if known, its peak and the device's capacity."""
     where = f"rank {rank}, step {error['step']}:"
     if error.keys() >= {"peak_gib", "capacity_gib"}:
         return f"{where} peak {error['peak_gib']:.1f} of {error['capacity_gib']:.1f} GiB"

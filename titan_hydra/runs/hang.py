@@ -16,8 +16,7 @@ from typing import Any
 
 from . import layout
 
-# torch's description of a process group that is not part of the mesh, such as the group for checkpoints, which a thread
-# may use at any time
+# torch's description of a process group outside the mesh, such as that of checkpoints, which any thread may use
 OTHER = "undefined"
 # the keys are group, mesh, ranks, seq, op, sizes, done, time and stack; a message between two ranks also has peer
 Operation = dict[str, Any]
@@ -100,9 +99,7 @@ def signature(one: Operation) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The late rank (None if it cannot be determined), its host, and a description: one line for lists, and a
-    paragraph.
-    """
+    """The late rank (None if it cannot be determined), its host, and a description as one line and as a paragraph."""
 
     rank: int | None
     host: str | None
@@ -228,9 +225,7 @@ def what(one: Operation) -> str:
 
 
 def site(one: Operation) -> str:
-    """Return the innermost line of an operation's stack that is not in torch; if all lines are in torch, the outermost
-    line.
-    """
+    """Return the innermost line of an operation's stack outside torch; if all lines are in torch, the outermost line."""
     frames = one.get("stack") or ["a line that is not recorded"]
     return next((frame for frame in frames if "/torch/" not in frame), frames[-1])
 

@@ -26,9 +26,7 @@ def process(pid: int) -> dict[str, Any]:
 
 
 def alive(record: dict[str, Any] | None) -> bool:
-    """Whether the recorded process belongs to this host and still runs. A later process with the same id does not
-    count.
-    """
+    """Whether the recorded process still runs on this host. A later process with the same id does not count."""
     if not record or record.get("host") != socket.gethostname():
         return False
     return record.get("born") is not None and _born(record["pid"]) == record["born"]

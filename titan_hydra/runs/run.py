@@ -35,9 +35,7 @@ class Run:
         return layout.MEETINGS.of(self.home) / self.submission if self.submission else layout.MEETINGS.of(self._attempt)
 
     def record_of(self, rank: int) -> Path:
-        """Return the file rank_<r>.json of a rank. The launcher numbers r across all replica groups that it has
-        started.
-        """
+        """Return the file rank_<r>.json of a rank. The launcher counts r across all replica groups that it has started."""
         return layout.RANK.of(self._attempt, rank + (0 if self.submission else self.replica * self.world_size))
 
     @property

@@ -117,8 +117,7 @@ def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
         damage = "" if now.active or now.kind == "new" else damage_of(directory, now)
     except PermissionError as error:
         now, damage = State("unknown"), denied(error)
-    # a user's own executor whose module is not on this machine; a finished run can be shown without it
-    except ConfigError as error:
+    except ConfigError as error:  # a user's own executor whose module is not here; a finished run does not need it
         done = layout.RESULT.read(directory).get("status") == "done"
         now, damage = (State("done", newest_attempt(directory)), "") if done else (State("unknown"), str(error))
     except OSError as error:  # a broken disk
@@ -133,9 +132,7 @@ def inspect_all(directories: list[Path]) -> list[State]:
 
 
 def damage_of(directory: Path, now: State) -> str:
-    """Return the name of the first unreadable file among those that define the run or record its end; "" if all are
-    readable.
-    """
+    """Return the name of the first unreadable file of those that define the run or record its end; "" if there is none."""
     attempt = layout.ATTEMPT.of(directory, now.attempt)
     others = ((layout.RESULT, directory), (layout.CLAIM, attempt), (layout.RANKS, attempt), (layout.RANK, attempt))
     for entry, folder in ((layout.CONFIG, directory), *(others if now.kind != "done" else ())):
@@ -226,8 +223,7 @@ def claim(
     if (mine := _rename_into(directory, number, owner)) is None:
         return None
     if any(host_of_running(attempt) for other, attempt in layout.ATTEMPT.all(directory).items() if other != number):
-        # another attempt is running: a launcher with launch.force has replaced the directory meanwhile
-        shutil.rmtree(mine)
+        shutil.rmtree(mine)  # meanwhile, a launcher with launch.force has replaced the directory
         return None
     if fresh:
         _remove(directory)

@@ -21,9 +21,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """The shape of a list whose elements all have the shape `shape`; with `named`, of an object whose values all have
-    it.
-    """
+    """The shape of a list whose elements all have the shape `shape`; with `named`, of an object whose values have it."""
 
     shape: Any
     named: bool = False

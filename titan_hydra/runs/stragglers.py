@@ -9,8 +9,7 @@ from typing import Any
 
 from . import layout
 
-# number of newest rows that a status reads, and minimum number of rows that are needed to name a slow rank
-NEWEST, FEWEST = 20, 6
+NEWEST, FEWEST = 20, 6  # number of newest rows that a status reads, and minimum number to name a slow rank
 MOST = 0.75  # fraction of the rows in which a rank must be slow
 # a rank is slow if its time exceeds the median by a tenth, and by twice as much as any other rank's time does
 SLOW, TIMES = 0.1, 2.0
@@ -23,8 +22,7 @@ class SlowRank:
     """A rank that was slow in most rows."""
 
     rank: int
-    # the rank's own time divided by the median of all other ranks with the same work; a median over the slow rows
-    ratio: float
+    ratio: float  # median of (own time / median of other ranks with the same work) over the slow rows
     slow: int  # number of rows in which it was slow
     rows: int
 

@@ -35,8 +35,8 @@ def values_of_layout(job: Job) -> dict[str, Any]:
 
 
 def layout_in_words(values: Mapping[str, Any]) -> str:
-    """Return a layout in words: parallelism=fsdp_tp on 4 ranks (dp_shard 2, tp 2), local batch 8. `values` are the
-    values of an event `layout`.
+    """Return the layout of an event `layout` in words: parallelism=fsdp_tp on 4 ranks (dp_shard 2, tp 2), local batch
+    8.
     """
     degrees = ", ".join(f"{name} {degree}" for name in DEGREES if (degree := values.get(name, 1)) > 1)
     batch = f", local batch {values['local_batch']}" if "local_batch" in values else ""
@@ -59,7 +59,7 @@ def stretches_of(directory: Path) -> list[Stretch]:
         events.insert(0, {"step": 0, **values, **degrees})
     rows = layout.METRICS.rows(directory)[0] if events else []
     last = rows[-1]["step"] if rows else 0
-    # for each stretch: the layout in words, the number of ranks, the step before the stretch's first step
+    # the layout in words, the number of ranks, the step before the stretch's first
     merged: list[tuple[str, int, int]] = []
     for event in events:
         while merged and merged[-1][2] >= event["step"]:  # that attempt's steps were lost

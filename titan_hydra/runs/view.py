@@ -107,9 +107,7 @@ def choose(target: str | None, runs: Path) -> Selection:
 
 
 def begun(directory: Path) -> float:
-    """Return the time at which a run's newest attempt was claimed; 0 if there is no attempt, or if this user may not
-    read it.
-    """
+    """Return the time at which a run's newest attempt was claimed; 0 if there is none, or if this user may not read it."""
     try:
         return layout.ATTEMPT.of(directory).parent.stat().st_mtime
     except OSError:

@@ -39,7 +39,7 @@ class Processes(Executor):
 
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
         """Run a claimed attempt to its end."""
-        # signals are counted before `start` runs: it imports modules, and Python can lose a KeyboardInterrupt during an
+        # signals are counted before `start`, which imports modules: Python can lose a KeyboardInterrupt during an
         # import
         with interrupts.counted():
             parent = self.start(cell.directory, attempt, cell.job)
@@ -125,9 +125,7 @@ class Inline(Processes):
 
 
 def started(attempt: Path, seconds: float = 15) -> bool:
-    """Wait at most `seconds` until the ranks can be signalled. Return False if they cannot, or if the attempt has
-    ended.
-    """
+    """Wait at most `seconds` until the ranks can be signalled. Return False if they cannot, or the attempt has ended."""
     deadline = time.monotonic() + seconds
     while not rundir.running_ranks(attempt) and not alive(layout.RANKS.read(attempt)):
         if time.monotonic() > deadline or rundir.host_of_running(attempt) is None:

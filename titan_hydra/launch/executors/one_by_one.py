@@ -1,6 +1,4 @@
-"""Run cells on this machine, one after another: start each cell (or attach to it if it is running), and print how it
-ends.
-"""
+"""Run cells on this machine, one after another: start each cell, or attach to a running one, and print how it ends."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ RunAttempt = Callable[[Cell, Path, Interrupts], None]
 
 
 def run_all(cells: list[Cell], run: RunAttempt) -> int:
-    """Run one cell after another, and return the exit status. After a failed cell, the next cell starts; after Ctrl-C,
-    none does.
-    """
+    """Run one cell after another, and return the exit status. The series ends at Ctrl-C, but not at a failed cell."""
     states: list[State] = []
     status = Exit.DONE
     interrupts = Interrupts()

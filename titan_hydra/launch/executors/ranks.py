@@ -33,8 +33,7 @@ from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
 
 GRACE = 1.5  # seconds that the other ranks may take to end by themselves after a rank has failed
-# the same limit after a rank has stopped on request; it is longer, as the other ranks may still be writing their
-# checkpoint
+# the same limit after a rank has stopped on request; it is longer, as the other ranks may be writing their checkpoint
 GRACE_STOPPED = 60.0
 # How many seconds before the time limit the ranks are asked to save and stop; a tenth of the limit if that is less.
 LAST_MINUTE = 60
@@ -97,9 +96,7 @@ class RanksExecutor(LocalExecutor):
 
 @dataclass
 class Group:
-    """Ranks that cannot continue without each other: all ranks of the job or, with replica groups, the ranks of one
-    group.
-    """
+    """Ranks that cannot continue without each other: all ranks of the job, or all ranks of one replica group."""
 
     ranks: range
     deadline: float = float("inf")  # time (by time.monotonic) at which the remaining ranks of the group are killed

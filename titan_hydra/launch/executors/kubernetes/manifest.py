@@ -25,8 +25,7 @@ LONGEST = 63 - len(
 )  # a pod's host name is the Job's name and the pod's index, and a host name has at most 63 characters
 FAILED_STARTS = 3  # number of pods that may fail without an exit status, as when a node has no device left for a pod
 KEPT = 7 * 24 * 3600  # seconds for which an ended Job is kept, so that its pods can be looked at
-# Exit statuses after which a pod is started again: the pod was asked to stop, or was stopped before it could handle the
-# signal.
+# Exit statuses after which a pod is started again: it was asked to stop, or was stopped before it could handle signals.
 AGAIN = (int(Exit.REQUEUED), 143)
 
 # The first process of a container ignores every signal for which it has no handler, and Python installs its handlers

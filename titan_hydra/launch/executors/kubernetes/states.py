@@ -88,9 +88,7 @@ def cause(attempt: Path, end: dict[str, Any]) -> Failure | None:
 
 
 def cause_outside(attempt: Path, end: dict[str, Any]) -> Failure | None:
-    """Return the failure that follows from the Job's own reason or from the end of a pod; None if only the ranks know
-    it.
-    """
+    """Return the failure that follows from the Job's own reason or from a pod's end; None if only the ranks know it."""
     if layout.SPENT.of(attempt).exists():
         line = "asked to stop or lost again, and cluster.max_requeues is reached"
         return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)

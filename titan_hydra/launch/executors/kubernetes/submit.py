@@ -39,9 +39,7 @@ PATIENCE = 3  # seconds between two repetitions of a question after a call witho
 
 
 def submission_of(cell: Cell, attempt: int, token: str, code: Path, exclude: Iterable[str] = ()) -> Submission:
-    """Return the submission of an attempt of a cell. `code` is the folder with the copy of the code, from which the
-    ranks import.
-    """
+    """Return the submission of an attempt of a cell. `code` is the copy of the code, from which the ranks import."""
     paths = (code, code / snapshot.USER) if cell.job.train.imports else (code,)
     return Submission(cell.job, cell.directory, attempt, token, paths, tuple(exclude))
 
@@ -73,9 +71,7 @@ def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def submit_cells(start: list[tuple[Cell, State]], interrupts: Interrupts) -> int:
-    """Submit cells one after another, but stop if a cell is refused for a reason that applies to all. Return the exit
-    status.
-    """
+    """Submit cells one after another, until a cell is refused for a reason that applies to all. Return the exit status."""
     cells = [cell for cell, _ in start]
     modules = {module: None for cell in cells for module in cell.job.train.imports}
     try:

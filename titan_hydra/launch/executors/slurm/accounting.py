@@ -1,5 +1,5 @@
-"""Find out from SLURM how an attempt ended: from the final state of its job, and from what slurmd and srun wrote into
-its job.log.
+"""Find out from SLURM how an attempt ended: from its job's final state, and from what slurmd and srun wrote into
+job.log.
 """
 
 import re
@@ -21,8 +21,7 @@ VERDICTS = {  # for each final state of a job in SLURM: the failure's class, our
     "OUT_OF_MEMORY": (Kind.OUT_OF_MEMORY, Exit.OUT_OF_MEMORY, HOST_MEMORY),
     "FAILED": (Kind.UNKNOWN, Exit.BUG, "SLURM reports FAILED, and no rank has recorded an error"),
 }
-# patterns of what slurmd writes into job.log when it ends a job, each with the state of the job that it means
-WRITTEN = (
+WRITTEN = (  # what slurmd writes into job.log when it ends a job (a pattern), and the state that this means
     (r"JOB \d+ .*DUE TO TIME LIMIT", "TIMEOUT"),
     (r"DUE TO NODE FAILURE|error: Node failure on", "NODE_FAIL"),
     (r"oom_kill event|Out Of Memory", "OUT_OF_MEMORY"),
@@ -58,8 +57,8 @@ def _verdict(attempt: Path, state: str | None) -> Failure | None:
 
 
 def _without_trace(attempt: Path) -> Failure:
-    """Return the failure of a job that SLURM calls FAILED although no rank left a record. The failure's detail is the
-    end of the job's log.
+    """Return the failure of a job that SLURM calls FAILED although no rank left a record. The failure contains the
+    log's end.
     """
     kind, status, line = VERDICTS["FAILED"]
     log = layout.JOB_LOG.of(attempt)

@@ -15,8 +15,7 @@ WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", 
 # some of SLURM's reasons why a job waits, and the clearer words that are shown instead
 REASONS = {"JobArrayTaskLimit": "max_parallel"}
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-# Time and answer of the last `scontrol show config`. If scontrol gave no answer, it is called again after LIMIT
-# seconds.
+# Time and answer of the last `scontrol show config`. If there was no answer, it is called again after LIMIT seconds.
 SETTINGS: list[tuple[float, str]] = []
 FIELDS = "%i|%T|%r|%N|%S|%j"  # the job's id, state, reason for waiting, nodes, start (actual or expected), and name
 

@@ -193,9 +193,7 @@ def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
 def submit_line(
     start: list[tuple[Cell, State]], folder: Path | None, states: list[State], interrupts: Interrupts
 ) -> int:
-    """Submit those cells of a command line that are to be started; `states` are the states of all its cells. Return the
-    exit status.
-    """
+    """Submit the cells in `start`; `states` are the states of all cells of the command line. Return the exit status."""
     if start[0][0].job.launch.packed:
         start = with_repeated_baseline(start, folder)
     return submit(start, folder, interrupts, ArrayOrder(states))
