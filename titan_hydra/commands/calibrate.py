@@ -73,7 +73,7 @@ def _measured(cell: RunCell) -> plan.Measured | None:
 
 
 def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:
-    """Return what `show_fit` prints as JSON values."""
+    """Return as JSON values what `show_fit` prints."""
     runs = [
         {
             "name": run.name,

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--executor",
         choices=[*found],
-        help="the kind of cluster (default: the first whose programs are on this machine)",
+        help="the kind of cluster (default: the first kind whose programs are on this machine)",
     )
     # the project's own conf/ if the current folder has one, else the package's
     conf = Path("conf") if Path("conf").is_dir() else CONF
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     check.add_argument("name", help="the NAME of cluster=NAME")
     check.add_argument("values", nargs="*", metavar="KEY=VALUE", help="further overrides of these runs")
-    check.add_argument("--config-dir", type=Path, help="a folder of options beside conf/")
+    check.add_argument("--config-dir", type=Path, help="a folder with options, in addition to conf/")
     view.add_runs(check)
 
 
@@ -100,7 +100,7 @@ def init_site(args: argparse.Namespace) -> int:
 
 
 def check_site(args: argparse.Namespace) -> int:
-    """Train the runs one after another, and print a table. Returns 0 if all work."""
+    """Train the runs one after another, and print a table. Returns 0 if all checks pass."""
     rows = list(checked(args))
     print(*table(["what", "works", "seconds", "", "run"], rows, {"seconds"}, ("", "run")), sep="\n")
     return Exit.DONE if all(row[1] == "yes" for row in rows) else Exit.BUG

@@ -20,7 +20,7 @@ from titan_hydra.runs.hang import names
 from titan_hydra.runs.records import flat
 from titan_hydra.runs.view import add_runs, choose_one, tells
 
-# unit of a key's value, by the end of the key's name
+# the unit of a key's value follows from the end of the key's name
 UNITS = (
     (r"_seconds$", "s"),
     (r"_minutes$", "min"),
@@ -28,7 +28,7 @@ UNITS = (
 )
 # for any other key, the first words of the key's help text give the unit
 UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"
-RESULTS = (  # key of result.json, its title, its format
+RESULTS = (  # for each row of the table: the key of result.json, the title, and the format
     ("steps", "steps", ",.0f"),
     ("final_loss", "loss", ".4f"),
     ("validation_loss", "validation loss", ".4f"),
@@ -103,7 +103,7 @@ def side(directory: Path) -> Side:
 
 
 def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
-    """Return everything that is printed about two runs as JSON values."""
+    """Return as JSON values everything that is printed about two runs."""
     keys = [(key, changes) for key, _, _, changes in configuration(a.config, b.config)]
     steps, curves = logged_by_both(a.directory, b.directory, tolerance)
     return {
@@ -157,7 +157,7 @@ def with_unit(value: Any, unit: str) -> str:
     """Format a value as on a command line; a number gets its unit."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return as_typed(value)
-    if value == 1 and len(unit) > 2:  # "1 steps" loses the plural s, but "1 s" does not
+    if value == 1 and len(unit) > 2:  # the plural s is removed from "1 steps", but not from "1 s"
         unit = unit.removesuffix("s")
     return f"{as_typed(value)} {unit}".rstrip()
 
@@ -263,7 +263,7 @@ def _at_step(pair: tuple[int, float, float], steps: list[int]) -> str:
 
 
 def modules(a: Side, b: Side) -> Iterator[str]:
-    """Yield the first step and module whose traces differ."""
+    """Yield lines that name the first step and the first module whose traces differ."""
     first, second = traces(a.directory), traces(b.directory)
     if not first or not second:
         without = " and ".join(name for name, run in (("A", first), ("B", second)) if not run)

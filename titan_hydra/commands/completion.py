@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print a shell's script, or the candidates for the last of the words."""
+    """Print a shell's script or, with --words, the candidates for the last word."""
     if args.words is not None:
         words = args.words.split(" ")
         print(*(word for word in candidates(words) if word.startswith(words[-1])), sep="\n")
@@ -63,7 +63,7 @@ def candidates(words: list[str]) -> Iterable[str]:
     options = {name: action for action in options_of(parser) for name in action.option_strings}
     runs = Path(dict(pairwise(before)).get("--runs", "runs"))
     last = options.get(before[-1]) if before else None
-    if last is not None and last.nargs != 0:  # the last word is the value of an option
+    if last is not None and last.nargs != 0:  # the word before is an option, so the last word is its value
         return _names(runs) if last.metavar == "RUN" else last.choices or []
     if words[-1].startswith("-"):
         return options

@@ -14,7 +14,7 @@ from .model import add_step
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        help="run directory, start of a run's hash, or a checkpoint's folder; with --from: a folder in Hugging Face's format",
+        help="a run directory, the start of a run's hash, or a checkpoint's folder; with --from, a folder in Hugging Face's format",
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="export to this format; for a model with adapters, hf exports the merged weights, and peft only the adapters",
     )
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
-    parser.add_argument("target", type=Path, help="folder to write; new or empty")
+    parser.add_argument("target", type=Path, help="folder to write to; it must be new or empty")
     add_step(parser)
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="dtype of exported weights (default: as stored)"
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Convert and print what was written. Raises ConfigError or CheckpointError."""
+    """Convert the weights, and print what was written. Raises ConfigError or CheckpointError."""
     from titan_hydra.checkpoint import convert
 
     if args.to:

@@ -26,10 +26,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=100, metavar="N", help="maximum number of new tokens (default: 100)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="softmax temperature; 0: always the likeliest token (default: 1)"
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="softmax temperature; with 0, always take the likeliest token (default: 1)",
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: from all (default: 0)"
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K likeliest tokens; with 0, from all tokens (default: 0)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random draws (default: 0)")
 

@@ -1,5 +1,5 @@
-"""`titan plan --goodput`: the share of a job's time in which it makes steps that count, and which changes would raise
-this share.
+"""`titan plan --goodput`: print the share of a job's time in which it makes steps that count, and how to raise the
+share.
 """
 
 from __future__ import annotations
@@ -144,9 +144,7 @@ def by_interval(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
 
 
 def by_gpus(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
-    """Yield the goodput of each way on other numbers of devices, from an eighth of the job's number to eight times
-    that.
-    """
+    """Yield the goodput of each way on other numbers of devices, from an eighth to eight times the job's number."""
     for gpus in (at.gpus * 2**power // 8 for power in range(7)):
         there = replace(at, gpus=gpus)
         yield {"gpus": gpus} | {way.name: there.shares(way).goodput for way in rows if gpus >= way.groups * at.node}

@@ -16,7 +16,7 @@ from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import add_runs, choose_one, jobs_of
 
 POLL = 0.2  # seconds between two reads of the log
-ASK, ASK_QUEUE = 1.0, 15.0  # seconds between two checks of the run's state, for local processes and for batch jobs
+ASK, ASK_QUEUE = 1.0, 15.0  # seconds between two checks of the run's state: for local processes, and for batch jobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _number(text: str) -> int:
-    """Parse a number of lines. Raises ValueError, which argparse reports, unless the text is a whole number from 0 up."""
+    """Parse a number of lines. Raises ValueError, which argparse reports, if the text is no whole number above -1."""
     if not text.isdigit():
         raise ValueError
     return int(text)
@@ -163,13 +163,14 @@ def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
     folder = layout.ATTEMPT.of(directory, attempt)
     candidates = [layout.LOG.of(folder, rank), *([layout.JOB_LOG.of(folder)] if rank == 0 else [])]
     for log in candidates:
-        if log.is_file() and (log.stat().st_size or log is candidates[0]):  # an empty log of the job does not count
+        # the job's log counts only if it is not empty
+        if log.is_file() and (log.stat().st_size or log is candidates[0]):
             return log
     return None
 
 
 def _missing(directory: Path, state: State, attempt: int, rank: int) -> str:
-    """Explain why there is no log of this rank and attempt, and which logs there are."""
+    """Return a sentence that explains why this rank has no log in this attempt, and which logs exist."""
     attempts = list(layout.ATTEMPT.all(directory))
     if attempt not in attempts:
         return f"--attempt={attempt}: {directory.name} has {between(attempts, 'attempt')}"

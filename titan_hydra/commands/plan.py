@@ -25,7 +25,7 @@ from . import calibrate, plan_score, tune
 from .goodput import add_goodput, goodput
 from .plan_curve import LIMITED, curve, device_counts, draw_speed, order_of
 
-BAR = 40  # characters of the longest bar
+BAR = 40  # number of characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--why",
         metavar="LAYOUT",
-        help="print the rule that excludes a layout (given as quoted overrides), or the terms of its prediction",
+        help="print which rule excludes this layout (quoted overrides) or, if none does, the terms of its prediction",
     )
     parser.add_argument(
         "--prove",

@@ -30,7 +30,7 @@ LIMITED = "`limited by`: the largest term of time beside matmuls and attention; 
 
 
 def device_counts(text: str) -> list[int]:
-    """Parse --gpus: different whole numbers in ascending order, separated by commas. Raises ArgumentTypeError."""
+    """Parse --gpus: whole numbers, separated by commas. Return them sorted, each once. Raises ArgumentTypeError."""
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError as error:
@@ -61,7 +61,7 @@ def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
 
 
 def billion_tokens(prediction: predict.Prediction) -> float | None:
-    """Return the GPU-hours of a billion tokens; None without a predicted speed, or if the layout does not fit."""
+    """Return the GPU-hours of a billion tokens; None if the speed cannot be predicted, or if the layout does not fit."""
     return 1e9 / prediction.speed.tokens_per_second / 3600 if prediction.speed and prediction.fits != "no" else None
 
 

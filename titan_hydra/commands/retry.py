@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the chosen cells again. Returns the exit status of launch.py; 0 if no cell is to run again."""
+    """Run the chosen cells again. Returns the exit status of launch.py, or 0 if no cell is to run again."""
     selection = choose(args.target, args.runs)
     rows, _ = look(selection.cells)
     again = []

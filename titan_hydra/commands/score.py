@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write a line for each text, and print the mean of all texts."""
+    """Write a line for each text, and print the mean log-probability of all texts."""
     if args.context is not None and args.context < 1:
         raise ConfigError(str(Fault("--context", args.context, "must be at least 1", legal=(1,))))
     if args.out and args.out.exists():

@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print a line for each sweep and for each run outside sweeps, with the newest first",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON for scripts, with all known values, unrounded")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON for scripts, with all known values, which are not rounded"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -110,7 +112,7 @@ def _all(args: argparse.Namespace) -> int:
 
 
 def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
-    """Return (time started, name, states of the cells) of every sweep, and of every run outside sweeps."""
+    """Return (start time, name, states of the cells) for every sweep, and for every run outside sweeps."""
     sweeps = {folder: find.sweep(folder).cells if find.manifest_of(folder) else [] for folder in find.sweeps(runs)}
     swept = {cell.directory for cells in sweeps.values() for cell in cells}
     alone = [run for run in find.all_runs(runs) if run not in swept]
@@ -131,7 +133,7 @@ def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
 
 
 def ago(moment: float) -> str:
-    """Format a time as 14:05 if it is today, else with the date."""
+    """Format a time: as 14:05 if it is on this day, else with the date."""
     then, now = time.localtime(moment), time.localtime()
     if then[:3] == now[:3]:
         return time.strftime("%H:%M", then)

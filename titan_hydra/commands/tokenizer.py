@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     encode.add_argument(
         "--tokenizer",
         default="embedded",
-        help="path of a tokenizer.model or tokenizer.json (default: embedded, the package's own)",
+        help="path of a tokenizer.model or tokenizer.json (default: embedded, the package's own tokenizer)",
     )
     encode.add_argument(
-        "--out", type=Path, required=True, help=".bin file to write; OUT.json, written beside it, describes it"
+        "--out", type=Path, required=True, help=".bin file to write; a second file, OUT.json, describes it"
     )
     encode.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="number of encoding processes (default: %(default)s)"
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train or encode. Raises ConfigError for errors that the user can repair, including a full disk and a killed
-    worker.
+    """Train a tokenizer, or encode text. Raises ConfigError for errors that the user can repair, such as a full disk or
+    a killed worker.
     """
     try:
         return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)

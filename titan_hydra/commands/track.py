@@ -105,7 +105,7 @@ def _send(selection: Selection, dry: bool, minutes: float) -> int:
         print(f"wandb cannot be reached: {why}; nothing was sent", file=sys.stderr)
         return Exit.BUG
     with contextlib.suppress(subprocess.TimeoutExpired):
-        # One call for all: wandb sends the files of one run in order, and the files of different runs in parallel.
+        # One call sends all folders: wandb sends the files of a run in order, and those of different runs in parallel.
         command = [sys.executable, "-m", "wandb", "sync", "--yes", *map(str, waiting)]
         if subprocess.run(command, timeout=60 * minutes).returncode == 0:
             return Exit.DONE
@@ -133,7 +133,7 @@ def unreachable() -> str:
 
 
 def unsent(directory: Path) -> list[Path]:
-    """Return wandb's folders of a run that are not marked as sent, the oldest first."""
+    """Return those of wandb's folders in a run that are not marked as sent, the oldest first."""
     return [
         folder
         for folder in sorted(layout.WANDB.of(directory).glob("offline-run-*"))

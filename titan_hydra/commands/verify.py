@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="overrides for every case and its reference, to verify another model, such as model=qwen3_debug or a model of your own",
     )
     parser.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py"
+        "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
     )
     parser.add_argument("--only", metavar="NAME", help="only cases (or mutants) whose name contains this text")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON for scripts: each case with the difference and the bound of each column",
+        help="print JSON for scripts: for each case, the difference and the bound in each column",
     )
     docs = CONF.parent / "docs"  # only a checkout has this folder
     parser.add_argument(

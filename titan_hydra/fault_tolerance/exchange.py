@@ -49,7 +49,7 @@ class Peers:
             self.channel.allreduce([part]).wait()
 
     def hand_over(self, tensor: Tensor, donor: int) -> None:
-        """Broadcast the donor's tensor to every member, in place, on any device."""
+        """Broadcast a tensor of the donor to every member, in place. The tensor may be on any device."""
         host = tensor.detach().cpu().contiguous()
         for part in self._parts(host.reshape(-1).view(torch.uint8) if host.numel() else host.reshape(-1)):
             self.channel.broadcast(part, self.members.index(donor)).wait()

@@ -16,8 +16,8 @@ DAY = 24 * 60 * 60 * 1000
 
 
 def main() -> None:
-    """Serve on a free port of this machine, and write the address to a file. After a restart, serve on the port in that
-    file.
+    """Serve on a free port of this machine, and write the address to a file. After a restart, serve on the same port,
+    which the file contains.
     """
     path, silent = Path(sys.argv[1]), float(sys.argv[2])
     port = path.read_text().rpartition(":")[2] if path.exists() else "0"
@@ -26,7 +26,7 @@ def main() -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, f"http://127.0.0.1:{server.address().rpartition(':')[2]}", durable=False)
-    sys.stdin.read()  # returns when the parent ends
+    sys.stdin.read()  # the read returns when the parent process ends
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The update of the weights at a meeting: Local SGD's average (Stich, 2018) or DiLoCo's outer step (Douillard et al.,
-2023), on a rank's shards.
+"""The update of a rank's shards of the weights at a meeting: the average of Local SGD (Stich, 2018), or the outer step
+of DiLoCo (Douillard et al., 2023).
 
 Rank i of every replica group holds the same part of the model, so each shard is averaged separately, without gathering
 the model. The update runs on the host in float32, so that the outer state takes no device memory, and bfloat16 weights

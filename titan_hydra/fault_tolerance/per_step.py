@@ -49,7 +49,8 @@ class PerStep(Groups):
         """Create the manager."""
         job, self.job, self.run, self.watch = trainer.job, trainer.job, run, watch
         self.model, self.optimizers, self.stop = trainer.masters.weights, trainer.optimizers, trainer.stop_requested
-        self.asked = self.counts = False  # whether any group was asked to stop; whether the step counts
+        # `asked`: whether any group was asked to stop; `counts`: whether the step counts
+        self.asked = self.counts = False
         self.last: Batch | None = None  # the batch of the newest step
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # number of groups in the last quorum
@@ -59,7 +60,7 @@ class PerStep(Groups):
         self.received: list[Tensor] | None = None  # another group's shards
         self.data_ahead = 0  # data step minus training step; more than 0 if a new run continues an old run's data
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # torchft writes several lines per step
+            logging.getLogger(name).setLevel(logging.ERROR)  # otherwise torchft writes several lines per step
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
         self.exchange = AllreduceOptions()
         # half of `limit`, which is how long the ranks of this group wait for each other
@@ -97,8 +98,8 @@ class PerStep(Groups):
         return self.manager.participating_rank() == 0
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
-        """Wait until all groups have arrived once in this attempt, and agree with them on the first step, as
-        `before_step` does.
+        """Wait until all groups have arrived once in this attempt. Then agree with them on the first step, as
+        `before_step` does for later steps.
 
         Return the step that this group has reached, and whether a stop was requested meanwhile.
         """
@@ -121,7 +122,7 @@ class PerStep(Groups):
         return self.manager.current_step(), False
 
     def report_to(self, event: Callable[..., None]) -> None:
-        """From now on, write changes of the quorum to the metrics."""
+        """From now on, record changes of the quorum as events."""
         self.report = event
 
     def steps(self, done: int, last: int) -> Iterator[int]:
@@ -135,8 +136,8 @@ class PerStep(Groups):
             done += self.counts
 
     def batch(self, step: int, loader: Loader) -> Batch:
-        """Return the batch of a step. For a repeated step, this is the batch that was just used. If this group has
-        skipped steps to catch up with another group, the batches of these steps are skipped too.
+        """Return the batch of a step. For a repeated step, return the same batch again. If this group has skipped steps
+        to catch up with another group, the batches of these steps are skipped too.
         """
         while self.last is None or loader.state()["step"] < step + self.data_ahead:
             self.last = loader.next()
@@ -180,7 +181,7 @@ class PerStep(Groups):
 
     def commits(self, agreement: Agreement) -> bool:
         """Return whether the step counts. If any group was asked to stop, all groups stop after the same step. On
-        SLURM, where a group is a job of its own, only that group stops.
+        SLURM, where each group is a separate job, only the group that was asked stops.
         """
         _, _, stop, _ = agreement.read()
         asked = torch.tensor([float(stop)])
@@ -196,7 +197,7 @@ class PerStep(Groups):
         return self.asked
 
     def close(self) -> None:
-        """Leave the other groups. They notice it after `fault_tolerance.timeout_seconds`."""
+        """Leave the other groups. They detect this after `fault_tolerance.timeout_seconds`."""
         if self.asked:  # when the groups begin again, they must also wait for this group
             (self.run.meetings / f"came_{self.run.replica}").unlink(missing_ok=True)
         self.manager.shutdown(wait=False)
@@ -267,8 +268,8 @@ class PerStep(Groups):
 
 
 class Handover(CheckpointTransport):
-    """Transfers a group's state, tensor by tensor, through the groups' channel. It replaces torchft's own transport, which
-    unpickles whatever a peer sends.
+    """Transfers a group's state, tensor by tensor, through the groups' channel. It replaces torchft's own transport,
+    which would unpickle any data that another group sends.
     """
 
     def __init__(self, channel: ProcessGroupGloo, own: Callable[[], list[Tensor]]) -> None:

@@ -35,7 +35,7 @@ class Meeting:
     """
 
     number: int
-    members: dict[int, str]  # group -> id of its present start (`Board.life`)
+    members: dict[int, str]  # group -> id of the group's present start (`Board.life`)
     donors: list[int]
     step: int
     address: str

@@ -34,7 +34,7 @@ LONGEST = timedelta(days=7)
 
 
 class Replicas(Groups):
-    """This rank's replica group, as part of all groups. All ranks of a group must call the same methods in the same
+    """The replica group of this rank, with its meetings. All ranks of a group must call the same methods in the same
     order.
     """
 
@@ -97,7 +97,7 @@ class Replicas(Groups):
         return self.meet(step, None) if behind or owed else (step, False)
 
     def report_to(self, event: Callable[..., None]) -> None:
-        """From now on, write meetings to the metrics."""
+        """From now on, record meetings as events."""
         self.report = event
         for step, values in self.unreported:
             event("meeting", step, **values)

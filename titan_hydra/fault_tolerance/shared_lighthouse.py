@@ -1,5 +1,5 @@
-"""torchft's lighthouse for replica groups that are SLURM jobs. The first group's job runs it; if that
-job is gone, another job runs it.
+"""torchft's lighthouse for replica groups that are SLURM jobs. The job of the first group runs the lighthouse; if this
+job is gone, another job does.
 
     python -m titan_hydra.fault_tolerance.shared_lighthouse FOLDER SILENT_SECONDS WAIT_SECONDS
 
@@ -38,7 +38,8 @@ LIGHTHOUSE = Entry(
     "lighthouse_<n>.json", "a rank 0", "host and port of the n-th lighthouse, and a counter that shows that it is alive"
 )
 POLL = 1.0  # seconds between two reads of the files
-ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # signals that SLURM sends to all processes of a rank
+# signals that SLURM sends not only to a rank, but to all processes that the rank has started
+ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
 def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
@@ -64,7 +65,7 @@ class Lighthouse:
     def __init__(self, folder: Path, silent: float, wait: float) -> None:
         self.folder, self.silent = folder, silent
         self.number, self.content = 0, {}  # number and content of the newest lighthouse's file
-        self.deadline = time.monotonic() + wait  # time at which the newest lighthouse counts as gone
+        self.deadline = time.monotonic() + wait  # time after which the newest lighthouse counts as gone
         self.server: LighthouseServer | None = None  # the lighthouse that this process runs, if any
         self.written = 0.0  # time at which the counter of `server` was last written
         self.connections: set[asyncio.Task] = set()
@@ -193,4 +194,5 @@ if __name__ == "__main__":
         asyncio.run(serve(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))
     finally:
         sys.stderr.flush()
-        os._exit(0)  # exit at once: a thread may still be reading from the parent's pipe, which the parent never closes
+        # do not wait for threads: one may still be reading from the parent's pipe, which the parent never closes
+        os._exit(0)

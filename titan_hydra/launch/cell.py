@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def runs(self) -> Path:
-        """The folder of runs."""
+        """The folder that contains all run directories."""
         return Path(self.job.paths.runs).expanduser().absolute()
 
     def wants(self, state: State) -> bool:
@@ -94,5 +94,5 @@ def without_card(cells: list[Cell]) -> Iterator[Fault]:
 
 
 def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:
-    """Return the cells that are to be started (again), judged by the states of their runs."""
+    """Return the cells that are to be started (again), according to the states of their runs."""
     return [cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]

@@ -1,4 +1,4 @@
-"""Turn composed cells into runs: read and check all cells, then give those that passed to their executor."""
+"""Turn composed cells into runs: read and check all cells, then give the cells without faults to their executor."""
 
 import errno
 import sys
@@ -76,7 +76,7 @@ def begin(cells: list[Cell]) -> int:
 
 
 def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[str]]:
-    """Load, freeze and check all cells. Return the cells without faults, and one line for each fault of the others."""
+    """Load, freeze and check all cells. Return the cells without faults, and a line for each fault."""
     cells, lines, notices = [], [], []
     for number, (config, typed) in enumerate(with_count(composed, "checked"), start=1):
         cell, faults, told = examine(config, typed, number, len(composed))
@@ -201,6 +201,6 @@ def go(cells: list[Cell], folder: Path | None) -> int:
 
 
 def _executor(cells: list[Cell]) -> Executor:
-    """Return the executor of these cells; all cells of a command line have the same."""
+    """Return the executor of these cells; all cells of a command line have the same executor."""
     executor: Executor = executor_named(cells[0].job.cluster.executor)
     return executor

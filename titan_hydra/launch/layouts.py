@@ -30,7 +30,7 @@ def relaid(job: Job, values: Sequence[str]) -> Job:
     KEYS, and of keys outside the identity. The global batch does not change. If no data-parallel degree is given, it is
     `gpus` divided by the other degrees.
 
-    Raises ConfigError for other keys and for bad values.
+    Raises ConfigError for any other key, and for a wrong value.
     """
     new, typed = job, {value.partition("=")[0] for value in values}
     for option in (value for value in values if value.partition("=")[0] in SECTIONS):
@@ -52,7 +52,7 @@ def in_words(job: Job) -> str:
 
 
 def nodes_of(job: Job) -> int:
-    """Return the number of nodes that the ranks of a job without replica groups fill."""
+    """Return the number of nodes on which a job without replica groups runs."""
     return math.ceil(job.gpus / (job.cluster.gpus_per_node or job.gpus))
 
 

@@ -9,7 +9,7 @@ from titan_hydra.runs import checkpoints, layout
 
 
 def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Path, str]:
-    """Return the checkpoint to continue from and a remark to print. Raises ConfigError if there is none."""
+    """Return the checkpoint to continue from, and a remark to print. Raises ConfigError if there is no such checkpoint."""
     steps = {checkpoints.step_of(path): path for path in checkpoints.complete(layout.CHECKPOINTS.of(directory))}
     if not steps:
         raise ConfigError(f"{directory.name}: has no complete checkpoint to continue from")

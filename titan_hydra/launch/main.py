@@ -35,7 +35,7 @@ def compose(config: DictConfig, overrides: list[str] | None = None, question: Qu
         questions.append(question)
         return
     if overrides is None:  # the command line has no -m
-        # to_container keeps the overrides as they were typed; reading a single entry would resolve interpolations
+        # to_container keeps the overrides as they were typed; reading a single one would resolve its interpolations
         overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task))
     cells.extend(expand_sweep(config, overrides, faults))
 
@@ -55,7 +55,7 @@ def launch(script: str) -> None:
         sys.exit(main())
     except KeyboardInterrupt:  # Ctrl-C came during composition, when nothing had started yet
         sys.exit(130)
-    except BrokenPipeError:  # the program that reads from the pipe, such as `head`, has closed the pipe
+    except BrokenPipeError:  # the program that reads this program's output, such as `head`, has closed the pipe
         sys.stderr.close()
 
 

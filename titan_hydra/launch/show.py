@@ -44,7 +44,7 @@ def results(cells: list[Cell], states: list[State]) -> None:
 
 def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None:
     """Print the cells that would run without launch.mode=dry, and their resources. `hours` is an upper bound of the
-    GPU-hours of all cells to start.
+    GPU-hours of all cells that would start.
     """
     rows = []
     for cell, state in zip(cells, states, strict=True):
@@ -129,7 +129,9 @@ def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> No
 
 
 def where(cell: Cell) -> str:
-    """Return the option --runs of `titan` for the folder of a cell's runs; "" for the default folder."""
+    """Return the option --runs of a suggested `titan` command, for the folder of a cell's runs; "" for the default
+    folder.
+    """
     return runs_option(Path(cell.job.paths.runs).expanduser())
 
 
@@ -180,7 +182,7 @@ def longer(cell: Cell) -> None:
 
 
 def last_word(directory: Path, state: State) -> str:
-    """Return the last message of rank 0 of a run that was stopped; without a message, describe what is known."""
+    """Return the last message of rank 0 of a run that was stopped. If there is no message, describe how the run ended."""
     if not directory.is_dir():
         return "its folder was deleted while it ran, and everything in it"
     said = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}

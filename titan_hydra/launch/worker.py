@@ -1,8 +1,8 @@
 """The entry point of every rank: check that the job is the one that was submitted, and call the trainer.
 
 An executor calls `run_rank` in each of its processes, with the rank's place. The command `python -m
-titan_hydra.launch.worker DIRECTORY [ATTEMPT]` takes the place from torchrun's variables; without them it runs a single
-rank. A rank imports only what its job needs: neither Hydra nor the rest of the launcher.
+titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads the place from torchrun's variables; without these variables, it
+runs a single rank. A rank imports only what its job needs: neither Hydra nor the rest of the launcher.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from titan_hydra.runs.run import Run, folders_of, group_at, hash_of, newest_atte
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-START_LIMIT = 300  # seconds within which all ranks must have found rank 0
+START_LIMIT = 300  # seconds within which each rank must have found rank 0
 LATE = 60  # seconds within which a rank must see the files that were written before it was started
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -101,7 +101,7 @@ class Log(io.FileIO):
     """A rank's output stream. If the disk is full, output is lost and the run continues."""
 
     def write(self, data: Any) -> int:
-        """Write the data. After an error, return as if all data were written."""
+        """Write the data. After an error, the returned number is the same as if all data had been written."""
         try:
             return super().write(data)
         except OSError:
@@ -180,7 +180,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
 
 
 def remove_stopped(attempt: Path, rank: int) -> None:
-    """Delete this rank's files of the previous attempt if the rank stopped there on request. Otherwise 512 ranks with
+    """Delete this rank's files in the previous attempt, if the rank stopped there on request. Otherwise 512 ranks with
     three files each would leave 150,000 files after a hundred requeues. The files of rank 0 and of failed ranks are
     kept.
     """
@@ -202,20 +202,20 @@ def set_environment(local_ranks: int, async_tp: bool) -> None:
         # With this value, an OpenMP thread that waits for others spins only briefly, then yields its core. With the
         # default it spins much longer, and a step took ten times as long on busy cores.
         "GOMP_SPINCOUNT": "20000",
-        "RUST_LOG": "error",  # torchft otherwise writes many lines in each step
+        "RUST_LOG": "error",  # without this, torchft writes many lines in each step
         # cuBLAS reads this variable at the first matmul of a process. It is set for all runs, as with cluster=inline a
         # deterministic run may follow other runs in the same process. The value is torch's default on Hopper.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the variable's name before torch 2.9
+    if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the name that this variable had before torch 2.9
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
 def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
-    """Return the index of a rank's replica group, which may be a job of its own, and the rank's place in that group.
-    Raises ConfigError if another number of ranks was started than the job needs.
+    """Return the index of a rank's replica group (which may be a separate job), and the rank's place in this group.
+    Raises ConfigError if the number of started ranks is not the number that the job needs.
     """
     directory, replica = group_at(folder)
     size = processes(job) // job.fault_tolerance.replicas
@@ -233,7 +233,7 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 def load_job(directory: Path) -> Job:
     """Read config.json. Raises ConfigError if its hash, computed with the layout of the first attempt, differs from the
-    hash in the directory's name; then the file was edited or written by another version.
+    hash in the directory's name; then the file was edited, or another version has written it.
     """
     file = layout.CONFIG.of(directory)
     content = layout.CONFIG.read(directory)
@@ -319,7 +319,7 @@ def until_seen(file: Path, seconds: int = LATE) -> None:
     """Wait for a file that was written before this rank was started. On a network file system, another host may see a
     file late.
 
-    Raises Unhealthy after `seconds`, as this host's access to the file system then has a fault.
+    Raises Unhealthy after `seconds`: then this host's access to the file system has a fault.
     """
     if not _appears(file, seconds):
         raise Unhealthy(
@@ -328,7 +328,7 @@ def until_seen(file: Path, seconds: int = LATE) -> None:
 
 
 def _appears(file: Path, seconds: float) -> bool:
-    """Whether a file exists, now or within `seconds`."""
+    """Whether a file exists now, or appears within `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(FileNotFoundError):
@@ -341,7 +341,9 @@ def _appears(file: Path, seconds: float) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank, from the arguments DIRECTORY [ATTEMPT]. The default of ATTEMPT is the newest attempt, or 1."""
+    """Run one rank. The arguments are DIRECTORY [ATTEMPT]; the default of ATTEMPT is the newest attempt, or 1 if there
+    is none.
+    """
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG

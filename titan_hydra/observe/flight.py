@@ -31,9 +31,9 @@ RECORDED = 2000  # number of collectives that torch's recorder keeps
 WRITTEN = 400  # maximum number of collectives in a dump, and of messages (sends and receives); the newest are kept
 RECORDERS = flight_recorders()
 FRAMES = 3  # number of innermost frames of a collective's stack in a dump, and of further frames outside torch
-# sends and receives over gloo, the newest last
+# the records of sends and receives over gloo, the newest last
 MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)
-# number of sends to, and receives from, each rank
+# for each other rank, the numbers of sends to it and of receives from it
 _counts: collections.Counter[tuple[str, int]] = collections.Counter()
 _lock = threading.Lock()
 
@@ -43,7 +43,7 @@ def configure(run: Run) -> None:
     once.
     """
     settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    settings["TORCH_NCCL_ENABLE_TIMING"] = "1"  # observe/stragglers.py reads how long collectives took
+    settings["TORCH_NCCL_ENABLE_TIMING"] = "1"  # needed by observe/stragglers.py, which reads how long collectives took
     for name in (
         "TORCH_FR_DUMP_TEMP_FILE",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
@@ -75,7 +75,7 @@ def record_messages() -> None:
                 MESSAGES.append(message | {"size": list(operation.tensor.shape), "group": operation.group.group_name})
             for message in list(MESSAGES)[
                 -64:-16
-            ]:  # drop the handles of completed messages, so that their tensors are freed
+            ]:  # handles of completed messages are dropped, so that their tensors are freed
                 if message["work"] is not None and message["work"].is_completed():
                     message["work"] = None
             return works
@@ -86,15 +86,15 @@ def record_messages() -> None:
 
 
 def progress() -> tuple:
-    """Return a value that changes whenever a collective, a send or a receive begins or ends. This takes microseconds."""
+    """Return a value that changes whenever a collective, a send or a receive begins or ends. A call takes microseconds."""
     # loading these pickles is safe, as torch has just made them in this process
     states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]
     return str([state.get("pg_status") for state in states]), sum(_counts.values())
 
 
 def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: BaseException | None = None) -> None:
-    """Write flight_<rank>.json: the position of this rank, the stacks of its threads, its process groups and its last
-    operations in them.
+    """Write flight_<rank>.json: this rank's position, the stacks of its threads, its process groups, and its last
+    operations in these groups.
 
     `where` is the position: the step, the phase, and when recent steps began.
     """
@@ -140,7 +140,7 @@ def collectives() -> list[dict]:
         entry
         for dump in RECORDERS
         for entry in pickle.loads(dump(True, True, False)).get("entries", [])
-        # NCCL sends and receives are left out: each rank numbers its own, so the numbers of two ranks cannot be
+        # NCCL sends and receives are left out: each rank numbers them by itself, so the numbers of two ranks cannot be
         # compared.
         if not entry["is_p2p"]
     ]
@@ -152,7 +152,8 @@ def collectives() -> list[dict]:
             "seq": entry["collective_seq_id"],
             "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
             "sizes": entry["input_sizes"],
-            # An NCCL collective counts as done when it is complete, a gloo collective when its result was awaited.
+            # An NCCL collective counts as done when it is complete, but a gloo collective when the rank has waited for
+            # its result.
             "done": entry["state"] == "completed" or bool(entry["retired"]),
             "time": entry["time_created_ns"] / 1e9,
             "stack": callers(entry.get("frames", [])),

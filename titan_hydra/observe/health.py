@@ -24,7 +24,7 @@ from titan_hydra.runs.run import Run
 
 TAKEN = 0.1  # fraction of a device's memory that other processes may use; a desktop uses less, another job more
 PATIENCE = 20  # seconds within which an earlier process must have released its memory
-# Seconds that the other ranks wait before they end, so that the rank at fault can write its record before it is killed.
+# Seconds that healthy ranks wait before they end, so that the rank at fault can write its record before it is killed.
 HEAD_START = 2.0
 
 
@@ -70,8 +70,8 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
 
 
 def device_of(run: Run) -> torch.device:
-    """Return the rank's device: the GPU with the rank's index on its host; the only visible GPU if SLURM gives each
-    task a GPU of its own; the CPU if there is no GPU.
+    """Return the rank's device. It is the GPU with the rank's index on its host, the only visible GPU if SLURM gives
+    each task its own GPU, or the CPU if there is no GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -118,7 +118,9 @@ def wait_until_free(device: torch.device, patience: float) -> None:
 
 
 def matmul(device: torch.device) -> None:
-    """Multiply two matrices of powers of two, for which the result is exact. Raises Unhealthy if it is wrong."""
+    """Multiply two matrices whose elements are powers of two, so that the result is exact. Raises Unhealthy if the
+    result is wrong.
+    """
     size = 256 if device.type == "cpu" else 2048
     where = f"{socket.gethostname()}: a matmul of device {device.index or 0} ({device.type})"
     try:
@@ -181,7 +183,9 @@ def judge(run: Run, seconds: float) -> dict:
 
 
 def host_of(run: Run, rank: int) -> str | None:
-    """Return the host of a rank, which its worker records before anything else; None if the rank was not started."""
+    """Return the host of a rank; None if the rank was not started. The rank's worker records its host before it does
+    anything else.
+    """
     try:
         return json.loads(run.record_of(rank).read_text())["host"]
     except (OSError, ValueError, KeyError):

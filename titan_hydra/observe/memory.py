@@ -1,4 +1,4 @@
-"""Report on a device's memory after it ran out: its peak, and which lines of code allocated it."""
+"""Report what used a device's memory when it ran out: the peak, and the lines of code that allocated it."""
 
 import collections
 
@@ -8,7 +8,7 @@ from titan_hydra.base.private import memory_snapshot, record_memory_history
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-SHOWN = 20  # number of stacks in memory_<rank>.txt: those with the most bytes, in descending order
+SHOWN = 20  # number of stacks in memory_<rank>.txt, which has the stacks with the most bytes
 
 
 def facts() -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Measure a run and record the results in metrics.jsonl. The console and the trackers get copies of the rows.
 
-docs/metrics.md defines the numbers. An unknown number is None, never an estimate.
+docs/metrics.md defines the numbers. A number that is unknown is None; it is never estimated.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class Clock:
         self.own.compute(self._data)
 
     def leave_out(self, seconds: float) -> None:
-        """Subtract `seconds`, such as a wait for replica groups, from this step's time."""
+        """Subtract `seconds` from this step's time. They were spent on other things, such as a wait for replica groups."""
         self._began += seconds
 
     def stop(self) -> None:
@@ -142,7 +142,7 @@ class Metrics:
             self.trackers = open_trackers(job, run, resumed_at)
 
     def due(self, step: int) -> bool:
-        """Whether the step gets a row: it is the first of this process or of the run, the last, or a log_every-th step."""
+        """Whether the step gets a row: the first step of this process or of the run, the last, or a log_every-th step."""
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
     def own_times(self, step: int) -> list[float]:
@@ -266,7 +266,8 @@ class Metrics:
         for tracker in list(self.trackers):
             try:
                 tracker.log(row)
-            except Exception as error:  # trackers hold only copies, so a failing tracker must never stop a run
+            # trackers get only copies of the rows, so a failing tracker must never stop a run
+            except Exception as error:
                 print(f"warning: {tracker.name} failed and gets no more rows: {error}", flush=True)
                 self.trackers.remove(tracker)
 
@@ -293,7 +294,7 @@ class Metrics:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's dense bf16 peak in FLOP/s; None if its name is not known."""
+    """Return the device's dense bf16 peak in FLOP/s; None if the device's name is not in PEAK_FLOPS."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, peak in PEAK_FLOPS.items():
@@ -321,7 +322,7 @@ def console_line(row: dict[str, Any], steps: int) -> str:
         f"lr {row['lr']:.2e}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
-    if row["tflops"] is not None:  # None if the family has no formula for FLOPs
+    if row["tflops"] is not None:  # `tflops` is None if the family has no formula for FLOPs
         parts.append(f"{row['tflops']:.2f} tflops")
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")

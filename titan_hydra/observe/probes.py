@@ -29,8 +29,8 @@ from titan_hydra.runs.run import Run
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # passes, in the order in which they occur in a step
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size in bytes
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor in the checksum, as a signed 64-bit number
-LAST = 1 << 30  # sort position of a module that the family does not list
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor of the checksum, as a signed 64-bit number
+LAST = 1 << 30  # the sort position of a module that the family does not list
 
 
 class Observation(NamedTuple):
@@ -83,7 +83,7 @@ class Probes:
                 row |= {"norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}"}
                 self.file.write(json.dumps(row | {"order": place_in_time(seen, index, self.modules)}) + "\n")
             self.file.flush()
-        # The gradients are examined before clipping, which makes all of them NaN if their norm is NaN.
+        # The gradients are examined before clipping, because clipping makes all of them NaN if their norm is NaN.
         gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}
         self.bad = {
             seen: not_finite_part(gradients.get(seen.name))
@@ -177,13 +177,15 @@ def finite(local: Tensor) -> Tensor:
 
 
 def marks(local: Tensor) -> Tensor:
-    """Return [norm, upper half, lower half]: the halves of a 64-bit checksum, which changes with any single bit."""
+    """Return [norm, upper half, lower half]. The halves are those of a 64-bit checksum, which changes if any single bit
+    changes.
+    """
     norm = (
         torch.linalg.vector_norm(local, dtype=torch.float64) if local.numel() else torch.zeros((), dtype=torch.float64)
     )
     bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten().to(torch.int64)
     places = torch.arange(bits.numel(), device=bits.device) * 2 + 1
-    sums = (bits * (places * ODD)).sum()  # sums wrap around, so their order makes no difference
+    sums = (bits * (places * ODD)).sum()  # integer sums wrap around, so the order of the additions makes no difference
     halves = torch.stack([sums >> 32 & 0xFFFFFFFF, sums & 0xFFFFFFFF]).double()
     return torch.cat([norm.reshape(1).to(halves), halves])
 

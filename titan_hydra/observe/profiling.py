@@ -1,4 +1,5 @@
-"""profiling=on: record a torch profiler's trace and table of a few steps, a memory snapshot, and the phases of all steps.
+"""Record a few steps by torch's profiler (a trace and a table), a memory snapshot, and the phases of all steps
+(profiling=on).
 
     attempts/<n>/profile/trace_<rank>.json.gz    torch's trace; opens in https://ui.perfetto.dev
     attempts/<n>/profile/summary_<rank>.txt      torch's table of the longest kernels and operators (summary.txt for rank 0)
@@ -41,7 +42,7 @@ class Profiler:
             watch.on_phase = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
-        """Mark the beginning of a step, which ends the previous step. The first recorded step is number
+        """Mark the beginning of a step, which ends the previous step. The first recorded step is the step number
         profiling.first_step of this process.
         """
         if not self.on:

@@ -63,7 +63,7 @@ class WandB:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        # the wandb service of the parent process may still have the run of a killed attempt open
+        # a new wandb service is started: that of the parent process may still have the run of a killed attempt open
         os.environ.pop("WANDB_SERVICE", None)
         keys: Any = job.metrics.wandb  # type: ignore[attr-defined]
         offline = keys.mode == "offline"
@@ -127,7 +127,7 @@ def recorded(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def trackable(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a row. In the row of an event, their names begin with the names of the event and its task."""
+    """Return the numbers of a row. For an event, the numbers' names begin with the names of the event and of its task."""
     prefix = "".join(f"{row[name]}/" for name in ("event", "task") if name in row)
     return {
         name if name == "step" else prefix + name: value

@@ -183,7 +183,7 @@ class Watchdog:
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
                     self.check_neighbour()
-                    # If a newer attempt has begun, the ranks stop as after any SIGTERM, but save nothing.
+                    # If a newer attempt has begun, all ranks stop as after any other SIGTERM, but they save nothing.
                     if self.run.rank == 0 and self.run.newer_attempt:
                         os.kill(os.getpid(), signal.SIGTERM)
             self.check_progress()
@@ -203,7 +203,8 @@ class Watchdog:
         write_text(layout.BEAT.of(self.run.attempt, self.run.rank), json.dumps(content), durable=False)
         if self.run.rank == 0:
             done = where.step if where.phase in AFTER else max(where.step - 1, 0)
-            status = {"step": done, "phase": where.phase, "time": where.since}  # `time` is when the phase began
+            # `time` is the time at which the phase began
+            status = {"step": done, "phase": where.phase, "time": where.since}
             write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
@@ -224,7 +225,7 @@ class Watchdog:
         if phase not in HELD or self.run.world_size == 1:
             self.heard, self.unheard = None, 0.0
             return
-        beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # {} if that rank froze before its first heartbeat
+        beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # empty if that rank froze before its first heartbeat
         if beat.get("phase") == "end" or beat.get("time") != self.heard:
             self.heard, self.unheard = beat.get("time"), 0.0
             return
@@ -270,7 +271,7 @@ class Watchdog:
         means that all ranks agreed on the stop; then their exit statuses do not matter. `blocked` means that this rank
         could not agree; another rank may have failed.
         """
-        with contextlib.suppress(OSError):  # the disk may be full; the exit status has the same information
+        with contextlib.suppress(OSError):  # if the disk is full, the exit status still carries this information
             layout.STOPPED.of(self.run.attempt).write_text(f"{how}\n")
 
     def end(self, status: Exit, message: str) -> None:

@@ -28,7 +28,7 @@ RATES = (
 # weight of the penalty on a rate's distance from its start value; it keeps a rate on which the runs hardly depend from
 # changing
 PULL = 1e-3
-STEPS = (0.5, 0.2, 0.05, 0.01)  # successive step sizes of the search, in natural logarithms of a rate
+STEPS = (0.5, 0.2, 0.05, 0.01)  # successive step sizes of the search, as differences of a rate's natural logarithm
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Fit:
     notes: tuple[str, ...] = ()
 
     def residual(self, run: Measured) -> float:
-        """Return the relative error of a run's prediction with the fitted rates."""
+        """Return the relative error of the prediction that the fitted rates give for a run."""
         return seconds(run, self.hardware) / run.step_seconds - 1
 
 
@@ -65,7 +65,7 @@ def on(job: Job, hardware: Hardware) -> Job:
 
 
 def measured(name: str, job: Job, tokens_per_second: float) -> Measured:
-    """Return a run, with its seconds per step computed from its tokens per second per device."""
+    """Return a `Measured` run; its seconds per step are computed from its tokens per second per device."""
     return Measured(name, job, job.data.global_batch * job.data.seq_len / all_ranks(job) / tokens_per_second)
 
 

@@ -42,15 +42,13 @@ class ExpertShape:
 
     @property
     def sent(self) -> float:
-        """The bytes per token that are sent to the ranks of the token's experts. The results that come back have as
-        many bytes.
-        """
+        """The bytes per token that are sent to the ranks of the token's experts. As many bytes come back as results."""
         return self.rows * self.dim * self.used * (self.ep > 1)
 
     @property
     def chosen(self) -> float:
         """The bytes per token that selective activation checkpointing keeps in addition to the outputs of matmuls: the
-        rows that were exchanged, scores and indices.
+        exchanged rows, the scores and the indices.
         """
         return 2 * self.sent + 12 * self.rows
 
@@ -79,7 +77,7 @@ class ExpertShape:
 
 
 def experts_of(job: Job) -> ExpertShape | None:
-    """Return the shapes of the experts in a block of a job; None if the model has no experts."""
+    """Return the sizes of the experts in a block of a job's model; None if the model has no experts."""
     if not job.model.sparse:
         return None
     model, layout = sparse(job), job.parallelism

@@ -143,8 +143,9 @@ class Site:
     queue: float  # seconds until a replacement for a failed node is there
     restart: float  # seconds from the time when all nodes are there until the next step
     node_write: float  # bytes per second that a node writes
-    save_seconds: float | None = None  # seconds until a checkpoint is complete; None: computed from its size
-    # seconds for which training waits while a checkpoint is copied; None: computed from its size
+    # seconds until a checkpoint is complete; if None, computed from the checkpoint's size
+    save_seconds: float | None = None
+    # seconds for which training waits while a checkpoint is copied; if None, computed from the checkpoint's size
     copy_seconds: float | None = None
 
     @property
@@ -186,7 +187,7 @@ class Site:
         return self.bytes * groups * self.job.parallelism.dp_replicate / self.gpus / COPIED[kind]
 
     def costs(self, way: Way) -> Interruptions:
-        """Return what interruptions cost the job if it runs in this way."""
+        """Return the costs of interruptions for the job if it runs in the way `way`."""
         restart = self.restart + self.queue * (way.queue and not way.elastic) + way.lost
         if way.kind == "off":
             return Interruptions(self.between, restart, 0.0)

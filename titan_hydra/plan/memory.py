@@ -44,7 +44,7 @@ Moment = tuple[float, list[Term]]
 
 @dataclass(frozen=True)
 class Peak:
-    """The memory of the fullest rank at its fullest moment."""
+    """The memory of the rank that needs the most, at the moment at which it needs the most."""
 
     rank: int  # global rank of the fullest rank; the other ranks of its pipeline stage hold as much
     pipeline_rank: int
@@ -53,12 +53,12 @@ class Peak:
 
     @property
     def gib(self) -> float:
-        """GiB that the allocator reserves."""
+        """The GiB that the allocator reserves."""
         return sum(term.bytes for term in self.terms) / GIB
 
     @property
     def allocated_gib(self) -> float:
-        """GiB of live tensors."""
+        """The GiB of live tensors."""
         return self.live / GIB
 
     @property
@@ -73,7 +73,8 @@ class Constants:
     use the older values.
     """
 
-    # ratio of reserved to live bytes of temporary memory, fitted to one H200 with torch 2.11; 1.17 on the paper's ranks (2024)
+    # ratio of reserved to live bytes of temporary memory: fitted to one H200 with torch 2.11; on the paper's ranks
+    # (2024) it was 1.17
     reserve: float = 1.05
     logits: float | None = None  # bytes per logit at the loss; if None, `_head` counts them
     # bytes per logit in each of the two copies of the logits of all microbatches, which older pipeline schedules kept
@@ -255,8 +256,8 @@ def saved(shape: Shape) -> float:
 
 
 def _norms(shape: Shape) -> float:
-    """Return the elements per token in the outputs of a block's two norms. With tensor parallelism these are the
-    gathered outputs, which the linears read.
+    """Return the elements per token in the outputs of a block's two norms. With tensor parallelism, the gathered
+    outputs are counted, which the linears read.
     """
     dim = shape.job.model.dim
     if shape.job.parallelism.tp == 1:
@@ -285,7 +286,7 @@ def _attention(shape: Shape) -> float:
 
 def _mask(shape: Shape) -> float:
     """Return the bytes of a microbatch's attention mask, which separates documents or, in a vision tower, images. All
-    attention kernels need the mask except flash in half precision.
+    attention kernels need the mask, except the flash kernel in half precision.
     """
     tower = shape.stack is not None and shape.stack.tower is not None
     return shape.samples * shape.job.data.seq_len**2 if tower or call_of(shape.job).masked else 0
@@ -328,7 +329,7 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
         if job.loss.chunk_tokens >= tokens:  # with a single chunk, its product already is the weight's gradient
             each, weights = shape.used * weight, waiting - 1
         gradients = Term("head's gradient", weights * each + waiting * hidden)
-        # a chunk's logits, and the chunk's part of the head's weight gradient
+        # the logits of a chunk, and the part that the chunk adds to the weight gradient of the head
         chunk = shape.used * (min(job.loss.chunk_tokens, tokens) * shape.vocabulary + weight)
         yield [Term("head and loss", chunk + around), gradients]
         yield [Term("head and loss", shape.used * weight + around), Term("head's gradient", waiting * (each + hidden))]

@@ -77,8 +77,8 @@ def _context(shape: Shape) -> float:
 
 
 def _experts(shape: Shape) -> float:
-    """Return the bytes that the ranks of an ep group exchange in a block: tokens on the way to their experts and back,
-    and the gradients of both.
+    """Return the bytes that the ranks of an ep group exchange in a block: tokens that go to their experts, results that
+    come back, and the gradients of both.
     """
     return shape.tokens * shape.experts.sent * sum(exchanges(shape)) if shape.experts else 0.0
 

@@ -27,7 +27,7 @@ from .memory import Peak
 from .shape import NotPredictable
 from .time import Speed
 
-Change = tuple[str, Any, Any]  # key, old value, new value
+Change = tuple[str, Any, Any]  # a key, its old value, and its new value
 # fractions of a device's memory: up to FITS a job fits, up to TIGHT it fits tightly, above REFUSED it is refused
 FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10
 
@@ -44,7 +44,7 @@ class Prediction:
 
     @property
     def fits(self) -> str | None:
-        """Whether the job fits a device: yes, tight or no; None if the device's memory is unknown."""
+        """Whether the job fits on a device: "yes", "tight" or "no"; None if the device's memory is unknown."""
         if self.capacity_gib is None:
             return None
         return (
@@ -57,12 +57,12 @@ class Prediction:
 
     @property
     def band(self) -> float:
-        """Return the relative half-width of the error band of times."""
+        """The relative half-width of the error band of predicted times."""
         return time.BAND if self.job.hardware.measured else time.UNMEASURED
 
     @property
     def gpu_hours(self) -> float | None:
-        """Return the GPU-hours of all steps; checkpoints, validation and the start are not counted."""
+        """The GPU-hours of all steps; checkpoints, validation and the start are not counted."""
         return self.speed.step_seconds * self.job.steps * all_ranks(self.job) / 3600 if self.speed else None
 
 
@@ -98,7 +98,7 @@ def of_launch(job: Job) -> Prediction | None:
 
 
 def objection(prediction: Prediction) -> Fault | None:
-    """Return the fault of a job that is predicted not to fit its devices, with the nearest change that would make it fit;
+    """Return a fault if a job is predicted not to fit on its devices, with the nearest change that would make it fit;
     None if it fits.
     """
     job, peak, capacity = prediction.job, prediction.peak, prediction.capacity_gib

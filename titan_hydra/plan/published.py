@@ -48,7 +48,7 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """The relative error of the predicted speed; above 0 the prediction is too fast."""
+        """The relative error of the predicted speed. If it is above 0, the predicted speed is too high."""
         return self.speed[1] / self.speed[0] - 1
 
     @property
@@ -90,7 +90,7 @@ def rows_of(file: Path | None = None) -> list[Row]:
 
 
 def score(row: Row) -> Scored:
-    """Predict a row. Raises NotPredictable or ConfigError with the reason if that is impossible."""
+    """Predict a row. If this is impossible, raises NotPredictable or ConfigError with the reason."""
     hardware = _hardware(row)
     if missing := [name for name in ("gpus", "global_batch", "seq_len", "precision") if name not in row]:
         raise NotPredictable(f"{missing[0]}: is not given")
@@ -125,7 +125,7 @@ def score(row: Row) -> Scored:
     )
 
 
-@cache  # most rows have the same overrides for their memory and for their time
+@cache  # cached, as most rows have the same overrides for their memory and for their time
 def _composed(*overrides: str) -> Job:
     return freeze(compose_unchecked(*overrides))
 

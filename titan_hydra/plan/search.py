@@ -21,7 +21,7 @@ from .shape import NotPredictable
 ROWS = 10  # maximum number of layouts that a search returns
 CHUNKS = (2, 3, 4, 5, 6, 8)  # numbers of stages per pipeline rank to try, if the schedule allows several
 LONG = 32_768  # sequence length in tokens from which context parallelism is searched by default
-LARGEST = 64  # maximum number of samples in a local batch without a pipeline
+LARGEST = 64  # maximum number of samples in a local batch, if there is no pipeline
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
@@ -89,7 +89,7 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
         row = Row(one)
         if row.key not in rows and not checks.check(one.job):
             rows[row.key] = row
-        if len(rows) == 2 * ROWS:  # exact times are computed for twice as many layouts as are returned
+        if len(rows) == 2 * ROWS:  # twice as many layouts as are returned get an exact prediction of their time
             break
     exact = [Row(timed(row.prediction)) for row in rows.values()]
     if fitting:

@@ -23,7 +23,7 @@ from .experts import ExpertShape, experts_of, lighter, shared_width
 
 
 class NotPredictable(ValueError):
-    """A value that the prediction needs is missing; the message is `key=value: reason`."""
+    """Raised if a value that the prediction needs is missing. The message has the form `key=value: reason`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Shape:
     # rank.
     block: float
     dense: tuple[int, ...]  # number of dense blocks of each stage, in a model with experts
-    lighter: float  # number of parameters by which `block` exceeds a dense block
+    lighter: float  # how many parameters `block` has more than a dense block
     embedding: float
     head: float  # parameters of the head; 0 if it is tied to the embedding
     layers: tuple[int, ...]  # number of blocks of each stage
@@ -49,8 +49,8 @@ class Shape:
     shards: int  # ranks over which each parameter is sharded
     wrapped: bool  # whether FSDP wraps the model
     experts: ExpertShape | None
-    stack: Stack | None = None  # the family's description of these blocks if they are not a decoder's
-    # the shapes of the stacks of blocks that run before these blocks, on the first stage
+    stack: Stack | None = None  # the family's description of these blocks, if they do not belong to a decoder
+    # the shapes of the stacks of blocks that run, on the first stage, before these blocks
     before: tuple[Shape, ...] = ()
 
     @property
@@ -115,7 +115,7 @@ class Shape:
 
     @property
     def moments(self) -> int:
-        """The number of state tensors that the optimizer keeps of each parameter's size."""
+        """The number of state tensors, each as large as a parameter, that the optimizer keeps for it."""
         return OPTIMIZERS[self.job.optimizer.name].moments(self.job.optimizer)
 
     @cached_property
@@ -130,7 +130,7 @@ class Shape:
 
     @cached_property
     def keys(self) -> float:
-        """The number of elements in a token's keys on this rank, which is also the number in its values."""
+        """The number of elements in a token's keys on this rank, and also in its values."""
         return self.job.model.n_kv_heads * self.job.model.head_width / self.job.parallelism.tp
 
     @cached_property
@@ -367,7 +367,7 @@ def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
 
 
 def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:
-    """Return for each stage how many of its blocks are among the model's first `dense` blocks."""
+    """Return for each stage how many of its blocks belong to the model's first `dense` blocks."""
     ends = accumulate(layers)
     return tuple(min(max(dense - end + size, 0), size) for size, end in zip(layers, ends, strict=True))
 

@@ -28,8 +28,8 @@ BAND, UNMEASURED = 0.15, 0.20
 TOKEN_BYTES = 36
 # bytes per element of a cast to Float8 with one scale: bf16 is read twice (for the maximum, to cast), a byte is written
 CAST_BYTES = 5
-LATENCY = 0.01  # seconds of a step that no other term counts
-OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` that may be null
+LATENCY = 0.01  # seconds of a step that no other term includes
+OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` whose values may be null
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Factors:
     memory: float = 0.85  # fraction of the device's memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
     async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
-    # seconds by which a collective that takes one second at NVLink's rate delays the computation that overlaps with it
+    # seconds by which a collective delays the computation that overlaps with it, per second of it at NVLink's rate
     contention: float = 0.35
-    # seconds per node that a collective waits for its last rank, which never overlap with computation
+    # seconds per node for which a collective waits for its last rank; this time never overlaps with computation
     straggler: float = 23e-6
-    message: float = 40e6  # size in bytes of a collective that reaches half of its link's rate
+    message: float = 40e6  # a collective of this size, in bytes, reaches half of its link's rate
     launch: float = 2e-3  # seconds that the host needs to start the kernels of a block's forward in eager mode
     launch_tp: float = 2.0  # factor on `launch` under tensor parallelism, where every operator goes through DTensor
     imbalance: float = 1.6  # largest number of rows that the experts of a rank get, divided by the mean over ranks
@@ -113,7 +113,7 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
 
 
 def block_passes(shape: Shape, factors: Factors) -> Passes:
-    """Return the seconds of one block for one microbatch, by the kinds of work of docs/plan.md."""
+    """Return the seconds of one block for one microbatch, by kind of work (docs/plan.md explains the kinds)."""
     matmuls, attention = _matmuls(shape, factors), _attention(shape, factors)
     elements, casts = _element_wise(shape, factors), _float8_casts(shape, factors)
     return {
@@ -133,7 +133,7 @@ def _sum(passes: Passes) -> Pair:
 
 
 def _matmuls(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of a block's linears and experts; the backward has two matmuls for each matmul of the forward."""
+    """Return the seconds of a block's linears and experts. The backward has two matmuls for each matmul of the forward."""
     tp = shape.job.parallelism.tp
     linears = sum(2 * shape.tokens * one.size(tp) / _rate(shape, one) for one in shape.linears)
     once = linears + _experts(shape, factors)
@@ -277,7 +277,7 @@ def _imbalance(shape: Shape, factors: Factors) -> float:
 
 
 def _exchange(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of the all-to-alls to experts and back; each device has its own NIC."""
+    """Return the seconds of the all-to-alls to the experts and back. It is assumed that each device has its own NIC."""
     if not shape.experts or shape.experts.ep == 1:
         return Pair(0.0, 0.0)
     hardware, ep = shape.job.hardware, shape.experts.ep
@@ -322,7 +322,7 @@ def _attention_rate(shape: Shape, factors: Factors) -> float:
 
 
 def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
-    """Return the bytes of memory traffic per token of casts to Float8, (forward, backward).
+    """Return the bytes of memory traffic per token for casts to Float8: (forward, backward).
 
     Tensorwise scaling reads each bf16 element twice (to find the tensor's largest value, then to cast it) and writes
     one byte. The matmul of a weight's gradient needs both operands transposed: for each element one byte is read and

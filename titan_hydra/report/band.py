@@ -90,8 +90,8 @@ def noise_of(reference: tuple[float, ...]) -> list[float]:
 
 
 def local_noise(losses: Sequence[float], row: int) -> float:
-    """Return the standard deviation of the loss around its trend near `row`: the standard deviation of the differences
-    of neighbouring rows, divided by the square root of two.
+    """Return the standard deviation of the loss around its trend near `row`. It is computed as the standard deviation
+    of the differences between neighbouring rows, divided by the square root of two.
     """
     near = losses[max(0, row - NEIGHBOURS) : row + NEIGHBOURS + 1]
     steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]

@@ -54,7 +54,7 @@ class ReportCell:
 
     @property
     def single(self) -> list[ReportCell]:
-        """The runs of this cell: the cell itself or, for a `Mean`, its members."""
+        """The cells with a single run each: this cell itself or, for a `Mean`, its members."""
         return [*self.members.values()] or [self]
 
     @property
@@ -76,8 +76,8 @@ class ReportCell:
 
     @cached_property
     def steady(self) -> list[float]:
-        """Tokens per second of the logged rows, without the first row (warm-up), profiled rows, and rows that are
-        shorter than the logging interval.
+        """Tokens per second of the logged rows. Left out are the first row (warm-up), profiled rows, and rows over
+        fewer steps than the logging interval.
         """
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
         profiled = self.column("profiled_steps")
@@ -115,7 +115,7 @@ class ReportCell:
 
     rate = property(lambda self: self.numbers.get("tokens_per_second"))  # median over the steady steps, per device
     iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # interquartile range of these rates
-    noise = iqr  # rates that differ by less than this are indistinguishable
+    noise = iqr  # rates that differ by less than this value are indistinguishable
     # number of steps (or rows) from which the median rate is computed
     measured = property(lambda self: self.numbers.get("measured_steps"))
     memory = property(lambda self: self.numbers.get("memory_gib"))  # peak GiB reserved, the largest over all ranks
@@ -192,7 +192,7 @@ class ReportCell:
 
     @property
     def lowest(self) -> tuple[float, int] | None:
-        """The lowest held-out loss and its step; None for a failed run."""
+        """The lowest held-out loss, with its step; None for a failed run."""
         losses = [(loss, step) for step, loss in self.validation.items() if isfinite(loss)]
         return min(losses) if losses and not self.state.failure else None
 
@@ -311,7 +311,7 @@ class Mean(ReportCell):
 
     @property
     def errors(self) -> dict[int, float]:
-        """Standard error of the mean loss at each step; {} for a single member."""
+        """The standard error of the mean loss at each step; {} if there is only one member."""
         errors = self._merged(lambda cell: cell.means, error_of)
         return {} if None in errors.values() else errors
 
@@ -347,7 +347,7 @@ def gather(selection: Selection) -> list[ReportCell]:
 
 
 def read_cell(chosen: RunCell, now: State) -> ReportCell:
-    """Read the files of a run. A damaged run gets a cell without content."""
+    """Read the files of a run. For a damaged run, the returned cell has no content."""
     cell = ReportCell(chosen.name, chosen.directory, chosen.overrides, now)
     if now.damage:
         return cell

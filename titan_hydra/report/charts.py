@@ -26,7 +26,7 @@ ROWS = (  # charts that show a column of metrics.jsonl: (name, title, unit, colu
     ("memory_over_time", "Memory over time", "GiB reserved, the largest over all ranks", "memory_reserved_gib"),
     ("step_seconds", "Step times", "seconds", "step_seconds"),
 )
-POINTS, TOGETHER = 2000, 15_000  # maximum number of points of a line, and of all lines of a chart together
+POINTS, TOGETHER = 2000, 15_000  # maximum number of points: POINTS for one line, TOGETHER for all lines of a chart
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Bar:
     value: float | None
     text: str
     remark: str
-    spread: float | None = None  # half the IQR, or the standard error
+    spread: float | None = None  # length of the thin line to each side: half the IQR, or the standard error
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar chart with a bar for each row of the table, and a line at the `limit`."""
+    """A bar chart with a bar for each row of the table, and a line at the value `limit`."""
 
     name: str
     title: str

@@ -31,7 +31,7 @@ class Column(Mapping[int, float]):
     """The values of one column, by ascending step. Rows without a value are left out."""
 
     def __init__(self, steps: array[int] | None = None, numbers: array[float] | None = None) -> None:
-        """Keep the arrays without copying them, so that columns with a value in every row share one array of steps."""
+        """Store the arrays without copying them, so that columns with a value in every row share one array of steps."""
         self.steps, self.numbers = steps or array("q"), numbers or array("d")
 
     def __getitem__(self, step: int) -> float:

@@ -28,7 +28,7 @@ HELD_OUT = [name for name, changes in CHANGES.items() if changes == "held-out lo
 EQUAL = [name for name, changes in CHANGES.items() if changes != "technique"]
 VERSIONS = ("torch", "torchao", "triton")
 UNKNOWN = object()  # the value of a key whose file or result is missing; it counts as equal to every value
-# further values that must be equal, although they are not keys of config.json
+# further values that must be equal and are not keys of config.json
 PLACE: dict[str, Callable[[ReportCell], Any]] = {
     "gpus": lambda cell: cell.gpus,
     "device": lambda cell: cell.device,
@@ -93,8 +93,8 @@ def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> 
 
 
 def on_purpose(key: str, swept: set[str]) -> bool:
-    """Whether the sweep varies a key: an override that differs between its cells sets the key, its group, or an option
-    that may set any key (RECIPES).
+    """Whether the sweep varies a key. It does if an override that differs between the sweep's cells sets the key, the
+    key's group, or an option that may set any key (RECIPES).
 
     Code, versions and device never count as varied on purpose, as no override sets them: if they differ, the cells come
     from several checkouts or clusters. debug.balance_experts never counts either, as no real training uses it.
@@ -143,7 +143,7 @@ def refuse(found: list[Difference], allowed: set[str]) -> None:
 
 
 def is_allowed(key: str, allowed: Iterable[str]) -> bool:
-    """Whether --allow names a key or its group."""
+    """Whether --allow names this key, or the group of this key."""
     return any(_within(key, name) for name in allowed)
 
 

@@ -1,5 +1,5 @@
-"""The report as one HTML page: tables, interactive plots, the keys in which cells differ, environment, and the commands
-to reproduce it.
+"""The report as one HTML page: tables, interactive plots, the keys in which cells differ, the environment, and the
+commands that reproduce the report.
 
 The page needs no network, and its content security policy forbids all requests. plotly draws the plots; the page's
 template and script are in assets.
@@ -64,7 +64,7 @@ def packed_plotly() -> str:
 
 
 def news(report: Report) -> dict[str, Any]:
-    """Return what a live page fetches: its tables as HTML, and the data of its charts."""
+    """Return the data that a live page fetches: its tables as HTML, and the data of its charts."""
     parts: Any = template("report_parts.html").module
     over = sum(row.cell.state.kind != "new" and not row.cell.state.active for row in report.rows)
     state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.rows)} cells are over"
@@ -74,8 +74,8 @@ def news(report: Report) -> dict[str, Any]:
 
 @cache
 def template(name: str) -> Template:
-    """Load a Jinja template from assets. The template escapes inserted values for HTML, and raises an exception if one
-    is missing.
+    """Load a Jinja template from assets. The template escapes inserted values for HTML. A missing value raises an
+    exception.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

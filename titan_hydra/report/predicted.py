@@ -50,7 +50,7 @@ def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
 
 def measured_rows(report: Report) -> list[dict[str, Any]]:
     """Return a row for each run that is done, with the keys of assets/published.yaml: the job, its median speed, and
-    its reserved memory. Raises ConfigError if no run is done, or a run cannot be read.
+    its reserved memory. Raises ConfigError if no run is done, or if a run cannot be read.
     """
     cells = [cell for row in report.rows for cell in row.cell.single if cell.done and cell.rate]
     if not cells:
@@ -74,7 +74,7 @@ def measured_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def job_of_run(directory: Path) -> Job:
-    """Read a run's job. Raises NotPredictable if it is damaged, or of another version."""
+    """Read a run's job. Raises NotPredictable if its file is damaged, or if another version has written it."""
     content = layout.CONFIG.read(directory)
     if not content:
         raise NotPredictable(f"{directory.name} has no config.json that can be read")

@@ -1,4 +1,4 @@
-"""A row of the report's table: a cell compared with the baseline, and the columns that it has."""
+"""The rows of the report's table, each a cell that is compared with the baseline, and the table's columns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ReportRow:
 
     @property
     def to_prediction(self) -> float | None:
-        """The relative difference of tokens/s from the predicted rate."""
+        """The relative difference between the measured and the predicted tokens/s."""
         return self.cell.rate / self.predicted_rate - 1 if self.cell.rate and self.predicted_rate else None
 
     @property

@@ -13,7 +13,7 @@ from .page import news, page
 from .table import Report
 
 LOOPBACK = "127.0.0.1"
-EVERY = 3  # seconds between two requests of an open page
+EVERY = 3  # seconds after which an open page requests new data
 
 
 def serve(make: Callable[[], Report], port: int) -> None:
@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*given)
 
     def do_GET(self) -> None:
-        """Send the page, or the reason why there is none."""
+        """Send the page or, if it cannot be made, the reason."""
         host, (kind, content) = self.headers.get("Host", "").rpartition(":")[0], self.pages.get(self.path, ("", None))
         if content is None or host not in (LOOPBACK, "localhost"):
             return self.answer(404, "text/plain", "no such page\n")
@@ -75,4 +75,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Do nothing; the base class prints a line for each request."""
+        """Do nothing, in place of the base class's method, which would print a line for each request."""

@@ -49,7 +49,9 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def line_style(number: int) -> tuple[str, str]:
-    """Return colour and dashes of the n-th line. Neighbours differ in both, and the first 28 lines all differ."""
+    """Return the colour and dashes of the n-th line. Neighbouring lines differ in both; the first 28 all look
+    different.
+    """
     return LINES[number % len(LINES)], DASHES[number % len(DASHES)]
 
 

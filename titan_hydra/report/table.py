@@ -1,5 +1,5 @@
-"""The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes
-below it.
+"""The table of a report: a row for each cell with the columns of the TorchTitan paper, the values that all cells share,
+and notes.
 """
 
 from collections.abc import Set
@@ -18,7 +18,7 @@ from .digits import percent
 from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, Column, ReportRow, against, task_columns
 
 DRAWN = 100  # maximum number of rows in a chart: readers cannot distinguish more lines, and browsers cannot draw them
-SLOW = 0.2  # fraction by which a run may be slower than predicted before a note is added
+SLOW = 0.2  # a note is added if a run is slower than predicted by more than this fraction
 # columns that become part of the caption if all cells have the same value
 ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")
 
@@ -56,7 +56,7 @@ class Report:
 
     @property
     def reference(self) -> ReportRow | None:
-        """The baseline's row; None if no row is compared with it."""
+        """The baseline's row; None if the report has no other row."""
         return self.baseline if len(self.rows) > 1 else None
 
     @property
@@ -119,7 +119,7 @@ class Report:
 
     @property
     def origin(self) -> str:
-        """A line that names the report's source, for figures that are shown elsewhere."""
+        """A line that names the report's source. Figures contain it, as they may be shown without the report."""
         return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, self.command)))
 
     @cached_property

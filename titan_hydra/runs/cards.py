@@ -80,7 +80,7 @@ def released(found: dict[str, str]) -> list[str]:
 
 
 def measured_of(directory: Path) -> dict[str, Any]:
-    """Return what a finished run has measured; {} for a run that is not done."""
+    """Return the figures that a finished run has measured; {} for a run that is not done."""
     result = layout.RESULT.read(directory)
     if result.get("status") != "done":
         return {}

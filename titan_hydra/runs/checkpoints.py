@@ -29,7 +29,7 @@ CHUNK = 2**24  # number of bytes that are read from a file at a time
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete steps in a checkpoints folder, oldest first. `damage` checks whether they are intact."""
+    """Return the complete steps in a checkpoints folder, oldest first. Some may be damaged, which `damage` checks."""
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
 
 
@@ -71,7 +71,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Read the manifest of a step; None if it is missing or damaged, or this user may not read it."""
+    """Read the manifest of a step; None if it is missing or damaged, or if this user may not read it."""
     with contextlib.suppress(OSError):
         manifest = layout.MANIFEST.read(path)
         return manifest if manifest.get("files") else None
@@ -93,7 +93,7 @@ def best(folder: Path) -> Path | None:
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Read the files of a step and return their faults, a line each. Each of `ranks` ranks reads a share of the files."""
+    """Read the files of a step, and return a line for each fault. If several ranks check a step, each reads some files."""
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{layout.MANIFEST.name} is missing or cannot be read"] if rank == 0 else []
@@ -119,7 +119,7 @@ def _wrong(file: Path, expected: dict[str, Any]) -> str | None:
 
 
 def checksum(file: Path) -> str:
-    """Return the CRC-32 of a file in hex. It finds accidents, not attacks (docs/security.md)."""
+    """Return the CRC-32 of a file in hex. A CRC detects accidental damage, but no attack (docs/security.md)."""
     crc = 0
     with file.open("rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK):
@@ -167,7 +167,9 @@ def asked_for(run: Path, step: str | None) -> Path:
 
 
 def lowest_held_out(run: Path) -> tuple[float | None, int | None]:
-    """Return the lowest held-out loss in a run's events and its (first) step; (None, None) if no loss was measured."""
+    """Return the lowest held-out loss in a run's events, and the first step with this loss; (None, None) without
+    losses.
+    """
     rows = (row for row in layout.EVENTS.rows(run)[0] if row["event"] == "validation")
     losses = [(loss, row["step"]) for row in rows if isfinite(loss := row.get("validation_loss") or nan)]
     return min(losses, default=(None, None))
@@ -208,7 +210,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def sync_folder(path: Path) -> None:
-    """Make names and renames in a folder durable (fsync)."""
+    """Make the creation and the renaming of files in a folder durable (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

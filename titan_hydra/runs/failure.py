@@ -22,7 +22,8 @@ STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, 
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
 DISK_FULL = r"No space left on device|Disk quota exceeded"
 TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
-# Errors of gloo, NCCL and TCPStore on a rank that has lost its connection to another rank: that other rank is guilty.
+# Error messages of gloo, NCCL and TCPStore on a rank that has lost its connection to another rank; the other rank is
+# guilty.
 SECONDARY = (
     r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
     r"remote process exited|communicator was aborted|ncclRemoteError|gloo/transport|failed to recv|unbound_buffer"
@@ -169,8 +170,8 @@ def _without_ranks(attempt: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended, according to its own record (rank_<r>.json) and to the record of its parent process
-    (ranks.json) or of its executor.
+    """How one rank ended, according to its own record (rank_<r>.json) and to that of its parent process (ranks.json) or
+    of its executor.
     """
 
     attempt: Path
@@ -221,7 +222,7 @@ class Ended:
         return not self.spoke and not self.killed and self.status is not None and self.status not in STOPPED
 
     def failure(self) -> Failure:
-        """Return the failure with this rank as the guilty one."""
+        """Return the failure of the attempt, with this rank as the guilty rank."""
         status, line, detail, log = self._spoken() if self.error else self._unspoken()
         kind = Kind.KILLED if status == Exit.BUG and self.status == -signal.SIGKILL else KIND_OF.get(status, Kind.BUG)
         if kind == Kind.BUG and re.search(DISK_FULL, f"{line}\n{detail}\n{(self.error or {}).get('traceback', '')}"):
@@ -263,8 +264,8 @@ class Ended:
 
     @property
     def log(self) -> Path:
-        """The rank's log; for a rank that died before opening it (an import error), the output that its parent
-        captured.
+        """The rank's log. For a rank that died before it opened its log (by an import error), the output that the
+        parent process has captured.
         """
         log = layout.LOG.of(self.attempt, self.rank)
         if log.exists():

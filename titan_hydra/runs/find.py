@@ -1,4 +1,4 @@
-"""Find the runs that a user names on the command line: by a run directory, a sweep's manifest or name, a folder of
+"""Find the runs that a user names on the command line, by a run directory, a sweep's manifest or name, a folder of
 runs, a run's name, or the start of a hash.
 
 A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells in order:
@@ -23,7 +23,7 @@ from . import layout
 
 @dataclass(frozen=True)
 class RunCell:
-    """One run of a selection. Its directory need not exist yet."""
+    """One run of a selection. The run's directory may not exist yet."""
 
     name: str
     directory: Path
@@ -37,11 +37,11 @@ class Selection:
     name: str
     cells: list[RunCell]
     baseline: str | None = None
-    manifest: Path | None = None  # folder of the sweep; None for runs of no sweep, or of several
+    manifest: Path | None = None  # folder of the sweep; None if the runs belong to no sweep, or to several sweeps
 
     @cached_property
     def sweep(self) -> dict[str, Any]:
-        """The content of the sweep's manifest; {} for runs of no sweep or of several."""
+        """The content of the sweep's manifest; {} if the runs belong to no sweep, or to several sweeps."""
         return layout.SWEEP.read(self.manifest) if self.manifest else {}
 
 
@@ -131,7 +131,7 @@ def readable(runs: Path) -> list[Path]:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the content of a sweep's manifest; {} if it is damaged or may not be read."""
+    """Return the content of a sweep's manifest; {} if it is damaged, or if this user may not read it."""
     try:
         return layout.SWEEP.read(folder)
     except PermissionError:

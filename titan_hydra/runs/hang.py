@@ -51,13 +51,13 @@ class Dump:
         self.later = recorded[len(self.operations) :]
 
     def last(self, key: Series) -> int:
-        """Return the number of the last operation of a series that this rank has begun; 0 if it has begun none."""
+        """Return the number of the last operation that this rank has begun in a series; 0 if it has begun none."""
         return max((one["seq"] for one in self.operations if series(self.rank, one) == key), default=0)
 
     @property
     def blocked(self) -> bool:
-        """Whether the main thread is inside a collective. (A rank may also have begun collectives for which it does not
-        wait yet.)
+        """Whether the main thread is inside a collective. (It may also have begun collectives for which it does not yet
+        wait.)
         """
         return any(
             "/torch/distributed/" in frame or "wait_tensor" in frame
@@ -202,8 +202,8 @@ def names(ranks: Iterable[int]) -> str:
 
 
 def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
-    """Describe the state of every rank, for a hang without a late rank: no rank is behind, or the waits form a circle
-    and no omitted operation was found.
+    """Describe the state of every rank, for a hang in which no late rank was found. Then no rank is behind, or the
+    waits form a circle and no omitted operation was found.
     """
     line = (
         "the ranks wait for one another: one has left out an operation, or their operations differ"

@@ -1,5 +1,5 @@
-"""Suggest what to try after a failure. Suggested overrides can be typed as they are; they are based on the config.json
-of the run, and the rules of `config/rules` accept them.
+"""Suggest what to try after a failure. Suggested overrides can be typed as they are: they are derived from the run's
+config.json, and the rules of `config/rules` accept them.
 """
 
 from __future__ import annotations

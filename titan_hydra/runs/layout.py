@@ -1,7 +1,6 @@
-"""The files of a run directory and of a sweep: the name of each, who writes it, what it holds, and the shape of its
-JSON.
+"""The files of a run directory and of a sweep: each file's name, writer and content, and the shape of its JSON.
 
-Readers treat a JSON file of any other shape as damaged, and a damaged file as absent. The command `python -m
+If a JSON file has another shape, readers treat it as damaged, and a damaged file as absent. The command `python -m
 titan_hydra.runs.layout` prints the table of docs/architecture.md.
 """
 

@@ -47,7 +47,7 @@ def folder_of(cells: list[Any]) -> Path | None:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Create the folder `name`, or `name-2` (`name-3`, ...) if another sweep has begun in the same second."""
+    """Create the folder `name`. If another sweep has begun in the same second, create `name-2` (`name-3`, ...) instead."""
     folder, number = parent / name, 1
     while True:
         try:

@@ -63,7 +63,7 @@ def name_of(owner: Owner) -> str:
 
 
 def is_here(owner: Owner) -> bool:
-    """Whether the ranks of an attempt are processes of a known host, so that their process ids show whether they still
+    """Whether the ranks of an attempt are processes of a known host. If so, their process ids show whether they still
     run.
     """
     executor = EXECUTORS.get(name_of(owner))

@@ -1,4 +1,4 @@
-"""Helpers that several commands share: dotted keys of a configuration, and whether a process is alive."""
+"""Helpers that several commands share: the dotted keys of a configuration, and the test whether a process is alive."""
 
 import os
 import socket
@@ -33,7 +33,7 @@ def alive(record: dict[str, Any] | None) -> bool:
 
 
 def _born(pid: int) -> str | None:
-    """Return the boot and the clock tick at which the process with this id started. Together with the id, these
+    """Return the machine's boot id, and the clock tick at which the process `pid` started. Together with `pid`, these
     identify a process. None if the process has ended or is a zombie.
     """
     if not Path("/proc/self").exists():

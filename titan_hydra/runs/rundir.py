@@ -1,4 +1,4 @@
-"""Run directories. They are created atomically and claimed by one launcher at a time; their files give the run's state.
+"""Run directories. They are created atomically, and one launcher at a time claims them. Their files show a run's state.
 
     runs/<name>-<hash>/config.json overrides.txt env.json attempts/<n>/... and what the trainer adds
 
@@ -52,7 +52,7 @@ class State:
     kind: str
     attempt: int = 0
     failure: Failure | None = None
-    host: str | None = None  # where the run runs: a host, or a list of nodes
+    host: str | None = None  # where the run is running: a host, or a list of nodes
     job: QueuedJob | None = None  # the run's job in the executor's queue
     damage: str = ""  # for a damaged run: the name of the file that cannot be read, with the reason
     refused: str = ""  # for a run that is not submitted or interrupted: why the executor has refused or dropped it
@@ -60,7 +60,7 @@ class State:
 
     @property
     def active(self) -> bool:
-        """Whether the state may change without a further command."""
+        """Whether the state may change although nobody types a command."""
         return self.kind in ("queued", "running", "unknown")
 
     @property
@@ -106,8 +106,8 @@ def states(directories: list[Path]) -> list[State]:
 
 
 def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
-    """Read the state of a run for display. Its kind is damaged if a file that defines the run or its end cannot be
-    read.
+    """Read the state of a run for display. The state's kind is `damaged` if a file that defines the run, or that
+    records its end, cannot be read.
 
     The launcher uses `state` instead, which treats a damaged file as absent, so that the run continues and writes the
     file again.
@@ -145,7 +145,8 @@ def damage_of(directory: Path, now: State) -> str:
 def note(attempt: Path, **known: object) -> dict[str, Any]:
     """Update the record of an attempt, attempt.json, and return it.
 
-    Setting a job id clears `ended`: another launcher may have marked the attempt as ended before the id was known.
+    When a job id is recorded, `ended` is cleared: another launcher may have marked the attempt as ended before the id
+    was known.
     """
     record = {**layout.CLAIM.read(attempt), **known}
     if "job_id" in known:
@@ -162,8 +163,8 @@ def running_ranks(attempt: Path) -> list[dict[str, Any]]:
 def host_of_running(attempt: Path) -> str | None:
     """Return the host on which an attempt is running; None if the attempt is over, or if only its executor can know.
 
-    The owner of an attempt is the launcher at first; once the ranks' parent process has written ranks.json, the owner is
-    that process. Ranks may outlive both.
+    The owner of an attempt is the launcher at first; once the ranks' parent process has written ranks.json, the owner
+    is that process. Ranks may outlive their owner.
     """
     owner = layout.RANKS.read(attempt) or layout.CLAIM.read(attempt)
     if not is_here(owner):
@@ -197,8 +198,8 @@ def file_time(folder: Path) -> float:
 
 
 def heard_of_ranks(attempt: Path) -> bool:
-    """Whether ranks of an attempt seem to run: at least one has not recorded its end, and a file of the attempt was
-    written within the last SILENCE seconds.
+    """Whether ranks of an attempt seem to run. This is so if a rank has not recorded its end, and if a file of the
+    attempt was written within the last SILENCE seconds.
     """
     return (
         not layout.EXIT.of(attempt).exists()
@@ -321,8 +322,8 @@ def end_attempt(attempt: Path) -> None:
 
 @functools.cache
 def describe_environment() -> dict[str, Any]:
-    """Return the commit, uncommitted changes, versions and machine of this run, without environment variables. In the
-    changes, everything that looks like a secret is replaced.
+    """Return the commit, uncommitted changes, versions and machine of this run, without environment variables.
+    Everything in the changes that looks like a secret is replaced.
     """
     diff = _git("diff", "HEAD")
     return {

@@ -15,7 +15,7 @@ from . import layout
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps that a run made one after another in the same layout, perhaps in several attempts."""
+    """Successive steps that a run made in the same layout, perhaps in several attempts."""
 
     words: str
     gpus: int
@@ -49,7 +49,7 @@ def stretches_of(directory: Path) -> list[Stretch]:
     """
     events = [event for event in layout.EVENTS.rows(directory)[0] if event["event"] == "layout"]
     first = layout.FIRST_CONFIG.read(directory)
-    if events and events[0]["step"] and first:  # the attempts before the first `titan resume` have written no event
+    if events and events[0]["step"] and first:  # attempts before the first `titan resume` wrote no event `layout`
         degrees = {name: first["parallelism"][name] for name in ("name", *DEGREES)}
         values = {
             "gpus": first["gpus"],
@@ -62,7 +62,7 @@ def stretches_of(directory: Path) -> list[Stretch]:
     # the layout in words, the number of ranks, the step before the stretch's first
     merged: list[tuple[str, int, int]] = []
     for event in events:
-        while merged and merged[-1][2] >= event["step"]:  # that attempt's steps were lost
+        while merged and merged[-1][2] >= event["step"]:  # the steps of the earlier stretch were lost
             merged.pop()
         words = layout_in_words(event)
         if not merged or merged[-1][0] != words:

@@ -71,16 +71,14 @@ def device_hours(directory: Path) -> float:
 
 
 def _life(attempt: Path) -> tuple[float, float] | None:
-    """Return two times of an attempt's rank 0: when it started, and when it last wrote a record. None if it left no
-    record.
-    """
+    """Return when an attempt's rank 0 started, and when it last wrote a record. None if it left no record."""
     rank, status = layout.RANK.read(attempt), layout.STATUS.read(attempt)
     begin = rank.get("started")
     return None if begin is None else (begin, max(rank.get("ended", begin), status.get("time", begin)))
 
 
 def _interrupted(attempt: Path, over: bool) -> bool:
-    """Whether an attempt failed and the job itself was not the cause, or ended without a record (as after a power cut)."""
+    """Whether an attempt failed for a reason outside the job itself, or ended without a record (as after a power cut)."""
     if layout.CANCELLED.of(attempt).exists():
         return False
     if failure := guilty(attempt):

@@ -24,17 +24,17 @@ from .queue import Owner, Queue, ask
 from .run import homes_of
 from .rundir import State
 
-# A running cell counts as silent if it has made no progress for SILENT seconds and for STEPS_SILENT times the time of a
-# step.
+# A running cell counts as silent after SILENT seconds without progress, or after the time of STEPS_SILENT steps if
+# longer.
 SILENT, STEPS_SILENT = 60.0, 10
 FIRST_STEP = 300.0  # maximum seconds without progress before the first row, as the first step compiles
-# phases that may take any time without a cell counting as silent
+# phases that may last for any time; in them, a cell does not count as silent
 LASTING = ("start", "validation", "checkpoint", "end")
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """What is known of a run at one moment. None means unknown."""
+    """What is known about a run at one moment. A field that is None is unknown."""
 
     cell: str
     directory: Path
@@ -47,7 +47,7 @@ class RunRow:
     # seconds that the newest attempt has waited (if queued), has run so far, or took in total
     seconds: float | None = None
     to_go: float | None = None  # predicted seconds until the last step of the run is done, at the present rate
-    silent: float | None = None  # seconds without progress, if they are more than expected
+    silent: float | None = None  # number of seconds without progress, if it is larger than expected
     phase: str | None = None  # phase of a running cell: start, checkpoint, ..., or a part of a step
     cancelled: str | None = None  # the user who cancelled the newest attempt
     best: str | None = None  # with checkpoint.keep_best: the best step so far, and its held-out loss
@@ -141,7 +141,7 @@ def look(cells: list[RunCell]) -> tuple[list[RunRow], dict[str, Queue]]:
 
 
 def owner_of(row: RunRow) -> Owner:
-    """Return attempt.json, the record of who claimed the newest attempt, for a row's run."""
+    """Return the attempt.json of a row's run: the record of who claimed the run's newest attempt."""
     return layout.CLAIM.read(layout.ATTEMPT.of(row.directory, row.state.attempt))
 
 
@@ -166,13 +166,13 @@ def short_names(cells: list[RunCell]) -> list[str]:
 
 
 def tells(override: str) -> bool:
-    """Whether an override belongs to the experiment: its key is part of a run's identity, or is unknown."""
+    """Whether an override belongs to the experiment. It does if its key is part of a run's identity, or is unknown."""
     return identities().get(key_of(override), True)
 
 
 @functools.cache
 def identities() -> dict[str, bool]:
-    """Return for each key and group whether it, or any key in it, is part of a run's identity."""
+    """Return for each key whether it is part of a run's identity, and for each group whether any of its keys is."""
     known, found = known_keys(), {}
     groups = {name.rpartition(".")[0] for name in known}
     for name in reversed(known):  # in the reversed order, keys come before their groups
@@ -279,8 +279,8 @@ def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> flo
 
 
 def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """Return where a run runs: its job's list of nodes, or rank 0's host and the number of further nodes. None while the
-    run is queued.
+    """Return where a run is running: the job's list of nodes, or rank 0's host and the number of further nodes. None
+    while the run is queued.
     """
     if state.kind == "queued":
         return None

@@ -1,10 +1,10 @@
-"""What the name of a GPU implies, for the options that `titan cluster init` writes."""
+"""Find out from a GPU's name what `titan cluster init` writes into an option: the GPU's memory and its hardware preset."""
 
 import re
 
 from titan_hydra.config.describe import option_files
 
-# GiB of device memory by the GPU's name
+# device memory in GiB, by the GPU's name
 DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, "l4": 24, "mi300x": 192}
 
 

@@ -15,7 +15,8 @@ from titan_hydra.launch.cell import RETRY, Cell
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.rundir import State
 
-# A function that runs a claimed attempt to its end. Arguments: the cell, the attempt's folder, the counter of Ctrl-C.
+# A function that runs a claimed attempt to its end. Its arguments are the cell, the attempt's folder, and the counter
+# of Ctrl-C signals.
 RunAttempt = Callable[[Cell, Path, Interrupts], None]
 
 

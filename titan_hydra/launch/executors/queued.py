@@ -1,4 +1,4 @@
-"""What executors with a queue of jobs have in common."""
+"""Functions that all executors with a queue of jobs share."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class RanksExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             "PYTHONPATH": os.pathsep.join([*self.paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "RUST_LOG": os.environ.get("RUST_LOG", "error"),  # torchft otherwise writes many lines in each step
+            "RUST_LOG": os.environ.get("RUST_LOG", "error"),  # without this, torchft writes many lines in each step
             "PYTHONSAFEPATH": "1",  # ranks import the same files as launch.py, never modules in the current folder
         }
         with open(Path(self.folder) / "parent.log", "ab") as log:
@@ -162,8 +162,8 @@ class Ranks(Controller):
             time.sleep(0.3)
 
     def has_died(self, group: Group) -> bool:
-        """Whether a group is to be started again: all its ranks have ended, at least one of them badly, and the reason
-        was neither a request to stop nor a wrong configuration.
+        """Whether a group is to be started again. This is so if all its ranks have ended, at least one of them with an
+        error, and the reason was neither a request to stop nor a wrong configuration.
         """
         ended = [self.ranks[number].get("exit_status") for number in group.ranks]
         return None not in ended and any(ended) and not self.asked and not {Exit.REQUEUED, Exit.CONFIG} & set(ended)

@@ -26,11 +26,11 @@ MESSAGE = 160  # maximum length at which a message of the cluster is cut
 
 
 class KubectlError(Exception):
-    """kubectl is missing or failed; the message is what it printed, on one line."""
+    """kubectl is missing or has failed. The exception's message is the text that kubectl printed, on one line."""
 
     @property
     def uncertain(self) -> bool:
-        """Whether the API server did not answer, so that the outcome is unknown."""
+        """Whether the call's outcome is unknown because the API server did not answer."""
         return bool(re.search(NO_ANSWER, str(self), re.I))
 
 
@@ -84,7 +84,7 @@ def namespace_of(cluster: KubernetesCluster) -> Namespace:
 
 @dataclass(frozen=True)
 class PodState:
-    """What the API reports of a pod."""
+    """What the API server reports about a pod."""
 
     name: str
     index: int
@@ -99,8 +99,8 @@ class PodState:
 
 @dataclass(frozen=True)
 class KubernetesJob(QueuedJob):
-    """A Job and its pods. `state` is Complete, Failed, Suspended, Running, Pending, or Ending: the Job was deleted, and its
-    pods have not ended.
+    """A Job and its pods. `state` is Complete, Failed, Suspended, Running, Pending or Ending. Ending means that the Job
+    was deleted but its pods have not ended yet.
     """
 
     token: str = ""

@@ -70,14 +70,14 @@ class PodShape:
 
 @dataclass(frozen=True)
 class Submission:
-    """One attempt of a run that is submitted as a Job."""
+    """An attempt of a run, in the form in which it is submitted as a Job."""
 
     job: Job
     directory: Path
     attempt: int
     token: str
     paths: tuple[Path, ...]  # folders from which the ranks import the code
-    exclude: tuple[str, ...] = ()  # nodes to exclude in addition to those of the configuration
+    exclude: tuple[str, ...] = ()  # nodes to exclude, in addition to the nodes that the configuration excludes
 
     @property
     def cluster(self) -> KubernetesCluster:
@@ -85,7 +85,9 @@ class Submission:
 
     @property
     def name(self) -> str:
-        """The name of the Job and its Service: run, hash, attempt and token, in the characters of a host name."""
+        """The name of the Job and of its Service. It has the run's name and hash, the attempt and the token, in
+        characters that a host name may have.
+        """
         end = f"-{hash_of(self.directory)}-{self.attempt}-{self.token}"
         words = re.sub("[^a-z0-9]+", "-", self.directory.name.rpartition("-")[0].lower()).strip("-")
         words = words if words[:1].isalpha() else f"run-{words}"
@@ -185,7 +187,7 @@ class Submission:
         container: dict[str, Any] = {
             "name": "ranks",
             "image": cluster.image,
-            # the kubelet replaces $(NAME) by a variable, and $$ by $
+            # $ is doubled, as the kubelet replaces $(NAME) by the variable's value, and $$ by $
             "command": ["/bin/sh", "-c", re.sub(r"\$(?=[$(])", "$$", script), "node"],
             "args": [str(self.directory), str(self.attempt), self.token, self.name],
             "env": self.environment(),
@@ -231,7 +233,7 @@ class Submission:
 
 
 def toleration(text: str) -> dict[str, str]:
-    """Convert a taint, as KEY=VALUE:NoSchedule, to the toleration of it."""
+    """Convert a taint such as KEY=VALUE:NoSchedule to the toleration of this taint."""
     taint, _, effect = text.rpartition(":") if text.endswith(EFFECTS) else (text, "", "")
     key, equals, value = taint.partition("=")
     wanted = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}

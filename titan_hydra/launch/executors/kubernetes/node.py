@@ -170,9 +170,9 @@ class Node:
 
 
 def own_failure(attempt: Path) -> int:
-    """Return the exit status of a rank of any pod that failed by itself; 0 if there is none. A rank did not fail by
-    itself if it was asked to stop, if all ranks agreed to stop and saved, if it only lost its connection to another
-    rank, or if it waited in vain for a rank that is gone.
+    """Return the exit status of a rank, in any pod, that failed by itself; 0 if there is no such rank. A rank did not
+    fail by itself if it was asked to stop, if all ranks agreed to stop and saved, if it only lost its connection to
+    another rank, or if it waited in vain for a rank that is gone.
     """
     if layout.STOPPED.of(attempt).exists() and layout.STOPPED.of(attempt).read_text().strip() == "agreed":
         return Exit.DONE
@@ -197,7 +197,7 @@ def in_vain(attempt: Path) -> bool:
 
 
 def peer_is_gone(attempt: Path) -> bool:
-    """Whether the end of a rank is not recorded, and it has written no heartbeat for GONE seconds."""
+    """Whether a rank has not recorded its end, and has written no heartbeat for GONE seconds."""
     now = rundir.file_time(attempt)
     ended = {int(number) for node in layout.NODE.read_all(attempt).values() for number in node.get("ranks", {})}
     for number, record in layout.RANK.read_all(attempt).items():

@@ -34,7 +34,7 @@ OURS = {
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """Yield what is wrong with the keys of a job on Kubernetes."""
+    """Yield the faults in the keys of a job on Kubernetes."""
     cluster = job.cluster
     assert isinstance(cluster, KubernetesCluster)
     if not cluster.image:
@@ -76,7 +76,7 @@ def resources_are_quantities(cluster: KubernetesCluster) -> Iterator[Fault]:
 
 
 def fields_are_the_sites(cluster: KubernetesCluster) -> Iterator[Fault]:
-    """Further fields of the pod's spec are not among those that the launcher sets."""
+    """The additional fields of the pod's spec (cluster.pod) are none of the fields that the launcher sets."""
     for name in cluster.pod:
         if name in OURS:
             yield Fault("cluster.pod", name, f"follows from {OURS[name]}")
@@ -85,8 +85,8 @@ def fields_are_the_sites(cluster: KubernetesCluster) -> Iterator[Fault]:
 
 
 def runs_lie_on_a_volume(cluster: KubernetesCluster, folder: str) -> Iterator[Fault]:
-    """Each volume has an absolute path of its own, and the folder of runs lies in a volume that the pods can write. The
-    run directory has the same path in the pods as on this machine.
+    """Each volume is mounted at its own absolute path, and the folder of runs lies in a volume that the pods can write.
+    This is checked because the run directory has the same path in the pods as on this machine.
     """
     paths = {claim: PurePosixPath(path.removesuffix(":ro")) for claim, path in cluster.volumes.items()}
     for claim, path in paths.items():

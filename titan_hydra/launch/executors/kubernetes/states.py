@@ -1,4 +1,4 @@
-"""The state of a run whose newest attempt was submitted as a Job, from its files and from what kubectl reports."""
+"""Determine the state of a run whose newest attempt was submitted as a Job, from the run's files and from kubectl."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def state_of_run(directory: Path, attempt: int, owner: Owner, queue: Queue) -> S
     if layout.RESULT.read(directory).get("status") == "done":
         return State("done", attempt)
     job: KubernetesJob | None = queue.jobs.get(owner["job_id"] or owner["token"])
-    if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before it recorded the name
+    # if the submitter died before it recorded the Job's name, record it now
+    if job and owner["job_id"] is None and not being_submitted(owner):
         with contextlib.suppress(OSError):
             owner = rundir.note(folder, job_id=job.id)
     if job and job.state == "Ending" and is_over(folder):
@@ -62,7 +63,7 @@ def ended_state(folder: Path, attempt: int, owner: Owner, job: KubernetesJob | N
 
 
 def is_over(attempt: Path) -> bool:
-    """Whether the ranks of every pod of an attempt have ended; the Job may start its pods again."""
+    """Whether the ranks of all pods of an attempt have ended. The Job itself may go on, and start its pods again."""
     nodes = layout.NODE.read_all(attempt).values()
     return bool(nodes) and all("exit_status" in node for node in nodes)
 

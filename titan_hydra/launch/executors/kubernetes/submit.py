@@ -34,8 +34,8 @@ from .manifest import Submission, new_token
 if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
-KINDS = r'{.kind} {.metadata.uid}{"\n"}'  # a line for each object that kubectl creates
-PATIENCE = 3  # seconds between two repetitions of a question after a call without an answer
+KINDS = r'{.kind} {.metadata.uid}{"\n"}'  # format in which kubectl prints a line for each object that it creates
+PATIENCE = 3  # seconds between two questions whether a Job exists, after a call without an answer
 
 
 def submission_of(cell: Cell, attempt: int, token: str, code: Path, exclude: Iterable[str] = ()) -> Submission:
@@ -147,13 +147,15 @@ def after_error(one: Submission, attempt: Path, error: KubectlError) -> int:
 
 
 def unfit_nodes(failure: Failure | None) -> tuple[str, ...]:
-    """Return the node that a health check found unfit in the last attempt. A retry excludes it."""
+    """Return the node that a health check found unfit in the last attempt; a retry excludes this node."""
     node = node_of(failure) if failure and failure.status == Exit.UNHEALTHY and failure.rank is not None else ""
     return (node,) if node else ()
 
 
 def node_of(failure: Failure) -> str:
-    """Return the name of the node on which a failure happened; "" if it is unknown. Ranks know only the name of their pod."""
+    """Return the name of the node on which a failure happened; "" if the node is unknown. It is looked up because ranks
+    know only the name of their pod.
+    """
     for node in layout.NODE.read_all(failure.attempt).values() if failure.attempt else ():
         if str(failure.rank) in node.get("ranks", {}) or failure.host in (node.get("host"), node.get("node")):
             return node.get("node", "")

@@ -41,14 +41,14 @@ def cause_of_end(attempt: Path, state: str | None = None) -> Failure | None:
 
 def _verdict(attempt: Path, state: str | None) -> Failure | None:
     """Return the failure according to SLURM's state of the job, or to the job's log. None if SLURM did not end the job,
-    or preempted it and will requeue it.
+    or if it preempted the job and will requeue it.
     """
     log = layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20)
     if layout.SPENT.of(attempt).exists():  # the batch script writes this file when no requeue is left
         line = "asked to stop again, and cluster.max_requeues is reached"
         return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
-    if state in (None, "FAILED", "COMPLETED"):  # the log may give a more exact cause
+    if state in (None, "FAILED", "COMPLETED"):  # for these states, the log may name a more exact cause
         state = written
     if state not in VERDICTS or state == "FAILED":
         return None
@@ -66,7 +66,7 @@ def _without_trace(attempt: Path) -> Failure:
 
 
 def _host(state: str, log: str) -> str | None:
-    """Return the host that SLURM's lines in job.log name for this state; None if they name none."""
+    """Return the host that SLURM's lines in job.log name for this state; None if they name no host."""
     patterns = {
         "NODE_FAIL": r"STEP \S+ ON (\S+) CANCELLED AT \S+ DUE TO NODE FAILURE|Node failure on (\S+)",
         "OUT_OF_MEMORY": r"srun: error: (\S+?): tasks? [\d,-]+: Out Of Memory",
@@ -76,8 +76,8 @@ def _host(state: str, log: str) -> str | None:
 
 
 def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
-    """Return how ranks ended, as srun reported it, in the form of ranks.json. srun gives no times, and its lines are
-    not in order.
+    """Return how ranks ended according to srun, in the form of ranks.json. srun gives no times, and its lines are not
+    in order of time.
 
     srun reports neither ranks that ended with status 0 nor the ranks of a lost node. When srun ends ranks itself, it
     sends only SIGTERM and then SIGKILL; ranks record the time of the SIGTERM in their heartbeat files (`asked`). A rank
@@ -101,7 +101,7 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
 
 
 def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
-    """Return how ranks ended, as srun reported it: {rank: (exit status or -signal, host, number of srun's line)}, in the
+    """Return how ranks ended according to srun: {rank: (exit status or -signal, host, number of srun's line)}, in the
     order of the lines.
     """
     found: dict[int, tuple[int, str, int]] = {}
@@ -121,6 +121,6 @@ def _status(how: str) -> int:
 
 
 def _numbers(tasks: str) -> list[int]:
-    """Return the numbers that SLURM abbreviates, as in 0-2,5."""
+    """Return the numbers in a list that SLURM has abbreviated, such as 0-2,5."""
     ranges = [part.partition("-") for part in tasks.split(",")]
     return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]

@@ -66,7 +66,7 @@ def ranges(jobs: list[str]) -> list[str]:
 
 
 def sharing(owner: Owner, row: RunRow, rows: list[RunRow]) -> list[str]:
-    """Return the names of runs that have not ended, share the packed job of `row`, and are not in `rows`."""
+    """Return the names of all runs that have not ended and run in the same packed job as `row`, but are not in `rows`."""
     found = []
     for directory in {*row.directory.parent.iterdir()} - {row.directory for row in rows}:
         mine = [

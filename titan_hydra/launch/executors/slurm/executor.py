@@ -68,7 +68,7 @@ class Slurm(Executor):
         return submit_and_follow(cells, folder, lambda start, *others: submit.submit_line(start, folder, *others))
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
-        """Submit a cell as a job of its own."""
+        """Submit one cell, as a separate job."""
         from . import submit
 
         submit.submit([(cell, rundir.state(cell.directory))], None, interrupts, submit.ArrayOrder([]))

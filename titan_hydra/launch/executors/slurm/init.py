@@ -1,4 +1,4 @@
-"""What `titan cluster init` writes for the SLURM cluster of this login node, from sinfo's list of partitions with GPUs."""
+"""What `titan cluster init` writes for this login node's SLURM cluster, found in sinfo's list of partitions with GPUs."""
 
 import argparse
 import re

@@ -35,7 +35,7 @@ OURS = {
     "comment": "cluster.comment",
     "cpus-per-task": "cluster.cpus_per_task",
 }
-# keys that become #SBATCH lines of the batch script
+# keys whose values stand in #SBATCH lines of the batch script
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
 # START: seconds that ranks may need until their first step; EARLY: how many seconds too early SLURM's signal may come
 START, EARLY = (
@@ -46,7 +46,7 @@ SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """Yield what is wrong with the keys of a job on SLURM."""
+    """Yield the faults in the keys of a job on SLURM."""
     cluster: Any = job.cluster
     yield from environment_has_legal_names(cluster)
     yield from flags_are_the_sites(cluster)
@@ -56,8 +56,8 @@ def faults(job: Job) -> Iterator[Fault]:
 
 
 def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
-    """Environment variables have names that a shell can export. Any other name would end the batch script in its first
-    lines.
+    """Each environment variable has a name that a shell can export; another name would make the batch script fail at
+    once.
     """
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):

@@ -1,13 +1,13 @@
-"""The batch script of a job: it runs one cell after another, starts the ranks of each by srun, and requeues the job if
-they were asked to stop.
+"""The batch script of a job: it runs one cell after another, starts the ranks of each cell by srun, and requeues the
+job if the ranks were asked to stop.
 
 submitit makes the script's header from its parameters. Its pickles are not used: they are named after the job's id, so
 a submitter killed just after sbatch would leave a job without its pickle. Here everything that a job needs is on disk
 before sbatch: a list with a line (number, nodes, ranks, run directory, attempt, restarts) for each cell. A task of an
-array runs its own line, a packed job all lines. Each replica group of a cell has its own line, with its run folder in
-place of the run directory, so that SLURM can requeue it alone. An elastic run has numbers of nodes and of ranks for
-each of its layouts. Each start takes the first layout that fits on the job's nodes, and copies its layout_<nodes>.json
-to the run's config.json.
+array runs its own line, a packed job all lines. Each replica group of a cell has its own line, with the group's run
+folder in place of the run directory, so that SLURM can requeue a single group. The line of an elastic run has the
+numbers of nodes and of ranks for each of the run's layouts. Each start takes the first layout that fits on the job's
+nodes, and copies the layout's file layout_<nodes>.json to the run's config.json.
 
 A job starts an attempt only if attempt.json has the submission's token. An attempt is started only once: the first job
 that writes its id into the attempt's file `job` owns the attempt. A requeued job creates the next attempt; a job that
@@ -34,8 +34,7 @@ from .keys import SlurmCluster
 
 LIST = "cells.tsv"
 LOST_NODES = 3  # maximum number of requeues for the reason that ranks lost a node which SLURM still considered healthy
-# Environment variables that would change the job in spite of the configuration, as they override the #SBATCH lines of
-# the script.
+# Environment variables that would override #SBATCH lines of the script, and so the configuration.
 OURS = {
     f"SBATCH_{name}"
     for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")
@@ -43,8 +42,8 @@ OURS = {
 # flags of sbatch whose environment variable is not SBATCH_ and the flag's name, but SBATCH_ and this value
 NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 
-# The script's variable `job` cannot simply be SLURM_JOB_ID: for one task of an array this is the number of the whole
-# array, and requeuing that number would requeue all tasks, even finished ones.
+# The script's variable `job` cannot simply be SLURM_JOB_ID: for one of an array's tasks, SLURM_JOB_ID is the number of
+# the whole array, and requeuing this number would requeue all tasks, even finished ones.
 BODY = """
 unset -f ls grep cat cp sed sort tail head rm mv mkdir xargs sleep date hostname  # functions that the user's shell exports, as for colours
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
@@ -240,7 +239,7 @@ class SlurmBatch(SlurmExecutor):
     def flags(self, shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
         """Return the flags of sbatch that submitit does not know, or that it would set to other values."""
         pattern = "%A_%a" if self.array else "%j"
-        # Each % of the path is doubled; else SLURM would replace a %j in it by the job's id.
+        # Each % in the path is doubled; otherwise SLURM would replace a %j in the path by the job's id.
         log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"
         return {
             "output": log,
@@ -315,7 +314,7 @@ class SlurmBatch(SlurmExecutor):
 
         Raises SubmissionError.
         """
-        # Within a SLURM job, sbatch would use the variables of that job for the new job.
+        # If this process runs in a SLURM job, sbatch would also use the variables of that job for the new job.
         foreign = {name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"}
         flags = re.findall(r"^#SBATCH --([\w-]+)", self.text, re.M)
         set_here = {f"SBATCH_{NAMED.get(flag, flag.upper().replace('-', '_'))}" for flag in flags}
@@ -335,8 +334,8 @@ class SlurmBatch(SlurmExecutor):
 
 def one_task_a_node(shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
     """Return the settings of a job that may have any number of nodes in a range. With --ntasks-per-node, SLURM would
-    count the tasks for the smallest number of nodes, and give no more nodes than these tasks need. So the job has one
-    task per node; srun starts all ranks of a node nevertheless.
+    compute the number of tasks from the smallest number of nodes, and give no more nodes than these tasks need. So the
+    job has only one task per node; srun starts all ranks of a node in spite of this.
     """
     return {"ntasks_per_node": None, "cpus_per_task": shape.ranks_per_node * (cluster.cpus_per_task or 1)}
 

@@ -1,4 +1,4 @@
-"""Ask SLURM about jobs: squeue once for all of them, and sacct once for those that squeue no longer lists."""
+"""Ask SLURM about jobs: one call of squeue for all jobs, and one call of sacct for those that squeue no longer lists."""
 
 import getpass
 import re
@@ -102,8 +102,8 @@ def setting(name: str) -> str:
 
 
 def elsewhere(owner: Owner) -> str:
-    """Return the name of the cluster to which an attempt was submitted, if that is not the cluster of this machine; else
-    "". The commands of this machine's SLURM know nothing of such a job.
+    """Return the name of the cluster to which an attempt was submitted, if that is not the cluster of this machine;
+    else "". The SLURM commands on this machine cannot find a job of another cluster.
     """
     own = owner.get("cluster") and setting("ClusterName")
     return owner["cluster"] if own and own != owner["cluster"] else ""
@@ -118,7 +118,7 @@ def minutes_of(limit: str) -> int | None:
 
 
 def call(*command: str) -> str | None:
-    """Return the output of a SLURM command; None if it is not installed, fails, or does not answer."""
+    """Return the output of a SLURM command; None if the command is not installed, fails, or does not answer."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,9 +1,9 @@
-"""Submit cells to SLURM: group them by the resources they need, claim their attempts, write all files that their jobs
-need, and only then call sbatch.
+"""Submit cells to SLURM: group the cells by the resources that they need, claim their attempts, write all files that
+their jobs need, and only then call sbatch.
 
 No cell runs twice and none is lost, even if the submitter dies or sbatch fails before a job's id is recorded. Each
-claimed attempt records a token, which is also part of the job's name. By this token the next launcher finds the job. A
-job's script starts no attempt with another token, and ranks of an attempt that is not the newest stop.
+claimed attempt records a token, which is also part of the job's name. The next launcher finds the job by this token. A
+job's script starts no attempt with another token, and ranks stop if their attempt is not the newest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"
 # errors of sbatch when the user would exceed the allowed number of jobs; each task of an array counts as a job
 TOO_MANY = r"Submit\w*Limit|submit limit"
-PATIENCE = 3  # seconds between two calls of squeue after an error of the kind NO_ANSWER
+PATIENCE = 3  # seconds between two calls of squeue after an error that matches NO_ANSWER
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Array:
     shape: JobShape
     cells: list[Cell]
     packed: bool = False
-    exclude: tuple[str, ...] = ()  # hosts to exclude in addition to those of the configuration
+    exclude: tuple[str, ...] = ()  # hosts to exclude, in addition to the hosts that the configuration excludes
 
     @property
     def cluster(self) -> SlurmCluster:
@@ -79,7 +79,7 @@ class ArrayOrder:
 
     def __init__(self, states: list[State]) -> None:
         """Count the cells of the command line that are already queued or running."""
-        self.refused = Counter[str]()  # number of cells that SLURM has refused, by SLURM's message
+        self.refused = Counter[str]()  # for each message with which SLURM has refused cells: the number of these cells
         active = [state.job.id.split("_")[0] for state in states if state.active and state.job]
         self.before: list[str] = []  # ids of the jobs that must end before the next array starts
         # `now`: ids of the jobs submitted after those in `before`; `used`: how many cells of these jobs may run at once
@@ -117,8 +117,8 @@ def _shape_of(cell: Cell) -> JobShape:
 
 
 def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
-    """Group cells with the same shape, number of replica groups and cluster settings into arrays of at most `limit` tasks.
-    If `packed`, put all cells into one job of the largest shape, in their order.
+    """Group cells with the same shape, number of replica groups and cluster settings into arrays of at most `limit`
+    tasks. If `packed`, put all cells, in their order, into one job that has the largest shape.
     """
     if packed:
         shapes = [_shape_of(cell) for cell in cells]
@@ -145,7 +145,7 @@ def batch_of(
     """Build the batch job of an array. Its files go to `folder`; `attempts` has a list for each cell, with one attempt
     for each replica group of the cell.
 
-    The job starts when the jobs `after` (ids joined by colons) have ended.
+    The job starts when the jobs in `after` have ended (a text of ids, joined by colons).
     """
     lines = []
     for cell, own in zip(array.cells, attempts, strict=True):
@@ -168,7 +168,7 @@ def batch_of(
 
 
 def largest_array() -> int:
-    """Return how many tasks the cluster allows in an array."""
+    """Return the maximum number of tasks that the cluster allows in an array."""
     return max(int(squeue.setting("MaxArraySize") or 1001) - 1, 1)
 
 
@@ -337,7 +337,7 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
 
 def after_refusal(attempts: list[Path], number: int, reason: str, refused: Counter[str]) -> int:
     """Check whether SLURM has accepted the job of `number` cells although sbatch failed, for example by a time-out. If
-    not, add the cells to `refused`. Return the exit status.
+    SLURM has not accepted it, add the cells to `refused`. Return the exit status.
 
     After a time-out, an attempt counts as ended only if squeue answers and does not list a job with its token. If such a
     job appears later, the next command finds it.
