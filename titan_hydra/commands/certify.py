@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides of the job, as for launch.py (+sweeps=NAME,... too); or RUN...: add the figures of these "
+        help="overrides of the job, as for launch.py, including +sweeps=NAME,...; or RUN...: add the figures of these "
         "runs to their certificates",
     )
     parser.add_argument(

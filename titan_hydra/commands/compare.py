@@ -60,8 +60,8 @@ class Side:
 class Parting:
     """The steps at which a field of metrics.jsonl differs between the runs, each as (step, value of A, value of B)."""
 
-    parted: list[tuple[int, Any, Any]]  # those at which any bit differs
-    far: list[tuple[int, Any, Any]]  # those at which the values differ by more than the tolerance
+    parted: list[tuple[int, Any, Any]]  # steps at which any bit differs
+    far: list[tuple[int, Any, Any]]  # steps at which the values differ by more than the tolerance
     largest: float  # largest relative difference at any step
 
 

@@ -40,7 +40,7 @@ SMALL = (
 
 @dataclass(frozen=True)
 class SizeCheck:
-    """What is compared: models with several `sizes`, which are widths or depths."""
+    """The models that are compared. They differ in their sizes, which are widths or depths."""
 
     what: str  # "width" or "depth"
     sizes: list[int]

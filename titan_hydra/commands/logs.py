@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _number(text: str) -> int:
-    """Parse a number of lines. Raises ValueError, which argparse reports, if the text is no whole number above -1."""
+    """Parse a number of lines. Raises ValueError, which argparse reports, if the text is not 0 or a positive integer."""
     if not text.isdigit():
         raise ValueError
     return int(text)

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides of the job, as for launch.py, with hardware=NAME; all layouts have its global batch (default: "
+        help="overrides of the job, as for launch.py, with hardware=NAME; all layouts have the job's global batch (default: "
         "data.local_batch times the number of GPUs)",
     )
     parser.add_argument(

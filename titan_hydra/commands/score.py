@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=int,
         metavar="N",
-        help="tokens of a window; a text that is longer is read in windows that overlap by half "
+        help="length of a window in tokens; a longer text is read in windows that overlap by half "
         "(default: the run's data.seq_len; for an export, model.max_seq_len)",
     )
 

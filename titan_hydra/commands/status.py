@@ -37,8 +37,7 @@ SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # maximum number of failed runs for which the reason is printed
 NAME = 56  # maximum length at which a cell's name is cut
-# seconds between two refreshes: for local runs, and for runs in a queue (refreshed less often, as other users need it
-# too)
+# seconds between two refreshes: for local runs, and for runs in a queue (less often, as other users need the queue too)
 REFRESH, REFRESH_QUEUE = (
     2,
     10,
@@ -184,7 +183,9 @@ def _pause(queues: dict[str, Queue]) -> int:
 
 
 def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
-    """Return the rows that fit on the screen (less urgent states are left out first), and a line that counts the rest."""
+    """Return the rows that fit on the screen, without the least urgent states, and a line that counts the rows left
+    out.
+    """
     if len(rows) <= max(lines, 3):
         return rows, []
     kept = sorted(rows, key=lambda row: SHOWN_FIRST.index(row.state.kind))[: max(lines, 3)]

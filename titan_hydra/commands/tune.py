@@ -87,8 +87,8 @@ def _best(job: Job, gpus: int, number: int) -> list[str]:
 
 
 def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Compose the run of a layout: the command line's overrides without those of its own layout, then the overrides of
-    the layout, of a few steps and of no checkpoints.
+    """Compose the run of a layout. It has the command line's overrides (except those of a layout), the overrides of
+    this layout, a few steps, and no checkpoints.
     """
     own = [word for word in args.overrides if word.partition("=")[0] not in LAYOUT]
     overrides = [

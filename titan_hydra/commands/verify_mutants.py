@@ -47,8 +47,8 @@ def run_mutants(args: argparse.Namespace) -> int:
 
 
 def line_of(finding: Finding) -> str:
-    """Return a line about a mutant: which case or test found it, in which column, how far beyond the bound, and how
-    fast.
+    """Return a line about a mutant: which case or test found it, in which column, how far beyond the bound; and the
+    seconds.
     """
     how = f"{finding.times:.2g} times its bound" if finding.times < float("inf") else "no number"
     what = f"{finding.column} of {finding.where}: {how}" if finding.where else "no case ran"

@@ -36,12 +36,12 @@ from . import shared_lighthouse
 from .outer import local, shards
 
 POLL = 0.05  # seconds between two reads of the files
-RETRIES = 100  # how often a request is repeated at most, while a lighthouse has died and no other has replaced it
+RETRIES = 100  # maximum number of repetitions of a request, after a lighthouse has died and before another replaces it
 COUNTS = ("step", "batches_committed")  # names of the counts in the state of torchft's manager
 
 
 class PerStep(Groups):
-    """This rank's replica group, as part of all groups. All ranks of a group must call the same methods in the same
+    """The replica group of this rank, with its quorums. All ranks of a group must call the same methods in the same
     order.
     """
 
@@ -221,7 +221,7 @@ class PerStep(Groups):
             mine.copy_(got)
         state.into_optimizers(self.model, self.optimizers, optimizers)
 
-    # --- within the group ---------------------------------------------------------------------------------------------
+    # --- communication within the group -------------------------------------------------------------------------------
 
     def _any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

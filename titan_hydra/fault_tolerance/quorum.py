@@ -107,7 +107,7 @@ class Board:
         """Return the phases of the live groups."""
         return {group: self.hearts[group][0]["phase"] for group in range(self.groups) if self.alive(group)}
 
-    # --- the start ----------------------------------------------------------------------------------------------------
+    # --- the start of a group -----------------------------------------------------------------------------------------
 
     def begin(self, position: tuple[int, int], limit: float, stop: Callable[[], bool]) -> bool:
         """Wait until all groups are ready, or until a meeting that counts shows that training has already begun. Return

@@ -44,7 +44,7 @@ class Replicas(Groups):
         self.job, self.config, self.run, self.watch = job, job.fault_tolerance, run, watch
         self.model, self.optimizers = model, trainer.optimizers
         self.stop: Callable[[], bool] = lambda: bool(trainer.stop_requested)
-        # meetings that were held before the metrics existed, in which they are recorded
+        # meetings that were held before `report_to` was called
         self.unreported: list[tuple[int, dict[str, Any]]] = []
         self.report: Callable[..., None] = lambda event, step, **values: self.unreported.append((step, values))
         self.fragments = fragments_of(model, family_of(job.model).modules(job.model), self.config)
@@ -206,7 +206,7 @@ class Replicas(Groups):
         if not donates:
             fragment.set_weights(vector)
 
-    # --- within the group ---------------------------------------------------------------------------------------------
+    # --- communication within the group -------------------------------------------------------------------------------
 
     def _board(self, method: str, *arguments: Any) -> Any:
         """Call a method of rank 0's board and broadcast its result to all ranks."""

@@ -27,8 +27,8 @@ AUTO = "auto"
 
 def relaid(job: Job, values: Sequence[str]) -> Job:
     """Return a frozen job in another layout. `values` are overrides: of options and keys of SECTIONS, of the keys in
-    KEYS, and of keys outside the identity. The global batch does not change. If no data-parallel degree is given, it is
-    `gpus` divided by the other degrees.
+    KEYS, and of keys outside the identity. The global batch does not change. If no data-parallel degree is given, the
+    degree is `gpus` divided by the other degrees.
 
     Raises ConfigError for any other key, and for a wrong value.
     """

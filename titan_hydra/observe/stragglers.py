@@ -28,7 +28,7 @@ class OnHost:
 
     def __init__(self) -> None:
         self.seconds, self.steps = 0.0, 0  # totals since the last row
-        self.sent = (0.0, 0)  # the totals from which `per_step` has last computed the mean
+        self.sent = (0.0, 0)  # the totals at the last call of `per_step`
         self._mark = time.thread_time()
 
     def begin(self) -> None:

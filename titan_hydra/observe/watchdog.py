@@ -211,8 +211,8 @@ class Watchdog:
     @property
     def limit(self) -> float:
         """The seconds without progress after which a rank is ended: 1.25 times the time-out of a collective, but at
-        least MARGIN more. In the first step it is three times the time-out, as compiling may take long without a
-        collective.
+        least MARGIN seconds more than it. In the first step the limit is three times the time-out, as compiling may
+        take long without a collective.
         """
         return 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
 

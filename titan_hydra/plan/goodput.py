@@ -154,8 +154,8 @@ class Site:
 
     @property
     def part(self) -> float:
-        """The fraction of its devices that an elastic job loses with a node. They are whole nodes and also whole copies
-        of the model, each spread over its tensor-, context- and pipeline-parallel ranks.
+        """The fraction of its devices that an elastic job loses with a node. The lost devices are whole nodes, and also
+        whole copies of the model, each spread over its tensor-, context- and pipeline-parallel ranks.
         """
         degrees = self.job.parallelism
         return min(lcm(self.node, degrees.pp * degrees.cp * degrees.tp) / self.gpus, 1)

@@ -174,8 +174,8 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
 
 def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: list[Term]) -> Iterator[Moment]:
     """Yield the moments at which memory can be at its peak in the stacks of blocks that run before `shape`: the
-    backward of each stack's last block and of its first block. Of a tower, all parameters are gathered together, and
-    all gradients are reduced together.
+    backward of each stack's last block and of its first block. All parameters of a tower are gathered together, and all
+    its gradients are reduced together.
     """
     done, left = parameters - shape.embedding, sum(one.layers[0] * one.block for one in shape.before)
     for place, one in reversed([*enumerate(shape.before)]):
@@ -346,8 +346,8 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
 
 
 def _block(shape: Shape) -> Iterator[list[Term]]:
-    """Yield the memory of one block's backward at two moments: in the feed-forward, and in ring attention. It consists
-    of the block's activations (saved or recomputed) and its gradients. Ring attention sums the gradients of queries,
+    """Yield the memory of one block's backward at two moments: in the feed-forward, and in ring attention. This memory
+    has the block's activations (saved or recomputed) and its gradients. Ring attention sums the gradients of queries,
     keys and values in float32, and has buffers for the keys and values that it passes on.
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys

@@ -1,4 +1,4 @@
-"""The bytes that a rank communicates in a step, by dimension of the mesh. Of a collective, the bytes of the whole
+"""The bytes that a rank communicates in a step, by dimension of the mesh. For a collective, the bytes of the whole
 tensor are counted.
 """
 

@@ -1,5 +1,5 @@
-"""Predict the seconds of a step from a job and its hardware. They consist of the computation and the messages of
-blocks, the idle time of the pipeline, and the part of FSDP's communication that overlaps with no computation.
+"""Predict the seconds of a step from a job and its hardware. These are the computation and the messages of blocks, the
+idle time of the pipeline, and the part of FSDP's communication that overlaps with no computation.
 
 Rates come from conf/hardware; `Factors` do not depend on the device. docs/plan.md explains how rates and factors were
 fitted.
@@ -47,7 +47,8 @@ class Factors:
     memory: float = 0.85  # fraction of the device's memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
     async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
-    # seconds by which a collective delays the computation that overlaps with it, per second of it at NVLink's rate
+    # seconds by which a collective delays computation that overlaps with it, for each second that it takes at NVLink's
+    # rate
     contention: float = 0.35
     # seconds per node for which a collective waits for its last rank; this time never overlaps with computation
     straggler: float = 23e-6
@@ -167,7 +168,7 @@ def _float8_casts(shape: Shape, factors: Factors) -> Pair:
 
 
 def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
-    """Return how many seconds longer the host takes to start a forward's kernels than they run (`kernels`), or 0."""
+    """Return how much longer the host takes to start a forward's kernels than the kernels run (`kernels`), or 0."""
     late = max(_launch(shape, factors) - kernels, 0)
     return Pair(late, (1 + (shape.whole_again or shape.recomputes / 2)) * late)
 

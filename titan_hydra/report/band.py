@@ -18,7 +18,7 @@ from .cells import ReportCell, mean
 WINDOW = 10  # number of rows over which differences are averaged, so that one outlier is not taken for a trend
 NEIGHBOURS = 25  # the noise of the baseline's loss at a row is computed from this many rows on either side
 SHARE = 0.1  # fraction of the noise by which a mean may differ, as training amplifies rounding
-# The fraction of the loss by which rounding may change a mean loss, by compute dtype. FORMATS has it for number
+# The fraction of the loss by which rounding may change a mean loss, by compute dtype. FORMATS has that of number
 # formats.
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3}
 
@@ -53,7 +53,7 @@ class Band:
 
 
 def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
-    """Compare the losses of a cell and of the baseline at the steps that both have logged. None if there are no such."""
+    """Compare the losses of a cell and of the baseline at the steps that both have logged. None if there are none."""
     steps = sorted(baseline.losses.keys() & cell.losses.keys())
     if not steps:
         return None

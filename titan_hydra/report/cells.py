@@ -130,7 +130,7 @@ class ReportCell:
 
     @property
     def busy(self) -> bool:
-        """Whether other programs shared the run's machine: its load was then higher than its number of cores explains."""
+        """Whether the machine's load was much higher than its number of cores: then other programs shared the machine."""
         return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get(
             "cores", 1
         )
@@ -233,8 +233,8 @@ class ReportCell:
         return [places.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
-        """Return a text that is equal for cells of the same experiment. It has all keys and their values, without the
-        keys `without` and without those that change neither the identity hash nor the samples of the held-out loss.
+        """Return a text that is equal for cells of the same experiment. It has the values of all keys, except the keys
+        `without` and all keys that change neither the identity hash nor the samples of the held-out loss.
         """
         outside = set(without)
         for key, spec in known_keys().items():

@@ -44,7 +44,7 @@ DARK = {
     "paleorange": "#7d5312",
     "palegreen": "#1d614c",
 }
-LINES = ("blue", "orange", "green", "purple", "brown", "sky", "violet")  # not red, as it marks errors
+LINES = ("blue", "orange", "green", "purple", "brown", "sky", "violet")  # red is left out, as it marks errors
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from . import layout
 
-# torch's description of a process group outside the mesh, such as that of checkpoints, which any thread may use
+# torch's description of a process group outside the mesh, such as the group for checkpoints, which a thread may use at
+# any time
 OTHER = "undefined"
 # the keys are group, mesh, ranks, seq, op, sizes, done, time and stack; a message between two ranks also has peer
 Operation = dict[str, Any]

@@ -55,7 +55,7 @@ class State:
     host: str | None = None  # where the run is running: a host, or a list of nodes
     job: QueuedJob | None = None  # the run's job in the executor's queue
     damage: str = ""  # for a damaged run: the name of the file that cannot be read, with the reason
-    refused: str = ""  # for a run that is not submitted or interrupted: why the executor has refused or dropped it
+    refused: str = ""  # for a run that is interrupted, or not submitted: why the executor has refused or dropped it
     groups: tuple[State, ...] = ()  # states of replica groups that are separate jobs, each with its own attempts
 
     @property

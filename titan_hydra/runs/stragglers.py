@@ -9,7 +9,7 @@ from typing import Any
 
 from . import layout
 
-NEWEST, FEWEST = 20, 6  # number of newest rows that a status reads, and minimum number to name a slow rank
+NEWEST, FEWEST = 20, 6  # number of newest rows that a status reads; minimum number of rows to name a slow rank
 MOST = 0.75  # fraction of the rows in which a rank must be slow
 # a rank is slow if its time exceeds the median by a tenth, and by twice as much as any other rank's time does
 SLOW, TIMES = 0.1, 2.0

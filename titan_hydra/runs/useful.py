@@ -15,9 +15,9 @@ OWN_FAULTS = {Kind.CONFIG, Kind.OUT_OF_MEMORY, Kind.NOT_FINITE, Kind.TIME_LIMIT,
 
 
 def useful_seconds(rows: list[dict[str, Any]]) -> float | None:
-    """Return the seconds of all steps, each counted once. The first row of a process includes compilation, so its steps
-    count at most as much as the median step; so do the steps since the row before, whose rows were lost in a kill. None
-    if there are no other rows.
+    """Return the seconds of all steps, each counted once. The first row of a process includes compilation, and also
+    stands for steps whose rows were lost when the process before was killed. So each step of this row counts at most as
+    much as the median step. None if there are no other rows.
     """
     known = [row for row in rows if row.get("step_seconds") is not None]
     steady = [row["step_seconds"] for row in known[1:] if not row.get("first_step")]

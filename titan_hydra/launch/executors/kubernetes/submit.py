@@ -2,9 +2,9 @@
 by kubectl.
 
 No cell runs twice and none is lost, even if the submitter dies or kubectl gets no answer. The attempt records a token
-before kubectl is called, and the name and labels of the Job contain this token. The next launcher finds the Job by it.
-The pods of a Job start no attempt with another token. So a Job that appears late, when its attempt has been replaced,
-does nothing.
+before kubectl is called, and the name and labels of the Job contain this token. The next launcher finds the Job by the
+token. The pods of a Job start no attempt with another token. So a Job that appears late, when its attempt has been
+replaced, does nothing.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def unfit_nodes(failure: Failure | None) -> tuple[str, ...]:
 
 
 def node_of(failure: Failure) -> str:
-    """Return the name of the node on which a failure happened; "" if the node is unknown. It is looked up because ranks
-    know only the name of their pod.
+    """Return the name of the node on which a failure happened; "" if the node is unknown. Ranks know only the name of
+    their pod, so the node is looked up.
     """
     for node in layout.NODE.read_all(failure.attempt).values() if failure.attempt else ():
         if str(failure.rank) in node.get("ranks", {}) or failure.host in (node.get("host"), node.get("node")):
