@@ -1,5 +1,5 @@
-"""`titan compare A B`: print how two runs differ in configuration, code and results, and where they diverge. This is
-the first step that differs and, if activations were traced, the first module.
+"""`titan compare A B`: print how two runs differ in configuration, code and results, and where they diverge. The place
+where they diverge is the first step that differs and, if activations were traced, the first module.
 """
 
 import argparse
@@ -189,7 +189,7 @@ def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def uncommitted(environment: dict[str, Any]) -> str:
-    """Name the tracked files with uncommitted changes."""
+    """Return the names of the tracked files that have uncommitted changes."""
     files = re.findall(r"^diff --git a/(\S+)", environment.get("git_diff") or "", re.M)
     if len(files) > 4:
         return f"{', '.join(files[:4])} and {len(files) - 4} more"

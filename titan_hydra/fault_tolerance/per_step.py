@@ -94,7 +94,7 @@ class PerStep(Groups):
 
     @property
     def leads(self) -> bool:  # type: ignore[override]  # a constant of a single group
-        """Whether this group writes the run's result. The first group of the last quorum does."""
+        """Whether this group writes the run's result: whether it is the first group of the last quorum."""
         return self.manager.participating_rank() == 0
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:

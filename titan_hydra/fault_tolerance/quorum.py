@@ -3,7 +3,7 @@ take part in a meeting, and whether the meeting counts.
 
 No server can die; if a group dies, the remaining groups continue with the files. Each group shows that it is alive in
 heart_<group>.json. Meetings are numbered folders. A group that has arrived writes present_<group>.json. The first group
-that finds all live groups there closes the meeting with members.json. Members exchange their data and write
+that sees that all live groups have arrived closes the meeting with members.json. Members exchange their data and write
 done_<group>.json, and outcome.json records whether the meeting counts.
 
 members.json and outcome.json are created with link(2): if several processes try, exactly one succeeds, on NFS too. So

@@ -77,7 +77,7 @@ class Replicas(Groups):
 
     @property
     def leads(self) -> bool:  # type: ignore[override]  # a constant of a single group
-        """Whether this group writes the run's result. The first group of the last meeting does."""
+        """Whether this group writes the run's result: whether it is the first group of the last meeting."""
         return self.run.replica == self.members[0]
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:

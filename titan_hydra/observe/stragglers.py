@@ -122,9 +122,8 @@ def own_time_on(device: torch.device) -> OnHost | OnDevice:
 
 
 def peers(job: Job) -> list[list[int]]:
-    """Divide the ranks of a replica group into sets that compute the same: the ranks of each pipeline stage. In ring
-    attention that is not balanced, the parts of a sequence cost differently, so a set then has only ranks with the same
-    part.
+    """Divide the ranks of a replica group into sets that compute the same: the ranks of each pipeline stage. If ring
+    attention is not balanced, the parts of a sequence cost differently; then a set has only ranks with the same part.
     """
     degrees, ranks = job.parallelism, range(world_size(job))
     per_stage, parts = len(ranks) // degrees.pp, degrees.cp if has_ring(job) and not degrees.balanced else 1

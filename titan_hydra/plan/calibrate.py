@@ -25,8 +25,8 @@ RATES = (
     "nic_gbs",
     "passes_per_second",
 )
-# weight of the penalty on a rate's distance from its start value; it keeps a rate on which the runs hardly depend from
-# changing
+# weight of the penalty on a rate's distance from its start value; because of it, rates on which the runs hardly depend
+# do not change
 PULL = 1e-3
 STEPS = (0.5, 0.2, 0.05, 0.01)  # successive step sizes of the search, as differences of a rate's natural logarithm
 

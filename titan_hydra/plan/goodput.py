@@ -109,7 +109,7 @@ def shares_of_elastic(interval: float, costs: Interruptions, away: float, part: 
     devices.
 
     Nodes return as randomly as they fail. So the job is restarting if a failure or a return came in the last `restart`
-    seconds. On average, away / between nodes are missing.
+    seconds. On average, `away` / `between` nodes are missing.
     """
     shares = shares_of_job(interval, replace(costs, restart=2 * costs.restart))
     slower = shares.goodput * min(part * away / costs.between, 1)

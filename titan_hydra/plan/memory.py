@@ -316,7 +316,7 @@ def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]
 
 def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]:
     """Yield the memory of the head and the loss: several copies of the logits. For the fused loss, yield the terms of
-    two moments: when a chunk of logits exists beside the gradients so far, and when the gradients are scaled.
+    two moments: when a chunk's logits exist beside the gradients of earlier chunks, and when the gradients are scaled.
     """
     job, tokens, last = shape.job, shape.tokens, len(shape.layers) - 1
     tp, dim = job.parallelism.tp > 1, shape.residual

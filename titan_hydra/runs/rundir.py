@@ -234,7 +234,7 @@ def claim(
 
 
 def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: object) -> list[Path]:
-    """Claim the next attempt of each replica group except the first group: `claim` has claimed its attempt."""
+    """Claim the next attempt of each replica group except the first, whose attempt `claim` has claimed."""
     claimed = []
     for home in homes_of(directory, replicas)[1:]:
         while (attempt := _rename_into(home, newest_attempt(home) + 1, owner | {"overrides": overrides})) is None:

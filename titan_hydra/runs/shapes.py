@@ -21,7 +21,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """The shape of a list whose elements all have the shape `shape`; with `named`, of an object whose values have it."""
+    """The shape of a list whose elements all have the shape `shape`; with `named`, that of an object whose values do."""
 
     shape: Any
     named: bool = False
