@@ -189,7 +189,7 @@ def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def uncommitted(environment: dict[str, Any]) -> str:
-    """Return the names of the tracked files that have uncommitted changes."""
+    """Return a phrase that names the tracked files with uncommitted changes."""
     files = re.findall(r"^diff --git a/(\S+)", environment.get("git_diff") or "", re.M)
     if len(files) > 4:
         return f"{', '.join(files[:4])} and {len(files) - 4} more"
