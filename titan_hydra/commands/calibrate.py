@@ -1,4 +1,6 @@
-"""Fit the rates of a hardware file to measured runs, for `titan plan --calibrate` and the rounds of `titan plan --tune`."""
+"""Fit the rates of a hardware file to measured runs, for `titan plan --calibrate` and for each round of `titan plan
+--tune`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def write_file(found: plan.Fit, file: Path) -> None:
 
 
 def target_file(into: str) -> Path:
-    """Return the file that --into names, conf/hardware/INTO.yaml. Raises ConfigError if it exists already."""
+    """Return the path of the file that --into names, conf/hardware/INTO.yaml. Raises ConfigError if the file exists."""
     if not re.fullmatch(r"\w[\w-]*", into):
         raise ConfigError(f"--into {into}: cannot be typed as hardware=NAME; letters, digits, _ and - can")
     file = (Path("conf") if Path("conf").is_dir() else CONF) / "hardware" / f"{into}.yaml"
@@ -65,13 +67,13 @@ def fit_cells(cells: list[RunCell], hardware: Hardware) -> plan.Fit:
 
 
 def _measured(cell: RunCell) -> plan.Measured | None:
-    """Return a run's job and its seconds per step; None if it has not finished, or has no measured speed."""
+    """Return a run's job and its seconds per step; None if the run has not finished, or has no measured speed."""
     rate = layout.RESULT.read(cell.directory).get("tokens_per_second")
     return plan.measured(cell.name, load_job(cell.directory), rate) if rate else None
 
 
 def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:
-    """Return what `show_fit` prints as JSON values."""
+    """Return as JSON values what `show_fit` prints."""
     runs = [
         {
             "name": run.name,
@@ -87,7 +89,7 @@ def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:
 
 
 def show_fit(found: plan.Fit, start: Hardware) -> None:
-    """Print the rates before and after, and for each run the measured and the predicted seconds of a step."""
+    """Print the rates before and after the fit, and for each run the measured and the predicted seconds of a step."""
     rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(found.hardware, name):.4g}") for name in found.told]
     print(*table(("rate", start.name, "fitted"), rates, (start.name, "fitted")), sep="\n")
     rows = [

@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> int:
     """Cancel all running and queued cells. Returns 0 if all running cells were asked to stop."""
     selection = choose(args.target, args.runs)
     rows, queues = look(selection.cells)
-    unknown = silent(queues)  # only executors that one of these runs may need were asked
+    unknown = silent(queues)  # names of executors of these runs that did not answer
     for name in unknown:
         print(f"{name} does not answer: its jobs cannot be cancelled now", file=sys.stderr)
     live = [row for row in rows if row.state.active and name_of(owner_of(row)) not in unknown]

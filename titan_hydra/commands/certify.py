@@ -1,8 +1,8 @@
-"""`titan certify`: make a certificate for the layout of each cell of a command line; or add a run's figures to the
-certificate of its layout.
+"""`titan certify`: make a certificate for the layout of each cell of a command line, or add a run's figures to the
+certificate of the run's layout.
 
-The layout is proven at a reduced size against one process, resumed from a kill, exported and imported. A certificate is
-written only if all three checks have passed.
+The checks run at a reduced size: the layout must give the results of a single process, a killed run must resume, and
+the weights must survive export and import. A certificate is written only if no check has failed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from titan_hydra.verify.judge import Outcome
     from titan_hydra.verify.reduce import Proof
 
-MOST = 4  # ranks of a reduced job, where its techniques allow so few
-# without the rules about this machine, as nothing of full size is started
+MOST = 4  # default for the maximum number of ranks of a reduced job
+# all sets of rules except those about this machine, as no job of full size is started
 RULES = (
     checks.KEYS,
     checks.RANKS,
@@ -48,12 +48,12 @@ RULES = (
     checks.LAYOUT,
     checks.RECIPE,
 )
-STEPS_OF_DATA = 3  # steps whose samples are compared
+STEPS_OF_DATA = 3  # number of steps whose samples are compared
 
 
 @dataclasses.dataclass
 class Candidate:
-    """A cell to be certified: its job, the jobs of reduced size, and their proofs in the same order."""
+    """A cell to be certified: its job, the jobs of reduced size (`small`), and for each of these a list of proofs."""
 
     job: Job
     overrides: list[str]
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides of the job, as for launch.py, also +sweeps=NAME,...; or RUN...: add the figures of these "
+        help="overrides of the job, as for launch.py, including +sweeps=NAME,...; or RUN...: add the figures of these "
         "runs to their certificates",
     )
     parser.add_argument(
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of ranks of a reduced job, 2 to 8 (default: 4)",
     )
     parser.add_argument(
-        "--again", action="store_true", help="certify layouts again that already have a certificate of this code"
+        "--again", action="store_true", help="also certify layouts that already have a certificate for this code"
     )
     parser.add_argument("--json", action="store_true", help="print the certificates as JSON")
     add_runs(parser)
@@ -93,14 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Certify the cells, or add the figures of runs. Returns 0 if all cells or runs have a certificate, 1 if a check
-    has failed, 2 for a job that breaks a rule or has no reduced form.
+    has failed, and 2 if a job breaks a rule or has no reduced form.
     """
     if not 2 <= args.ranks <= 8:
         raise ConfigError(str(Fault("--ranks", args.ranks, "the ranks of a reduced job", legal=(2, 4, 8))))
     if args.overrides and not any("=" in word for word in args.overrides):
         return add_figures(args)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there may be more ranks than cores
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks compute on CPUs
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, as there may be more ranks than cores
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hides the GPUs: the ranks compute on CPUs
     began = time.monotonic()
     cells = compose_cells(args.overrides, args.config_dir)
     if faults := [f"{name or 'the job'}: {fault}" for job, _, name in cells for fault in checks.check(job, RULES)]:
@@ -127,7 +127,7 @@ def subject(job: Job, overrides: list[str], name: str, most: int) -> Candidate:
 
 
 def degrees_in_words(job: Job) -> str:
-    """Return the degrees above one, as `dp_shard 2, tp 2`."""
+    """Return in words the degrees that are above one, such as `dp_shard 2, tp 2`."""
     return ", ".join(f"{name} {degree}" for name, degree in degrees_of(job).items()) or "one rank"
 
 
@@ -136,14 +136,15 @@ def degrees_of(job: Job) -> dict[str, int]:
 
 
 def certified(subjects: list[Candidate], began: float) -> list[dict[str, Any]]:
-    """Prove all subjects, then train those that have passed. Proofs with the same number of ranks share one set of
-    processes; a job that several subjects share runs once. Returns a certificate for each subject.
+    """Run the proofs of all subjects, then train those that have passed. Proofs with the same number of ranks share one
+    set of processes, and a job that several subjects share runs once. Returns a certificate for each subject.
     """
     if not subjects:
         return []
     from titan_hydra.verify.certificate import prove_all
 
-    orders = [order_of_data(one) for one in subjects]  # compared first, as data files may be missing
+    # the samples are compared first, as this fails early if data files are missing
+    orders = [order_of_data(one) for one in subjects]
     unique = {_key(proof): proof for one in subjects for proof in one.every_proof}
     outcomes = dict(zip(unique, prove_all(unique.values()), strict=True))
     trained: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -164,7 +165,7 @@ def _key(proof: Proof) -> tuple[str, str]:
 
 
 def train_reduced(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train a reduced job twice, once without interruption and once killed and resumed, and export its weights."""
+    """Train a reduced job without interruption, and again with a kill and a resume. Then export and import its weights."""
     from . import certify_run
 
     with tempfile.TemporaryDirectory(prefix="certify-", ignore_cleanup_errors=True) as folder:
@@ -175,7 +176,9 @@ def train_reduced(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def order_of_data(one: Candidate) -> dict[str, Any]:
-    """Compare the samples of all data-parallel ranks with those of one process. Raises ConfigError for missing files."""
+    """Compare the samples of all data-parallel ranks with those of a single process. Raises ConfigError for missing
+    files.
+    """
     from titan_hydra.verify.certificate import misplaced
     from titan_hydra.verify.reduce import with_own_data
 
@@ -226,7 +229,7 @@ def card_of(
 
 
 def prediction_of(job: Job) -> dict[str, Any]:
-    """Return what `titan plan` predicts for the job at full size, with its error band; or the reason why it predicts
+    """Return what `titan plan` predicts for the job at full size, with the error band, or the reason why it predicts
     nothing.
     """
     if job.hardware.name == "unknown":
@@ -293,8 +296,8 @@ def show_cards(made: dict[Path, dict[str, Any]], json: bool, seconds: float) -> 
 
 
 def add_figures(args: argparse.Namespace) -> int:
-    """Add what runs have measured to the certificates of their layouts. Returns 2 if a run is not done, or its layout
-    has no certificate of its code.
+    """Add what runs have measured to the certificates of their layouts. Returns 2 if a run is not done, or if its
+    layout has no certificate for the run's code.
     """
     changed, faults = {}, []
     for cell in [cell for target in args.overrides for cell in choose(target, args.runs).cells]:

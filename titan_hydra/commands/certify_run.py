@@ -1,6 +1,4 @@
-"""The parts of a certificate that need real runs: a run is killed and resumed, and its weights are exported and
-imported.
-"""
+"""The two checks of a certificate that need real runs: a run is killed and resumed; weights are exported and imported."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
 from titan_hydra.runs import checkpoints, layout, rundir
 
-STEPS, INTERVAL = 24, 4  # steps of a run, and steps between two checkpoints: enough that the kill comes before the end
-TRIES = 3  # maximum number of runs that are started until one is killed before its end
+# steps of a run (so many that the kill comes before the end), and steps between two checkpoints
+STEPS, INTERVAL = 24, 4
+TRIES = 3  # maximum number of runs that are started, until one of them is killed before its end
 
 
 def killed_and_carried_on(job: Job, folder: Path) -> tuple[dict[str, Any], Path]:
@@ -72,7 +71,7 @@ def _begin(cell: Cell) -> int:
 
 def _run_until_killed(cell: Cell) -> tuple[int, int]:
     """Start a run and kill it. Returns the last step that the run has logged and the step of its newest checkpoint;
-    zeros if it was done before the kill.
+    both are 0 if the run was done before the kill.
     """
     ended = threading.Event()
     killer = threading.Thread(target=_kill_after_a_save, args=(cell.directory, ended), daemon=True)
@@ -118,7 +117,7 @@ def exported_and_imported(run: Path, job: Job, folder: Path) -> dict[str, Any]:
     try:
         convert.export_hf(step, folder / "exported")
         convert.import_hf(folder / "exported", folder / "imported", imports=job.train.imports)
-    except ConfigError as error:  # the family has no Hugging Face format
+    except ConfigError as error:  # raised if the family has no Hugging Face format
         return {"passed": None, "reason": str(error)}
     except RunError as error:
         return {"passed": False, "reason": str(error)}

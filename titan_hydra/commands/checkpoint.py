@@ -81,7 +81,7 @@ def ls(steps: Path) -> int:
 
 
 def _verify(paths: list[Path]) -> int:
-    """Compare every byte of the checkpoints with their manifests. Returns 1 if some byte differs."""
+    """Check every file of the checkpoints against their manifests. Returns 1 if any byte differs."""
     status = Exit.DONE
     for path in paths:
         problems = checkpoints.damage(path)
@@ -91,7 +91,7 @@ def _verify(paths: list[Path]) -> int:
 
 
 def prune(steps: Path, keep: int, every: int, keep_best: bool, dry: bool) -> int:
-    """Delete the steps that the options do not keep, but never the newest intact step."""
+    """Delete all steps that the options do not keep, except the newest intact step, which is never deleted."""
     for intact in reversed(checkpoints.complete(steps)):
         if not checkpoints.damage(intact):
             break

@@ -1,5 +1,5 @@
-"""`titan cluster init [NAME]`: write a file of conf/cluster for the cluster that is used from this machine. `titan cluster
-check NAME`: train small runs on two of its nodes, and print what works.
+"""`titan cluster init [NAME]`: write a file of conf/cluster for the cluster that is used from this machine. `titan
+cluster check NAME`: train small runs on up to two nodes of the cluster, and print what works.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from titan_hydra.runs import checkpoints, layout, rundir, view
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.rundir import State
 
-POLL = 1  # seconds between two checks of a run
-ENDLESS = 1_000_000  # steps of a run that is stopped
+POLL = 1  # seconds between two reads of a run's state
+ENDLESS = 1_000_000  # number of steps of the run that is stopped: more than it can make
 
 
 def sites() -> dict[str, ClusterSite]:
-    """Return the sites of all executors that have one, by the executor's name."""
+    """Return, by the executor's name, the sites of all executors that have a site."""
     return {name: resolve(kind.site) for name, kind in EXECUTORS.items() if kind.site}
 
 
@@ -46,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--executor",
         choices=[*found],
-        help="the kind of cluster (default: the first whose programs are on this machine)",
+        help="the kind of cluster (default: the first kind whose programs are on this machine)",
     )
-    # conf/ of the project in the current folder, if there is one
+    # the project's own conf/ if the current folder has one, else the package's
     conf = Path("conf") if Path("conf").is_dir() else CONF
     init.add_argument(
-        "--folder", type=Path, default=conf / "cluster", help="folder of the file (default: conf/cluster)"
+        "--folder", type=Path, default=conf / "cluster", help="folder to write the file to (default: conf/cluster)"
     )
     init.add_argument("--force", action="store_true", help="replace an existing file")
     for name, site in found.items():
@@ -59,12 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = commands.add_parser(
         "check",
         prog="titan cluster check",
-        help="train small runs there, and print what works",
-        description="Train a small run on one node, one on two, and one that is stopped and goes on.",
+        help="train small runs on the cluster, and print what works",
+        description="Train three small runs: on one node, on two nodes, and one that is stopped and resumed.",
     )
     check.add_argument("name", help="the NAME of cluster=NAME")
     check.add_argument("values", nargs="*", metavar="KEY=VALUE", help="further overrides of these runs")
-    check.add_argument("--config-dir", type=Path, help="a folder of options beside conf/")
+    check.add_argument("--config-dir", type=Path, help="a folder with options, in addition to conf/")
     view.add_runs(check)
 
 
@@ -100,15 +100,15 @@ def init_site(args: argparse.Namespace) -> int:
 
 
 def check_site(args: argparse.Namespace) -> int:
-    """Train the runs one after another, and print a table. Returns 0 if all work."""
+    """Train the runs one after another, and print a table. Returns 0 if all checks pass."""
     rows = list(checked(args))
     print(*table(["what", "works", "seconds", "", "run"], rows, {"seconds"}, ("", "run")), sep="\n")
     return Exit.DONE if all(row[1] == "yes" for row in rows) else Exit.BUG
 
 
 def checked(args: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield for each check what it shows, whether it works, how long it took, the reason, and its run. A check that
-    fails is the last one.
+    """Run the checks, and stop after the first that fails. Yield for each check its title, whether it works, how long
+    it took, the reason if it failed, and its run.
     """
     checks = (("trains on one node", 1), ("trains on two nodes", 2), ("is stopped, saves and goes on, on two nodes", 2))
     for number, (what, nodes) in enumerate(checks):
@@ -123,7 +123,7 @@ def checked(args: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def cell_on(args: argparse.Namespace, nodes: int, steps: int) -> Cell:
-    """Return a cell of a tiny model that takes this number of whole nodes (1: a single rank)."""
+    """Return a cell of a tiny model that runs on `nodes` whole nodes; with 1 node, it has only one rank."""
     where = [f"cluster={args.name}", f"paths.runs={args.runs.absolute()}"]
     cluster = compose_job(*where, *args.values, "debug=tiny", "gpus=1", config_dir=args.config_dir).cluster
     if EXECUTORS[cluster.executor].here:
@@ -145,17 +145,17 @@ def cell_on(args: argparse.Namespace, nodes: int, steps: int) -> Cell:
 
 
 def reason_of_run(cell: Cell) -> str:
-    """Train a run to its end. Return why it did not reach its end; "" if it did."""
+    """Train a run to its end. Return the reason why the run did not reach its end; "" if it did."""
     dispatch.begin([cell])
     return "" if (state := rundir.state(cell.directory)).kind == "done" else in_short(state)
 
 
 def reason_of_stop(cell: Cell) -> str:
-    """Start a run and cancel it during training, twice. Return why it did not save and resume; "" if it did."""
+    """Start a run and cancel it during training, twice. Return the reason why it did not save and resume; "" if it did."""
     before = 0
     for _ in range(2):
         dispatch.begin([cell])
-        cell.job.launch.force = False  # the second start resumes
+        cell.job.launch.force = False  # the second start must resume
         while (state := rundir.state(cell.directory)).active and last_step(cell, state) <= before + 1:
             time.sleep(POLL)
         if not state.active:

@@ -1,5 +1,5 @@
-"""`titan compare A B`: print how two runs differ in configuration, code and results, and where they diverge: the first
-step and, if activations were traced, the first module.
+"""`titan compare A B`: print how two runs differ in configuration, code and results, and where they diverge. The place
+where they diverge is the first step that differs and, if activations were traced, the first module.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from titan_hydra.runs.hang import names
 from titan_hydra.runs.records import flat
 from titan_hydra.runs.view import add_runs, choose_one, tells
 
-# unit of a key's value, by the end of the key's name
+# the unit of a key's value follows from the end of the key's name
 UNITS = (
     (r"_seconds$", "s"),
     (r"_minutes$", "min"),
     (r"_gib$", "GiB"),
 )
-# for any other key, the first words of its help text give the unit
+# for any other key, the first words of the key's help text give the unit
 UNIT_WORDS = r"^(?:[\w=]+: )?(?:optimizer |data-parallel )?(steps|samples|tokens|ranks|devices|CPU cores)\b"
-RESULTS = (  # key of result.json, its title, its format
+RESULTS = (  # for each row of the table: the key of result.json, the title, and the format
     ("steps", "steps", ",.0f"),
     ("final_loss", "loss", ".4f"),
     ("validation_loss", "validation loss", ".4f"),
@@ -43,7 +43,7 @@ MEASURED = ("loss", "grad_norm")  # fields of metrics.jsonl that are searched fo
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs, as read from its files."""
+    """The contents of one of the two run directories."""
 
     directory: Path
     config: dict[str, Any]
@@ -58,11 +58,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Parting:
-    """The steps at which a field begins to differ, each as (step, value of A, value of B)."""
+    """The steps at which a field of metrics.jsonl differs between the runs, each as (step, value of A, value of B)."""
 
-    parted: list[tuple[int, Any, Any]]  # in any bit
-    far: list[tuple[int, Any, Any]]  # by more than the tolerance
-    largest: float  # largest relative difference
+    parted: list[tuple[int, Any, Any]]  # steps at which any bit differs
+    far: list[tuple[int, Any, Any]]  # steps at which the values differ by more than the tolerance
+    largest: float  # largest relative difference at any step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print three tables (a table without differences is one line), and below them where the runs diverge."""
+    """Print three tables (one line for a table without differences), and below them where the runs diverge."""
     a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
     if args.json:
         print(to_json(comparison(a, b, args.tolerance)))
@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def side(directory: Path) -> Side:
-    """Read a run. While it is not done, its results are the numbers of the last logged step."""
+    """Read a run. The results of a run that is not done are the numbers of the last logged step."""
     state = rundir.inspect(directory)
     found = layout.RESULT.read(directory) if state.kind == "done" else None
     last = layout.METRICS.last(directory)
@@ -103,7 +103,7 @@ def side(directory: Path) -> Side:
 
 
 def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
-    """Return everything that is printed about two runs as JSON values."""
+    """Return as JSON values everything that is printed about two runs."""
     keys = [(key, changes) for key, _, _, changes in configuration(a.config, b.config)]
     steps, curves = logged_by_both(a.directory, b.directory, tolerance)
     return {
@@ -141,7 +141,7 @@ def print_grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *f
 
 
 def configuration(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the keys that differ, in the schema's order. `changes` says what a difference in the key affects."""
+    """Yield the keys that differ, in the schema's order. `changes` names what a difference in the key affects."""
     if not a or not b:
         yield layout.CONFIG.name, *("" if config else "cannot be read" for config in (a, b)), ""
         return
@@ -157,7 +157,7 @@ def with_unit(value: Any, unit: str) -> str:
     """Format a value as on a command line; a number gets its unit."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return as_typed(value)
-    if value == 1 and len(unit) > 2:  # "1 steps" loses the plural s, but "1 s" does not
+    if value == 1 and len(unit) > 2:  # the plural s is removed from "1 steps", but not from "1 s"
         unit = unit.removesuffix("s")
     return f"{as_typed(value)} {unit}".rstrip()
 
@@ -189,7 +189,7 @@ def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def uncommitted(environment: dict[str, Any]) -> str:
-    """Name the tracked files with uncommitted changes."""
+    """Return a phrase that names the tracked files with uncommitted changes."""
     files = re.findall(r"^diff --git a/(\S+)", environment.get("git_diff") or "", re.M)
     if len(files) > 4:
         return f"{', '.join(files[:4])} and {len(files) - 4} more"
@@ -197,7 +197,7 @@ def uncommitted(environment: dict[str, Any]) -> str:
 
 
 def _results(a: Side, b: Side) -> Iterator[tuple[str, ...]]:
-    """Yield the results of A and B side by side, with the relative difference of B from A."""
+    """Yield the results of A and B side by side, with their relative difference (B / A - 1)."""
     if a.state != b.state or a.state != "done":
         yield "state", a.state, b.state, ""
     for key, name, form in RESULTS:
@@ -220,8 +220,8 @@ def signed(change: float | None) -> str:
 
 
 def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
-    """Yield, for losses and gradient norms, the first step that differs in any bit, and the first that differs by more
-    than the tolerance.
+    """Yield lines about losses and gradient norms: the first step at which any bit differs, and the first at which the
+    values differ by more than the tolerance.
     """
     steps, curves = logged_by_both(a, b, tolerance)
     if not steps:
@@ -240,7 +240,7 @@ def _curves(a: Path, b: Path, tolerance: float) -> Iterator[str]:
 
 
 def logged_by_both(a: Path, b: Path, tolerance: float) -> tuple[list[int], dict[str, Parting]]:
-    """Return the steps that both runs have logged, and where each of the fields MEASURED differs in these steps."""
+    """Return the steps that both runs have logged, and at which of these steps each field in MEASURED differs."""
     first, second = ({row["step"]: row for row in layout.METRICS.rows(run)[0]} for run in (a, b))
     steps = sorted(first.keys() & second.keys())
     curves = {}
@@ -253,7 +253,9 @@ def logged_by_both(a: Path, b: Path, tolerance: float) -> tuple[list[int], dict[
 
 
 def _at_step(pair: tuple[int, float, float], steps: list[int]) -> str:
-    """Format a step with both values, and the range of unlogged steps before it in which the difference may have begun."""
+    """Format a step with the values of both runs. If the steps before it were not logged, add their range, as the
+    difference may have begun there.
+    """
     step, x, y = pair
     before = max((earlier for earlier in steps if earlier < step), default=0)
     unseen = f" (steps {before + 1} to {step - 1} were not logged by both)" if step - before > 1 else ""
@@ -261,7 +263,7 @@ def _at_step(pair: tuple[int, float, float], steps: list[int]) -> str:
 
 
 def modules(a: Side, b: Side) -> Iterator[str]:
-    """Yield the first step and module whose traces differ."""
+    """Yield lines that name the first step and the first module whose traces differ."""
     first, second = traces(a.directory), traces(b.directory)
     if not first or not second:
         without = " and ".join(name for name, run in (("A", first), ("B", second)) if not run)
@@ -285,7 +287,7 @@ def modules(a: Side, b: Side) -> Iterator[str]:
 
 
 def _where_to_look(when: str, what: str, name: str, call: int) -> str:
-    """Return which code to examine if this is the first traced tensor that differs."""
+    """Return a phrase that names the code to examine if this tensor is the first that differs."""
     outer = name.rpartition(".")[0]
     outer = "the model" if outer in ("", "layers") else outer
     microbatch = f", microbatch {call + 1}" if call else ""
@@ -304,7 +306,7 @@ def _where_to_look(when: str, what: str, name: str, call: int) -> str:
 
 
 def traces(run: Path) -> dict[int, dict[tuple, dict]]:
-    """Return the traced tensors of all ranks by step; for a repeated step, those of the newest attempt."""
+    """Return the traced tensors of all ranks by step. If a step was repeated, the tensors of the newest attempt count."""
     found: dict[int, dict[tuple, dict]] = {}
     for attempt in layout.ATTEMPT.all(run).values():
         for rank in layout.ACTIVATIONS.all(attempt):
@@ -322,7 +324,7 @@ def _same(x: float | None, y: float | None) -> bool:
 
 
 def distance(x: float | None, y: float | None) -> float:
-    """Return the difference relative to the larger value; infinity if only one value is finite."""
+    """Return the difference relative to the larger of the two values; infinity if only one of them is finite."""
     if _same(x, y):
         return 0.0
     if x is None or y is None or not (math.isfinite(x) and math.isfinite(y)):

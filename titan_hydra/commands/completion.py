@@ -1,7 +1,7 @@
 """`titan completion SHELL`: print the script that lets a shell complete titan's commands, options, sweeps, cells and
 hashes.
 
-At each Tab the script calls `titan completion --words ...`. So new runs and options are completed without a new script.
+At each Tab the script calls `titan completion --words ...`, so it also completes runs and options newer than itself.
 """
 
 import argparse
@@ -29,7 +29,7 @@ compdef _titan titan""",
 end
 complete -c titan -a '(_titan)'""",
 }
-RUNS = ("target", "cell", "A", "B")  # names (argparse's dest) of arguments that stand for runs
+RUNS = ("target", "cell", "A", "B")  # names (argparse's dest) of the arguments whose values are runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print a shell's script, or the candidates for the last of the words."""
+    """Print a shell's script or, with --words, the candidates for the last word."""
     if args.words is not None:
         words = args.words.split(" ")
         print(*(word for word in candidates(words) if word.startswith(words[-1])), sep="\n")
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def candidates(words: list[str]) -> Iterable[str]:
-    """List the candidates for the last word; none where the shell should complete file names."""
+    """List the candidates for the last word. The list is empty if the shell should complete file names."""
     command, before = words[0], words[1:-1]
     if len(words) == 1:
         return cli.COMMANDS
@@ -63,7 +63,7 @@ def candidates(words: list[str]) -> Iterable[str]:
     options = {name: action for action in options_of(parser) for name in action.option_strings}
     runs = Path(dict(pairwise(before)).get("--runs", "runs"))
     last = options.get(before[-1]) if before else None
-    if last is not None and last.nargs != 0:  # the last word is the value of an option
+    if last is not None and last.nargs != 0:  # the word before is an option, so the last word is its value
         return _names(runs) if last.metavar == "RUN" else last.choices or []
     if words[-1].startswith("-"):
         return options
@@ -76,7 +76,7 @@ def candidates(words: list[str]) -> Iterable[str]:
 
 
 def _names(runs: Path) -> list[str]:
-    """List sweeps, the cells of the newest one, and all runs by hash and by name."""
+    """List the names of sweeps, of the cells of the newest sweep, and of all runs, and the runs' hashes."""
     sweeps = find.readable(runs)
     cells = short_names(find.sweep(sweeps[0]).cells) if sweeps else []
     directories = [run.name for run in find.all_runs(runs)]

@@ -14,16 +14,16 @@ from .model import add_step
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        help="run directory, start of a run's hash, or a checkpoint's folder; with --from: a folder in Hugging Face's format",
+        help="a run directory, the start of a run's hash, or a checkpoint's folder; with --from, a folder in Hugging Face's format",
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
         "--to",
         choices=["hf", "peft"],
-        help="export to this format; of a model with adapters, hf exports the merged weights, peft the adapters alone",
+        help="export to this format; for a model with adapters, hf exports the merged weights, and peft only the adapters",
     )
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
-    parser.add_argument("target", type=Path, help="folder to write; new or empty")
+    parser.add_argument("target", type=Path, help="folder to write to; it must be new or empty")
     add_step(parser)
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="dtype of exported weights (default: as stored)"
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-shard-gb",
         type=float,
         default=5.0,
-        help="maximum size of an exported file, in GB, 10^9 bytes (default: 5)",
+        help="maximum size of an exported file in GB, which are 10^9 bytes (default: 5)",
     )
     parser.add_argument(
         "--config", type=Path, help="config.json of the run (default: the file two folders above the checkpoint)"
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Convert and print what was written. Raises ConfigError or CheckpointError."""
+    """Convert the weights, and print what was written. Raises ConfigError or CheckpointError."""
     from titan_hydra.checkpoint import convert
 
     if args.to:

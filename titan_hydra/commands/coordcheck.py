@@ -1,4 +1,6 @@
-"""`titan coordcheck`: whether the size of what a model learns, or its best learning rate, depends on width or depth."""
+"""`titan coordcheck`: test whether the model's width or depth affects how much training changes the activations, or
+which learning rate is best.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.verify.case import later_wins
 
 WIDTHS, STEPS, SEEDS = (64, 128, 256, 512, 1024), 5, 3
-FLAT = 0.05  # largest slope that counts as none: over four doublings a factor of 1.15
-NEAR = 1.5  # largest ratio of the best rates of the smallest and the largest size that counts as none
-# A job of which many can be trained on a CPU. Overrides replace its values.
+FLAT = 0.05  # largest slope that counts as flat: a factor of 1.15 over four doublings of the size
+NEAR = 1.5  # largest ratio between the best rates of the smallest and of the largest size that counts as flat
+# A job that is small enough to be trained many times on a CPU. The user's overrides replace its values.
 SMALL = (
     "precision=fp32",
     "parallelism=single",
@@ -38,7 +40,7 @@ SMALL = (
 
 @dataclass(frozen=True)
 class SizeCheck:
-    """What is compared: models of several `sizes`, which are widths or depths."""
+    """The models that are compared. They differ in their sizes, which are widths or depths."""
 
     what: str  # "width" or "depth"
     sizes: list[int]
@@ -46,7 +48,7 @@ class SizeCheck:
     job: Job
 
     def job_of(self, size: int, seed: int, rate: float | None = None) -> Job:
-        """Return the job of one size. Raises ConfigError if a width of the model would not be whole."""
+        """Return the job for one size. Raises ConfigError if a width of the model would be no whole number."""
         made = copy.deepcopy(self.job)
         made.seed = seed
         made.optimizer.lr = made.optimizer.lr if rate is None else rate
@@ -82,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 1 if a slope or the ratio of the best rates is too large."""
+    """Run the check. Returns 1 if a slope, or the ratio of the best rates, is too large; else 0."""
     job = compose_job(*later_wins(*SMALL, f"steps={STEPS}", *args.overrides))
     check = SizeCheck("depth" if args.depths else "width", args.depths or args.widths, args.seeds, job)
     if len(check.sizes) < 2 or args.seeds < 1 or (args.rates and len(args.rates) < 3):
@@ -115,7 +117,7 @@ def _measure(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 
 def _coordinates(check: SizeCheck) -> dict[str, Any]:
-    """Return by kind of activation the mean change of each size, and its slope over the logarithm of the size."""
+    """Return for each kind of activation the mean change at each size, and the slope of log(change) over log(size)."""
     places = [(size, seed) for size in check.sizes for seed in range(check.seeds)]
     found = _measure([check.job_of(*place) for place in places])
     kinds: dict[str, dict[str, Any]] = {}
@@ -131,7 +133,7 @@ def _coordinates(check: SizeCheck) -> dict[str, Any]:
 
 
 def _rates(check: SizeCheck, rates: list[float]) -> dict[str, Any]:
-    """Return for each size the loss at each rate (the mean of the last quarter of the steps) and the best rate."""
+    """Return for each size the best learning rate, and the loss at each rate (the mean over the last quarter of steps)."""
     places = [(size, seed, rate) for size in check.sizes for rate in sorted(rates) for seed in range(check.seeds)]
     found = _measure([check.job_of(*place) for place in places])
     losses: dict[int, dict[float, list[float]]] = {}
@@ -147,8 +149,9 @@ def _rates(check: SizeCheck, rates: list[float]) -> dict[str, Any]:
 
 
 def best_rate(losses: dict[float, float]) -> float:
-    """Return the rate with the lowest loss: the lowest point of the parabola, over the logarithm of the rate, through the
-    lowest loss and its two neighbours; at an end of the list, that end. A loss that is not a number is infinite.
+    """Return the rate with the lowest loss. A parabola over the logarithm of the rate is fitted through the lowest loss
+    and its two neighbours; the result is the lowest point of the parabola. If the lowest loss is at an end of the list,
+    the result is the rate there. A loss that is not a number counts as infinite.
     """
     rates = sorted(losses)
     values = [losses[rate] if math.isfinite(losses[rate]) else math.inf for rate in rates]

@@ -1,8 +1,8 @@
-"""`titan extend`: start a new run that continues from a run's checkpoint, up to another number of steps.
+"""`titan extend`: start a new run that continues from the checkpoint of an old run, up to another number of steps.
 
-It takes the newest checkpoint up to which both numbers of steps give the same learning rates, so that the result equals
-that of a run with the new number from the start. With lr_scheduler=wsd, this is a checkpoint from before the decay;
-with a constant rate, it is the last checkpoint.
+It continues from the newest checkpoint up to which the old and the new number of steps give the same learning rates. So
+the result equals that of a run that has the new number of steps from the start. With lr_scheduler=wsd, this checkpoint
+is from before the decay; with a constant rate, it is the last checkpoint.
 """
 
 import argparse
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "values",
         nargs="+",
         metavar="steps=N",
-        help="the total number of steps, the first run's included; after it "
-        "KEY=VALUE of keys outside the hash, such as checkpoint.interval=100 or launch.mode=dry",
+        help="the total number of steps, including those of the first run; then KEY=VALUE for keys outside the hash, "
+        "such as checkpoint.interval=100 or launch.mode=dry",
     )
     parser.add_argument(
         "--step",

@@ -26,10 +26,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=100, metavar="N", help="maximum number of new tokens (default: 100)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="softmax temperature; 0: always the likeliest token (default: 1)"
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="softmax temperature; with 0, always take the likeliest token (default: 1)",
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: from all (default: 0)"
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K likeliest tokens; with 0, from all tokens (default: 0)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random draws (default: 0)")
 
@@ -50,8 +57,8 @@ def print_continuation(
     ends: Callable[[Tokenizer], set[int]],
     shown: str = "",
 ) -> int:
-    """Print `shown`, then the continuation of the tokens `beginning(checkpoint, tokenizer)`, up to one of the tokens
-    `ends`.
+    """Print `shown`, then the tokens that continue those of `beginning(checkpoint, tokenizer)`. The continuation ends
+    before the first token of `ends(tokenizer)`, or after --max-tokens tokens.
     """
     if args.max_tokens < 1:
         raise ConfigError(str(Fault("--max-tokens", args.max_tokens, "must be at least 1", legal=(1,))))
@@ -65,7 +72,8 @@ def print_continuation(
 
     draw = (args.max_tokens, args.temperature, args.top_k, args.seed)
     pieces = generate(checkpoint_of(args), beginning, ends, *draw, args.dtype)
-    print(shown, next(pieces), sep="", end="", flush=True)  # errors are reported before the prompt is printed
+    # `next` comes before the output, so that errors are raised before the prompt is printed
+    print(shown, next(pieces), sep="", end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()

@@ -1,5 +1,5 @@
-"""`titan plan --goodput`: the share of a job's time in which it makes steps that count, and which changes would raise
-this share.
+"""`titan plan --goodput`: print the share of a job's time in which it makes steps that count, and how to raise the
+share.
 """
 
 from __future__ import annotations
@@ -20,19 +20,28 @@ from titan_hydra.plan.goodput import FAILURES, Site, Way, daly_interval, ways, y
 from titan_hydra.runs.find import all_runs
 from titan_hydra.runs.useful import count_interruptions
 
-OPTIONS: dict[str, tuple[float | None, Interval, str]] = {  # name: default, range, help
+OPTIONS: dict[str, tuple[float | None, Interval, str]] = {  # for each option: its default, its range, and its help text
     "step-seconds": (None, POSITIVE, "seconds of a step (default: predicted)"),
-    "save-seconds": (None, NOT_NEGATIVE, "seconds until a checkpoint is complete (default: its bytes by --write-gbs)"),
-    "copy-seconds": (None, NOT_NEGATIVE, "seconds for which an async save holds training (default: by its bytes)"),
+    "save-seconds": (
+        None,
+        NOT_NEGATIVE,
+        "seconds until a checkpoint is complete (default: its bytes divided by --write-gbs)",
+    ),
+    "copy-seconds": (
+        None,
+        NOT_NEGATIVE,
+        "seconds for which an async save stops training (default: computed from its bytes)",
+    ),
     "write-gbs": (1.0, POSITIVE, "GB/s that a node writes (default: 1)"),
     "queue-minutes": (10.0, NOT_NEGATIVE, "minutes until another node replaces a failed node (default: 10)"),
     "restart-minutes": (
         5.0,
         NOT_NEGATIVE,
-        "minutes from then until training goes on: start, load, compile (default: 5)",
+        "minutes from the new node's arrival until training goes on: start, load, compile (default: 5)",
     ),
 }
-INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # steps between two saves, on the curve
+# numbers of steps between two saves at which the curve is computed
+INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
 def add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -47,15 +56,15 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
         "--failures",
         default="llama3",
         metavar="RATE",
-        help="failures per GPU-day: a number, llama3 (default), or runs, for the rate measured in --runs",
+        help="failures per GPU-day: a number, `llama3` (default), or `runs` for the rate measured in the runs of --runs",
     )
     for name, (default, _, text) in OPTIONS.items():
         group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=text)
 
 
 def goodput(job: Job, args: argparse.Namespace) -> int:
-    """Print the shares of a frozen job's time, for the job as it is and for better ways to run it. Draw them if --plot
-    names a folder.
+    """Print how the time of a frozen job is divided, for the job as it is and for better ways to run it. Draw the
+    result if --plot names a folder.
     """
     given: dict[str, Any] = {name: getattr(args, name.replace("-", "_")) for name in OPTIONS}
     for name, (_, allowed, _) in OPTIONS.items():
@@ -91,7 +100,7 @@ def goodput(job: Job, args: argparse.Namespace) -> int:
 
 
 def rate_of(args: argparse.Namespace) -> tuple[float, str]:
-    """Return the failures per GPU-day, and the source of this number."""
+    """Return the number of failures per GPU-day, and a text that names its source."""
     words = (*FAILURES, "runs", "a number")
     if args.failures in FAILURES:
         failures, days = FAILURES[args.failures]
@@ -135,9 +144,7 @@ def by_interval(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
 
 
 def by_gpus(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
-    """Yield the goodput of each way on other numbers of devices, from an eighth of the job's number to eight times
-    that.
-    """
+    """Yield the goodput of each way on other numbers of devices, from an eighth to eight times the job's number."""
     for gpus in (at.gpus * 2**power // 8 for power in range(7)):
         there = replace(at, gpus=gpus)
         yield {"gpus": gpus} | {way.name: there.shares(way).goodput for way in rows if gpus >= way.groups * at.node}

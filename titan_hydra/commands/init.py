@@ -14,11 +14,13 @@ PROJECT = ASSETS / "project"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write the project to; new or empty")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder to write the project to; it must be new or empty"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the project and print what to type next. Raises ConfigError for a folder that is not empty or cannot be
+    """Write the project and print what to type next. Raises ConfigError if the folder is not empty, or cannot be
     written.
     """
     folder = args.folder.expanduser()

@@ -1,5 +1,5 @@
 """`titan logs`: print a rank's log. -f prints new lines as they come, and goes on with the next attempt after a
-requeue. --guilty prints why the run failed, --hang which rank the others wait for in a hang.
+requeue. --guilty prints why the run failed. --hang prints for which rank the others wait in a hang.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import add_runs, choose_one, jobs_of
 
 POLL = 0.2  # seconds between two reads of the log
-ASK, ASK_QUEUE = 1.0, 15.0  # seconds between two checks of the run's state, for local processes and for batch jobs
+ASK, ASK_QUEUE = 1.0, 15.0  # seconds between two checks of the run's state: for local processes, and for batch jobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--hang",
         action="store_true",
-        help="print instead, in or after a hang, which rank the others wait for, and in which operation",
+        help="print instead, in or after a hang, for which rank the others wait, and in which operation",
     )
     add_runs(parser)
 
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     state = rundir.inspect(directory)
     if args.guilty:
         return _guilty(directory, state)
-    if state.groups:  # each replica group is a job, whose ranks are counted from 0
+    if state.groups:  # each replica group is a job, and each job counts its ranks from 0
         group, args.rank = divmod(args.rank, layout.CONFIG.read(directory).get("gpus") or 1)
         if group >= len(state.groups):
             raise ConfigError(f"--rank: {directory.name} has {len(state.groups)} replica groups")
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _number(text: str) -> int:
-    """Parse a number of lines. Raises ValueError, which argparse reports, unless the text is a whole number from 0 up."""
+    """Parse a number of lines. Raises ValueError, which argparse reports, if the text is not 0 or a positive integer."""
     if not text.isdigit():
         raise ValueError
     return int(text)
@@ -120,7 +120,7 @@ def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
     say(f"{directory.name}: {state.kind}, attempt {number}")
     while True:
         log = log_of(directory, number, rank)
-        if log and (tail is None or tail.path != log):  # rank 0's own log comes after the job's log
+        if log and (tail is None or tail.path != log):  # rank 0's log replaces the job's log once it exists
             tail = Tail(log, lines)
         if tail:
             tail.more()
@@ -141,7 +141,7 @@ def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
 
 
 class Tail:
-    """Prints a log, whole or only its last lines, and then whatever is appended."""
+    """Prints a log (all of it, or only its last lines), and then whatever is appended to it."""
 
     def __init__(self, path: Path, lines: int | None = None) -> None:
         self.path, self.file = path, path.open("rb")
@@ -159,17 +159,18 @@ class Tail:
 
 
 def log_of(directory: Path, attempt: int, rank: int) -> Path | None:
-    """Return a rank's log; for rank 0, the job's log until the rank has its own. None if there is no log yet."""
+    """Return a rank's log. As long as rank 0 has no log of its own, return the job's log. None if there is no log yet."""
     folder = layout.ATTEMPT.of(directory, attempt)
     candidates = [layout.LOG.of(folder, rank), *([layout.JOB_LOG.of(folder)] if rank == 0 else [])]
     for log in candidates:
-        if log.is_file() and (log.stat().st_size or log is candidates[0]):  # an empty log of the job does not count
+        # the job's log counts only if it is not empty
+        if log.is_file() and (log.stat().st_size or log is candidates[0]):
             return log
     return None
 
 
 def _missing(directory: Path, state: State, attempt: int, rank: int) -> str:
-    """Explain why there is no log of this rank and attempt, and which logs there are."""
+    """Return a sentence that explains why this rank has no log in this attempt, and which logs exist."""
     attempts = list(layout.ATTEMPT.all(directory))
     if attempt not in attempts:
         return f"--attempt={attempt}: {directory.name} has {between(attempts, 'attempt')}"

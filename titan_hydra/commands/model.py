@@ -8,7 +8,7 @@ from titan_hydra.runs.view import add_runs, place_of
 
 
 def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
-    """Add the arguments that choose a model and its dtype. `further` describes what else RUN may be."""
+    """Add the arguments that choose a model and its dtype. `further` names what the argument RUN may be in addition."""
     parser.add_argument(
         "cell",
         metavar="RUN",
@@ -31,7 +31,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:
-    """Return the checkpoint that RUN and --step name. Raises ConfigError if there is none."""
+    """Return the checkpoint that RUN and --step name. Raises ConfigError if there is no such checkpoint."""
     from titan_hydra.checkpoint.convert import find_checkpoint
 
     return find_checkpoint(asked_for(place_of(args.cell, args.runs), args.step))

@@ -25,7 +25,7 @@ from . import calibrate, plan_score, tune
 from .goodput import add_goodput, goodput
 from .plan_curve import LIMITED, curve, device_counts, draw_speed, order_of
 
-BAR = 40  # characters of the longest bar
+BAR = 40  # number of characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides of the job, as for launch.py, with hardware=NAME; the global batch stays fixed (default: "
+        help="overrides of the job, as for launch.py, with hardware=NAME; all layouts have the job's global batch (default: "
         "data.local_batch times the number of GPUs)",
     )
     parser.add_argument(
         "--gpus",
         type=device_counts,
         metavar="N",
-        help="number of devices (or gpus=N); several numbers, such as 8,16,64: print the best layout for each number",
+        help="number of devices (or gpus=N); with several numbers, such as 8,16,64, print the best layout for each number",
     )
     parser.add_argument(
         "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--why",
         metavar="LAYOUT",
-        help="print the rule that excludes a layout (given as quoted overrides), or the terms of its prediction",
+        help="print which rule excludes this layout (quoted overrides) or, if none does, the terms of its prediction",
     )
     parser.add_argument(
         "--prove",
@@ -100,8 +100,8 @@ def add_fits(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the fastest layouts, or one layout, or what --calibrate and --tune fit. Returns 0, or 2 if no layout fits;
-    with --tune, the status of the first run that failed.
+    """Print the fastest layouts, or one layout, or the rates that --calibrate or --tune has fitted. Returns 0, or 2 if
+    no layout fits. With --tune, returns the status of the first run that failed.
     """
     counts = args.gpus or []
     _refuse(args, counts)
@@ -141,7 +141,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, counts: list[int]) -> None:
-    """Raise ConfigError for options whose values are out of range or that exclude each other."""
+    """Raise ConfigError if an option's value is out of range, or if options exclude each other."""
     if counts and counts[0] < 1:
         raise ConfigError(str(Fault("--gpus", counts[0], "a job needs at least one", legal=(1,))))
     for name, least, reason in (
@@ -162,8 +162,8 @@ def _refuse(args: argparse.Namespace, counts: list[int]) -> None:
 
 
 def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
-    """Search for layouts and print them; count the N best of them (--prove N) in the fake world; draw them if --plot
-    names a folder. Returns 2 if no layout fits.
+    """Search for layouts and print them. With --prove N, also count the bytes of the N best layouts in the fake world.
+    Draw the layouts if --plot names a folder. Returns 2 if no layout fits.
     """
     rows, points = search(job, gpus)
     if not rows:
@@ -202,8 +202,8 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
 
 
 def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
-    """Predict the layout of the command line. Raises ConfigError for broken rules. Faults of rules about techniques
-    that torch cannot combine are only printed. With --cell, returns 2 if the layout does not fit.
+    """Predict the layout of the command line. Raises ConfigError for broken rules, except that faults of rules about
+    techniques that torch cannot combine are only printed. With --cell, returns 2 if the layout does not fit.
     """
     job = legal_job(job, gpus)
     broken = [*map(str, checks.check(job, (checks.RECIPE, checks.PLACE)))]
@@ -271,8 +271,8 @@ def show(rows: list[Row], points: int) -> None:
 
 
 def proof(job: Job) -> dict:
-    """Count in the fake world the bytes of the rank that needs most memory. Returns them with the formulas' bytes for
-    the same eager job.
+    """Count in the fake world the bytes of the rank that needs most memory, in eager mode. Returns the counted bytes
+    and those that the formulas give for the same eager job.
     """
     from titan_hydra.verify.count import count_rank, eager
 
@@ -331,14 +331,14 @@ def explained(found: Prediction) -> list[str]:
 
 
 def bars(unit: str, values: list[tuple[str, float]]) -> list[str]:
-    """Return a line with a bar for each value; the largest value has a bar of BAR characters."""
+    """Return for each value a line with a bar. The largest value has a bar of BAR characters."""
     most = max(value for _, value in values)
     rows = [(name, f"{value:,.2f}", "#" * max(round(BAR * value / most), value > 0)) for name, value in values]
     return ["", *table(("", unit, ""), rows, (unit,))]
 
 
 def halves(gpus: int) -> list[int]:
-    """Return a quarter, a half and the whole of the number of devices, without those that are not whole numbers."""
+    """Return a quarter of the number of devices, half of it, and the number itself; fractions are left out."""
     return [gpus // times for times in (4, 2, 1) if gpus % times == 0 and gpus // times]
 
 
@@ -352,8 +352,8 @@ def make_folder(folder: Path | None) -> None:
 
 
 def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
-    """Draw the memory of each layout, stacked by term, and the speed of the fastest against the number of GPUs; print
-    the files.
+    """Draw the memory of each layout, stacked by term, and the speed of the fastest layout over the number of GPUs.
+    Print the names of the files.
     """
     import matplotlib
 

@@ -1,6 +1,4 @@
-"""`titan plan --gpus 8,16,64`: the fastest layout that fits, for each number of GPUs, and why more GPUs cost
-efficiency.
-"""
+"""`titan plan --gpus 8,16,64`: print the fastest layout that fits for each number of GPUs, and why efficiency falls."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ LIMITED = "`limited by`: the largest term of time beside matmuls and attention; 
 
 
 def device_counts(text: str) -> list[int]:
-    """Parse --gpus: different whole numbers in ascending order, separated by commas. Raises ArgumentTypeError."""
+    """Parse --gpus: whole numbers, separated by commas. Return them sorted, each once. Raises ArgumentTypeError."""
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError as error:
@@ -42,8 +40,8 @@ def device_counts(text: str) -> list[int]:
 
 
 def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
-    """Search for the fastest layout on each number of devices, and print a row for each. Draw the speeds if --plot
-    names a folder. GPU-hours are given for a billion tokens. Returns 2 if no layout fits on any number.
+    """Search for the fastest layout on each number of devices, and print a row for each number. GPU-hours are those of
+    a billion tokens. Draw the speeds if --plot names a folder. Returns 2 if no layout fits on any number of devices.
     """
     for option in ("cell", "why", "prove", "calibrate", "tune", "goodput"):
         if getattr(args, option):
@@ -63,7 +61,7 @@ def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
 
 
 def billion_tokens(prediction: predict.Prediction) -> float | None:
-    """Return the GPU-hours of a billion tokens; None without a predicted speed, or if the layout does not fit."""
+    """Return the GPU-hours of a billion tokens; None if the speed cannot be predicted, or if the layout does not fit."""
     return 1e9 / prediction.speed.tokens_per_second / 3600 if prediction.speed and prediction.fits != "no" else None
 
 
@@ -107,7 +105,7 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
 
 
 def layout_of(job: Job) -> str:
-    """Return the degrees above one and the schedule, in words."""
+    """Return in words the degrees that are above one, and the schedule."""
     degrees = job.parallelism
     replicas = (
         f"hsdp {degrees.dp_replicate} x {degrees.dp_shard}" if degrees.dp_replicate > 1 else f"fsdp {degrees.dp_shard}"

@@ -51,7 +51,7 @@ def scored(file: Path | None, as_json: bool) -> int:
 
 
 def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple]:
-    """Return a row of the table for each group of rows to which `name` gives the same name."""
+    """Group the rows by the name that `name` gives them, and return a row of the table for each group."""
     groups = defaultdict(list)
     for one in rows:
         groups[name(one)].append(one)

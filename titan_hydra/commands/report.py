@@ -1,4 +1,4 @@
-"""`titan report`: print or write the table of a sweep, for a terminal or a paper, and its plots and page."""
+"""`titan report`: print or write the table of a sweep (for a terminal or a paper), and write its plots and its page."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline",
         metavar="CELL",
-        help="cell to compare the others with (default: sweep.baseline, or the first cell)",
+        help="cell with which all others are compared (default: sweep.baseline, or the first cell)",
     )
     parser.add_argument(
         "--allow", metavar="KEY,...", default="", help="compare cells even if they differ in these keys"
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON for scripts: all columns, unrounded, and the rule by which each row was judged",
+        help="print JSON for scripts: all columns with unrounded values, and the rule by which each row was judged",
     )
     parser.add_argument("--row", action="store_true", help="print the runs as rows that titan plan --score reads")
     add_page(parser)
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="folder to write to (default: the sweep's folder, or the current one)",
+        help="folder to write to (default: the sweep's folder or, without a sweep, the current folder)",
     )
 
 
@@ -69,7 +69,7 @@ def add_page(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html",
         action="store_true",
-        help="write report.html, a page with the whole report that any browser shows without a network",
+        help="write report.html, a page with the whole report; browsers show it without a network",
     )
     parser.add_argument(
         "--serve",
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
                 print(folder / file)
             else:
                 print(text(report), end="")
-        if "csv" in texts:  # CSV has no place for notes
+        if "csv" in texts:  # a CSV file has no place for the notes, so they are printed to stderr
             print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
         if args.json:
             print(to_json(write.report_document(report)))

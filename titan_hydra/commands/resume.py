@@ -1,7 +1,7 @@
 """`titan resume`: start another attempt of a run, on another number of GPUs or in another layout.
 
-The run's directory, name and hash do not change, nor does anything that determines what it learns: the global batch,
-the order of the data, optimizer, seed and number formats. A key that would change one of these is refused.
+The run keeps its directory, name and hash, and everything that determines what it learns: the global batch, the order
+of the data, optimizer, seed and number formats. A key that would change one of these is refused.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def refuse_state(directory: Path) -> None:
-    """Raise ConfigError if a run is done, or may be running."""
+    """Raise ConfigError if the run is done, or may still be running."""
     state = rundir.state(directory)
     if state.kind == "done":
         raise ConfigError(f"{directory.name} is done; titan extend {directory.name} steps=N trains it longer")

@@ -1,7 +1,7 @@
 """`titan retry`: run failed cells again, from their frozen configuration, through the same code as launch.py.
 
-A cell that ran out of memory, or whose loss was not finite, would fail again. Without --as-is, such a cell is not run
-again; a change is suggested instead.
+A cell that ran out of memory, or whose loss was not finite, would fail again. So such a cell runs again only with
+--as-is; without it, a change is suggested instead.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.hints import hint
 from titan_hydra.runs.view import RunRow, add_target, choose, look
 
-ONLY = {  # words of --only: the classes of failure that each selects
+ONLY = {  # for each word that --only accepts: the classes of failure that it selects
     "failed": tuple(Kind),
     "oom": (Kind.OUT_OF_MEMORY,),
     "node": (Kind.NODE, Kind.HANG),
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the chosen cells again. Returns the exit status of launch.py; 0 if no cell is to run again."""
+    """Run the chosen cells again. Returns the exit status of launch.py, or 0 if no cell is to run again."""
     selection = choose(args.target, args.runs)
     rows, _ = look(selection.cells)
     again = []
@@ -87,21 +87,21 @@ def main(args: argparse.Namespace) -> int:
     if faults := list(without_card(cells)):
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    # the runs of a folder may belong to several clusters
+    # cells are submitted separately for each cluster, as the runs of a folder may belong to several clusters
     clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)
     statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
     return next((status for status in statuses if status), Exit.DONE)
 
 
 def _fits(row: RunRow, only: list[str]) -> bool:
-    """Whether any of the words given with --only selects a run in this state."""
+    """Whether one of the words given with --only selects this run, according to its state."""
     if row.state.kind in ("interrupted", "not submitted"):
         return "interrupted" in only
     return row.state.failure is not None and any(row.state.failure.kind in ONLY[word] for word in only)
 
 
 def advise(row: RunRow, cell: RunCell) -> None:
-    """Print the command to type instead of repeating the same run."""
+    """Print a command with changed overrides, to type instead of repeating the same run."""
     failure = row.state.failure
     print(f"{row.hash}  {row.cell}: {failure.kind}: it would fail again, so it is not run (--as-is runs it anyway)")
     advice = hint(failure)
@@ -117,8 +117,8 @@ def cluster_of(cell: Cell) -> str:
 
 
 def _job_of(directory: Path, runs: Path) -> Job:
-    """Return the job of a run. Drops those `launch` keys that concern the first start alone (force, retry, a limit),
-    and keeps those that hold for every start. Raises ConfigError if the user's modules have been edited since.
+    """Return the job of a run. Its `launch` keys that apply only to the first start (force, retry, a limit) are
+    dropped; those that apply to every start are kept. Raises ConfigError if the user's modules have been edited since.
     """
     job = load_job(directory)
     if fault := edited_sources(job.train):
@@ -128,8 +128,8 @@ def _job_of(directory: Path, runs: Path) -> Job:
 
 
 def _layouts(job: Job, directory: Path) -> tuple[Job, ...]:
-    """Return the layouts of an elastic run, with the `launch` and `paths` of `job`, which retry may change; none for
-    any other run.
+    """Return the layouts of an elastic run; none for any other run. Their `launch` and `paths` are taken from `job`, as
+    retry may have changed them.
     """
     layouts = kept_layouts(directory) if job.elastic else ()
     return tuple(dataclasses.replace(one, launch=job.launch, paths=job.paths) for one in layouts)

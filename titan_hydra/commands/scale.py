@@ -1,4 +1,4 @@
-"""`titan scale`: write a ladder of sizes, fit a scaling law to its held-out losses, and say what follows for larger runs."""
+"""`titan scale`: write a ladder of sizes (a sweep), fit a scaling law to its held-out losses, and predict larger runs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="SWEEP|KEY=VALUE",
-        help="one sweep, or two whose recipes are compared; overrides of the job to plan, or with --make of the recipe",
+        help="one sweep, or two sweeps whose recipes are compared; overrides of the job to plan or, with --make, of the recipe",
     )
     add_runs(parser)
-    parser.add_argument("--flops", type=number, metavar="C", help="compute budget: the best size for it, and its loss")
+    parser.add_argument(
+        "--flops", type=number, metavar="C", help="compute budget in FLOPs: predict the best size, and its loss"
+    )
     parser.add_argument("--size", type=number, metavar="N", help="with --tokens: predict the loss of N parameters")
     parser.add_argument("--tokens", type=number, metavar="D", help="with --size: predict the loss after D tokens")
     parser.add_argument(
@@ -45,10 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reach",
         type=number,
         metavar="X",
-        help="largest factor beyond the ladder that is predicted (default: the factor that its compute spans, at most 100)",
+        help="how far beyond the ladder's compute to predict, as a factor (default: the factor that its compute spans, at most 100)",
     )
     parser.add_argument(
-        "--draws", type=int, default=bootstrap.DRAWS, metavar="N", help="laws of the bootstrap (default: %(default)s)"
+        "--draws",
+        type=int,
+        default=bootstrap.DRAWS,
+        metavar="N",
+        help="number of laws that the bootstrap fits (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the bootstrap (default: 0)")
     parser.add_argument(
@@ -57,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         const=10,
         metavar="N",
-        help="predict the largest size from the smaller ones, and N cells (default: 10) from those with less compute",
+        help="predict the largest size from all smaller ones, and N cells (default: 10), each from the cells with less compute",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -73,10 +79,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=int,
         metavar="N",
-        help="with --days and hardware=NAME: the size, its tokens and the layout with the lowest expected loss; "
-        "model=OPTION plans sizes of that model (default: of the ladder's)",
+        help="with --days and hardware=NAME: print the size, the tokens and the layout with the lowest expected loss; "
+        "model=OPTION plans sizes of that model (default: the ladder's model)",
     )
-    parser.add_argument("--days", type=number, metavar="D", help="how long the GPUs train")
+    parser.add_argument("--days", type=number, metavar="D", help="with --gpus: how many days the GPUs train")
     parser.add_argument(
         "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
     )
@@ -85,10 +91,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def add_make(parser: argparse.ArgumentParser) -> None:
     """Add the options that write a ladder."""
     parser.add_argument(
-        "--make", metavar="NAME", help="write sweeps/NAME.yaml: a ladder of the sizes of one model, at one recipe"
+        "--make", metavar="NAME", help="write sweeps/NAME.yaml: a ladder of sizes of one model, with one recipe"
     )
     parser.add_argument(
-        "--sizes", type=numbers, default=SIZES, metavar="N,...", help="with --make: parameters of the sizes"
+        "--sizes", type=numbers, default=SIZES, metavar="N,...", help="with --make: the sizes, as numbers of parameters"
     )
     parser.add_argument(
         "--multiples",
@@ -100,7 +106,7 @@ def add_make(parser: argparse.ArgumentParser) -> None:
 
 
 def number(text: str) -> float:
-    """Parse a number more than 0, such as 3e9. Raises ArgumentTypeError."""
+    """Parse a number above 0, such as 3e9. Raises ArgumentTypeError for any other text."""
     try:
         value = float(text)
     except ValueError:
@@ -146,7 +152,9 @@ def main(args: argparse.Namespace) -> int:
 def asked_parts(
     args: argparse.Namespace, overrides: list[str], read: list[MeasuredLadder], curves: dict[str, Drawn]
 ) -> list[ScalePart]:
-    """Return what the options ask for beside the fit: predictions, the comparison of two recipes, the backtest, the plan."""
+    """Return what the options request in addition to the fit: predictions, a comparison of two recipes, a backtest, a
+    plan.
+    """
     one, parts = read[0], []
     for name, curve in curves.items():
         if args.size:
@@ -171,7 +179,7 @@ def asked_parts(
 
 
 def _refuse(args: argparse.Namespace, sweeps: list[str], overrides: list[str]) -> None:
-    """Raise ConfigError for options that exclude or need each other."""
+    """Raise ConfigError if options exclude each other, or if an option lacks another that it needs."""
     if args.draws < 20:
         raise ConfigError(str(Fault("--draws", args.draws, "too few for an interval of 90 %", legal=(20,))))
     if len(sweeps) > 2:
@@ -213,7 +221,7 @@ def make_ladder(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def drawn_laws(one: MeasuredLadder, args: argparse.Namespace) -> Drawn:
-    """Fit a law and draw its bootstrap. Raises ConfigError with the sweep's name."""
+    """Fit a scaling law to a ladder, and draw its bootstrap. Raises ConfigError with the sweep's name."""
     try:
         return bootstrap.draw_laws(fit_law(one.ladder), args.draws, args.seed)
     except ConfigError as error:

@@ -1,4 +1,6 @@
-"""`titan score`: the log-probability that the model of a run, checkpoint or export gives each text of a file."""
+"""`titan score`: compute the log-probability that a model (of a run, checkpoint or export) assigns to each text of a
+file.
+"""
 
 import argparse
 import contextlib
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write a line for each text, and print the mean of all texts."""
+    """Write a line for each text, and print the mean log-probability of all texts."""
     if args.context is not None and args.context < 1:
         raise ConfigError(str(Fault("--context", args.context, "must be at least 1", legal=(1,))))
     if args.out and args.out.exists():
@@ -58,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         for found in score_texts(place, args.texts, args.text_key, args.context, args.dtype):
             if (
                 args.out and not texts
-            ):  # opens the file at the first line, so that an earlier error leaves no empty file
+            ):  # the file is opened only at the first line, so that an earlier error leaves no empty file
                 out = opened.enter_context(_open_new(args.out))
             print(json.dumps(found), file=out)
             texts, nats, tokens = texts + 1, nats + found["nats"], tokens + found["tokens"]

@@ -32,13 +32,12 @@ COLOURS = {
     "new": "dim",
 }
 ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
-# States, the most important first. If the screen has too few lines, rows with states at the end of this list are left
-# out.
+# States, the most important first. If the screen has too few lines, rows with the last of these states are left out.
 SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
-FAILURES = 8  # maximum number of failed runs whose reason is printed
-NAME = 56  # characters to which a cell's name is cut
-# seconds between two refreshes: for local runs, and for runs in a queue (fewer, as other users need the queue too)
+FAILURES = 8  # maximum number of failed runs for which the reason is printed
+NAME = 56  # maximum length at which a cell's name is cut
+# seconds between two refreshes: for local runs, and for runs in a queue (less often, as other users need the queue too)
 REFRESH, REFRESH_QUEUE = (
     2,
     10,
@@ -52,13 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--all",
         action="store_true",
-        help="print a line for each sweep, and for each run outside sweeps, the newest first",
+        help="print a line for each sweep and for each run outside sweeps, with the newest first",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON for scripts, with all known values, unrounded")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON for scripts, with all known values, which are not rounded"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table once, or repeatedly with --follow. Returns 0 whatever the states of the runs are."""
+    """Print the table once, or repeatedly with --follow. Returns 0 in any case, even if runs have failed."""
     if args.follow and args.json:
         raise ConfigError("--json: prints one document, and --follow goes on; repeat `titan status --json`")
     if args.all:
@@ -75,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _all(args: argparse.Namespace) -> int:
-    """Print the number of cells of each sweep by state, and the state of each run outside sweeps."""
+    """Print for each sweep how many cells are in each state, and for each run outside sweeps its state."""
     if args.target:
         raise ConfigError(f"--all {args.target}: lists everything in --runs={args.runs}, so it takes no TARGET")
     if not args.runs.is_dir():
@@ -110,7 +111,7 @@ def _all(args: argparse.Namespace) -> int:
 
 
 def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
-    """Return (time started, name, states of the cells) of every sweep, and of every run outside sweeps."""
+    """Return (start time, name, states of the cells) for every sweep, and for every run outside sweeps."""
     sweeps = {folder: find.sweep(folder).cells if find.manifest_of(folder) else [] for folder in find.sweeps(runs)}
     swept = {cell.directory for cells in sweeps.values() for cell in cells}
     alone = [run for run in find.all_runs(runs) if run not in swept]
@@ -131,7 +132,7 @@ def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
 
 
 def ago(moment: float) -> str:
-    """Format a time as 14:05 if it is today, else with the date."""
+    """Format a time: as 14:05 if it is on this day, else with the date."""
     then, now = time.localtime(moment), time.localtime()
     if then[:3] == now[:3]:
         return time.strftime("%H:%M", then)
@@ -139,7 +140,9 @@ def ago(moment: float) -> str:
 
 
 def _follow(args: argparse.Namespace, selection: Selection) -> int:
-    """Print the table repeatedly until all runs are over; without a terminal, print a line for each change of state."""
+    """Print the table repeatedly until all runs are over; without a terminal, print only a line for each change of
+    state.
+    """
     if not sys.stdout.isatty():
         return follow_in_lines(selection)
     from rich.live import Live
@@ -180,7 +183,9 @@ def _pause(queues: dict[str, Queue]) -> int:
 
 
 def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
-    """Return the rows that fit the screen, the most urgent states first, and a line that counts the other rows."""
+    """Return the rows that fit on the screen, without the least urgent states, and a line that counts the rows left
+    out.
+    """
     if len(rows) <= max(lines, 3):
         return rows, []
     kept = sorted(rows, key=lambda row: SHOWN_FIRST.index(row.state.kind))[: max(lines, 3)]
@@ -208,7 +213,7 @@ def _table(rows: list[RunRow]) -> list[str]:
 
 
 def _note(row: RunRow) -> str:
-    """Return the last column of a run's row: an unusual condition, or the time to go."""
+    """Return the text in the last column of a run's row: an unusual condition, or the remaining time."""
     state, job, parts = row.state, row.state.job, []
     if state.kind == "failed":
         parts.append(str(state.failure.kind))
@@ -279,7 +284,7 @@ def summary(rows: list[RunRow]) -> str:
 
 
 def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str, str]]:
-    """Yield (command, what it does) for the next steps with these runs."""
+    """Yield commands that the user may want to type next for these runs, each with what it does."""
     kinds = {row.state.kind for row in rows}
     first = {row.state.kind: row for row in reversed(rows)}
     if "failed" in kinds:

@@ -1,4 +1,4 @@
-"""`titan tokenizer`: train a tokenizer on text, or encode text into a .bin that data=tokens maps into memory."""
+"""`titan tokenizer`: train a tokenizer on text, or encode text into a .bin file, which data=tokens maps into memory."""
 
 import argparse
 import base64
@@ -26,7 +26,7 @@ from titan_hydra.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.data.embedded import Embedded
 from titan_hydra.data.unknown import share_of_unknown
 
-BATCH_CHARACTERS = 1 << 20  # characters of text in a batch for a worker
+BATCH_CHARACTERS = 1 << 20  # number of characters of text in a worker's batch
 WORKER: dict[str, Any] = {}  # the tokenizer and the dtype of this worker process
 
 
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     encode.add_argument(
         "--tokenizer",
         default="embedded",
-        help="path of a tokenizer.model or tokenizer.json (default: embedded, the package's own)",
+        help="path of a tokenizer.model or tokenizer.json (default: embedded, the package's own tokenizer)",
     )
     encode.add_argument(
-        "--out", type=Path, required=True, help=".bin file to write; OUT.json, written beside it, describes it"
+        "--out", type=Path, required=True, help=".bin file to write; a second file, OUT.json, describes it"
     )
     encode.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="number of encoding processes (default: %(default)s)"
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument(
             "files",
             nargs=count,
-            help=f"{' '.join(files.TEXT_SUFFIXES)} files, .gz, .zst too; globs and folders allowed"
-            f"{'; none: the embedded corpus' if command is train else ''}",
+            help=f"{' '.join(files.TEXT_SUFFIXES)} files, also with .gz or .zst; globs and folders are allowed"
+            f"{'; without files: the embedded corpus' if command is train else ''}",
         )
         command.add_argument(
             "--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)"
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train or encode. Raises ConfigError for errors that the user can repair, including a full disk and a killed
-    worker.
+    """Train a tokenizer, or encode text. Raises ConfigError for errors that the user can repair, such as a full disk or
+    a killed worker.
     """
     try:
         return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)
@@ -76,8 +76,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """Train byte-pair merges with the library tokenizers, write them for tiktoken, and check that both libraries encode
-    alike.
+    """Train byte-pair merges with the library `tokenizers`, write them for tiktoken, and check that both libraries
+    encode in the same way.
     """
     merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
     if merges < 0:
@@ -104,7 +104,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 
 
 def encode(args: argparse.Namespace) -> int:
-    """Write the documents' tokens in the order of the files, and beside the .bin file a header that describes it."""
+    """Write the documents' tokens into the .bin file, in the order of the input files, and write its header file."""
     if args.workers < 1:
         raise ConfigError(f"--workers={args.workers}: at least 1")
     config = _tokenizer_config(args.tokenizer)
@@ -127,7 +127,7 @@ def encode(args: argparse.Namespace) -> int:
                 progress.update(row, documents=documents, tokens=tokens)
         if not tokens:
             raise ConfigError(f"{' '.join(args.files)}: no text")
-        header.unlink(missing_ok=True)  # an old header must not describe the new tokens
+        header.unlink(missing_ok=True)  # an old header is deleted first, as it must not describe the new tokens
         partial.replace(args.out)
     finally:
         partial.unlink(missing_ok=True)
@@ -152,7 +152,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def _texts(args: argparse.Namespace) -> Iterator[str]:
-    """Return the documents of the files; all paths are checked before the first document is read."""
+    """Return the documents of the files. All paths are checked before the first document is read."""
     if not args.files:
         corpus = Embedded()
         return (text for unit in range(corpus.units) for _, text in corpus.rows(unit))
@@ -182,7 +182,7 @@ def _train(texts: Iterable[str], size: int):
 
 
 def _bytes_of_ids(trained) -> dict[int, bytes]:
-    """Return the bytes of every id of the trained tokenizer; ids are in the order in which merges were learnt."""
+    """Return the bytes of each id of the trained tokenizer. Ids are in the order in which merges were learnt."""
     from titan_hydra.checkpoint.tokenizer import letters_of_bytes
 
     letters = letters_of_bytes()
@@ -198,14 +198,15 @@ def _tokenizer_config(name: str) -> schema.Tokenizer:
 def _encode_in_order(
     config: schema.Tokenizer, texts: Iterator[str], dtype: str, workers: int
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield the encoded tokens and the number of documents of each batch, in the order of `texts`. At most 2 * workers
-    batches wait for the writer.
+    """Yield for each batch its encoded tokens and its number of documents, in the order of `texts`. At most 2 * workers
+    batches are encoded ahead of the writer.
     """
     if workers == 1:
         _start_worker(config, dtype)
         yield from map(_encode_batch, _batches(texts))
         return
-    spawn = multiprocessing.get_context("spawn")  # after a fork the tokenizer's threads would be missing
+    # workers are not forked, as a forked process would lack the tokenizer's threads
+    spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (config, dtype))
     waiting: deque = deque()
     try:
@@ -220,8 +221,8 @@ def _encode_in_order(
 
 
 def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
-    """Load the tokenizer of a worker process. The worker ignores Ctrl-C, which the writing process handles, and ends
-    with that process.
+    """Load the tokenizer in a worker process. The worker ignores Ctrl-C, which the writing process handles, and it ends
+    when the writing process ends.
     """
     if parent := multiprocessing.parent_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,5 +1,5 @@
-"""`titan track`: copy the records of finished runs to a tracker, by the same classes as during training (--to), or send
-wandb's offline files of runs to its server, from a machine with network access (--send).
+"""`titan track`: copy the records of finished runs to a tracker, by the same classes as during training (--to). Or send
+wandb's offline files to wandb's server, from a machine with network access (--send).
 """
 
 import argparse
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=sorted(TRACKERS),
         help="tensorboard writes event files to the run directory, wandb writes offline files there; existing files "
-        "of the tracker are replaced",
+        "of the tracker there are replaced",
     )
     where.add_argument("--send", action="store_true", help="send wandb's offline files to its server")
     parser.add_argument("--dry", action="store_true", help="only list what would be copied or sent")
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Copy or send the records of runs. Return 0 if everything was copied or sent, 1 if the tracker or its server failed,
-    and 2 for a wrong value or a run that cannot be copied.
+    """Copy or send the records of runs. Returns 0 if everything was copied or sent, 1 if the tracker or its server
+    failed, and 2 if a value is wrong or a run cannot be copied.
     """
     selection = choose(args.target or str(args.runs), args.runs)
     if args.send:
@@ -105,7 +105,7 @@ def _send(selection: Selection, dry: bool, minutes: float) -> int:
         print(f"wandb cannot be reached: {why}; nothing was sent", file=sys.stderr)
         return Exit.BUG
     with contextlib.suppress(subprocess.TimeoutExpired):
-        # One call for all: wandb sends the files of one run in order, and the files of different runs in parallel.
+        # One call sends all folders: wandb sends the files of a run in order, and those of different runs in parallel.
         command = [sys.executable, "-m", "wandb", "sync", "--yes", *map(str, waiting)]
         if subprocess.run(command, timeout=60 * minutes).returncode == 0:
             return Exit.DONE
@@ -117,15 +117,15 @@ def _send(selection: Selection, dry: bool, minutes: float) -> int:
 
 
 def unreachable() -> str:
-    """Return why wandb's server does not answer; "" if it does. Called before sending, as wandb would wait for its
-    server without limit.
+    """Return why wandb's server does not answer; "" if it does. This is called before sending, as wandb would wait for
+    the server without limit.
     """
     import wandb
 
     address = wandb.setup().settings.base_url
     try:
         urllib.request.urlopen(address, timeout=LIMIT).close()
-    except urllib.error.HTTPError:  # the server has answered
+    except urllib.error.HTTPError:  # an answer with an error status is an answer too
         return ""
     except (OSError, ValueError) as error:
         return f"{address}: {getattr(error, 'reason', None) or error}"
@@ -133,7 +133,7 @@ def unreachable() -> str:
 
 
 def unsent(directory: Path) -> list[Path]:
-    """Return wandb's folders of a run that are not marked as sent, the oldest first."""
+    """Return those of wandb's folders in a run that are not marked as sent, the oldest first."""
     return [
         folder
         for folder in sorted(layout.WANDB.of(directory).glob("offline-run-*"))

@@ -27,7 +27,7 @@ from titan_hydra.runs.find import RunCell
 from . import calibrate
 
 ROUNDS = 4  # maximum number of rounds of planning and running
-LAYOUT = {  # keys that the search sets, so those on the command line are left out
+LAYOUT = {  # keys that the search sets; overrides of these keys on the command line are left out
     "parallelism",
     *(f"parallelism.{name}" for name in DEGREES),
     "gpus",
@@ -42,8 +42,8 @@ LAYOUT = {  # keys that the search sets, so those on the command line are left o
 
 
 def tuned(job: Job, gpus: int, args: argparse.Namespace, into: Path | None) -> int:
-    """Plan, run and calibrate until the layout with the fastest prediction is also the fastest measured, or the plan
-    has no new layout. Returns the exit status of the first run that failed, or 0.
+    """Plan, run and calibrate until the layout that is predicted to be the fastest is also measured to be the fastest,
+    or until the plan has no new layout. Returns the exit status of the first run that failed, or 0.
     """
     layouts = list[str]()
     planned = _best(on(job, job.hardware), gpus, args.tune)
@@ -87,8 +87,8 @@ def _best(job: Job, gpus: int, number: int) -> list[str]:
 
 
 def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Compose the run of a layout: the command line without its degrees, then the layout, a few steps and no
-    checkpoints.
+    """Compose the run of a layout. It has the command line's overrides (except those of a layout), the overrides of
+    this layout, a few steps, and no checkpoints.
     """
     own = [word for word in args.overrides if word.partition("=")[0] not in LAYOUT]
     overrides = [

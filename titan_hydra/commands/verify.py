@@ -1,5 +1,5 @@
-"""`titan verify`: run the acceptance matrix, or random jobs, and print their differences from the references; the whole
-matrix is written to docs/acceptance.md.
+"""`titan verify`: run the acceptance matrix or random jobs, and print how their results differ from the references. The
+results of the whole matrix are written to docs/acceptance.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from titan_hydra.verify.matrix import whole_matrix
 if TYPE_CHECKING:
     from titan_hydra.verify.judge import Outcome
 
-STEPS_OF_RANDOM = 4  # optimizer steps of each job of --random
-STEPS_OF_MODULE = 3  # optimizer steps of --module: one before the resumed run starts, and two after
+STEPS_OF_RANDOM = 4  # number of optimizer steps of each job of --random
+STEPS_OF_MODULE = 3  # number of optimizer steps of --module: one before the run is resumed, and two after
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="overrides for every case and its reference, to verify another model, such as model=qwen3_debug or a model of your own",
     )
     parser.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py"
+        "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
     )
     parser.add_argument("--only", metavar="NAME", help="only cases (or mutants) whose name contains this text")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON for scripts: each case with the difference and the bound of each column",
+        help="print JSON for scripts: for each case, the difference and the bound in each column",
     )
-    docs = CONF.parent / "docs"  # only a checkout has it
+    docs = CONF.parent / "docs"  # only a checkout has this folder
     parser.add_argument(
         "--write",
         type=Path,
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there may be more ranks than cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, as there may be more ranks than cores
     if args.mutants:
         from .verify_mutants import run_mutants
 
@@ -169,7 +169,7 @@ def show_outcomes(outcomes: list[Outcome], header: tuple[str, ...], rows: list[t
 
 
 def _verify_module(place: str, as_json: bool) -> int:
-    """Print the verdict on a Subject. Returns 0 if no check has failed, else 1."""
+    """Print the verdict on a user's module (`Subject`). Returns 0 if no check has failed, else 1."""
     from titan_hydra.verify.module import verify_module
     from titan_hydra.verify.processes import Crashed, Raised
 

@@ -47,7 +47,9 @@ def run_mutants(args: argparse.Namespace) -> int:
 
 
 def line_of(finding: Finding) -> str:
-    """Return the line of a mutant: what found it, in which column, how far beyond the bound, and in how many seconds."""
+    """Return a line about a mutant: which case or test found it, in which column, how far beyond the bound; and the
+    seconds.
+    """
     how = f"{finding.times:.2g} times its bound" if finding.times < float("inf") else "no number"
     what = f"{finding.column} of {finding.where}: {how}" if finding.where else "no case ran"
     what = finding.where if finding.by == "tests" else what

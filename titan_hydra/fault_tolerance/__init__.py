@@ -1,4 +1,4 @@
-"""Replica groups. The loop calls them through the interface of train/groups.py."""
+"""Replica groups. The training loop calls them through the interface in train/groups.py."""
 
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.runs.run import Run
@@ -7,7 +7,7 @@ from titan_hydra.train.trainer import Trainer
 
 
 def open_groups(trainer: Trainer, run: Run, watch: Watchdog) -> Groups:
-    """Return the groups that the job's fault_tolerance names."""
+    """Return the implementation of `Groups` that the job's fault_tolerance names."""
     if trainer.job.fault_tolerance.name == "torchft":
         from .per_step import PerStep
 

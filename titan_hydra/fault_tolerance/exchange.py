@@ -1,5 +1,5 @@
-"""Communication between rank i of every replica group and rank i of the others, in a gloo group that belongs to no
-mesh. The gloo group is created again whenever its members change.
+"""Communication between the replica groups: rank i of each group exchanges data with rank i of every other group, in a
+gloo group that belongs to no mesh. The gloo group is created again whenever its members change.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .quorum import Meeting
 
-CHUNK = 1 << 24  # elements in one transfer, so that its time-out does not depend on the model's size
+CHUNK = 1 << 24  # maximum number of elements in a transfer: its time-out need not depend on the model's size
 
 
 class Peers:
@@ -21,7 +21,8 @@ class Peers:
     def __init__(self, group: int, rank: int, timeout: float) -> None:
         self.group, self.rank, self.timeout = group, rank, timedelta(seconds=timeout)
         self.lives: dict[int, str] = {}
-        self.channel: Any = None  # a ProcessGroupGloo, which some builds of torch lack
+        # a ProcessGroupGloo; the annotation is Any because some builds of torch lack this class
+        self.channel: Any = None
 
     def meet(self, meeting: Meeting) -> None:
         """Connect to the members of a meeting, unless the previous meeting had the same members. Raises RuntimeError if
@@ -43,12 +44,12 @@ class Peers:
         self.channel, self.lives = None, {}
 
     def add_up(self, vector: Tensor) -> None:
-        """Sum a vector over the members, in place; the result is bit-identical for all of them."""
+        """Sum a vector over the members, in place; all members get bit-identical results."""
         for part in self._parts(vector):
             self.channel.allreduce([part]).wait()
 
     def hand_over(self, tensor: Tensor, donor: int) -> None:
-        """Broadcast the donor's tensor to every member, in place, on any device."""
+        """Broadcast a tensor of the donor to every member, in place. The tensor may be on any device."""
         host = tensor.detach().cpu().contiguous()
         for part in self._parts(host.reshape(-1).view(torch.uint8) if host.numel() else host.reshape(-1)):
             self.channel.broadcast(part, self.members.index(donor)).wait()

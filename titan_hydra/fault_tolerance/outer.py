@@ -1,8 +1,8 @@
-"""The update of the weights at a meeting: Local SGD's average (Stich, 2018) or DiLoCo's outer step (Douillard et al.,
-2023), on a rank's shards.
+"""The update of a rank's shards of the weights at a meeting: the average of Local SGD (Stich, 2018), or the outer step
+of DiLoCo (Douillard et al., 2023).
 
-Rank i of every replica group holds the same part of the model, so each shard is averaged alone and nothing is
-gathered. The update runs on the host in float32, so that the outer state takes no device memory, and bfloat16 weights
+Rank i of every replica group holds the same part of the model, so each shard is averaged separately, without gathering
+the model. The update runs on the host in float32, so that the outer state takes no device memory, and bfloat16 weights
 lose nothing between meetings.
 """
 
@@ -20,8 +20,8 @@ from titan_hydra.parallel.mesh import local_part
 
 @dataclass
 class Fragment:
-    """Some of this rank's parameters. DiLoCo also keeps the weights at their last meeting (`anchor`) and the outer
-    momentum.
+    """A part of this rank's parameters that is averaged as one. DiLoCo also keeps the weights of the fragment's last
+    meeting (`anchor`) and the outer momentum.
     """
 
     parameters: list[nn.Parameter]
@@ -29,7 +29,7 @@ class Fragment:
     momentum: Tensor | None = None
 
     def remember(self) -> None:
-        """Set the anchor to the present weights, at the start of a run."""
+        """Set the anchor to the present weights. Call this at the start of a run."""
         if self.anchor is not None:
             self.anchor.copy_(self.weights())
 
@@ -52,8 +52,8 @@ class Fragment:
         return self.weights() if self.anchor is None else self.anchor - self.weights()
 
     def take(self, mean: Tensor, config: FaultTolerance) -> None:
-        """Update the weights with the average over the groups. With DiLoCo, this is a step of SGD with Nesterov momentum
-        from the anchor.
+        """Update the weights with the average over the groups. With DiLoCo, the update is a step of SGD with Nesterov
+        momentum that starts from the anchor.
         """
         if self.anchor is None:
             self.set_weights(mean)
@@ -64,8 +64,8 @@ class Fragment:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, gradient or state, without copying it. Do not keep the shard, as FSDP
-    may move it in its first step.
+    """Return this rank's shard of a parameter, gradient or state, without copying it. Do not keep a reference to the
+    shard, as FSDP may move the parameter's memory in its first step.
     """
     return local_part(formats.plain(parameter.detach()))
 
@@ -78,7 +78,7 @@ def shards(content: dict[str, Any]) -> list[Tensor]:
 
 
 def fragments_of(model: nn.Module, modules: list[str], config: FaultTolerance) -> list[Fragment]:
-    """Divide this rank's parameters into fragments. `modules` are the model's modules in running order."""
+    """Divide this rank's parameters into fragments. `modules` are the model's modules in the order in which they run."""
     fragments = [Fragment([]) for _ in range(config.fragments)]
     for name, parameter in model.named_parameters():
         fragments[fragment_of(name, modules, config.fragments)].parameters.append(parameter)
@@ -90,7 +90,8 @@ def fragments_of(model: nn.Module, modules: list[str], config: FaultTolerance) -
 
 def fragment_of(name: str, modules: list[str], fragments: int) -> int:
     """Return a parameter's fragment, which depends only on its name and so is the same on every layout. Fragments are
-    equal parts of the blocks; modules before the blocks (the embedding) belong to the first, modules after to the last.
+    equal parts of the blocks. Modules before the blocks (the embedding) belong to the first fragment, modules after
+    them to the last.
     """
     blocks = places_of_blocks(modules)
     place = place_in_order(name, modules)
@@ -100,8 +101,8 @@ def fragment_of(name: str, modules: list[str], fragments: int) -> int:
 
 
 def due(step: int, last_step: int, config: FaultTolerance) -> list[int]:
-    """Return the fragments to average after a step. Each fragment is averaged every sync_every steps, in turn, and all
-    are averaged after the last step of the run.
+    """Return the fragments to average after a step. The fragments take turns, so that each is averaged every sync_every
+    steps. After the last step of the run, all are averaged.
     """
     apart = config.sync_every // config.fragments
     if step == last_step:

@@ -1,9 +1,9 @@
 """`fault_tolerance=torchft`: before every step the live replica groups agree on a quorum, and then sum their gradients.
 
 torchft's manager finds the quorum, detects failures and decides whether a step counts; summation and state transfer are
-implemented here. All groups together learn what one data-parallel world of all their ranks would learn: tokens are
-counted over all groups before the first microbatch, so the sum of the gradients needs no division. A group that joins
-later takes weights, optimizer state and step number from a group that is ahead.
+implemented here. All groups together learn what their ranks would learn as one data-parallel world. Tokens are counted
+over all groups before the first microbatch, so the sum of the gradients needs no division. A group that joins later
+receives the weights, the optimizer state and the step number of a group that is ahead.
 """
 
 import logging
@@ -36,12 +36,12 @@ from . import shared_lighthouse
 from .outer import local, shards
 
 POLL = 0.05  # seconds between two reads of the files
-RETRIES = 100  # maximum number of requests while a lighthouse has died and another one has not yet replaced it
-COUNTS = ("step", "batches_committed")  # the counts in the state of torchft's manager
+RETRIES = 100  # maximum number of repetitions of a request, after a lighthouse has died and before another replaces it
+COUNTS = ("step", "batches_committed")  # names of the counts in the state of torchft's manager
 
 
 class PerStep(Groups):
-    """This rank's replica group among the others. All ranks of the group must call the same methods in the same
+    """The replica group of this rank, with its quorums. All ranks of a group must call the same methods in the same
     order.
     """
 
@@ -49,21 +49,23 @@ class PerStep(Groups):
         """Create the manager."""
         job, self.job, self.run, self.watch = trainer.job, trainer.job, run, watch
         self.model, self.optimizers, self.stop = trainer.masters.weights, trainer.optimizers, trainer.stop_requested
-        self.asked = self.counts = False  # whether any group was asked to stop; whether the step counts
+        # `asked`: whether any group was asked to stop; `counts`: whether the step counts
+        self.asked = self.counts = False
         self.last: Batch | None = None  # the batch of the newest step
         self.report: Callable[..., None] = lambda event, step, **values: None
         self.groups = 0  # number of groups in the last quorum
-        # number of steps that this group skipped when it joined the quorum for the next step; None: there is no quorum
+        # number of steps that this group skipped when it joined the next step's quorum; None: there is no such quorum
         # yet
         self.caught_up: int | None = None
         self.received: list[Tensor] | None = None  # another group's shards
-        self.data_ahead = 0  # data step minus training step; above 0 when a new run continues an old run's data
+        self.data_ahead = 0  # data step minus training step; more than 0 if a new run continues an old run's data
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
-            logging.getLogger(name).setLevel(logging.ERROR)  # torchft writes several lines per step
+            logging.getLogger(name).setLevel(logging.ERROR)  # otherwise torchft writes several lines per step
         limit = timedelta(seconds=job.comm.init_timeout_seconds)
         self.exchange = AllreduceOptions()
-        self.exchange.timeout = limit / 2  # half, as the ranks of this group wait for each other for `limit`
-        # time-out for connecting, which all groups do at the same time
+        # half of `limit`, which is how long the ranks of this group wait for each other
+        self.exchange.timeout = limit / 2
+        # time-out for connecting; all groups connect at the same time
         self.channel = ProcessGroupGloo(timedelta(seconds=job.fault_tolerance.timeout_seconds))
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # the host of rank 0
         self.store = open_store(host, None, limit) if run.rank == 0 else None
@@ -92,12 +94,12 @@ class PerStep(Groups):
 
     @property
     def leads(self) -> bool:  # type: ignore[override]  # a constant of a single group
-        """Whether this group writes the run's result: the first of those in the last quorum."""
+        """Whether this group writes the run's result: whether it is the first group of the last quorum."""
         return self.manager.participating_rank() == 0
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
-        """Wait until all groups have arrived once in this attempt, and agree with them on the first step, as
-        `before_step` does.
+        """Wait until all groups have arrived once in this attempt. Then agree with them on the first step, as
+        `before_step` does for later steps.
 
         Return the step that this group has reached, and whether a stop was requested meanwhile.
         """
@@ -106,8 +108,8 @@ class PerStep(Groups):
         if self.run.rank == 0:
             self.run.meetings.mkdir(parents=True, exist_ok=True)
             (self.run.meetings / f"came_{self.run.replica}").touch()
-            # After this time, the groups that have arrived begin. This group's other ranks wait in the barrier, for
-            # twice as long.
+            # At the deadline, the groups that have arrived begin. This group's other ranks wait twice as long in the
+            # barrier.
             deadline = time.monotonic() + self.job.comm.init_timeout_seconds / 2
             while len(list(self.run.meetings.glob("came_*"))) < self.job.fault_tolerance.replicas:
                 if self.stop or time.monotonic() > deadline:
@@ -120,12 +122,12 @@ class PerStep(Groups):
         return self.manager.current_step(), False
 
     def report_to(self, event: Callable[..., None]) -> None:
-        """From now on, write changes of the quorum to the metrics."""
+        """From now on, record changes of the quorum as events."""
         self.report = event
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, up to the last. A step is yielded when the groups have agreed on it, and again
-        as long as it does not count.
+        """Yield the steps after `done`, up to `last`. A step is yielded when the groups have agreed on it, and is
+        yielded again as long as it does not count.
         """
         while done < last:
             self.watch.at("meeting")
@@ -134,16 +136,16 @@ class PerStep(Groups):
             done += self.counts
 
     def batch(self, step: int, loader: Loader) -> Batch:
-        """Return the batch of a step. For a repeated step, this is the batch that was just used. If this group has
-        skipped steps to catch up with another group, the batches of these steps are skipped too.
+        """Return the batch of a step. For a repeated step, return the same batch again. If this group has skipped steps
+        to catch up with another group, the batches of these steps are skipped too.
         """
         while self.last is None or loader.state()["step"] < step + self.data_ahead:
             self.last = loader.next()
         return self.last
 
     def before_step(self, step: int) -> int:
-        """Agree on the groups of the next step. Return the step that this group has reached: a later step if it took
-        the state of another group.
+        """Agree on the groups of the next step. Return the step that this group has reached. This is a later step than
+        `step` if the group has taken the state of another group.
         """
         if self.caught_up is None:
             self._agree(step)
@@ -163,12 +165,13 @@ class PerStep(Groups):
             host = tensor.detach().cpu().contiguous()
             try:
                 self.channel.allreduce([host], self.exchange).wait()
-                tensor.copy_(host)  # without effect if it is the same memory
+                tensor.copy_(host)  # has no effect if `host` shares the tensor's memory
             except RuntimeError as error:  # gloo raises no other exceptions
                 print(f"step {self.manager.current_step() + 1} is repeated: {str(error).splitlines()[0]}", flush=True)
                 self.manager.report_error(error)
         if self.manager.errored():
-            # Shut down now: a group that is blocked here, waiting for this group, would never reach the next quorum.
+            # Shut down the channel now. Otherwise a group that is blocked in it, waiting for this group, would never
+            # reach the next quorum.
             self.channel.shutdown()
 
     @torch.no_grad()
@@ -178,7 +181,7 @@ class PerStep(Groups):
 
     def commits(self, agreement: Agreement) -> bool:
         """Return whether the step counts. If any group was asked to stop, all groups stop after the same step. On
-        SLURM, where a group is a job of its own, only that group stops.
+        SLURM, where each group is a separate job, only the group that was asked stops.
         """
         _, _, stop, _ = agreement.read()
         asked = torch.tensor([float(stop)])
@@ -190,23 +193,24 @@ class PerStep(Groups):
         return self.counts
 
     def stops(self, asked: bool) -> bool:
-        """Whether any group was asked to stop before it agreed on this step."""
+        """Whether any group was asked to stop before the groups agreed on this step."""
         return self.asked
 
     def close(self) -> None:
-        """Leave the other groups. They notice it after `fault_tolerance.timeout_seconds`."""
-        if self.asked:  # when the groups begin again, they wait for this group too
+        """Leave the other groups. They detect this after `fault_tolerance.timeout_seconds`."""
+        if self.asked:  # when the groups begin again, they must also wait for this group
             (self.run.meetings / f"came_{self.run.replica}").unlink(missing_ok=True)
         self.manager.shutdown(wait=False)
 
-    # --- a group's state, for one that is behind ----------------------------------------------------------------------
+    # --- a group's state, for a group that is behind
+    # ----------------------------------------------------------------------
 
     def own(self) -> list[Tensor]:
         """Return this rank's shards of weights and optimizer state, in the same order in every group."""
         return shards(state.weights(self.model) | state.of_optimizers(self.model, self.optimizers))
 
     def receive(self, tensors: list[Tensor]) -> None:
-        """Keep another group's shards until it is known that all ranks of this group have theirs."""
+        """Store another group's shards until it is known that all ranks of this group have received theirs."""
         self.received = tensors
 
     @torch.no_grad()
@@ -217,7 +221,7 @@ class PerStep(Groups):
             mine.copy_(got)
         state.into_optimizers(self.model, self.optimizers, optimizers)
 
-    # --- within the group ---------------------------------------------------------------------------------------------
+    # --- communication within the group -------------------------------------------------------------------------------
 
     def _any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -231,7 +235,8 @@ class PerStep(Groups):
         self.manager.start_quorum()
         steps = torch.tensor([self.manager.current_step(), -self.manager.current_step()])
         dist.all_reduce(steps, dist.ReduceOp.MIN)
-        if steps.sum():  # the ranks differ; torchft would not notice, as it asks only one rank of a group for the step
+        # torchft would not notice that the ranks of a group have reached different steps: it asks only one of them
+        if steps.sum():
             self.manager.load_state_dict(before)
             self.manager.report_error(RuntimeError("not all ranks of this group received the others' state"))
         elif self.received is not None:
@@ -240,8 +245,8 @@ class PerStep(Groups):
         self.caught_up = self.manager.current_step() - step
 
     def _lighthouse(self) -> str:
-        """Return the address of the lighthouse. It comes from the configuration; on SLURM from this rank's lighthouse
-        process; else from the file that the local launcher writes.
+        """Return the address of the lighthouse. The address comes from the configuration if it names one; else, on
+        SLURM, from this rank's lighthouse process; else from the file that the local launcher writes.
 
         Raises RunError after the time-out.
         """
@@ -263,15 +268,15 @@ class PerStep(Groups):
 
 
 class Handover(CheckpointTransport):
-    """Transfers a group's state, tensor by tensor, through the groups' channel. It replaces torchft's own transport, which
-    unpickles whatever a peer sends.
+    """Transfers a group's state, tensor by tensor, through the groups' channel. It replaces torchft's own transport,
+    which would unpickle any data that another group sends.
     """
 
     def __init__(self, channel: ProcessGroupGloo, own: Callable[[], list[Tensor]]) -> None:
         self.channel, self.own = channel, own
 
     def metadata(self) -> str:
-        """Return "", as the receiver already knows the channel."""
+        """Return "": the receiver needs no address, as it already has the channel."""
         return ""
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta) -> None:

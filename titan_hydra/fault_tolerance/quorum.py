@@ -1,14 +1,14 @@
-"""Rendezvous of replica groups through files alone: which groups are alive, which take part in a meeting, and whether
-the meeting counts.
+"""Rendezvous of replica groups through files, without a server. The files show which groups are alive, which groups
+take part in a meeting, and whether the meeting counts.
 
-There is no server that could die: the remaining groups continue with the files. Each group shows that it is alive in
-heart_<group>.json. Meetings are numbered folders. A group that has arrived writes present_<group>.json. The first
-group that finds all live groups there closes the meeting with members.json. Members exchange their data and
-write done_<group>.json, and outcome.json records whether the meeting counts.
+No server can die; if a group dies, the remaining groups continue with the files. Each group shows that it is alive in
+heart_<group>.json. Meetings are numbered folders. A group that has arrived writes present_<group>.json. The first group
+that sees that all live groups have arrived closes the meeting with members.json. Members exchange their data and write
+done_<group>.json, and outcome.json records whether the meeting counts.
 
-members.json and outcome.json are created with link(2), which exactly one process can win, on NFS too. So all groups
-read the same decision, even if the process that made it dies immediately afterwards.
-tests/fault_tolerance/test_torchft_meetings.py shows what torchft's quorum loses here.
+members.json and outcome.json are created with link(2): if several processes try, exactly one succeeds, on NFS too. So
+all groups read the same decision, even if the process that made it dies immediately afterwards.
+tests/fault_tolerance/test_torchft_meetings.py shows which of these properties torchft's quorum lacks.
 """
 
 import json
@@ -30,12 +30,12 @@ KEPT = 8  # number of meetings whose files are kept
 
 @dataclass(frozen=True)
 class Meeting:
-    """A closed meeting: its groups, the donors (the groups with the newest weights), the donors' step, and the address
-    of the store.
+    """A closed meeting: its member groups, the donors (the members with the newest weights), the donors' step, and the
+    address of the store.
     """
 
     number: int
-    members: dict[int, str]  # group -> id of its present start (`Board.life`)
+    members: dict[int, str]  # group -> id of the group's present start (`Board.life`)
     donors: list[int]
     step: int
     address: str
@@ -47,16 +47,18 @@ class Meeting:
 
 
 class Board:
-    """A replica group's view of the other groups, and its own heartbeat. One process of each group has a board."""
+    """A replica group's view of the other groups, and the group's own heartbeat. Each group has one process with a
+    board.
+    """
 
     def __init__(self, folder: Path, group: int, groups: int, timeout: float, address: str) -> None:
         self.folder, self.group, self.groups, self.timeout, self.address = folder, group, groups, timeout, address
         self.life = uuid.uuid4().hex
-        self.phase = "starting"  # then "joining" or "training", at the end "left"
+        self.phase = "starting"  # the phases that follow are "joining" or "training" and, at the end, "left"
         self.position = (0, 0)  # step of the last meeting, and the step that this group has reached
         self.number = max(self._numbers(), default=1)  # number of the next meeting
         self.beats = 0
-        # group -> (its last heartbeat, the time by our clock at which it changed)
+        # group -> (the group's last heartbeat, the time by this process's clock at which the heartbeat changed)
         self.hearts: dict[int, tuple[dict, float]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self.lock, self.ended = threading.Lock(), threading.Event()
@@ -67,7 +69,7 @@ class Board:
     # --- hearts -------------------------------------------------------------------------------------------------------
 
     def beat(self) -> None:
-        """Write this group's heartbeat and read those of the others."""
+        """Write this group's heartbeat, and read the heartbeats of all groups."""
         with self.lock:
             self.beats += 1
             heart = {"life": self.life, "beat": self.beats, "phase": self.phase, "position": self.position}
@@ -78,7 +80,7 @@ class Board:
                     self.hearts[group] = (seen, time.monotonic())
 
     def become(self, phase: str, position: tuple[int, int]) -> None:
-        """Publish this group's phase and position at once."""
+        """Publish this group's phase and position immediately."""
         self.phase, self.position = phase, position
         self.beat()
 
@@ -105,11 +107,11 @@ class Board:
         """Return the phases of the live groups."""
         return {group: self.hearts[group][0]["phase"] for group in range(self.groups) if self.alive(group)}
 
-    # --- the start ----------------------------------------------------------------------------------------------------
+    # --- the start of a group -----------------------------------------------------------------------------------------
 
     def begin(self, position: tuple[int, int], limit: float, stop: Callable[[], bool]) -> bool:
-        """Wait until the other groups are ready, unless they have already gone on. Return whether they are ahead of
-        this group.
+        """Wait until all groups are ready, or until a meeting that counts shows that training has already begun. Return
+        whether another group is ahead of this group.
         """
         self.become("training", position)
         deadline = time.monotonic() + limit
@@ -165,8 +167,8 @@ class Board:
             time.sleep(POLL)
 
     def _close_if_all_are_there(self, place: Path) -> None:
-        """Close the meeting if all live groups have arrived. Only a group that is behind also waits for groups that are
-        still starting.
+        """Close the meeting if all live groups have arrived. A group that is behind also waits for groups that are
+        still starting; other groups do not.
         """
         here = {}
         for group, phase in self.phases().items():
@@ -195,7 +197,7 @@ class Board:
         """
         place = self.folder / str(meeting.number)
         if not place.exists():
-            return False  # this group was suspended; the others have continued and deleted the folder
+            return False  # this group was suspended; meanwhile, the other groups have continued and deleted the folder
         write_text(place / f"done_{self.group}.json", json.dumps({"well": went_well}), durable=False)
         while (outcome := read_json(place / "outcome.json")) is None:
             done = {group: read_json(place / f"done_{group}.json") for group in meeting.members}

@@ -1,9 +1,9 @@
-"""One replica group among the others, as the training loop uses it. The group may exchange weights after a step, and
-catch up before the first step.
+"""A replica group as the training loop uses it. The group exchanges weights with other groups after some steps and,
+before the first step, may take a newer state from them.
 
-A group is a world of its own. Its rank 0 communicates with the other groups (quorum.py) and broadcasts to its ranks.
-Then rank i of every group exchanges its shards with its peers (exchange.py), and when it is certain that all members
-have the exchanged data, outer.py changes the weights.
+A group is a world of its own. Its rank 0 agrees with the other groups on a meeting (quorum.py), and broadcasts the
+result to the ranks of its group. Then the ranks with the same index in all groups exchange their shards (exchange.py).
+When it is certain that all members have the exchanged data, outer.py changes the weights.
 """
 
 import os
@@ -29,21 +29,23 @@ from .exchange import Peers
 from .outer import Fragment, due, fragments_of, shards
 from .quorum import Board, Meeting
 
-LONGEST = timedelta(days=7)  # time-out of ranks that wait for their rank 0, which has a limit of its own
+# time-out of ranks that wait for their group's rank 0; the waits of rank 0 itself end by other limits
+LONGEST = timedelta(days=7)
 
 
 class Replicas(Groups):
-    """This rank's replica group among the others. All ranks of the group must call the same methods in the same
+    """The replica group of this rank, with its meetings. All ranks of a group must call the same methods in the same
     order.
     """
 
     def __init__(self, trainer: Trainer, run: Run, watch: Watchdog) -> None:
-        """Set up the fragments and, on rank 0, the board."""
+        """Create the fragments and, on rank 0, the board."""
         job, model = trainer.job, trainer.masters.weights
         self.job, self.config, self.run, self.watch = job, job.fault_tolerance, run, watch
         self.model, self.optimizers = model, trainer.optimizers
         self.stop: Callable[[], bool] = lambda: bool(trainer.stop_requested)
-        self.unreported: list[tuple[int, dict[str, Any]]] = []  # meetings held before there were metrics to record them
+        # meetings that were held before `report_to` was called
+        self.unreported: list[tuple[int, dict[str, Any]]] = []
         self.report: Callable[..., None] = lambda event, step, **values: self.unreported.append((step, values))
         self.fragments = fragments_of(model, family_of(job.model).modules(job.model), self.config)
         self.last = torch.zeros((), dtype=torch.int64)  # step of the last meeting
@@ -64,7 +66,7 @@ class Replicas(Groups):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's outer state, which is part of a checkpoint; the tensors are not copied."""
+        """The outer state of this rank, for a checkpoint. The tensors are not copies."""
         outer = {
             f"{number}.{name}": getattr(fragment, name)
             for number, fragment in enumerate(self.fragments)
@@ -75,15 +77,15 @@ class Replicas(Groups):
 
     @property
     def leads(self) -> bool:  # type: ignore[override]  # a constant of a single group
-        """Whether this group writes the run's result: the first of those at the last meeting."""
+        """Whether this group writes the run's result: whether it is the first group of the last meeting."""
         return self.run.replica == self.members[0]
 
     def begin(self, step: int, data_step: int, resumed: bool) -> tuple[int, bool]:
-        """Join the other groups with the weights of this step. Return the step to continue from, and whether a stop was
-        requested meanwhile.
+        """Join the other groups, with the weights that this group has after `step`. Return the step to continue from,
+        and whether a stop was requested meanwhile.
 
-        A group that is behind the others waits here for their next meeting. If the group was stopped before a meeting
-        that was due, it begins with that meeting.
+        A group that is behind the others waits here for their next meeting. If the group was stopped just before a
+        meeting that was due, it begins with that meeting.
         """
         if not resumed:
             self.last.fill_(step)
@@ -95,13 +97,13 @@ class Replicas(Groups):
         return self.meet(step, None) if behind or owed else (step, False)
 
     def report_to(self, event: Callable[..., None]) -> None:
-        """From now on, write meetings to the metrics."""
+        """From now on, record meetings as events."""
         self.report = event
         for step, values in self.unreported:
             event("meeting", step, **values)
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Yield the steps after `done`, up to the last. If a meeting moves this group to a later step, continue after
+        """Yield the steps after `done`, up to `last`. If a meeting moves this group to a later step, continue after
         that step.
         """
         self.done = done
@@ -121,7 +123,7 @@ class Replicas(Groups):
 
     @torch.no_grad()
     def meet(self, step: int, loss: float | None) -> tuple[int, bool]:
-        """Hold the meeting, with the groups that are alive, and repeat it until it counts."""
+        """Hold a meeting with the groups that are alive, and repeat it until it counts."""
         began, position = time.perf_counter(), (int(self.last), step)
         while True:
             meeting: Meeting | None = self._board("convene", position, self.stop)
@@ -139,7 +141,7 @@ class Replicas(Groups):
                 break
             self.peers.part()
             if self.run.replica in meeting.takers:
-                position = (-1, -1)  # this group's state is only partly replaced, so it belongs to no step
+                position = (-1, -1)  # this group's state is only partly replaced, so the state belongs to no step
         *averages, mean_loss = means
         for number, average in zip(due(meeting.step, self.job.steps, self.config), averages, strict=True):
             self.fragments[number].take(average, self.config)
@@ -147,7 +149,7 @@ class Replicas(Groups):
         self.members = sorted(meeting.members)
         if self.board is not None:
             self.board.become("training", (meeting.step, meeting.step))
-        # there is no loss if a stop had postponed the meeting
+        # the loss is unknown if a stop had postponed the meeting
         known = {} if mean_loss.isnan() else {"loss": float(mean_loss)}
         self.report(
             "meeting",
@@ -160,8 +162,9 @@ class Replicas(Groups):
         return meeting.step, False
 
     def _exchange(self, meeting: Meeting, loss: float | None) -> list[Tensor] | None:
-        """Return the due fragments and the loss, each averaged over the donors; None if a member was lost. Only a
-        taker's state changes: it receives a donor's whole state.
+        """Return the due fragments and the loss, each averaged over the donors; None if a member was lost. A member
+        with an older state (a taker) first receives the whole state of a donor; the state of other members does not
+        change here.
         """
         donates = self.run.replica in meeting.donors
         try:
@@ -184,8 +187,8 @@ class Replicas(Groups):
             return None
 
     def _state(self, donates: bool) -> Iterator[Tensor]:
-        """Yield all tensors of a group's state at a meeting, in the same order in all groups. Afterwards, if the group
-        is a taker, load the received state into its optimizers.
+        """Yield all tensors of this group's state, in the same order in all groups; the caller overwrites them if the
+        group is a taker. In that case, load the received state into the optimizers afterwards.
         """
         for fragment in self.fragments:
             yield from self._weights(fragment, donates)
@@ -203,7 +206,7 @@ class Replicas(Groups):
         if not donates:
             fragment.set_weights(vector)
 
-    # --- within the group ---------------------------------------------------------------------------------------------
+    # --- communication within the group -------------------------------------------------------------------------------
 
     def _board(self, method: str, *arguments: Any) -> Any:
         """Call a method of rank 0's board and broadcast its result to all ranks."""

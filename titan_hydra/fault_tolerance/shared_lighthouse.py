@@ -1,16 +1,16 @@
-"""torchft's lighthouse for replica groups that are SLURM jobs. The first group's job runs it; if that
-job is gone, another job runs it.
+"""torchft's lighthouse for replica groups that are SLURM jobs. The job of the first group runs the lighthouse; if this
+job is gone, another job does.
 
     python -m titan_hydra.fault_tolerance.shared_lighthouse FOLDER SILENT_SECONDS WAIT_SECONDS
 
-Rank 0 of each group starts this process, which ends with the rank. The process that serves writes its address and a
-counter to FOLDER/lighthouse_<n>.json every second. If the counter has not changed for SILENT_SECONDS (or no file
-appears for WAIT_SECONDS), another process serves, as number n + 1: link(2) lets only one process create that file. The
-new lighthouse forms no quorum for another SILENT_SECONDS. By then the old one has stopped, so that two never form
-quorums at once.
+Rank 0 of each group starts this process, which ends with the rank. The process that serves as the lighthouse writes its
+address and a counter to FOLDER/lighthouse_<n>.json every second. If the counter has not changed for SILENT_SECONDS (or
+no file appears for WAIT_SECONDS), another process takes over as number n + 1: link(2) lets only one process create the
+file with that number. The new lighthouse forms no quorum for another SILENT_SECONDS. By then the old lighthouse has
+stopped, so that two lighthouses never form quorums at the same time.
 
-torchft's manager uses one address for its whole life. The address is a port of this process on loopback, and this
-process connects the manager to the newest lighthouse; requests wait while there is no lighthouse.
+torchft's manager keeps one address for its whole life. So it is given a loopback port of this process, which forwards
+the manager's connections to the newest lighthouse. Requests wait while there is no lighthouse.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ LIGHTHOUSE = Entry(
     "lighthouse_<n>.json", "a rank 0", "host and port of the n-th lighthouse, and a counter that shows that it is alive"
 )
 POLL = 1.0  # seconds between two reads of the files
-ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # signals that SLURM sends to all processes of a rank
+# signals that SLURM sends not only to a rank, but to all processes that the rank has started
+ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
 def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
@@ -57,25 +58,27 @@ def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subproce
 
 
 class Lighthouse:
-    """The newest lighthouse that this process knows, which may be its own, and the manager's connections to it."""
+    """The newest lighthouse that this process knows, which this process itself may run, and the manager's connections
+    to that lighthouse.
+    """
 
     def __init__(self, folder: Path, silent: float, wait: float) -> None:
         self.folder, self.silent = folder, silent
         self.number, self.content = 0, {}  # number and content of the newest lighthouse's file
-        self.deadline = time.monotonic() + wait  # time at which the newest lighthouse counts as gone
-        self.server: LighthouseServer | None = None  # this process's own lighthouse
-        self.written = 0.0  # time at which its counter was last written
+        self.deadline = time.monotonic() + wait  # time after which the newest lighthouse counts as gone
+        self.server: LighthouseServer | None = None  # the lighthouse that this process runs, if any
+        self.written = 0.0  # time at which the counter of `server` was last written
         self.connections: set[asyncio.Task] = set()
 
     async def watch(self) -> None:
         """Follow the files, and take over if the lighthouse is gone."""
         while True:
-            with contextlib.suppress(OSError):  # a full disk: it counts as silence
+            with contextlib.suppress(OSError):  # on a full disk the counter cannot be written, which counts as silence
                 self.look()
             await asyncio.sleep(POLL)
 
     def look(self) -> None:
-        """Read the newest file. Depending on it, continue to serve, stop serving, or take over the service."""
+        """Read the newest lighthouse file. Depending on its content, continue to serve, stop serving, or take over."""
         files = LIGHTHOUSE.all(self.folder)
         number = max(files, default=0)
         content = LIGHTHOUSE.read(self.folder, number)
@@ -96,7 +99,7 @@ class Lighthouse:
             self.take_over(number + 1)
 
     def take_over(self, number: int) -> None:
-        """Serve, unless another process has become the lighthouse of this number."""
+        """Become the lighthouse with this number, unless another process was faster."""
         server = LighthouseServer(
             bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY
         )
@@ -116,8 +119,8 @@ class Lighthouse:
         print(f"torchft's lighthouse, number {number}, runs here", file=sys.stderr, flush=True)
 
     def wrote(self, moment: float) -> None:
-        """Record when the counter was last written. If a file system blocks this process, SIGALRM ends it before another
-        process may serve.
+        """Record when the counter was last written, and set an alarm: if a file system blocks this process, SIGALRM
+        ends it before another process may take over.
         """
         self.written = moment
         signal.setitimer(signal.ITIMER_REAL, 1.5 * self.silent)
@@ -128,7 +131,7 @@ class Lighthouse:
             task.cancel()
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Once there is a lighthouse, forward all bytes between it and the manager, until either of them closes."""
+        """Once there is a lighthouse, forward all bytes between it and the manager, until either side closes."""
         task = asyncio.current_task()
         try:
             far_reader, far_writer = await self.reach()
@@ -162,7 +165,7 @@ class Lighthouse:
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy bytes until the sender or the receiver has closed."""
+    """Copy bytes until the sender or the receiver has closed its connection."""
     with contextlib.suppress(OSError):
         while some := await reader.read(1 << 16):
             writer.write(some)
@@ -183,7 +186,7 @@ async def serve(folder: Path, silent: float, wait: float) -> None:
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await asyncio.wait([watching, parent], return_when=asyncio.FIRST_COMPLETED)
     if watching.done():
-        watching.result()  # raises the exception that has ended it
+        watching.result()  # raises the exception that has ended the task
 
 
 if __name__ == "__main__":
@@ -191,4 +194,5 @@ if __name__ == "__main__":
         asyncio.run(serve(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])))
     finally:
         sys.stderr.flush()
-        os._exit(0)  # exit at once: a thread may still be reading from the parent's pipe, which the parent never closes
+        # do not wait for threads: one may still be reading from the parent's pipe, which the parent never closes
+        os._exit(0)

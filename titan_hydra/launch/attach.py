@@ -1,7 +1,8 @@
 """Watch a running attempt from a terminal: print rank 0's log lines and a progress line, and handle Ctrl-C.
 
-The first Ctrl-C (or SIGTERM to launch.py) asks every rank to save and stop. A second one kills the ranks, and so does a
-stop that takes longer than STOP_LIMIT. The run does not depend on this process: a new launch.py can attach to it.
+The first Ctrl-C (or SIGTERM to launch.py) asks every rank to save and stop. A second Ctrl-C kills the ranks. They are
+also killed if they take longer than STOP_LIMIT to stop. The run does not depend on this process: a new launch.py can
+attach to it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from titan_hydra.base.errors import LAST_WORDS
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.records import alive
 
-# seconds that the ranks may take to end their step after a stop was requested; writing a checkpoint may take any time
+# seconds that the ranks may take to stop after a request; the limit does not apply while a checkpoint is being written
 STOP_LIMIT = 30
 POLL = 0.1  # seconds between two reads of the attempt's files
-BACKLOG = 4096  # bytes at the end of an existing log that are shown
+BACKLOG = 4096  # number of bytes that are shown of an existing log, from its end
 
 
 class Interrupts:
@@ -47,7 +48,7 @@ class Interrupts:
 
     @property
     def status(self) -> int:
-        """The exit status of a program that the first received signal has ended: 128 + the signal's number."""
+        """The exit status that a shell reports for a program ended by the first received signal: 128 + its number."""
         return 128 + self.received[0]
 
 
@@ -86,12 +87,12 @@ def attach(
                 kill(attempt, parent)
             time.sleep(POLL)
         echo.more()
-    kill(attempt, parent)  # ends processes that remain if the parent itself was killed
+    kill(attempt, parent)  # if the parent itself was killed, some of its processes may remain; this call ends them
 
 
 def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
-    """Whether the ranks' parent process is alive; if `parent` is None, whether any rank is. A parent that is a child of
-    this process must be polled, or it remains a zombie.
+    """Whether the ranks' parent process is alive or, if `parent` is None, whether any rank is alive. A parent that is a
+    child of this process must be polled, or it remains a zombie.
     """
     if parent is not None:
         return parent.poll() is None
@@ -134,8 +135,8 @@ def kill(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> None:
 
 
 class Echo:
-    """Prints new lines of rank 0's log, but not the traceback at its end: the launcher later prints the traceback of the
-    rank that failed first.
+    """Prints new lines of rank 0's log. The traceback at the end of this log is left out, as the launcher later prints
+    the traceback of the rank that failed first.
 
     If the run was started earlier and its log is already long, only the end of the log is printed.
     """
@@ -163,7 +164,7 @@ class Echo:
 
 
 class _Lines:
-    """Output without a terminal (a pipe, a CI log): plain lines and no progress."""
+    """Prints plain lines and no progress; this is used without a terminal (a pipe, a CI log)."""
 
     def line(self, text: str) -> None:
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""A cell that passed the checks: its job, its run directory, and whether the run is to be started."""
+"""A cell that passed the checks: its job, its run directory, and the rule that decides whether its run is started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_hydra.plan import predict
 from titan_hydra.runs.cards import folder_of_card, read_card
 from titan_hydra.runs.rundir import State
 
-# Values of launch.retry; for each, the exit statuses of the failed runs that it starts again.
+# For each value of launch.retry: the exit statuses of the failed runs that this value starts again.
 RETRY = {
     "none": (),
     "oom": (Exit.OUT_OF_MEMORY,),
@@ -35,16 +35,17 @@ class Cell:
     directory: Path
     of: int  # number of cells of the command line
     prediction: predict.Prediction | None = None
-    layouts: tuple[Job, ...] = ()  # of an elastic job: the job in each layout, from the most nodes to the fewest
+    # for an elastic job: a copy of the job in each layout, from the most nodes to the fewest
+    layouts: tuple[Job, ...] = ()
 
     @property
     def ranks(self) -> int:
-        """The number of ranks; of an elastic job, in its largest layout."""
+        """The number of ranks; for an elastic job, the number in its largest layout."""
         return max(map(all_ranks, self.layouts), default=all_ranks(self.job))
 
     @property
     def nodes(self) -> int:
-        # replica groups that are separate jobs have separate nodes
+        # replica groups that are separate jobs do not share nodes
         groups = 1 if runs_here(self.job) else self.job.fault_tolerance.replicas
         return groups * math.ceil(self.ranks / groups / (self.job.cluster.gpus_per_node or self.ranks))
 
@@ -60,11 +61,11 @@ class Cell:
 
     @property
     def runs(self) -> Path:
-        """The folder of runs."""
+        """The folder that contains all run directories."""
         return Path(self.job.paths.runs).expanduser().absolute()
 
     def wants(self, state: State) -> bool:
-        """Whether the cell is started (again) if its run is in this state."""
+        """Whether the launcher starts the cell (again) if its run is in this state."""
         if state.active:
             return False
         again = state.kind == "failed" and state.failure.status in RETRY[self.job.launch.retry]
@@ -78,9 +79,7 @@ class Cell:
 
 
 def without_card(cells: list[Cell]) -> Iterator[Fault]:
-    """Yield a fault for each cell that must have a certificate of its layout by this code (launch.require_card) and has
-    none.
-    """
+    """If launch.require_card is set, yield a fault for each cell whose layout has no certificate made with this code."""
     for cell in cells:
         for job in cell.layouts or (cell.job,):
             if not job.launch.require_card or read_card(job):
@@ -95,5 +94,5 @@ def without_card(cells: list[Cell]) -> Iterator[Fault]:
 
 
 def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:
-    """Return the cells that are to be started (again), judged by the states of their runs."""
+    """Return the cells that are to be started (again), according to the states of their runs."""
     return [cell for cell, state in zip(cells, states, strict=True) if cell.wants(state)]

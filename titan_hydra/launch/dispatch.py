@@ -1,4 +1,4 @@
-"""Turn composed cells into runs: read and check all cells, then give those that passed to their executor."""
+"""Turn composed cells into runs: read and check all cells, then give the cells without faults to their executor."""
 
 import errno
 import sys
@@ -31,7 +31,7 @@ def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
     """Run composed cells, each a pair (configuration, overrides). Return the exit status of the first cell that failed or
     was stopped, or 0.
     """
-    if not composed:  # Hydra has answered --help, --cfg or --info
+    if not composed:  # there are no cells: Hydra has answered --help, --cfg or --info
         return Exit.DONE
     cells, faults = read_all(named(composed))
     skip = any(config.launch.skip_invalid is True for config, _ in composed)
@@ -70,13 +70,13 @@ def begin(cells: list[Cell]) -> int:
             f"{cells[0].runs}: {error.strerror}; free disk space, then the same command line continues", file=sys.stderr
         )
         return Exit.BUG
-    except KeyboardInterrupt:  # between two cells, or during a cell that runs in this process
+    except KeyboardInterrupt:  # Ctrl-C came between two cells, or during a cell that runs in this process
         print("stopped; the same command line continues", file=sys.stderr)
         return 130
 
 
 def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[str]]:
-    """Load, freeze and check all cells. Return the cells without faults, and one line for each fault of the others."""
+    """Load, freeze and check all cells. Return the cells without faults, and a line for each fault."""
     cells, lines, notices = [], [], []
     for number, (config, typed) in enumerate(with_count(composed, "checked"), start=1):
         cell, faults, told = examine(config, typed, number, len(composed))
@@ -119,7 +119,7 @@ def examine(
 
 
 def without_twins(cells: list[Cell]) -> Iterable[Cell]:
-    """Yield the cells, but leave out each cell with the same identity as an earlier one, with a message."""
+    """Yield the cells, except those with the same identity as an earlier cell; print a message about each of them."""
     first: dict[str, Cell] = {}
     for cell in cells:
         twin = first.setdefault(identity(cell.job), cell)
@@ -132,7 +132,7 @@ def without_twins(cells: list[Cell]) -> Iterable[Cell]:
 
 
 def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
-    """Yield a fault for each key that must have one value for all cells of a command line but has several."""
+    """Yield a fault for each key whose value must be the same in all cells of a command line, but differs."""
     for key in ("cluster.executor", "launch.mode", "launch.packed", "launch.wait", "launch.max_gpu_hours"):
         if len(values := list(dict.fromkeys(attrgetter(key)(cell.job) for cell in cells))) > 1:
             yield Fault(key, values, "all cells of a command line must have the same value", legal=tuple(values))
@@ -201,6 +201,6 @@ def go(cells: list[Cell], folder: Path | None) -> int:
 
 
 def _executor(cells: list[Cell]) -> Executor:
-    """Return the executor of these cells; all cells of a command line have the same."""
+    """Return the executor of these cells; all cells of a command line have the same executor."""
     executor: Executor = executor_named(cells[0].job.cluster.executor)
     return executor

@@ -31,7 +31,7 @@ class Executor(ABC):
     @abstractmethod
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
         """Yield a fault for each reason why these cells cannot be started now; `states` are the states of their runs.
-        With launch.mode=dry nothing starts, so programs of the executor may be missing.
+        With launch.mode=dry nothing starts, so it is no fault if the executor's programs are missing.
         """
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
@@ -45,8 +45,9 @@ class Executor(ABC):
         """
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> subprocess.Popen[Any] | None:
-        """Start a cell for a search, and return while it runs. Return the parent process of its ranks if that is a child
-        of this process. An executor with `single` returns when the cell has ended.
+        """Start a cell for a search, and return while the cell runs (an executor with `single` returns when it has
+        ended). The returned value is the parent process of the cell's ranks if that is a child of this process, else
+        None.
         """
         self.submit([cell], None)
         return None
@@ -63,10 +64,12 @@ class Executor(ABC):
 
     @abstractmethod
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask these runs to stop; `whole`: they are a whole sweep. Yield a line for each run that cannot be stopped."""
+        """Ask these runs to stop, and yield a line for each that cannot be stopped. `whole`: the runs are a whole
+        sweep.
+        """
 
     def hint(self, job: Job, failure: Failure) -> str:
-        """Return overrides of the executor's own keys that may prevent such a failure; "" if there are none."""
+        """Return overrides of the executor's own keys that may prevent another failure of this kind, or ""."""
         return ""
 
 
@@ -74,16 +77,17 @@ class Executor(ABC):
 class SiteOption:
     """An option of conf/cluster for a site."""
 
-    name: str  # the site's own name, from which the option's default name is made
-    text: Callable[[str], str]  # the text of the file for an option's name
-    gpus: int  # devices of a node
-    note: str = ""  # a line about what else could be chosen
+    name: str  # the site's own name for itself, from which the option's default name is made
+    text: Callable[[str], str]  # returns the text of the option's file, given the option's name
+    gpus: int  # number of devices of a node
+    note: str = ""  # a line that names the other possible choices
 
 
 @dataclass(frozen=True)
 class ClusterSite:
-    """How `titan cluster init` finds out about the site of an executor. `program` is the program that it asks: if that is
-    on this machine, the executor is the default. `add_arguments` adds the options of the command, and `option` asks.
+    """How `titan cluster init` finds out about an executor's site. An executor whose `program` is installed on this
+    machine is the default. `add_arguments` adds options to the command, and `option` asks the program and returns an
+    option of conf/cluster.
     """
 
     program: str

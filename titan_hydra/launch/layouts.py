@@ -1,4 +1,4 @@
-"""The layouts in which a run can be trained: other numbers of ranks and other degrees, with which it learns the same."""
+"""The layouts in which a run can be trained with the same result: other numbers of ranks, and other degrees."""
 
 import dataclasses
 import math
@@ -21,15 +21,16 @@ from titan_hydra.plan.shape import NotPredictable
 from titan_hydra.runs import layout
 from titan_hydra.runs.stretches import layout_in_words, values_of_layout
 
-AUTO = "auto"  # in `elastic`: the planner's layout for each number of nodes that no listed layout has
+# this entry of `elastic` stands for the planner's layouts, one for each number of nodes that no listed layout has
+AUTO = "auto"
 
 
 def relaid(job: Job, values: Sequence[str]) -> Job:
-    """Return a frozen job in another layout. `values` may have options and keys of SECTIONS, the keys in KEYS, and keys
-    outside the identity. The global batch does not change. If no data-parallel degree is given, it is `gpus` divided by
-    the other degrees.
+    """Return a frozen job in another layout. `values` are overrides: of options and keys of SECTIONS, of the keys in
+    KEYS, and of keys outside the identity. The global batch does not change. If no data-parallel degree is given, the
+    degree is `gpus` divided by the other degrees.
 
-    Raises ConfigError for other keys and for bad values.
+    Raises ConfigError for any other key, and for a wrong value.
     """
     new, typed = job, {value.partition("=")[0] for value in values}
     for option in (value for value in values if value.partition("=")[0] in SECTIONS):
@@ -41,7 +42,7 @@ def relaid(job: Job, values: Sequence[str]) -> Job:
         free = "dp_shard" if new.parallelism.dp_shard > 1 or new.parallelism.dp_replicate == 1 else "dp_replicate"
         setattr(new.parallelism, free, -1)
     if "gpus" not in typed and -1 not in (new.parallelism.dp_shard, new.parallelism.dp_replicate):
-        new.gpus = None  # the product of the degrees
+        new.gpus = None  # `freeze` sets it to the product of the degrees
     return freeze(new)
 
 
@@ -51,14 +52,14 @@ def in_words(job: Job) -> str:
 
 
 def nodes_of(job: Job) -> int:
-    """Return the number of nodes that the ranks of a job without replica groups fill."""
+    """Return the number of nodes on which a job without replica groups runs."""
     return math.ceil(job.gpus / (job.cluster.gpus_per_node or job.gpus))
 
 
 def checked_layouts(job: Job) -> tuple[tuple[Job, ...], list[Fault]]:
-    """Return the layouts of an elastic job, including its own, from the most nodes to the fewest (none of any other job);
-    and the faults of the job or of its layouts. Every layout is a complete job that has passed the checks; no two have
-    the same number of nodes.
+    """Return the layouts of an elastic job, including its own layout, and the faults of the job or of its layouts. A
+    job that is not elastic has no layouts. Each layout is a complete job that has passed the checks. They are sorted
+    from the most nodes to the fewest, and each has another number of nodes.
     """
     if (faults := check(job)) or not job.elastic:
         return (), faults
@@ -95,7 +96,7 @@ def checked_layouts(job: Job) -> tuple[tuple[Job, ...], list[Fault]]:
 
 def _planned(job: Job, known: set[int]) -> Iterator[Job]:
     """Yield the layout that the planner predicts to be the fastest for each number of nodes from cluster.nodes_min to
-    the job's own. A number of nodes without a legal layout that fits is left out. Raises NotPredictable.
+    the job's own. Numbers of nodes for which no legal layout fits are left out. Raises NotPredictable.
     """
     if predict.of_launch(job) is None or job.hardware.gpus_per_node is None:
         raise NotPredictable("the planner must know the device: hardware=NAME")
@@ -109,8 +110,8 @@ def _planned(job: Job, known: set[int]) -> Iterator[Job]:
 
 
 def write_layouts(directory: Path, layouts: Sequence[Job]) -> None:
-    """Write the layouts of an elastic run into its directory, a file for each number of nodes, in place of former ones.
-    Before that, its config.json, from which its hash was computed, is copied to config_first.json.
+    """Write the layouts of an elastic run into its directory, a file for each number of nodes, and delete files of
+    former layouts. Before that, copy the run's config.json, from which its hash was computed, to config_first.json.
     """
     keep_first(directory)
     for nodes, file in layout.LAYOUT.all(directory).items():

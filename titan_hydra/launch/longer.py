@@ -1,4 +1,4 @@
-"""Continue a run up to another number of steps, as another run: from which checkpoint, and with which overrides."""
+"""Continue a run up to another number of steps, as a new run: choose the checkpoint to start from, and the overrides."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from titan_hydra.runs import checkpoints, layout
 
 
 def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Path, str]:
-    """Return the checkpoint to continue from and a remark to print. Raises ConfigError if there is none."""
+    """Return the checkpoint to continue from, and a remark to print. Raises ConfigError if there is no such checkpoint."""
     steps = {checkpoints.step_of(path): path for path in checkpoints.complete(layout.CHECKPOINTS.of(directory))}
     if not steps:
         raise ConfigError(f"{directory.name}: has no complete checkpoint to continue from")
@@ -46,7 +46,7 @@ def same_rates(old: Job, new: Job) -> int:
 
 
 def longer_overrides(before: list[str], values: list[str], step: Path) -> list[str]:
-    """Return the overrides with which `python launch.py` starts the same run: the first run's overrides, with the new
+    """Return the overrides with which `python launch.py` starts the new run: the first run's overrides, with the new
     values.
     """
     after = [*values, f"checkpoint.initial_load_path={as_value(str(step))}", "checkpoint.exclude_from_loading=[]"]

@@ -23,26 +23,26 @@ from .dispatch import dispatch
 
 cells: list[Composed] = []
 faults: list[str] = []
-questions: list[Question] = []  # one, if a search draws the cells
+questions: list[Question] = []  # has one element if a search draws the cells, else none
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose(config: DictConfig, overrides: list[str] | None = None, question: Question | None = None) -> None:
-    """Add the cells of one composed configuration to `cells`, or add a question. Nothing starts before all cells are
-    checked.
+    """Add the cells of one composed configuration to `cells` or, if a search draws them, add its question to
+    `questions`. Nothing starts before all cells are checked.
     """
     if question:
         questions.append(question)
         return
-    if overrides is None:  # a command line without -m
-        # to_container keeps the overrides as they were typed; reading a single entry would resolve interpolations
+    if overrides is None:  # the command line has no -m
+        # to_container keeps the overrides as they were typed; reading a single one would resolve its interpolations
         overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task))
     cells.extend(expand_sweep(config, overrides, faults))
 
 
 def launch(script: str) -> None:
     """Run the command line, and exit with its status. A folder conf/ beside the script adds options, as --config-dir
-    does.
+    would.
     """
     own = Path(script).resolve().parent / "conf"
     if (
@@ -53,9 +53,9 @@ def launch(script: str) -> None:
         sys.argv[1:1] = [f"--config-dir={own}"]
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # during composition, when nothing has started yet
+    except KeyboardInterrupt:  # Ctrl-C came during composition, when nothing had started yet
         sys.exit(130)
-    except BrokenPipeError:  # the program that reads from the pipe, such as `head`, has closed the pipe
+    except BrokenPipeError:  # the program that reads this program's output, such as `head`, has closed the pipe
         sys.stderr.close()
 
 
@@ -67,7 +67,7 @@ def main() -> int:
         print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
         return 0
     full_error = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints the error itself and exits with status 1
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # without this, Hydra itself would print the error and exit with status 1
     register_schema()
     try:
         if not full_error:

@@ -44,7 +44,7 @@ def results(cells: list[Cell], states: list[State]) -> None:
 
 def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None:
     """Print the cells that would run without launch.mode=dry, and their resources. `hours` is an upper bound of the
-    GPU-hours of all cells to start.
+    GPU-hours of all cells that would start.
     """
     rows = []
     for cell, state in zip(cells, states, strict=True):
@@ -129,12 +129,14 @@ def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> No
 
 
 def where(cell: Cell) -> str:
-    """Return the option --runs of `titan` for the folder of a cell's runs; "" for the default folder."""
+    """Return the option --runs of a suggested `titan` command, for the folder of a cell's runs; "" for the default
+    folder.
+    """
     return runs_option(Path(cell.job.paths.runs).expanduser())
 
 
 def waiting(state: State) -> str:
-    """Return a phrase that explains why a run is not running yet, with the reason that its queue gives."""
+    """Return a phrase that explains why a run is not running yet; it contains the reason that the queue gives."""
     if state.kind == "unknown":
         return (
             f"unknown (on {state.host}); nothing was started"
@@ -160,8 +162,8 @@ def result_line(directory: Path) -> str:
 
 
 def lowest(result: dict[str, Any]) -> str:
-    """Return a phrase with the lowest held-out loss of a result, and whether its checkpoint was kept; "" if the last
-    held-out loss is the lowest.
+    """Return a phrase with the lowest held-out loss of a result, and whether the checkpoint of that step was kept.
+    Return "" if the last held-out loss is the lowest.
     """
     loss, step = result.get("lowest_validation_loss"), result.get("lowest_validation_step")
     if loss is None or step == result.get("steps"):
@@ -171,7 +173,7 @@ def lowest(result: dict[str, Any]) -> str:
 
 def longer(cell: Cell) -> None:
     """Print the `titan extend` command for a finished run that has left a checkpoint. If there is only one checkpoint,
-    the command names its step, as it was written after the learning rate decayed.
+    the command names its step, because this checkpoint was written after the learning rate had decayed.
     """
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and cell.job.fault_tolerance.name == "off":
@@ -180,7 +182,7 @@ def longer(cell: Cell) -> None:
 
 
 def last_word(directory: Path, state: State) -> str:
-    """Return the last message of rank 0 of a run that was stopped; without a message, describe what is known."""
+    """Return the last message of rank 0 of a run that was stopped. If there is no message, describe how the run ended."""
     if not directory.is_dir():
         return "its folder was deleted while it ran, and everything in it"
     said = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}

@@ -1,4 +1,4 @@
-"""Copy the code of a job when it is submitted, so that edits made while it waits in the queue do not change it."""
+"""Copy the code of a job when the job is submitted, so that edits do not change the job while it waits in the queue."""
 
 import contextlib
 import os
@@ -17,8 +17,8 @@ ROOT = Path(titan_hydra.__file__).parents[1]
 
 
 def take(runs: Path, user: dict[str, Path]) -> Path:
-    """Copy this package's code and the user's (`user_code.sources`) to `<runs>/_code/<hash>`, unless the copy exists.
-    Return that folder.
+    """Copy the code of this package and of the user (`user_code.sources`) to the folder `<runs>/_code/<hash>`, unless
+    the copy exists. Return this folder.
 
     A copy that was changed, or that lost files in a purge of old files, is replaced.
     """
@@ -33,7 +33,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
         for name, file in code.items():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy / name, follow_symlinks=False)
-        if not intact(final):  # checked again, as another process may have replaced the copy meanwhile
+        if not intact(final):  # checked a second time, as another process may have replaced the copy meanwhile
             with contextlib.suppress(FileNotFoundError):
                 final.rename(Path(scratch) / "damaged")
         try:
@@ -45,7 +45,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
 
 
 def intact(copy: Path) -> bool:
-    """Whether a copy of the code exists, and its hash is still equal to its name."""
+    """Whether a copy of the code exists, and the hash of its files is still equal to its name."""
     return copy.is_dir() and digest_of_code(copied(copy)) == copy.name
 
 
@@ -53,7 +53,7 @@ def files(root: Path) -> list[str]:
     """List the files of the code: in a checkout all tracked files and the untracked Python files, else the files of the
     package.
 
-    Raises ConfigError if git does not list them, as in a checkout that belongs to another user.
+    Raises ConfigError if git does not list the files, as in a checkout that belongs to another user.
     """
     if (root / ".git").exists():
         tracked = _git(root, "ls-files", "-z")
@@ -66,7 +66,7 @@ def files(root: Path) -> list[str]:
 
 
 def copied(folder: Path) -> dict[str, Path]:
-    """Return the paths of a snapshot's files by name, without compiled Python files."""
+    """Return the paths of a snapshot's files, by name. Compiled Python files are left out."""
     found = []
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]

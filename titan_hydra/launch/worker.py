@@ -1,8 +1,8 @@
 """The entry point of every rank: check that the job is the one that was submitted, and call the trainer.
 
 An executor calls `run_rank` in each of its processes, with the rank's place. The command `python -m
-titan_hydra.launch.worker DIRECTORY [ATTEMPT]` takes the place from torchrun's variables; without them it runs a single
-rank. A rank imports only what its job needs: neither Hydra nor the rest of the launcher.
+titan_hydra.launch.worker DIRECTORY [ATTEMPT]` reads the place from torchrun's variables; without these variables, it
+runs a single rank. A rank imports only what its job needs: neither Hydra nor the rest of the launcher.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from titan_hydra.runs.run import Run, folders_of, group_at, hash_of, newest_atte
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-START_LIMIT = 300  # seconds within which all ranks must have found rank 0
+START_LIMIT = 300  # seconds within which each rank must have found rank 0
 LATE = 60  # seconds within which a rank must see the files that were written before it was started
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -49,8 +49,8 @@ class Place:
     local_rank: int = 0
     local_ranks: int = 1
     torchrun: bool = False  # whether torchrun started this process, and its variables give the rendezvous
-    job: str = ""  # the id of the executor's job in attempt.json; such a job runs the ranks of one replica group
-    host: str = ""  # the name under which other hosts find rank 0; "": the host name of its machine
+    job: str = ""  # the id of the executor's job, as attempt.json has it; a job runs the ranks of one replica group
+    host: str = ""  # the name under which other hosts find rank 0; "" means the host name of rank 0's machine
 
     @classmethod
     def of(cls, variables: Sequence[str], torchrun: bool = False, job: str = "", host: str = "") -> Place:
@@ -78,18 +78,17 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
         write_json(record_file, record)
         _train(folder, attempt_folder, place)
         status = Exit.DONE
-    except BaseException as caught:  # SystemExit and KeyboardInterrupt too, which have exit statuses of their own
+    # also catches SystemExit and KeyboardInterrupt, for which `describe` returns their own exit statuses
+    except BaseException as caught:
         status, error = describe(caught)
         if not inline:
             said = error["traceback"] or f"{error['type']}: {error['message']}"
             print(f"{LAST_WORDS} {int(status)}\n{said}", file=sys.stderr, flush=True)
-    with contextlib.suppress(
-        OSError
-    ):  # the disk may be full; then the launcher knows only the exit status of the process
+    with contextlib.suppress(OSError):  # if the disk is full, the launcher learns only the exit status of the process
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})
     if inline:
-        # restored, as the trainer's handler would ignore a SIGTERM between two cells
+        # the earlier handler is restored, as the trainer's handler would ignore a SIGTERM between two cells
         signal.signal(signal.SIGTERM, before)
         return int(status)
     sys.stdout.flush()
@@ -102,7 +101,7 @@ class Log(io.FileIO):
     """A rank's output stream. If the disk is full, output is lost and the run continues."""
 
     def write(self, data: Any) -> int:
-        """Write the data. After an error, return as if all data were written."""
+        """Write the data. After an error, the returned number is the same as if all data had been written."""
         try:
             return super().write(data)
         except OSError:
@@ -139,7 +138,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     directory, _ = group_at(folder)
     if place.job or place.torchrun:
         until_seen(layout.CONFIG.of(directory))
-    if place.job:  # if a user has started torchrun by hand, no attempt is claimed
+    if place.job:  # nobody has claimed the attempt if a user has started torchrun by hand
         until_seen(layout.CLAIM.of(attempt))
     set_environment(place.local_ranks, layout.CONFIG.read(directory).get("parallelism", {}).get("async_tp", False))
     job = load_job(directory)
@@ -149,7 +148,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     submission = _check_claim(attempt, place)
     remove_stopped(layout.ATTEMPT.of(folder, int(attempt.name) - 1), place.rank)
     if layout.RESULT.read(directory).get("status") == "done":
-        return None  # SLURM has requeued the job after the run was done
+        return None  # SLURM may requeue a job whose run is done
     os.environ.update(
         RANK=str(group.rank),
         LOCAL_RANK=str(place.local_rank),
@@ -181,7 +180,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
 
 
 def remove_stopped(attempt: Path, rank: int) -> None:
-    """Delete this rank's files of the previous attempt if the rank stopped there on request. Otherwise 512 ranks with
+    """Delete this rank's files in the previous attempt, if the rank stopped there on request. Otherwise 512 ranks with
     three files each would leave 150,000 files after a hundred requeues. The files of rank 0 and of failed ranks are
     kept.
     """
@@ -203,20 +202,20 @@ def set_environment(local_ranks: int, async_tp: bool) -> None:
         # With this value, an OpenMP thread that waits for others spins only briefly, then yields its core. With the
         # default it spins much longer, and a step took ten times as long on busy cores.
         "GOMP_SPINCOUNT": "20000",
-        "RUST_LOG": "error",  # torchft otherwise writes many lines in each step
+        "RUST_LOG": "error",  # without this, torchft writes many lines in each step
         # cuBLAS reads this variable at the first matmul of a process. It is set for all runs, as with cluster=inline a
         # deterministic run may follow other runs in the same process. The value is torch's default on Hopper.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the variable's name before torch 2.9
+    if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the name that this variable had before torch 2.9
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
 def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
-    """Return the index of a rank's replica group, which may be a job of its own, and the rank's place in that group.
-    Raises ConfigError if another number of ranks was started than the job needs.
+    """Return the index of a rank's replica group (which may be a separate job), and the rank's place in this group.
+    Raises ConfigError if the number of started ranks is not the number that the job needs.
     """
     directory, replica = group_at(folder)
     size = processes(job) // job.fault_tolerance.replicas
@@ -234,7 +233,7 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
 
 def load_job(directory: Path) -> Job:
     """Read config.json. Raises ConfigError if its hash, computed with the layout of the first attempt, differs from the
-    hash in the directory's name; then the file was edited or written by another version.
+    hash in the directory's name; then the file was edited, or another version has written it.
     """
     file = layout.CONFIG.of(directory)
     content = layout.CONFIG.read(directory)
@@ -245,7 +244,8 @@ def load_job(directory: Path) -> Job:
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{file}: written by another version of titan_hydra ({error})") from error
     expected = hash_of(directory)
-    first = layout.FIRST_CONFIG.read(directory)  # exists if `titan resume` has changed the layout
+    # this file exists if the run's layout has changed (`titan resume`, `elastic`)
+    first = layout.FIRST_CONFIG.read(directory)
     found = identity(from_dict(Job, with_layout_of(content, first)) if first else job)
     if found != expected:
         raise ConfigError(
@@ -310,7 +310,7 @@ def _rendezvous(file: Path, place: Place, host: str) -> Store:
 
 
 class NoRendezvous(RunError):
-    """Rank 0 did not start in time."""
+    """The error of a rank for which rank 0 did not start in time."""
 
     status = Exit.HANG
 
@@ -319,7 +319,7 @@ def until_seen(file: Path, seconds: int = LATE) -> None:
     """Wait for a file that was written before this rank was started. On a network file system, another host may see a
     file late.
 
-    Raises Unhealthy after `seconds`, as this host's access to the file system then has a fault.
+    Raises Unhealthy after `seconds`: then this host's access to the file system has a fault.
     """
     if not _appears(file, seconds):
         raise Unhealthy(
@@ -328,7 +328,7 @@ def until_seen(file: Path, seconds: int = LATE) -> None:
 
 
 def _appears(file: Path, seconds: float) -> bool:
-    """Whether a file exists, now or within `seconds`."""
+    """Whether a file exists now, or appears within `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(FileNotFoundError):
@@ -341,7 +341,9 @@ def _appears(file: Path, seconds: float) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank, from the arguments DIRECTORY [ATTEMPT]. The default of ATTEMPT is the newest attempt, or 1."""
+    """Run one rank. The arguments are DIRECTORY [ATTEMPT]; the default of ATTEMPT is the newest attempt, or 1 if there
+    is none.
+    """
     if len(arguments) not in (1, 2) or not Path(arguments[0]).is_dir():
         print("python -m titan_hydra.launch.worker RUN_DIRECTORY [ATTEMPT]", file=sys.stderr)
         return Exit.CONFIG

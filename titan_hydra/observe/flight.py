@@ -1,8 +1,9 @@
-"""The flight recorder of a rank. It writes the rank's last collectives, from torch's own recorders, and its position into
-a file that `titan logs --hang` reads.
+"""The flight recorder of a rank. It writes the rank's position, and the last collectives from torch's own recorders,
+into a file that `titan logs --hang` reads.
 
 torch has one recorder for gloo and one for NCCL. gloo's recorder omits sends and receives between pipeline stages, so
-this file records them. It does not record those of NCCL, as this would keep their tensors in the device's memory.
+the functions in this file record them. Sends and receives over NCCL are not recorded, as a record would keep their
+tensors in the device's memory.
 """
 
 import collections
@@ -27,25 +28,28 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
 RECORDED = 2000  # number of collectives that torch's recorder keeps
-WRITTEN = 400  # number of newest collectives, and of newest messages (sends and receives), in a dump
+WRITTEN = 400  # maximum number of collectives in a dump, and of messages (sends and receives); the newest are kept
 RECORDERS = flight_recorders()
 FRAMES = 3  # number of innermost frames of a collective's stack in a dump, and of further frames outside torch
-# sends and receives over gloo, the newest last
+# the records of sends and receives over gloo, the newest last
 MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)
-# number of sends to, and receives from, each rank
+# for each other rank, the numbers of sends to it and of receives from it
 _counts: collections.Counter[tuple[str, int]] = collections.Counter()
 _lock = threading.Lock()
 
 
 def configure(run: Run) -> None:
-    """Enable torch's recorder. Call this before creating a process group, as torch reads these variables only once."""
+    """Set the variables that enable torch's recorder. Call this before creating a process group: torch reads them only
+    once.
+    """
     settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    settings["TORCH_NCCL_ENABLE_TIMING"] = "1"  # observe/stragglers.py reads how long collectives took
+    settings["TORCH_NCCL_ENABLE_TIMING"] = "1"  # needed by observe/stragglers.py, which reads how long collectives took
     for name in (
         "TORCH_FR_DUMP_TEMP_FILE",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-    ):  # path of NCCL's own dump, in new and older torch
-        settings[name] = str(run.attempt / "nccl_trace_")  # torch appends the rank; torchfrtrace reads it
+    ):  # both variables set the path of NCCL's own dump: the first in new, the second in older releases of torch
+        # torch appends the rank to this path; torch's tool torchfrtrace reads the file
+        settings[name] = str(run.attempt / "nccl_trace_")
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
@@ -71,7 +75,7 @@ def record_messages() -> None:
                 MESSAGES.append(message | {"size": list(operation.tensor.shape), "group": operation.group.group_name})
             for message in list(MESSAGES)[
                 -64:-16
-            ]:  # drop the handles of completed messages, so that their tensors are freed
+            ]:  # handles of completed messages are dropped, so that their tensors are freed
                 if message["work"] is not None and message["work"].is_completed():
                     message["work"] = None
             return works
@@ -82,15 +86,15 @@ def record_messages() -> None:
 
 
 def progress() -> tuple:
-    """Return a value that changes whenever a collective, a send or a receive begins or ends. This takes microseconds."""
-    # safe, as torch has just made these pickles itself
+    """Return a value that changes whenever a collective, a send or a receive begins or ends. A call takes microseconds."""
+    # loading these pickles is safe, as torch has just made them in this process
     states = [pickle.loads(dump(False, False, False)) for dump in RECORDERS]
     return str([state.get("pg_status") for state in states]), sum(_counts.values())
 
 
 def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: BaseException | None = None) -> None:
-    """Write flight_<rank>.json: the position of this rank, the stacks of its threads, its process groups and its last
-    operations in them.
+    """Write flight_<rank>.json: this rank's position, the stacks of its threads, its process groups, and its last
+    operations in these groups.
 
     `where` is the position: the step, the phase, and when recent steps began.
     """
@@ -113,8 +117,8 @@ def dump(run: Run, where: dict[str, Any], mesh: Mesh | None, why: str, error: Ba
 
 
 def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
-    """Return this rank's process groups by name, each with its mesh dimension and its ranks. (A dimension that spans all
-    ranks has the default group.)
+    """Return this rank's process groups by name, each with its mesh dimension and its ranks. (The group of a dimension
+    that spans all ranks is the default group.)
     """
     found = {
         group.group_name: {
@@ -136,7 +140,7 @@ def collectives() -> list[dict]:
         entry
         for dump in RECORDERS
         for entry in pickle.loads(dump(True, True, False)).get("entries", [])
-        # NCCL sends and receives are left out: each rank numbers its own, so the numbers of two ranks cannot be
+        # NCCL sends and receives are left out: each rank numbers them by itself, so the numbers of two ranks cannot be
         # compared.
         if not entry["is_p2p"]
     ]
@@ -148,7 +152,8 @@ def collectives() -> list[dict]:
             "seq": entry["collective_seq_id"],
             "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
             "sizes": entry["input_sizes"],
-            # An NCCL collective counts as done when it is complete, a gloo collective when its result was awaited.
+            # An NCCL collective counts as done when it is complete, but a gloo collective when the rank has waited for
+            # its result.
             "done": entry["state"] == "completed" or bool(entry["retired"]),
             "time": entry["time_created_ns"] / 1e9,
             "stack": callers(entry.get("frames", [])),
@@ -158,16 +163,16 @@ def collectives() -> list[dict]:
 
 
 def callers(frames: list[dict]) -> list[str]:
-    """Return the FRAMES innermost frames of a stack and, of its other frames, the FRAMES innermost that are not in
-    torch.
+    """Return the FRAMES innermost frames of a stack. Of the remaining frames, also return the FRAMES innermost that are
+    not in torch.
     """
     shown = frames[:FRAMES] + [frame for frame in frames[FRAMES:] if "/torch/" not in frame["filename"]][:FRAMES]
     return [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in shown]
 
 
 def stacks_of_threads(error: BaseException | None) -> dict[str, list[str]]:
-    """Return the stack of every Python thread of this process, the innermost call last. With an error, the main thread's
-    stack is the one that raised it.
+    """Return the stack of every Python thread of this process, the innermost call last. If `error` is given, the stack
+    of the main thread is the stack that raised the error.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = {

@@ -22,16 +22,16 @@ from titan_hydra.config.operation import Comm
 from titan_hydra.job.ranks import devices_here
 from titan_hydra.runs.run import Run
 
-TAKEN = 0.1  # fraction of a device's memory that other processes may use. A desktop uses less, and another job more.
+TAKEN = 0.1  # fraction of a device's memory that other processes may use; a desktop uses less, another job more
 PATIENCE = 20  # seconds within which an earlier process must have released its memory
-# Seconds that the other ranks wait before they end, so that the rank at fault can write its record before it is killed.
+# Seconds that healthy ranks wait before they end, so that the rank at fault can write its record before it is killed.
 HEAD_START = 2.0
 
 
 def check_device(run: Run, comm: Comm) -> torch.device:
-    """Return this rank's device, once the devices of all ranks have passed the check. Call this before a process group
-    exists. Raises Unhealthy if the device of any rank is unfit, or a rank did not start. Raises ConfigError if a rank
-    was given too few devices, which is not a fault of its host.
+    """Check this rank's device, and return it once the devices of all ranks have passed the check. Call this before a
+    process group exists. Raises Unhealthy if the device of any rank is unfit, or a rank did not start. Raises
+    ConfigError if a rank was given too few devices, which is not a fault of its host.
     """
     fault: Unhealthy | ConfigError | None = None
     try:
@@ -54,7 +54,7 @@ def check_device(run: Run, comm: Comm) -> torch.device:
 
 
 def check_links(run: Run, comm: Comm, device: torch.device) -> None:
-    """All-reduce a tensor over all ranks. Raises Unhealthy if this does not complete, or gives a wrong sum."""
+    """All-reduce a tensor over all ranks. Raises Unhealthy if the collective does not complete, or gives a wrong sum."""
     if not comm.health_check_seconds:
         return
 
@@ -70,13 +70,13 @@ def check_links(run: Run, comm: Comm, device: torch.device) -> None:
 
 
 def device_of(run: Run) -> torch.device:
-    """Return the rank's device: the GPU with the rank's index on its host; the only visible GPU if SLURM gives each
-    task a GPU of its own; the CPU if there is no GPU.
+    """Return the rank's device. It is the GPU with the rank's index on its host, the only visible GPU if SLURM gives
+    each task its own GPU, or the CPU if there is no GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    whole = count == devices_here()  # False if a device of the host has failed
+    whole = count == devices_here()  # `whole` is False if a device of the host has failed
     index = 0 if count == 1 and whole else run.local_rank
     if index >= count and whole:
         raise ConfigError(
@@ -90,7 +90,8 @@ def device_of(run: Run) -> torch.device:
         torch.cuda.set_device(device)
         try:
             torch.empty(2**20, device=device)
-        except RuntimeError:  # in some virtual machines, the driver cannot map memory as expandable segments need it
+        # in some virtual machines, the driver cannot map memory in the way that expandable segments require
+        except RuntimeError:
             set_allocator("expandable_segments:False")
             torch.empty(2**20, device=device)
         torch.cuda.synchronize()
@@ -117,7 +118,9 @@ def wait_until_free(device: torch.device, patience: float) -> None:
 
 
 def matmul(device: torch.device) -> None:
-    """Multiply two matrices of powers of two, for which the result is exact. Raises Unhealthy if it is wrong."""
+    """Multiply two matrices whose elements are powers of two, so that the result is exact. Raises Unhealthy if the
+    result is wrong.
+    """
     size = 256 if device.type == "cpu" else 2048
     where = f"{socket.gethostname()}: a matmul of device {device.index or 0} ({device.type})"
     try:
@@ -131,8 +134,9 @@ def matmul(device: torch.device) -> None:
 
 
 def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
-    """Report this rank's health, and wait for rank 0's verdict on all ranks: the fault ("" if there is none) and its host.
-    Reports go through the store and not through a collective, so that ranks that did not start can be named.
+    """Report this rank's health, and wait for rank 0's verdict on all ranks: the fault ("" if there is none) and the
+    host that has it. Reports go through the store instead of a collective, because then rank 0 can name the ranks that
+    did not start.
     """
     if run.world_size == 1:
         return {"fault": "", "host": None}
@@ -141,7 +145,7 @@ def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
         run.store.set("health", json.dumps(judge(run, seconds)))
     try:
         run.store.wait(["health"], timedelta(seconds=seconds + 30))
-    except RuntimeError:  # a DistStoreError after a time-out, for example
+    except RuntimeError:  # for example a DistStoreError, after a time-out
         return {
             "fault": f"rank 0 did not report within {seconds + 30:.0f} s that all had started",
             "host": host_of(run, 0),
@@ -150,8 +154,8 @@ def await_verdict(run: Run, mine: dict, seconds: float) -> dict:
 
 
 def judge(run: Run, seconds: float) -> dict:
-    """Return the verdict on all ranks' reports: the first rank that is found to be unfit, not started, or without a
-    GPU.
+    """Wait for the reports of all ranks and return the verdict, which names the first rank that is unfit, did not
+    start, or has no GPU although other ranks have one.
     """
     keys = [f"health/{rank}" for rank in range(run.world_size)]
     deadline = time.monotonic() + seconds
@@ -179,7 +183,9 @@ def judge(run: Run, seconds: float) -> dict:
 
 
 def host_of(run: Run, rank: int) -> str | None:
-    """Return the host of a rank, which its worker records before anything else; None if the rank was not started."""
+    """Return the host of a rank; None if the rank was not started. The rank's worker records its host before it does
+    anything else.
+    """
     try:
         return json.loads(run.record_of(rank).read_text())["host"]
     except (OSError, ValueError, KeyError):
@@ -187,8 +193,9 @@ def host_of(run: Run, rank: int) -> str | None:
 
 
 def error_of_another(verdict: dict, run: Run) -> Unhealthy | ConfigError:
-    """Return the error to raise on a healthy rank. It is marked secondary, so that the launcher names the unhealthy rank
-    as the one that failed. If the unhealthy rank never started, it has no record; then rank 0's error is not marked.
+    """Return the error to raise on a healthy rank. The error is marked secondary, so that the launcher names the
+    unhealthy rank as the one that failed. If the unhealthy rank never started, it has no record of its own; then rank
+    0's error is not marked.
     """
     error = (ConfigError if verdict.get("config") else Unhealthy)(verdict["fault"])
     error.facts = {"host": verdict["host"], "secondary": verdict.get("reported", False) or run.rank > 0}

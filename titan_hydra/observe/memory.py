@@ -1,4 +1,4 @@
-"""Report on a device's memory after it ran out: its peak, and which lines of code allocated it."""
+"""Report what used a device's memory when it ran out: the peak, and the lines of code that allocated it."""
 
 import collections
 
@@ -8,7 +8,7 @@ from titan_hydra.base.private import memory_snapshot, record_memory_history
 from titan_hydra.runs import layout
 from titan_hydra.runs.run import Run
 
-SHOWN = 20  # number of stacks in memory_<rank>.txt: those with the most bytes, in descending order
+SHOWN = 20  # number of stacks in memory_<rank>.txt, which has the stacks with the most bytes
 
 
 def facts() -> dict[str, float]:
@@ -21,14 +21,16 @@ def facts() -> dict[str, float]:
 
 def record(on: bool) -> None:
     """Start or stop torch's recording of the stack of each allocation. Recording costs time, so it is on only during
-    the first step, in which most jobs that do not fit fail.
+    the first step; most jobs that do not fit into memory fail there.
     """
     if torch.cuda.is_available():
         record_memory_history(enabled="state" if on else None, stacks="python")
 
 
 def explain_out_of_memory(run: Run, error: BaseException) -> None:
-    """Write memory_<rank>.txt if device memory ran out: the bytes that each stack has allocated, and torch's summary."""
+    """Write memory_<rank>.txt if `error` reports that device memory ran out: the bytes allocated by each stack, and
+    torch's summary.
+    """
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     if error is None or not torch.cuda.is_available():

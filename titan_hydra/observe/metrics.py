@@ -1,6 +1,6 @@
-"""Measure a run and record the results in metrics.jsonl. The console and trackers get copies.
+"""Measure a run and record the results in metrics.jsonl. The console and the trackers get copies of the rows.
 
-docs/metrics.md defines the numbers. An unknown number is None, never an estimate.
+docs/metrics.md defines the numbers. A number that is unknown is None; it is never estimated.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from titan_hydra.runs.useful import goodput_of
 from .stragglers import OnDevice, OnHost, own_time_on, peers, slowest, without_waits
 from .trackers import Tracker, open_trackers, trackable
 
-# Dense bf16 peak in FLOP/s from the vendor's data sheet, by a part of the device's name; the first entry that matches
-# counts. (conf/hardware has sustained rates, for fewer devices.)
+# Dense bf16 peak in FLOP/s from the vendor's data sheet, by a part of the device's name; the first matching entry
+# counts. (conf/hardware has the lower sustained rates, for fewer devices.)
 PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -54,15 +54,15 @@ PEAK_FLOPS = {
 
 
 class Clock:
-    """Measures how many seconds each step takes, and how many it waits for data. Time between steps is not counted."""
+    """Measures the seconds of each step, and how many of them are waits for data. Time between steps is not counted."""
 
     def __init__(self, own: OnHost | OnDevice) -> None:
-        """Begin a clock. `own` measures what this rank itself needs of each step."""
+        """Begin a clock. `own` measures the rank's own time of each step, without its waits for other ranks."""
         self.own = own
         self.steps: list[float] = []  # seconds of every step of this process, except the first
         self.window: list[
             tuple[float, float]
-        ] = []  # seconds of (step, waiting for data) of each step since the last row
+        ] = []  # for each step since the last row: seconds of the step, and seconds of waiting for data
         self.profiled = False  # whether a profiler is recording, which slows steps down
         self.disturbed = 0  # number of profiled steps since the last row
         self._first = True
@@ -78,7 +78,7 @@ class Clock:
         self.own.compute(self._data)
 
     def leave_out(self, seconds: float) -> None:
-        """Subtract `seconds`, such as a wait for replica groups, from this step's time."""
+        """Subtract `seconds` from this step's time. They were spent on other things, such as a wait for replica groups."""
         self._began += seconds
 
     def stop(self) -> None:
@@ -133,8 +133,8 @@ class Metrics:
         self.events: Rows | None = None
         self.trackers: list[Tracker] = []
         self.losses: list[float] = []  # the loss of each step since the last row
-        self.mean_loss: float | None = None  # `loss_mean` of the last row
-        self.tasks: dict[str, dict[str, float]] = {}  # the last numbers of each task
+        self.mean_loss: float | None = None  # the value `loss_mean` of the last row
+        self.tasks: dict[str, dict[str, float]] = {}  # the newest results of each evaluation task
         if run.rank == 0:
             self.rows, self.events = (
                 Rows(entry.of(run.directory), resumed_at) for entry in (layout.METRICS, layout.EVENTS)
@@ -142,13 +142,14 @@ class Metrics:
             self.trackers = open_trackers(job, run, resumed_at)
 
     def due(self, step: int) -> bool:
-        """Whether the step gets a row: it is the first of this process or of the run, the last, or a log_every-th step."""
+        """Whether the step gets a row: the first step of this process or of the run, the last, or a log_every-th step."""
         return step in (1, self.job.steps) or step % self.job.metrics.log_every == 0 or len(self.clock.steps) == 0
 
     def own_times(self, step: int) -> list[float]:
-        """Return a number for each rank, which the ranks sum to know all ranks' own times: this rank's time, and 0 for
-        the others. If the step gets no row, all are 0: the collective has the same size in every step, which the
-        analysis of a hang compares (runs/hang.py). Return [] if there is one rank.
+        """Return a list with this rank's own time at the index of the rank, and zeros elsewhere. The sum of these lists
+        over the ranks has the own times of all ranks. If the step gets no row, the list has only zeros, so that the
+        collective has the same size in every step: the analysis of a hang (runs/hang.py) compares sizes. Return [] if
+        there is only one rank.
         """
         times = [0.0] * self.run.world_size if self.run.world_size > 1 else []
         if times and self.due(step):
@@ -158,8 +159,8 @@ class Metrics:
     def step(
         self, step: int, loss: float, grad_norm: float, lr: float, times: list[float], balance: Balance | None = None
     ) -> None:
-        """Collect a step's measurements, and write a row if one is due. `times` is the sum of `own_times` over the ranks.
-        All ranks must call this, as a row has the largest memory of all ranks.
+        """Collect a step's measurements, and write a row if one is due. `times` is the sum of `own_times` over the
+        ranks. All ranks must call this, because an all-reduce finds the largest memory of all ranks.
         """
         self.losses.append(loss)
         due = self.due(step)
@@ -200,9 +201,10 @@ class Metrics:
         row |= slowest(times, self.peers if times else []) | (balance.read() if balance else {})
         if self.job.debug.balance_experts:
             row["balanced_experts"] = True
-        if first:  # the first row of this process, whose time includes compilation
+        if first:  # this is the first row of the process; its time includes compilation
             row["first_step"] = True
-        if self.clock.disturbed:  # the times of this row are not comparable with those of other rows
+        # a profiler slows steps down, so the times of this row cannot be compared with those of other rows
+        if self.clock.disturbed:
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
         if self.rows:
             self.rows.add(row)
@@ -229,7 +231,7 @@ class Metrics:
         rate = median(rates) if rates else None
         quarter = quantiles(rates, n=4) if len(rates) > 1 else None
         seconds = time.time() - self.began
-        # read from files, which also have the validations and steps of earlier processes
+        # these are read from files, because the files also have the validations and steps of earlier processes
         lowest, lowest_step = lowest_held_out(self.run.directory)
         goodput = goodput_of(self.run.directory, layout.METRICS.rows(self.run.directory)[0], time.time())
         return {
@@ -264,7 +266,8 @@ class Metrics:
         for tracker in list(self.trackers):
             try:
                 tracker.log(row)
-            except Exception as error:  # trackers hold only copies, so a failing tracker must never stop a run
+            # trackers get only copies of the rows, so a failing tracker must never stop a run
+            except Exception as error:
                 print(f"warning: {tracker.name} failed and gets no more rows: {error}", flush=True)
                 self.trackers.remove(tracker)
 
@@ -274,7 +277,7 @@ class Metrics:
         return self.flops * rate / self.peak
 
     def _memory(self) -> tuple[float | None, float | None]:
-        """Return the peaks of memory in GiB that torch has allocated and reserved since the last row, each the largest
+        """Return the peak of allocated and the peak of reserved memory since the last row, in GiB. Each is the largest
         of all ranks. Return (None, None) on a CPU.
         """
         if self.device.type != "cuda":
@@ -291,7 +294,7 @@ class Metrics:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's dense bf16 peak in FLOP/s; None if its name is not known."""
+    """Return the device's dense bf16 peak in FLOP/s; None if the device's name is not in PEAK_FLOPS."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, peak in PEAK_FLOPS.items():
@@ -319,7 +322,7 @@ def console_line(row: dict[str, Any], steps: int) -> str:
         f"lr {row['lr']:.2e}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
-    if row["tflops"] is not None:  # None if the family has no formula for FLOPs
+    if row["tflops"] is not None:  # `tflops` is None if the family has no formula for FLOPs
         parts.append(f"{row['tflops']:.2f} tflops")
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")
@@ -333,8 +336,8 @@ def console_line(row: dict[str, Any], steps: int) -> str:
 
 
 def truncate(path: Path, last_step: int) -> None:
-    """Remove the rows after `last_step`, which a resumed run writes again, and lines that are not rows. A killed process
-    may leave an incomplete last line, and a crashed file system arbitrary bytes anywhere.
+    """Remove the rows after `last_step`, as a resumed run writes them again, and remove all lines that are not rows. A
+    killed process may leave an incomplete last line; after a crash, a file system may have arbitrary bytes anywhere.
     """
     if not path.exists():
         return

@@ -1,12 +1,12 @@
-"""debug=nan_hunt and debug.trace_activations: examine the inputs and outputs of every module in the forward and in the
-backward, and the gradients of parameters.
+"""Examine the inputs and outputs of every module in the forward and in the backward, and the gradients of parameters
+(debug=nan_hunt and debug.trace_activations).
 
     forward   in, out      a module's inputs and outputs
     backward  out, in      gradients of its outputs and inputs, before autograd adds the contributions of other consumers
     gradient               a parameter's gradient, as this rank holds it after the backward and before clipping
 
-Nothing is read back from the device before the step's end. Both options examine this rank's shard of a tensor, so that
-they work on any layout.
+Nothing is read back from the device before the step's end. Both options examine only this rank's shard of a tensor, so
+that they work in any layout.
 """
 
 import json
@@ -29,8 +29,8 @@ from titan_hydra.runs.run import Run
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # passes, in the order in which they occur in a step
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size in bytes
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor in the checksum, as a signed 64-bit number
-LAST = 1 << 30  # sort position of a module that the family does not list
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor of the checksum, as a signed 64-bit number
+LAST = 1 << 30  # the sort position of a module that the family does not list
 
 
 class Observation(NamedTuple):
@@ -59,7 +59,7 @@ class Probes:
 
     @torch.no_grad()
     def observe(self, when: str, what: str, name: str, tensor: Tensor) -> None:
-        """Compute on the device a tensor's norm and checksum, or with nan_hunt alone whether the tensor is finite."""
+        """Compute a tensor's norm and checksum on the device; with only nan_hunt, compute whether the tensor is finite."""
         local = local_part(tensor)
         call = self.calls[when, what, name]
         self.calls[when, what, name] += 1
@@ -83,7 +83,7 @@ class Probes:
                 row |= {"norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}"}
                 self.file.write(json.dumps(row | {"order": place_in_time(seen, index, self.modules)}) + "\n")
             self.file.flush()
-        # The gradients are examined before clipping, which makes all of them NaN if their norm is NaN.
+        # The gradients are examined before clipping, because clipping makes all of them NaN if their norm is NaN.
         gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}
         self.bad = {
             seen: not_finite_part(gradients.get(seen.name))
@@ -94,7 +94,7 @@ class Probes:
         self.calls.clear()
 
     def culprit(self) -> str:
-        """Return a phrase that names the first tensor that was not finite, beginning with a semicolon; "" unless
+        """Return a phrase that begins with a semicolon and names the first tensor that was not finite; "" unless
         debug=nan_hunt. All ranks must call this together.
         """
         if not self.config.nan_hunt:
@@ -119,7 +119,7 @@ class Probes:
 
 
 def not_finite_part(value: Tensor | None) -> str | None:
-    """Return how much of a parameter or its gradient is not finite on this rank, in words; None if all of it is finite."""
+    """Return in words how many values of a parameter or gradient are not finite on this rank; None if all are finite."""
     if value is None:
         return ""
     local = local_part(value.detach())
@@ -128,8 +128,9 @@ def not_finite_part(value: Tensor | None) -> str | None:
 
 
 def hook(model: nn.Module, observe: Callable[[str, str, str, Tensor], None]) -> None:
-    """Make every module of a model call `observe(pass, what, module, tensor)` in training. A module that occurs in several
-    places (rotary embeddings) has no unique name and is skipped; a fault in it is seen at the next module.
+    """Make every module of a model call `observe(pass, what, module, tensor)` in training. A module that is used in
+    several places (rotary embeddings) has no unique name and is skipped; a fault in its output is found in the input of
+    the next module.
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for name, module in model.named_modules():
@@ -146,8 +147,8 @@ def _entering(name: str, observe: Callable[..., Any], module: nn.Module, args: t
         if _floating(value):
             observe("forward", "in", name, value)
             if value.requires_grad:
-                # a separate view: its gradient comes from this module only, and not from other modules that read the
-                # tensor
+                # the hook needs a separate view: the view's gradient comes only from this module, and not from other
+                # modules that read the tensor
                 value = value.view_as(value)
                 value.register_hook(partial(observe, "backward", "in", name))
         passed.append(value)
@@ -162,7 +163,7 @@ def _leaving(name: str, observe: Callable[..., Any], module: nn.Module, args: tu
 
 
 def _counts(module: nn.Module) -> bool:
-    """Whether a module is called in the forward of a training step, not in a validation or a recomputation."""
+    """Whether a module is called in the forward of a training step, and not in a validation or a recomputation."""
     return module.training and current_graph_task() == -1
 
 
@@ -176,20 +177,22 @@ def finite(local: Tensor) -> Tensor:
 
 
 def marks(local: Tensor) -> Tensor:
-    """Return [norm, upper half, lower half]: the halves of a 64-bit checksum, which changes with any single bit."""
+    """Return [norm, upper half, lower half]. The halves are those of a 64-bit checksum, which changes if any single bit
+    changes.
+    """
     norm = (
         torch.linalg.vector_norm(local, dtype=torch.float64) if local.numel() else torch.zeros((), dtype=torch.float64)
     )
     bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten().to(torch.int64)
     places = torch.arange(bits.numel(), device=bits.device) * 2 + 1
-    sums = (bits * (places * ODD)).sum()  # sums wrap around, so their order makes no difference
+    sums = (bits * (places * ODD)).sum()  # integer sums wrap around, so the order of the additions makes no difference
     halves = torch.stack([sums >> 32 & 0xFFFFFFFF, sums & 0xFFFFFFFF]).double()
     return torch.cat([norm.reshape(1).to(halves), halves])
 
 
 def place_in_time(seen: Observation, index: int, modules: list[str]) -> tuple:
-    """Return a key that sorts the observations of all ranks in the order of time: (pass, call, position of the module in
-    the model, position among this rank's observations). In the backward, positions are negative.
+    """Return a key that sorts the observations of all ranks by time: (pass, call, position of the module in the model,
+    position among this rank's observations). In the backward, the module's position is negative.
     """
     place = place_in_order(seen.name, modules)
     place = LAST if place is None else place

@@ -1,11 +1,13 @@
-"""profiling=on: record a torch profiler's trace and table of a few steps, a memory snapshot, and the phases of all steps.
+"""Record a few steps by torch's profiler (a trace and a table), a memory snapshot, and the phases of all steps
+(profiling=on).
 
     attempts/<n>/profile/trace_<rank>.json.gz    torch's trace; opens in https://ui.perfetto.dev
     attempts/<n>/profile/summary_<rank>.txt      torch's table of the longest kernels and operators (summary.txt for rank 0)
     attempts/<n>/profile/memory_<rank>.pickle    a memory snapshot (on CUDA); opens in https://pytorch.org/memory_viz
     attempts/<n>/profile/phases_<rank>.json      data, forward and backward, optimizer, ... of every step; opens in Perfetto too
 
-Recorded steps are slower, and so is the step before them, which warms up the profiler. All rates leave these steps out.
+Recorded steps are slower than others, and so is the step before them, which warms up the profiler. No rate includes
+these steps.
 """
 
 import json
@@ -27,12 +29,12 @@ SHOWN = 40  # number of rows of torch's table in summary_<rank>.txt
 
 
 class Profiler:
-    """Records the steps chosen by the `profiling` keys; with profiling=off none."""
+    """Records the steps that the keys of `profiling` choose; with profiling=off, no step."""
 
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
         self.on, self.count = config.name == "on", 0
-        self.memory = config.memory and device.type == "cuda"  # whether allocations are recorded too
+        self.memory = config.memory and device.type == "cuda"  # whether memory allocations are also recorded
         self.profiler: profile | None = None
         self.folder = layout.PROFILE.of(run.attempt)
         if self.on:
@@ -40,7 +42,7 @@ class Profiler:
             watch.on_phase = Phases(self.folder / f"phases_{run.rank}.json", run.rank).at
 
     def begins(self, step: int) -> None:
-        """Mark the beginning of a step, which ends the previous step. The first recorded step is number
+        """Mark the beginning of a step, which ends the previous step. The first recorded step is the step number
         profiling.first_step of this process.
         """
         if not self.on:
@@ -60,7 +62,7 @@ class Profiler:
             self.stop()
 
     def record(self, warm_up: int) -> None:
-        """Start recording, after `warm_up` steps. Ranks that record nothing also mark these steps as profiled."""
+        """Start recording, after `warm_up` steps. Ranks that do not record also mark these steps as profiled."""
         self.clock.profiled = True
         if self.run.rank == 0 or self.config.all_ranks:
             activities = [ProfilerActivity.CPU]
@@ -97,8 +99,8 @@ class Profiler:
 
 
 class Phases:
-    """The phases of a rank as a Chrome trace. It is an array without a closing bracket, so that a viewer can open the
-    trace of a killed run too.
+    """Writes the phases of a rank as a Chrome trace: a JSON array without a closing bracket. So a viewer can also open
+    the trace of a killed run.
     """
 
     def __init__(self, path: Path, rank: int) -> None:

@@ -1,5 +1,5 @@
-"""Each rank's own time of a step, without its waits for other ranks, and the slowest rank of a row of metrics.
-runs/stragglers.py decides from many rows whether a rank is slow.
+"""Measure each rank's own time of a step (without the rank's waits for other ranks), and find the slowest rank for a
+row of metrics. runs/stragglers.py decides from many rows whether a rank is slow.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ UNKNOWN = float("nan")
 
 
 class OnHost:
-    """Measures a rank that computes on the CPU: its wait for data, and the CPU time of its main thread. This thread
-    runs forward, backward and optimizer; in a collective it sleeps, as gloo has threads of its own.
+    """Measures a rank that computes on the CPU. Its own time is its wait for data plus the CPU time of its main thread.
+    The main thread runs forward, backward and optimizer; it sleeps in a collective, which gloo runs in threads of its
+    own.
     """
 
     def __init__(self) -> None:
-        self.seconds, self.steps = 0.0, 0  # since the last row
-        self.sent = (0.0, 0)  # what `per_step` has returned the mean of
+        self.seconds, self.steps = 0.0, 0  # totals since the last row
+        self.sent = (0.0, 0)  # the totals at the last call of `per_step`
         self._mark = time.thread_time()
 
     def begin(self) -> None:
@@ -39,19 +40,19 @@ class OnHost:
         self._mark = time.thread_time()
 
     def end(self) -> None:
-        """End a step, before what is done between steps."""
+        """End a step. Call this before the work that is done between steps."""
         self._add()
 
     def per_step(self) -> float:
-        """Return the mean seconds of a step since the last row. The present step counts as far as it has come, and its
-        rest counts in the next row.
+        """Return the mean seconds of a step since the last row. The part of the present step that is done counts; its
+        remainder counts in the next row.
         """
         self._add()
         self.sent = (self.seconds, self.steps + 1)
         return self.seconds / (self.steps + 1)
 
     def next_step(self, recorded: bool) -> None:
-        """Count the step that has ended. With `recorded`, it has written a row, and a new mean begins."""
+        """Count the step that has ended. `recorded` means that the step has a row; then a new mean begins."""
         self.steps += 1
         if recorded:
             self.seconds, self.steps = self.seconds - self.sent[0], self.steps - self.sent[1]
@@ -64,13 +65,13 @@ class OnHost:
 
 class OnDevice:
     """Measures a rank that computes on CUDA: how long the NCCL collectives of a step took, by the events that NCCL's
-    process groups record (observe/flight.py turns these on). A collective ends for all ranks when the last has begun
-    it, so that the slowest rank has the shortest collectives. The host waits for nothing: only steps that the device
-    has completed are read.
+    process groups record (observe/flight.py enables them). A collective ends on all ranks only after the last rank has
+    begun it, so the slowest rank has the shortest collectives. The host never waits for the device, because only the
+    events of steps that the device has completed are read.
     """
 
     def __init__(self) -> None:
-        # times between which the host issued a step
+        # for each of the last steps, the times between which the host issued it
         self.steps: deque[tuple[int, int]] = deque(maxlen=2)
         self._began = time.time_ns()
 
@@ -82,7 +83,7 @@ class OnDevice:
         """Begin to compute, after `waited` seconds for the batch."""
 
     def end(self) -> None:
-        """End a step, before what is done between steps."""
+        """End a step. Call this before the work that is done between steps."""
         self.steps.append((self._began, time.time_ns()))
 
     def per_step(self) -> float:
@@ -99,8 +100,8 @@ class OnDevice:
 
 
 def seconds_of_collectives(entries: list[dict[str, Any]], began: int, ended: int) -> float:
-    """Return the time of all NCCL operations that the host issued between two times in nanoseconds; UNKNOWN if the
-    recorder has not all of them, or lacks the time of a collective.
+    """Return the seconds of all NCCL operations that the host issued between two times (in nanoseconds). UNKNOWN if the
+    recorder lacks an operation, or the time of a collective.
     """
     if not entries or min(entry["time_created_ns"] for entry in entries) > began:
         return UNKNOWN
@@ -110,19 +111,19 @@ def seconds_of_collectives(entries: list[dict[str, Any]], began: int, ended: int
             continue
         if "duration_ms" in entry:
             seconds += entry["duration_ms"] / 1e3
-        elif not entry["is_p2p"]:  # of several messages that are sent together, one entry has the time
+        elif not entry["is_p2p"]:  # for several messages that are sent together, only one entry has the time
             return UNKNOWN
     return seconds
 
 
 def own_time_on(device: torch.device) -> OnHost | OnDevice:
-    """Return the measurement of a rank's own time for the kind of its device."""
+    """Return the object that measures a rank's own time on this kind of device."""
     return OnDevice() if device.type == "cuda" else OnHost()
 
 
 def peers(job: Job) -> list[list[int]]:
-    """Return the ranks of a replica group in sets that compute the same: those of a pipeline stage. The parts of a
-    sequence in a ring that is not balanced cost differently, so only ranks with the same part are compared.
+    """Divide the ranks of a replica group into sets that compute the same: the ranks of each pipeline stage. If ring
+    attention is not balanced, the parts of a sequence cost differently; then a set has only ranks with the same part.
     """
     degrees, ranks = job.parallelism, range(world_size(job))
     per_stage, parts = len(ranks) // degrees.pp, degrees.cp if has_ring(job) and not degrees.balanced else 1
@@ -133,8 +134,9 @@ def peers(job: Job) -> list[list[int]]:
 
 
 def slowest(times: Sequence[float], sets: list[list[int]]) -> dict[str, Any]:
-    """Return the fields of a row: the rank whose time is the largest relative to the median of its other peers, this
-    ratio, and the largest ratio of the other peers. They are None if a time is unknown, or no rank has a peer.
+    """Return the fields of a row: the slowest rank, the ratio of its time to the median of all other ranks in its set,
+    and the largest ratio of one of these ranks to the same median. The slowest rank is the one with the largest ratio.
+    The fields are None if a time is unknown, or if every set has only one rank.
     """
     found: tuple[float, int | None, float | None] = (0.0, None, None)
     if all(time > 0 for time in times):  # false for UNKNOWN
@@ -148,8 +150,9 @@ def slowest(times: Sequence[float], sets: list[list[int]]) -> dict[str, Any]:
 
 
 def without_waits(collectives: Sequence[float], sets: list[list[int]], step_seconds: float) -> list[float]:
-    """Return each rank's own time, from the times of its collectives: of the ranks that compute the same, the one with
-    the shortest collectives has waited for none, and each other rank has waited as much longer as its collectives took.
+    """Return each rank's own time, computed from the times of its collectives. Among the ranks that compute the same,
+    the one with the shortest collectives is assumed not to have waited; each other rank has waited for as long as its
+    collectives took longer.
     """
     times = [UNKNOWN] * len(collectives)
     for ranks in sets:

@@ -14,7 +14,7 @@ from titan_hydra.runs.run import Run, hash_of
 
 
 class Tracker(Protocol):
-    """Receives rows, which are dicts of `step` and numbers. A value of None is left out."""
+    """Receives rows: dicts of `step` and numbers, in which a value of None is ignored."""
 
     name: str
     has: int  # the last step whose rows the tracker already holds when it is opened
@@ -25,8 +25,8 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writes event files to tensorboard/ in the run directory. After a resume, `purge_step` hides old rows of the steps
-    that are repeated.
+    """Writes event files to tensorboard/ in the run directory. After a resume, some steps are repeated, and
+    `purge_step` hides their old rows.
     """
 
     name = "tensorboard"
@@ -52,9 +52,9 @@ class WandB:
     """Writes to a wandb run whose id is the run's hash, so that a resumed run continues it. The sweep is the run's
     group in wandb.
 
-    In offline mode, wandb loses rows that it has not yet written when the process is killed. So each start writes all
-    recorded rows again into a new folder, and the newest folder in wandb/ has every row once. Older folders that were
-    not sent are deleted.
+    When a process is killed in offline mode, wandb loses the rows that it has not yet written. So each start writes all
+    recorded rows again, into a new folder, and deletes older folders that were not sent. The newest folder in wandb/
+    has every row once.
     """
 
     name, has = "wandb", 0
@@ -63,7 +63,7 @@ class WandB:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        # the wandb service of the parent process may still have the run of a killed attempt open
+        # a new wandb service is started: that of the parent process may still have the run of a killed attempt open
         os.environ.pop("WANDB_SERVICE", None)
         keys: Any = job.metrics.wandb  # type: ignore[attr-defined]
         offline = keys.mode == "offline"
@@ -86,7 +86,7 @@ class WandB:
         )
 
     def log(self, row: dict[str, Any]) -> None:
-        if row["step"] < self.run.step:  # online, the server already has the rows of earlier processes
+        if row["step"] < self.run.step:  # in online mode, the server already has the rows of earlier processes
             return
         self.run.log(
             {key: value for key, value in row.items() if key != "step" and value is not None}, step=row["step"]
@@ -110,7 +110,7 @@ def open_trackers(job: Job, run: Run, resumed_at: int) -> list[Tracker]:
 
 
 def open_tracker(name: str, job: Job, run: Run, resumed_at: int = 0) -> Tracker:
-    """Open a tracker, and send it the recorded rows that it does not hold yet."""
+    """Open a tracker, and send it the recorded rows that it does not have yet."""
     tracker: Tracker = resolve(TRACKERS[name].open)(job, run, resumed_at)
     for row in recorded(run.directory):
         if row["step"] > tracker.has:
@@ -127,7 +127,7 @@ def recorded(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def trackable(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a row. In the row of an event, their names begin with the names of the event and its task."""
+    """Return the numbers of a row. For an event, the numbers' names begin with the names of the event and of its task."""
     prefix = "".join(f"{row[name]}/" for name in ("event", "task") if name in row)
     return {
         name if name == "step" else prefix + name: value

@@ -1,9 +1,9 @@
-"""The watchdog thread. It writes heartbeats with the rank's position, handles signals while the main thread is blocked,
-and ends a stuck rank.
+"""The watchdog thread. It writes heartbeats with the rank's position, handles signals even while the main thread is
+blocked, and ends a stuck rank.
 
-The main thread only records its phase (`at`). Signals reach this thread through Python's wakeup descriptor, to which
-the interpreter's C handler writes at once. A Python handler would run in the main thread, which cannot run Python while
-a collective blocks in C.
+The main thread only records its phase (`at`). Signals reach the watchdog thread through Python's wakeup descriptor, to
+which the interpreter's C handler writes immediately. A Python handler would have to run in the main thread, which runs
+no Python while a collective blocks it in C.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from titan_hydra.runs.run import Run
 from . import flight, memory
 
 TICK = 0.5  # seconds between two checks of this rank's progress
-BEATS = 50  # largest number of heartbeat files that all ranks together write in a second
+BEATS = 50  # maximum number of heartbeat files that all ranks together write in a second
 STOP, DUMP = (signal.SIGTERM, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGQUIT)
 # Phases without a time limit: I/O depends on the file system, and a meeting depends on the slowest replica group.
 UNLIMITED = ("start", "meeting", "checkpoint", "end")
-HELD = ("meeting", "checkpoint")  # the phases in UNLIMITED in which a rank may wait for another rank of its world
-# phases after the step itself; before them, the ranks have agreed on whether to stop
+HELD = ("meeting", "checkpoint")  # those phases in UNLIMITED in which a rank may wait for another rank of its world
+# phases that come after the step itself; when they begin, the ranks have already agreed on whether to stop
 AFTER = (
     "validation",
     "checkpoint",
     "end",
 )
-BLOCKED = 30  # seconds after the limit at which a process is ended even if its main thread blocks this thread
-MARGIN = 5  # minimum seconds between a collective's time-out and the end of a rank without progress
+BLOCKED = 30  # seconds after the limit at which faulthandler ends the process, even if this thread is blocked
+MARGIN = 5  # minimum seconds between a collective's time-out and the end of a rank that makes no progress
 
 
 @dataclass(frozen=True)
 class Position:
-    """The position of the main thread. A change replaces the whole object, so that the watchdog's thread never reads a
-    partial change.
+    """The position of the main thread. The whole object is replaced at each change, so that the watchdog's thread never
+    reads a half-changed position.
     """
 
     step: int
@@ -62,8 +62,8 @@ class Position:
 
 
 class Watchdog:
-    """Watches one rank while the `with` block runs. An exception that leaves the block gets the rank's position as its
-    attribute `facts`.
+    """Watches one rank while the `with` block runs. If an exception leaves the block, the rank's position is added to
+    it as the attribute `facts`.
     """
 
     def __init__(self, job: Job, run: Run) -> None:
@@ -74,9 +74,9 @@ class Watchdog:
         self.interval = max(1.0, run.world_size / BEATS)
         self.where = Position(0, "start", time.time(), 0)
         self.on_phase: Callable[[str, int, float], None] | None = None  # called when a phase begins (profiling=on)
-        # (step, time at which it began) of the last steps
+        # for each of the last steps: (step, time at which the step began)
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
-        # times (monotonic) of the first request to stop, and of the last heartbeat; 0: none
+        # times (monotonic) of the first request to stop and of the last heartbeat; 0 if there was none
         self.asked = self.beaten = 0.0
         self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this rank checks
         self.heard: float | None = None  # time in the neighbour's last heartbeat, by the neighbour's clock
@@ -86,7 +86,7 @@ class Watchdog:
         self.thread = thread(self.watch, "watchdog")
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """Record the phase that the main thread begins, and its step if that has changed."""
+        """Record the phase that the main thread begins, and the step if it has changed."""
         now, before = time.time(), self.where
         if step is not None and step != before.step:
             self.steps.append((step, now))
@@ -95,8 +95,8 @@ class Watchdog:
             self.on_phase(phase, self.where.step, now)
 
     def moves(self) -> None:
-        """Record that the main thread makes progress within a phase. Without this, progress shows only in collectives,
-        which the phase may lack.
+        """Record that the main thread makes progress within a phase. Without such calls, only collectives show
+        progress, and a phase may have no collectives.
         """
         self.where = replace(self.where, count=self.where.count + 1)
 
@@ -119,9 +119,9 @@ class Watchdog:
         os.register_at_fork(
             before=self.block_signals, after_in_parent=self.unblock_signals, after_in_child=self.detach_child
         )
-        # True if the worker had registered the signal; then __exit__ registers it again.
+        # `stacks` is True if the worker had registered SIGQUIT; then __exit__ registers it again.
         self.stacks: Any = faulthandler.unregister(signal.SIGQUIT)  # type: ignore[func-returns-value]
-        # A signal reaches the wakeup descriptor only if it has a handler in Python.
+        # A signal reaches the wakeup descriptor only if a Python handler is installed for the signal.
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}
         with contextlib.suppress(OSError, ValueError):
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
@@ -183,7 +183,7 @@ class Watchdog:
                 if time.monotonic() - self.beaten > self.interval:
                     self.beat()
                     self.check_neighbour()
-                    # If a newer attempt has begun, the ranks stop as after any SIGTERM, but save nothing.
+                    # If a newer attempt has begun, all ranks stop as after any other SIGTERM, but they save nothing.
                     if self.run.rank == 0 and self.run.newer_attempt:
                         os.kill(os.getpid(), signal.SIGTERM)
             self.check_progress()
@@ -192,7 +192,7 @@ class Watchdog:
         """Handle a signal: a request to stop (several count as one), or a request to dump the flight recorder."""
         if number in STOP:
             self.asked = self.asked or time.monotonic()
-            self.beat()  # at once, as the launcher finds out from the heartbeats which ranks were asked to stop
+            self.beat()  # write the heartbeat immediately: from it, the launcher learns which ranks were asked to stop
         elif number in DUMP:
             self.dump(f"asked by {signal.Signals(number).name}")
 
@@ -203,27 +203,29 @@ class Watchdog:
         write_text(layout.BEAT.of(self.run.attempt, self.run.rank), json.dumps(content), durable=False)
         if self.run.rank == 0:
             done = where.step if where.phase in AFTER else max(where.step - 1, 0)
-            status = {"step": done, "phase": where.phase, "time": where.since}  # `time` is when the phase began
+            # `time` is the time at which the phase began
+            status = {"step": done, "phase": where.phase, "time": where.since}
             write_text(layout.STATUS.of(self.run.attempt), json.dumps(status), durable=False)
         self.beaten = time.monotonic()
 
     @property
     def limit(self) -> float:
-        """The seconds without progress after which a rank is ended: 1.25 times the time-out of a collective or, in the
-        first step, which may compile for a long time without a collective, three times the time-out.
+        """The seconds without progress after which a rank is ended: 1.25 times the time-out of a collective, but at
+        least MARGIN seconds more than it. In the first step the limit is three times the time-out, as compiling may
+        take long without a collective.
         """
         return 3 * self.timeout if self.first else self.timeout + max(MARGIN, self.timeout / 4)
 
     def check_neighbour(self) -> None:
-        """In a phase without a limit, end this rank if the next rank writes no heartbeats, because that rank or its
-        host is frozen. This is called after each heartbeat of this rank, so that time in which the file system blocks
-        both ranks does not count.
+        """In a phase without a time limit, end this rank if the next rank writes no heartbeats: that rank or its host
+        is frozen. This is called after each heartbeat of this rank, so the time in which the file system blocks both
+        ranks does not count.
         """
         phase = self.where.phase
         if phase not in HELD or self.run.world_size == 1:
             self.heard, self.unheard = None, 0.0
             return
-        beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # {} if that rank froze before its first heartbeat
+        beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # empty if that rank froze before its first heartbeat
         if beat.get("phase") == "end" or beat.get("time") != self.heard:
             self.heard, self.unheard = beat.get("time"), 0.0
             return
@@ -233,7 +235,9 @@ class Watchdog:
             self.end(Exit.HANG, f"step {self.where.step}, {phase}: {silent}; it or its host is frozen")
 
     def check_progress(self) -> None:
-        """End the rank if it has begun no phase, and no collective has begun or ended, for longer than its limit."""
+        """End the rank if it has made no progress for longer than its limit: no phase has begun, and no collective has
+        begun or ended.
+        """
         now, where = time.monotonic(), self.where
         seen = where.count, flight.progress()
         if seen != self.seen:
@@ -263,11 +267,11 @@ class Watchdog:
             flight.dump(self.run, where, self.mesh, why, error)
 
     def mark_stopped(self, how: str = "agreed") -> None:
-        """Write a file that tells the batch script that this attempt ends because it was asked to stop. `agreed`: its
-        ranks agreed on the stop, whatever their exit statuses are. `blocked`: this rank could not agree, and another
-        rank may have failed.
+        """Write a file from which the batch script learns that this attempt ends because it was asked to stop. `agreed`
+        means that all ranks agreed on the stop; then their exit statuses do not matter. `blocked` means that this rank
+        could not agree; another rank may have failed.
         """
-        with contextlib.suppress(OSError):  # the disk may be full; the exit status has the same information
+        with contextlib.suppress(OSError):  # if the disk is full, the exit status still carries this information
             layout.STOPPED.of(self.run.attempt).write_text(f"{how}\n")
 
     def end(self, status: Exit, message: str) -> None:

@@ -1,3 +1,3 @@
-"""Predict the memory and the speed of a job from its configuration alone. Imports no torch, so that it works on login
+"""Predict the memory and the speed of a job, only from its configuration. Imports no torch, so that it works on login
 nodes.
 """

@@ -1,4 +1,4 @@
-"""Fit a device's rates to measured runs, so that predictions for other layouts hold for this device."""
+"""Fit a device's rates to measured runs, so that predictions of other layouts on this device become more accurate."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ RATES = (
     "nic_gbs",
     "passes_per_second",
 )
-# weight of the penalty on a rate's distance from its start; so a rate on which the runs hardly depend does not change
+# weight of the penalty on a rate's distance from its start value; because of it, rates on which the runs hardly depend
+# do not change
 PULL = 1e-3
-STEPS = (0.5, 0.2, 0.05, 0.01)  # successive step sizes of the search, in natural logarithms of a rate
+STEPS = (0.5, 0.2, 0.05, 0.01)  # successive step sizes of the search, as differences of a rate's natural logarithm
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """Rates fitted to runs. `told` names the rates that the runs determine; all other rates are unchanged."""
+    """Rates fitted to runs. `told` names the rates that were fitted; all other rates are unchanged."""
 
     hardware: Hardware
     told: tuple[str, ...]
@@ -49,7 +50,7 @@ class Fit:
     notes: tuple[str, ...] = ()
 
     def residual(self, run: Measured) -> float:
-        """Return the relative error of a run's prediction with the fitted rates."""
+        """Return the relative error of the prediction that the fitted rates give for a run."""
         return seconds(run, self.hardware) / run.step_seconds - 1
 
 
@@ -59,20 +60,21 @@ def seconds(run: Measured, hardware: Hardware) -> float:
 
 
 def on(job: Job, hardware: Hardware) -> Job:
-    """Return a copy of the job for another device."""
+    """Return a copy of the job whose device has the rates of `hardware`."""
     return changed(job, hardware=vars(hardware))
 
 
 def measured(name: str, job: Job, tokens_per_second: float) -> Measured:
-    """Return a run, with its seconds per step computed from its tokens per second per device."""
+    """Return a `Measured` run; its seconds per step are computed from its tokens per second per device."""
     return Measured(name, job, job.data.global_batch * job.data.seq_len / all_ranks(job) / tokens_per_second)
 
 
 def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
-    """Fit the rates on which the runs depend: minimize the sum of the squares of log(predicted time / measured time).
+    """Fit those rates on which the predicted times of the runs depend. The fit minimizes the sum of the squares of
+    log(predicted time / measured time).
 
-    The times of attention and of matmuls grow differently with the sequence length. If all runs have the same length,
-    they determine only the sum of both times, so both rates are changed by the same factor. Raises NotPredictable if
+    The times of attention and of matmuls grow differently with the sequence length. Runs that all have the same length
+    determine only the sum of the two times, so then both rates are changed by the same factor. Raises NotPredictable if
     `hardware` lacks a rate.
     """
     runs = tuple(runs)
@@ -95,9 +97,8 @@ def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
 def descend(
     start: dict[str, float], error: Callable[[dict[str, float]], float], together: Iterable[list[str]] = ()
 ) -> dict[str, float]:
-    """Return the values of constants near `start` for which `error` is least: a search along each constant, in ever
-    smaller steps. Each list in `together` names constants that are changed by the same factor; by default each constant
-    is changed alone.
+    """Return the values of constants near `start` for which `error` is least. The search changes one constant at a
+    time, in ever smaller steps; it changes the constants in a list of `together` by the same factor.
     """
     groups = [*together] or [[name] for name in start]
     best, least = start, error(start)
@@ -119,7 +120,7 @@ def _with(hardware: Hardware, rates: dict[str, Any]) -> Hardware:
 
 
 def _matters(runs: tuple[Measured, ...], start: Hardware, rate: str) -> bool:
-    """Whether a rate matters: if it were two thirds as high, at least one run would take 1 % longer."""
+    """Whether the runs depend on a rate: if the rate were a third lower, at least one run would take 1 % longer."""
     slower = replace(start, **{rate: getattr(start, rate) / 1.5})
     return any(seconds(run, slower) > 1.01 * seconds(run, start) for run in runs)
 
@@ -131,7 +132,7 @@ def _error(runs: tuple[Measured, ...], hardware: Hardware, start: Hardware) -> f
 
 
 def as_yaml(found: Fit, name: str) -> str:
-    """Return the text of a file for conf/hardware with the rates, and with a comment on how each was found."""
+    """Return the text of a file for conf/hardware: the rates, each with a comment that tells how it was found."""
     worst = max(abs(found.residual(run)) for run in found.runs)
     lines = [f"# {name}: calibrated from {counted(len(found.runs), 'run')}, whose times it gives within {worst:.0%}."]
     for spec in fields(Hardware):

@@ -1,4 +1,4 @@
-"""The weights, rows and bytes of a block's experts on one rank. All experts are assumed to get the same number of
+"""The numbers of weights, rows and bytes of a block's experts on one rank, if all experts get the same number of
 tokens.
 """
 
@@ -13,8 +13,9 @@ from titan_hydra.job.experts import sparse
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The sizes of a block's experts on one rank. A row is one token at one expert. `rows` is the number of rows that a
-    rank's experts compute, per token of a context-parallel rank. Widths are numbers of elements in a row.
+    """The sizes of a block's experts on one rank. A row is one token that is routed to one expert. `rows` is the number
+    of rows that a rank's experts compute for each token of a context-parallel rank. `dim` and `width` are numbers of
+    elements in a row: outside and inside an expert.
     """
 
     number: int  # routed experts of a block, on all ranks
@@ -29,7 +30,7 @@ class ExpertShape:
 
     @property
     def parameters(self) -> float:
-        """The weights of a block's experts that an ep rank holds, before they are sharded."""
+        """The number of weights of a block's experts that an ep rank holds, before FSDP shards them."""
         return self.number / self.ep * 3 * self.dim * self.width
 
     @property
@@ -41,22 +42,20 @@ class ExpertShape:
 
     @property
     def sent(self) -> float:
-        """The bytes per token that are sent to the ranks of the token's experts. The results that come back have as
-        many bytes.
-        """
+        """The bytes per token that are sent to the ranks of the token's experts. As many bytes come back as results."""
         return self.rows * self.dim * self.used * (self.ep > 1)
 
     @property
     def chosen(self) -> float:
         """The bytes per token that selective activation checkpointing keeps in addition to the outputs of matmuls: the
-        rows that were exchanged, scores and indices.
+        exchanged rows, the scores and the indices.
         """
         return 2 * self.sent + 12 * self.rows
 
     @property
     def traffic(self) -> float:
-        """The memory traffic per token outside matmuls, in bytes: rows are permuted and unpermuted, weighted and
-        summed, and the activation is applied.
+        """The bytes of memory traffic per token outside matmuls: to permute and unpermute rows, to weight and sum them,
+        and to apply the activation function.
         """
         return self.rows * self.used * ((5 + 4 * (self.ep > 1)) * self.dim + 5 * self.width)
 
@@ -69,8 +68,8 @@ class ExpertShape:
         return self.rows * (self.used * (2 * self.dim + 4 * self.width) + orders) + 12 * self.number / self.sequence
 
     def backward(self, again: bool) -> float:
-        """Return by how many bytes per token the peak of the backward exceeds `everything`. The peak occurs in the
-        experts' backward or, if the block is recomputed (`again`), where rows are unpermuted.
+        """Return how many bytes per token the peak of the backward needs in addition to `everything`. The peak is in
+        the backward of the experts or, if the block is recomputed (`again`), at the place where rows are unpermuted.
         """
         return (
             self.rows * self.used * max(self.width, 2 * self.width - self.dim, again * (2 + (self.ep > 1)) * self.dim)
@@ -78,7 +77,7 @@ class ExpertShape:
 
 
 def experts_of(job: Job) -> ExpertShape | None:
-    """Return the shapes of the experts in a block of a job; None if the model has no experts."""
+    """Return the sizes of the experts in a block of a job's model; None if the model has no experts."""
     if not job.model.sparse:
         return None
     model, layout = sparse(job), job.parallelism
@@ -97,14 +96,14 @@ def experts_of(job: Job) -> ExpertShape | None:
 
 
 def shared_width(job: Job) -> int:
-    """Return the total width of a sparse block's shared experts, which together form a dense feed-forward; 0 without
-    shared experts.
+    """Return the total width of a sparse block's shared experts, which act as one dense feed-forward; 0 if there are
+    none.
     """
     return sparse(job).n_shared_experts * sparse(job).expert_dim
 
 
 def lighter(job: Job) -> float:
-    """Return by how many parameters a sparse block exceeds a dense block."""
+    """Return how many parameters a sparse block has more than a dense block."""
     model = sparse(job)
     return model.dim * (
         model.n_experts + 3 * (model.n_experts * model.expert_dim + shared_width(job) - model.ffn_width)

@@ -1,8 +1,9 @@
 """The goodput of a job whose devices fail at random: the share of its time in which it makes steps that count.
 
-The time to the next failure has an exponential distribution, and a failure may come at any moment: while the job works,
-saves, or restarts. The mean times are then known in closed form (J. T. Daly, "A higher order estimate of the optimum
-checkpoint interval for restart dumps", 2006). tests/plan/test_goodput.py simulates the failures. All times are seconds.
+The model assumes that the time to the next failure has an exponential distribution, and that a failure may come at any
+moment: while the job works, saves, or restarts. Then the mean times have a closed form (J. T. Daly, "A higher order
+estimate of the optimum checkpoint interval for restart dumps", 2006). tests/plan/test_goodput.py simulates the
+failures. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -17,32 +18,35 @@ from titan_hydra.config.schema import Job
 from titan_hydra.job.adapter import adapter_parameters, adapts
 from titan_hydra.job.dtypes import SIZE
 
-# unexpected interruptions, and GPU-days in which they came (arXiv 2407.21783, table 5)
+# number of unexpected interruptions of Llama 3's training, and the number of GPU-days in which they came (arXiv
+# 2407.21783, table 5)
 FAILURES = {"llama3": (419, 54 * 16384)}
-# bytes per second that each device copies to the host's pageable or pinned memory, if all devices of the host copy at
-# once; assumed values
+# bytes per second that each device copies to the host, into pageable or pinned memory, while all devices of the host
+# copy; the values are assumed
 COPIED = {"async": 3e9, "async_pinned": 20e9}
-LONGEST = 700.0  # largest exponent that is passed to exp(), which overflows beyond 709
-GROUPS = (8, 4, 2)  # numbers of replica groups to propose: the first one with which each group has whole nodes
-WAIT = 5  # seconds until the other groups go on without a group that is gone, as in conf/fault_tolerance/torchft.yaml
+LONGEST = 700.0  # largest argument of expm1(), which overflows beyond 709
+GROUPS = (8, 4, 2)  # numbers of replica groups; the first that gives each group whole nodes is proposed
+# seconds until the other groups go on without a group that is gone; the same value as in
+# conf/fault_tolerance/torchft.yaml
+WAIT = 5
 
 
 @dataclass(frozen=True)
 class Interruptions:
-    """What costs a job time: a failure every `between` seconds on average, each followed by `restart` seconds, and
-    saves.
+    """What costs a job time: saves, and failures. A failure comes every `between` seconds on average, and costs
+    `restart` seconds until the job works again.
     """
 
     between: float
     restart: float
-    held: float  # how long training waits for a save
-    behind: float = 0.0  # time from then until the checkpoint is complete, while training goes on
+    held: float  # how many seconds training waits for a save
+    behind: float = 0.0  # seconds from then until the checkpoint is complete; training goes on meanwhile
 
 
 @dataclass(frozen=True)
 class TimeShares:
-    """The shares of a job's time. `redone` is the share of work that is lost in failures and done again, and of saves
-    that failures interrupt; `slower` is what an elastic job loses while it has fewer nodes.
+    """The shares of a job's time. `redone` is the time of work that is lost in failures and done again, and of saves
+    that failures interrupt. `slower` is what an elastic job loses while it has fewer nodes.
     """
 
     goodput: float
@@ -53,13 +57,13 @@ class TimeShares:
 
 
 def young_interval(costs: Interruptions) -> float:
-    """Return the best time between two saves to first order (J. W. Young, 1974)."""
+    """Return the first-order estimate of the best time between two saves (J. W. Young, 1974)."""
     return sqrt(2 * costs.held * costs.between)
 
 
 def daly_interval(costs: Interruptions) -> float:
-    """Return Daly's higher-order estimate of the best time between two saves. It is at least the duration of a save in
-    the background, as the next save waits for its end.
+    """Return Daly's higher-order estimate of the best time between two saves. The returned time is at least the
+    duration of a save in the background, as the next save waits until that save is complete.
     """
     held, between = costs.held, costs.between
     if held >= 2 * between:
@@ -69,17 +73,17 @@ def daly_interval(costs: Interruptions) -> float:
 
 
 def shares_of_job(interval: float, costs: Interruptions) -> TimeShares:
-    """Return the shares of time of a job that saves after every `interval` seconds of work, and restarts as a whole
-    after a failure.
+    """Return the shares of time of a job that saves after every `interval` seconds of work, and all of whose ranks
+    restart after a failure.
 
     From one complete checkpoint to the next, the job needs a `period` without a failure. After a failure it must do
-    three things without another failure: restart, redo the work that it did while the last complete checkpoint was
-    being written (`behind`), and do the period. If p is the probability of no failure in a period, the mean time of all
-    attempts together is between * (1 - p) * exp((restart + behind + period) / between); the code uses Daly's form of
-    this expression.
+    three things without another failure: restart, repeat the work that it did while the last complete checkpoint was
+    being written (`behind`), and work through the period. If p is the probability of no failure in a period, the mean
+    time of all attempts together is between * (1 - p) * exp((restart + behind + period) / between); the code uses
+    Daly's form of this expression.
     """
     between, period = costs.between, max(interval, costs.behind) + costs.held
-    alive = exp(-costs.restart / between)  # the share of time in which the job is not restarting
+    alive = exp(-costs.restart / between)  # probability that the job is not restarting at a given moment
     again = exp(-costs.behind / between) / (between * expm1(min(period / between, LONGEST)))
     goodput, saving = alive * again * interval, alive * again * (period - interval)
     return TimeShares(goodput, saving, alive - goodput - saving, 1 - alive)
@@ -89,8 +93,8 @@ def shares_of_groups(groups: int, interval: float, costs: Interruptions, wait: f
     """Return the shares of time of a job in `groups` replica groups. A failure restarts one group. The other groups
     wait for `wait` seconds and lose no work, as they go on from their own state.
 
-    A group makes steps while none of its own devices has failed in the last `restart` seconds, and none of another
-    group's devices in the last `wait` seconds. A failure of all groups at once is not counted.
+    A group makes steps at a moment if none of its own devices has failed in the last `restart` seconds, and no device
+    of another group in the last `wait` seconds. The formula neglects failures of all groups at the same time.
     """
     own, others = exp(-costs.restart / (groups * costs.between)), exp(-wait * (groups - 1) / (groups * costs.between))
     period = max(interval, costs.behind) + costs.held
@@ -100,11 +104,12 @@ def shares_of_groups(groups: int, interval: float, costs: Interruptions, wait: f
 
 
 def shares_of_elastic(interval: float, costs: Interruptions, away: float, part: float) -> TimeShares:
-    """Return the shares of time of an elastic job. After a failure it restarts at once, without `part` of its devices;
-    `away` seconds later there is a node again, and the job saves, and restarts once more with all of them.
+    """Return the shares of time of an elastic job. After a failure it restarts immediately without the fraction `part`
+    of its devices. `away` seconds later a replacement node is there; the job saves, and restarts once more with all
+    devices.
 
-    The returns of nodes are as random as their failures, so that the job is not restarting if neither a failure nor a
-    return came in the last `restart` seconds. On average, away / between nodes are missing.
+    Nodes return as randomly as they fail. So the job is restarting if a failure or a return came in the last `restart`
+    seconds. On average, `away` / `between` nodes are missing.
     """
     shares = shares_of_job(interval, replace(costs, restart=2 * costs.restart))
     slower = shares.goodput * min(part * away / costs.between, 1)
@@ -113,10 +118,12 @@ def shares_of_elastic(interval: float, costs: Interruptions, away: float, part: 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a job: how it saves, how often it saves (None: at the best interval), and what a failure costs."""
+    """A way to run a job: how it saves, how often (if `interval` is None, at the best interval), and what a failure
+    costs.
+    """
 
     name: str
-    kind: str  # of checkpoint.name
+    kind: str  # value of checkpoint.name
     interval: float | None = None
     groups: int = 1
     queue: bool = True  # whether the job waits for a node that replaces a failed one
@@ -133,11 +140,12 @@ class Site:
     gpus: int  # number of devices of all replica groups
     rate: float  # failures per GPU-day
     step: float
-    queue: float  # seconds until there is a node in place of a failed one
-    restart: float  # seconds from then until the next step
+    queue: float  # seconds until a replacement for a failed node is there
+    restart: float  # seconds from the time when all nodes are there until the next step
     node_write: float  # bytes per second that a node writes
-    save_seconds: float | None = None  # seconds until a checkpoint is complete; None: computed from its size
-    # seconds for which training waits while a checkpoint is copied; None: computed from its size
+    # seconds until a checkpoint is complete; if None, computed from the checkpoint's size
+    save_seconds: float | None = None
+    # seconds for which training waits while a checkpoint is copied; if None, computed from the checkpoint's size
     copy_seconds: float | None = None
 
     @property
@@ -146,8 +154,8 @@ class Site:
 
     @property
     def part(self) -> float:
-        """The share of the devices that an elastic job gives up with a node: whole nodes, and whole copies of the model's
-        tensor-, context- and pipeline-parallel ranks.
+        """The fraction of its devices that an elastic job loses with a node. The lost devices are whole nodes, and also
+        whole copies of the model, each spread over its tensor-, context- and pipeline-parallel ranks.
         """
         degrees = self.job.parallelism
         return min(lcm(self.node, degrees.pp * degrees.cp * degrees.tp) / self.gpus, 1)
@@ -159,7 +167,7 @@ class Site:
 
     @property
     def bytes(self) -> int | None:
-        """The size of a checkpoint: weights and the optimizer's states; None if the number of parameters is unknown."""
+        """The bytes of a checkpoint (weights and optimizer states); None if the number of parameters is unknown."""
         job, count = self.job, family_of(self.job.model).parameters
         states = SIZE[job.precision.param_dtype] * (1 + OPTIMIZERS[job.optimizer.name].moments(job.optimizer))
         return adapter_parameters(job) * states if adapts(job) else count(job.model) * states if count else None
@@ -179,7 +187,7 @@ class Site:
         return self.bytes * groups * self.job.parallelism.dp_replicate / self.gpus / COPIED[kind]
 
     def costs(self, way: Way) -> Interruptions:
-        """Return what interruptions cost the job if it runs in this way."""
+        """Return the costs of interruptions for the job if it runs in the way `way`."""
         restart = self.restart + self.queue * (way.queue and not way.elastic) + way.lost
         if way.kind == "off":
             return Interruptions(self.between, restart, 0.0)
@@ -198,7 +206,7 @@ class Site:
         )
 
     def shares(self, way: Way, steps: int | None = None) -> TimeShares:
-        """Return the shares of time with `steps` steps between two saves; None: with the number of steps of the way."""
+        """Return the shares of time with `steps` steps between two saves; if None, the way determines the number."""
         interval, costs = self.step * (steps or self.steps(way)), self.costs(way)
         if way.groups > 1:
             return shares_of_groups(way.groups, interval, costs, way.wait)
@@ -208,7 +216,9 @@ class Site:
 
 
 def ways(at: Site) -> Iterator[Way]:
-    """Yield the way that the job's configuration has, then further ways, each with one more improvement."""
+    """Yield the way in which the job's configuration runs it, then better ways; each has one improvement more than the
+    way before.
+    """
     saves, groups = at.job.checkpoint, at.job.fault_tolerance
     limits = [
         seconds
@@ -218,7 +228,7 @@ def ways(at: Site) -> Iterator[Way]:
     own = min(limits, default=at.job.steps * at.step)
     way = Way(f"this job: checkpoint={saves.name}", saves.name, own, elastic=bool(at.job.elastic))
     if groups.replicas > 1:
-        # torchft exchanges at every step, and a step in which a group fails is repeated
+        # with torchft, the groups exchange gradients in every step, and a step in which a group fails is repeated
         often = groups.name == "torchft"
         lost, wait = at.step * (1 if often else groups.sync_every), groups.timeout_seconds + at.step * often
         yield replace(

@@ -1,5 +1,5 @@
-"""Predict the peak of a device's memory from the job's configuration. The peak is a sum of terms. Each term is counted
-from shapes or fitted to measurements.
+"""Predict the peak of a device's memory from the job's configuration. The peak is a sum of terms. A term is either
+counted from the shapes of tensors, or fitted to measurements.
 
 The peak of a step is at one of a few moments: at the loss, when all activations are alive; in the backward of the last
 or the first block; or in the update. docs/plan.md has the formulas and their errors; tests/plan/test_tracker.py
@@ -21,44 +21,44 @@ from titan_hydra.job.schedules import in_flight
 
 from .shape import Shape, shape_of
 
-SAVED = "saved activations"  # the term that checkpointing changes
-# number of tensors that a rank with several stages receives early; in fact 1 to 4, depending on schedule and rank (pp 4
-# and 8)
+SAVED = "saved activations"  # name of the term that activation checkpointing changes
+# number of tensors that a rank with several stages is assumed to receive early; the true number is 1 to 4, depending on
+# schedule and rank (pp 4 and 8)
 EARLY = 2
-CHUNK = 2**24  # elements that an update of split masters joins at a time (kernels/split_masters.py)
+CHUNK = 2**24  # number of elements that an update of split masters joins at a time (kernels/split_masters.py)
 BAND = 0.10  # relative half-width of the error band: none of the paper's 18 rows has a larger error
 
 
 @dataclass(frozen=True)
 class Term:
-    """A part of the peak."""
+    """One summand of the peak."""
 
     name: str
     bytes: float
-    tag: str = "counted"  # "counted" from shapes or "fitted" to measurements
+    tag: str = "counted"  # "counted" (from shapes of tensors) or "fitted" (to measurements)
 
 
-# a moment of a step: number of parameters that have a gradient by then, and the terms of temporary memory
+# a moment of a step: the number of parameters that already have a gradient, and the terms of temporary memory
 Moment = tuple[float, list[Term]]
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The memory of the fullest rank at its fullest moment."""
+    """The memory of the rank that needs the most, at the moment at which it needs the most."""
 
     rank: int  # global rank of the fullest rank; the other ranks of its pipeline stage hold as much
     pipeline_rank: int
     terms: tuple[Term, ...]
-    live: float  # largest number of bytes of live tensors; this may be at another moment than that of `terms`
+    live: float  # largest number of bytes of live tensors, perhaps at another moment than that of `terms`
 
     @property
     def gib(self) -> float:
-        """GiB that the allocator reserves."""
+        """The GiB that the allocator reserves."""
         return sum(term.bytes for term in self.terms) / GIB
 
     @property
     def allocated_gib(self) -> float:
-        """GiB of live tensors."""
+        """The GiB of live tensors."""
         return self.live / GIB
 
     @property
@@ -69,21 +69,22 @@ class Peak:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants that are fitted, or that had other values in older versions of torch. Tests of the paper's tables set
-    the older values.
+    """Constants that are fitted, or that had other values in older versions of torch. Tests against the paper's tables
+    use the older values.
     """
 
-    # ratio of reserved to live bytes of temporary memory, fitted to one H200 with torch 2.11; 1.17 on the paper's ranks (2024)
+    # ratio of reserved to live bytes of temporary memory: fitted to one H200 with torch 2.11; on the paper's ranks
+    # (2024) it was 1.17
     reserve: float = 1.05
-    logits: float | None = None  # bytes per logit at the loss; None: the number counted in `_head`
-    # bytes of a logit in each of the two copies of all microbatches' logits that older pipeline schedules kept
+    logits: float | None = None  # bytes per logit at the loss; if None, `_head` counts them
+    # bytes per logit in each of the two copies of the logits of all microbatches, which older pipeline schedules kept
     kept_logits: float = 0
-    # a stage allocates the inputs of all microbatches at once, as torch's own pipeline stage does
+    # whether a stage allocates the inputs of all microbatches at once, as torch's own pipeline stage does
     all_received: bool = False
 
 
 def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = None) -> Peak:
-    """Predict the memory of the rank that needs most, for a frozen job. Raises NotPredictable."""
+    """Predict the memory of a frozen job on the rank that needs most memory. Raises NotPredictable."""
     shape = shape or shape_of(job)
     ranks = len(shape.stages)
     # candidates for the fullest rank: the first, the last, and an inner rank with the most blocks
@@ -127,9 +128,9 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
 def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -> Iterator[Moment]:
     """Yield the moments at which a rank's memory can be at its peak.
 
-    The backward goes from the last block to the first. It frees saved activations and allocates gradients; the second
-    and later local batches find the gradients allocated. In a pipeline, either the activations of all microbatches in
-    flight are alive or, during the last microbatch, all gradients.
+    The backward goes from the last block to the first. It frees saved activations and allocates gradients. In the
+    second and later local batches, the gradients are already allocated. In a pipeline, there are two such moments: when
+    the activations of all microbatches in flight are alive and, during the last microbatch, when all gradients are.
     """
     stages, pp, end = shape.stages[rank], len(shape.stages) > 1, len(shape.layers) - 1
     whole = shape.gathered_parameters(stages)
@@ -151,7 +152,7 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
                     *head,
                 ],
             )
-    # bytes of gradients of a block's linears: of their outputs and of their weights
+    # bytes of the gradients of the outputs and of the weights of a block's linears
     of_block = shape.used * (shape.tokens * sum(shape.outputs(shape.sequence)) + shape.whole)
     postponed = Term("postponed gradients", flying.postponed * of_block)
     for block in _block(shape):
@@ -172,8 +173,9 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
 
 
 def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: list[Term]) -> Iterator[Moment]:
-    """Yield the moments at which the stacks of blocks that run before `shape` are at their peak: the backward of each
-    stack's last block and of its first block. A tower's parameters are gathered, and its gradients reduced, as a whole.
+    """Yield the moments at which memory can be at its peak in the stacks of blocks that run before `shape`: the
+    backward of each stack's last block and of its first block. All parameters of a tower are gathered together, and all
+    its gradients are reduced together.
     """
     done, left = parameters - shape.embedding, sum(one.layers[0] * one.block for one in shape.before)
     for place, one in reversed([*enumerate(shape.before)]):
@@ -184,7 +186,8 @@ def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: l
         (block,) = _block(one)
         for alive, having in ((depth - 1, done - left), (0, done - left + (depth - 1) * one.block)):
             reduced = unit.block if tower and alive == 0 else 0 if tower else one.block
-            # before the model's first block there is no block whose weights could be gathered
+            # in the backward of the model's very first block, no earlier block is left whose weights could be
+            # prefetched
             blocks = 1 if tower or (alive == 0 and place == 0) else 2
             weights = _unsharded(unit, unit.block, reduced, True, blocks)
             yield before or having, [Term(SAVED, earlier + alive * kept), *others, *weights, *block]
@@ -195,8 +198,9 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     """Return the gathered parameters and the gradients that are not yet reduced, in the backward of a block or, if
     `reduced` is None, at the loss.
 
-    ZeRO-3 holds the gathered weights of `blocks` blocks, and the gradients of `reduced` parameters until they are
-    reduced. A pipeline (ZeRO-2) holds all weights of the rank and, if `summed`, the gradients of earlier microbatches.
+    ZeRO-3 holds the gathered weights of `blocks` blocks, and the gradients of `reduced` parameters until these
+    gradients are reduced. A pipeline (ZeRO-2) holds all gathered weights of the rank and, if `summed`, the sum of the
+    gradients of earlier microbatches.
     """
     job, own = shape.job, shape.used * shape.whole * shape.learned
     if not shape.wrapped:
@@ -221,7 +225,9 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
 
 
 def saved(shape: Shape) -> float:
-    """Return the bytes that the forward of one block keeps for one microbatch; they depend on activation checkpointing."""
+    """Return the bytes that a block's forward keeps for one microbatch. Their number depends on activation
+    checkpointing.
+    """
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
     dim, width, mode = shape.residual, shape.ffn_width, mode_of(job)
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
@@ -231,11 +237,12 @@ def saved(shape: Shape) -> float:
         ) + _attention(shape)
     elif (
         shape.compiled and shape.format and tp == 1
-    ):  # the compiler keeps the cast outputs of both norms and the cast input of w2
+        # the compiler keeps the outputs of both norms and the input of w2 in the number format instead of the compute dtype
+    ):
         everything -= (2 * dim + width) * (used - shape.format.bytes)
     if (
         not shape.compiled and not shape.stack
-    ):  # eager keeps the activation and the float mask, which compiled code computes again
+    ):  # eager code keeps the result of the activation function and the float mask; compiled code computes them again
         everything += used * (width + _mask(shape) / shape.tokens)
     everything += shape.experts.everything if shape.experts else 0
     if not mode.contexts:
@@ -249,8 +256,8 @@ def saved(shape: Shape) -> float:
 
 
 def _norms(shape: Shape) -> float:
-    """Return the elements per token in the outputs of a block's two norms. With tensor parallelism these are the
-    gathered outputs, which the linears read.
+    """Return the elements per token in the outputs of a block's two norms. With tensor parallelism, the gathered
+    outputs are counted, which the linears read.
     """
     dim = shape.job.model.dim
     if shape.job.parallelism.tp == 1:
@@ -259,8 +266,8 @@ def _norms(shape: Shape) -> float:
 
 
 def _heads(shape: Shape) -> float:
-    """Return the elements per token in queries, keys, values, attention's output, and the tensors from which they are
-    computed: latents, or queries and keys before their norms.
+    """Return the elements per token in queries, keys, values and attention's output. The count includes tensors from
+    which queries and keys are computed: latents, or queries and keys before their norms.
     """
     before = 2 * shape.latents
     if shape.job.model.qk_norm:
@@ -279,26 +286,28 @@ def _attention(shape: Shape) -> float:
 
 def _mask(shape: Shape) -> float:
     """Return the bytes of a microbatch's attention mask, which separates documents or, in a vision tower, images. All
-    attention kernels need the mask except flash in half precision.
+    attention kernels need the mask, except the flash kernel in half precision.
     """
     tower = shape.stack is not None and shape.stack.tower is not None
     return shape.samples * shape.job.data.seq_len**2 if tower or call_of(shape.job).masked else 0
 
 
 def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]:
-    """Return the masks of all microbatches in flight and, in a pipeline, the tensors between stages: inputs that arrive
-    before their turn, and outputs that a stage keeps until their backward. Inputs of microbatches in flight do not
-    count: they are saved activations of the first block.
+    """Return the terms for the masks of all microbatches in flight and, in a pipeline, for the tensors between stages:
+    inputs that arrive before their turn, and outputs that a stage keeps until their backward. The inputs of
+    microbatches in flight are not counted here, because they are saved activations of the first block.
     """
     job, last = shape.job, len(shape.layers) - 1
     number = in_flight(job, rank, (1,) * len(shape.layers)).most
-    shared = shape.compiled or shape.recomputes  # eager blocks without recomputation have masks of their own (`saved`)
-    terms = [Term("masks", _mask(shape) * number)] if shared else []  # a byte per element
+    # in eager code without recomputation, each block has its own mask, which `saved` counts
+    shared = shape.compiled or shape.recomputes
+    terms = [Term("masks", _mask(shape) * number)] if shared else []  # a mask has one byte per element
     terms += [Term("masks", number * sum(map(_mask, shape.before)))] if 0 in shape.stages[rank] else []
     if last:
         message = shape.tokens * shape.used * shape.residual
         early = EARLY if job.pp_schedule.stages_per_rank > 1 else 1
-        if constants.all_received:  # every stage but the first receives inputs, every stage but the last gradients
+        # every stage except the first receives inputs, and every stage except the last receives gradients
+        if constants.all_received:
             sides = sum(1 if stage in (0, last) else 2 for stage in shape.stages[rank])
             early = sides * shape.microbatches
         terms += [Term("early receives", early * message), Term("stage outputs", number * message)]
@@ -306,8 +315,8 @@ def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]
 
 
 def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]:
-    """Yield the memory of the head and the loss: several copies of the logits. For the fused loss, yield two moments:
-    first a chunk of logits with the gradients so far, then the scaled gradients.
+    """Yield the memory of the head and the loss: several copies of the logits. For the fused loss, yield the terms of
+    two moments: when a chunk's logits exist beside the gradients of earlier chunks, and when the gradients are scaled.
     """
     job, tokens, last = shape.job, shape.tokens, len(shape.layers) - 1
     tp, dim = job.parallelism.tp > 1, shape.residual
@@ -316,11 +325,11 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     if shape.fused_loss:
         weight = job.model.vocab_size * job.model.dim / job.parallelism.tp
         hidden = shape.used * tokens * job.model.dim
-        each, weights = 4 * weight, waiting  # products of several chunks are summed in float32
-        if job.loss.chunk_tokens >= tokens:  # a single chunk's product is the weight's gradient
+        each, weights = 4 * weight, waiting  # with several chunks, their products are summed in float32
+        if job.loss.chunk_tokens >= tokens:  # with a single chunk, its product already is the weight's gradient
             each, weights = shape.used * weight, waiting - 1
         gradients = Term("head's gradient", weights * each + waiting * hidden)
-        # a chunk's logits, and the chunk's part of the head's weight gradient
+        # the logits of a chunk, and the part that the chunk adds to the weight gradient of the head
         chunk = shape.used * (min(job.loss.chunk_tokens, tokens) * shape.vocabulary + weight)
         yield [Term("head and loss", chunk + around), gradients]
         yield [Term("head and loss", shape.used * weight + around), Term("head's gradient", waiting * (each + hidden))]
@@ -330,16 +339,16 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     each = constants.logits or (16 if split else 6 if shape.compiled else 12)
     if last and shape.compiled and not split:  # pipeline stages keep their outputs until the backward
         each += (waiting - 1) * shape.used
-    elif last:  # one more copy: the softmax in float32
+    elif last:  # eager code and loss parallel have one more copy of the logits: the softmax in float32
         each += shape.used + (waiting - 1) * (shape.used + 4)
     kept = [Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches)] if last else []
     yield [Term("head and loss", each * logits + around), *kept]
 
 
 def _block(shape: Shape) -> Iterator[list[Term]]:
-    """Yield the memory of one block's backward (its activations, saved or recomputed, and its gradients) at two
-    moments: in the feed-forward, and in ring attention. Ring attention sums the gradients of queries, keys and values
-    in float32, and passes keys and values on.
+    """Yield the memory of one block's backward at two moments: in the feed-forward, and in ring attention. This memory
+    has the block's activations (saved or recomputed) and its gradients. Ring attention sums the gradients of queries,
+    keys and values in float32, and has buffers for the keys and values that it passes on.
     """
     layout, used, queries, keys = shape.job.parallelism, shape.used, shape.queries, shape.keys
     if shape.stack:

@@ -1,5 +1,5 @@
-"""The bytes of a rank's communication in a step, by dimension of the mesh. A collective counts with the bytes of its
-whole tensor.
+"""The bytes that a rank communicates in a step, by dimension of the mesh. For a collective, the bytes of the whole
+tensor are counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ def of_step(shape: Shape, rank: int) -> dict[str, float]:
     blocks, parameters = sum(shape.layers[stage] for stage in stages), sum(map(shape.parameters, stages))
     sparse = blocks - sum(shape.dense[stage] for stage in stages)
     ends = (0 in stages) + (last in stages)
-    split = [one for one in shape.before if one.job.parallelism.cp > 1]  # a tower's samples are whole
+    # a tower's samples are not split by context parallelism
+    split = [one for one in shape.before if one.job.parallelism.cp > 1]
     earlier = sum(one.layers[0] * _context(one) for one in split) if 0 in stages else 0
     neighbours = sum(
         other in range(last + 1) and other not in stages for stage in stages for other in (stage - 1, stage + 1)
@@ -40,11 +41,11 @@ def of_step(shape: Shape, rank: int) -> dict[str, float]:
 
 def tensor(shape: Shape) -> tuple[float, float]:
     """Return the bytes that tensor-parallel ranks gather and reduce-scatter in a block, forward and backward. An
-    all-reduce counts as both.
+    all-reduce counts as a gather and a reduce-scatter.
     """
     scatter = shape.tokens * shape.job.model.dim * shape.used
     gather = scatter * shape.sent / shape.used
-    # collectives that the backward's recomputation repeats
+    # how many gathers and reduce-scatters the recomputation in the backward repeats
     gathers, scatters = (
         2 * shape.recomputes,
         int(shape.whole_again == 1),
@@ -59,14 +60,14 @@ def _ends(shape: Shape) -> float:
 
 
 def _logits(shape: Shape) -> float:
-    """Return the bytes of the logits that are gathered if the loss needs them whole, else 0."""
+    """Return the bytes of the gathered logits if the loss needs the logits of the whole vocabulary, else 0."""
     whole = not (shape.job.parallelism.loss_parallel or shape.fused_loss)
     return shape.tokens * shape.job.model.vocab_size * shape.used * whole
 
 
 def _context(shape: Shape) -> float:
-    """Return the bytes that context-parallel ranks exchange in a block: keys and values, and their gradients in
-    float32; with Ulysses, queries, keys, values and outputs of all heads.
+    """Return the bytes that context-parallel ranks exchange in a block. A ring exchanges keys and values, and their
+    gradients in float32. Ulysses exchanges queries, keys, values and outputs of all heads.
     """
     job, cp = shape.job, shape.job.parallelism.cp
     if not rotation(job).ring:
@@ -76,22 +77,22 @@ def _context(shape: Shape) -> float:
 
 
 def _experts(shape: Shape) -> float:
-    """Return the bytes that the ranks of an ep group exchange in a block: tokens on the way to their experts and back,
-    and the gradients of both.
+    """Return the bytes that the ranks of an ep group exchange in a block: tokens that go to their experts, results that
+    come back, and the gradients of both.
     """
     return shape.tokens * shape.experts.sent * sum(exchanges(shape)) if shape.experts else 0.0
 
 
 def exchanges(shape: Shape) -> tuple[int, int]:
-    """Return how often a block's rows are exchanged in the forward, and in the backward. Recomputation with selective
-    checkpointing exchanges nothing, as received rows are kept.
+    """Return how often a block's experts exchange their rows in the forward, and how often in the backward.
+    Recomputation under selective checkpointing exchanges nothing, as the received rows were kept.
     """
     return 2, 2 + 2 * (shape.whole_again == 1)
 
 
 def _shards(shape: Shape, parameters: float) -> float:
     """Return the bytes of a local batch's all-gathers of weights and reduce-scatters of gradients. ZeRO-3 gathers all
-    weights twice, except the head's weights: the backward begins with the head, so its weights are still there.
+    weights twice, except the head's weights: the backward begins with the head, whose weights are then still gathered.
     """
     reshard, pp = shape.job.parallelism.reshard_after_forward, len(shape.stages) > 1
     if reshard == "always":

@@ -1,4 +1,4 @@
-"""Write a job of this trainer as a row of the same form as the published measurements in assets/published.yaml."""
+"""Describe a job of this trainer as a row in the form of the published measurements (assets/published.yaml)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ READ = (
     "adapter",
     "debug.balance_experts",
 )
-# sections and keys on which a prediction depends, beside a row's own keys
+# further sections and keys on which a prediction depends, in addition to those that a row has keys for
 READ += (
     "data.local_batch",
     "data.document_mask",
 )
-OWN = "titan_hydra"  # first word of the key `source` in such rows; `stacks` of published.yaml has an entry for it
+OWN = "titan_hydra"  # first word of `source` in rows of this trainer; `stacks` in published.yaml has an entry for it
 
 
 def row_of(job: Job, name: str) -> Row:
-    """Return the keys of a frozen job's row, without measurements. What the other keys cannot express is in the key
-    `overrides`, so that the row and the job have the same prediction.
+    """Return the row of a frozen job, without measurements. Properties of the job for which a row has no key are in the
+    key `overrides`, so that the row and the job have the same prediction.
     """
     degrees = job.parallelism
     row: Row = {
@@ -57,13 +57,13 @@ def row_of(job: Job, name: str) -> Row:
     if degrees.pp > 1:
         row |= {"schedule": job.pp_schedule.name, "virtual_stages": job.pp_schedule.stages_per_rank}
     row["overrides"] = []
-    for _ in range(3):  # first options of config groups, then options of groups inside these, then values
+    for _ in range(3):  # three passes: options of config groups, then options of groups inside these, then values
         row["overrides"] += _differences(job, row)
     return row
 
 
 def _differences(job: Job, row: Row) -> list[str]:
-    """Return the overrides that the row's job needs to become `job`: options of config groups come first, then values."""
+    """Return overrides that make the row's job more like `job`: options of config groups if these differ, else values."""
     made = freeze(compose_unchecked(*overrides_of(row, job.hardware.name, mode_of_row(row) or "none")))
     wanted, found = ({key: value for key, _, value, _ in leaves(one) if key.startswith(READ)} for one in (job, made))
     changed = {key: value for key, value in wanted.items() if found.get(key, value) != value and key != "model.name"}

@@ -1,5 +1,5 @@
-"""Predict one job's memory, tokens per second and GPU-hours, whether it fits the device, and which change would make it
-fit.
+"""Predict a job's memory, tokens per second and GPU-hours, whether the job fits the device, and which change would make
+it fit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .memory import Peak
 from .shape import NotPredictable
 from .time import Speed
 
-Change = tuple[str, Any, Any]  # key, old value, new value
-# fractions of a device's memory: up to FITS a job fits, up to TIGHT it is tight, above REFUSED it is refused
+Change = tuple[str, Any, Any]  # a key, its old value, and its new value
+# fractions of a device's memory: up to FITS a job fits, up to TIGHT it fits tightly, above REFUSED it is refused
 FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted memory and speed of a job. A part that cannot be predicted is None; `reason` says why."""
+    """The predicted memory and speed of a job. `speed` is None if it cannot be predicted, for the reason in `reason`."""
 
     job: Job
     peak: Peak
@@ -44,7 +44,7 @@ class Prediction:
 
     @property
     def fits(self) -> str | None:
-        """Whether the job fits a device: yes, tight or no; None if the device's memory is unknown."""
+        """Whether the job fits on a device: "yes", "tight" or "no"; None if the device's memory is unknown."""
         if self.capacity_gib is None:
             return None
         return (
@@ -57,12 +57,12 @@ class Prediction:
 
     @property
     def band(self) -> float:
-        """Return the relative half-width of the error band of times."""
+        """The relative half-width of the error band of predicted times."""
         return time.BAND if self.job.hardware.measured else time.UNMEASURED
 
     @property
     def gpu_hours(self) -> float | None:
-        """Return the GPU-hours of all steps; checkpoints, validation and the start are not counted."""
+        """The GPU-hours of all steps; checkpoints, validation and the start are not counted."""
         return self.speed.step_seconds * self.job.steps * all_ranks(self.job) / 3600 if self.speed else None
 
 
@@ -72,7 +72,7 @@ def predict(job: Job, exact: bool = True) -> Prediction:
 
 
 def in_memory(job: Job) -> Prediction:
-    """Predict a job's memory alone. Raises NotPredictable."""
+    """Predict only a job's memory. Raises NotPredictable."""
     return Prediction(job, memory.peak(job), job.cluster.device_memory_gib or job.hardware.memory_gib, None)
 
 
@@ -98,7 +98,7 @@ def of_launch(job: Job) -> Prediction | None:
 
 
 def objection(prediction: Prediction) -> Fault | None:
-    """Return the fault of a job that is predicted not to fit its devices, with the nearest change that would make it fit;
+    """Return a fault if a job is predicted not to fit on its devices, with the nearest change that would make it fit;
     None if it fits.
     """
     job, peak, capacity = prediction.job, prediction.peak, prediction.capacity_gib
@@ -112,7 +112,7 @@ def objection(prediction: Prediction) -> Fault | None:
     for changes in _remedies(job):
         other = freeze(_with(job, changes))
         answer = predict(other, exact=False)
-        if answer.fits != "no" and not check(other):  # the memory first, as checks take longer
+        if answer.fits != "no" and not check(other):  # memory is compared first, as `check` takes longer
             (key, old, value), *others = changes
             also = "".join(f" {name}={new}" for name, _, new in others)
             return Fault(key, old, f"takes {what}", legal=(f"{value}{also} ({answer.peak.gib:,.1f} GiB)",))
@@ -124,13 +124,13 @@ def objection(prediction: Prediction) -> Fault | None:
 
 
 def too_large(prediction: Prediction) -> bool:
-    """Whether the predicted memory exceeds the device's so far that the job is refused, and not only a warning printed."""
+    """Whether the predicted memory exceeds the device's so far that the job is refused instead of only warned about."""
     return prediction.fits == "no" and prediction.peak.gib > REFUSED * prediction.capacity_gib
 
 
 def _remedies(job: Job) -> Iterator[list[Change]]:
-    """Yield changes that save memory, the cheapest in time first: first single keys, then checkpointing and loss
-    together with smaller local batches.
+    """Yield changes that save memory, beginning with those that cost least time: changes of a single key, then
+    activation checkpointing and loss combined with smaller local batches.
     """
     modes: list[list[Change]] = [[("ac", job.ac.name, mode)] for mode in modes_that_keep_less(job.ac.name)]
     losses: list[list[Change]] = [[("loss", job.loss.name, "linear_cross_entropy")]] * (
@@ -151,8 +151,8 @@ def _remedies(job: Job) -> Iterator[list[Change]]:
 
 
 def _with(job: Job, changes: list[Change]) -> Job:
-    """Return a job with some changes of `_remedies`. If they add shards, the global batch grows, so that each shard has
-    as many samples as before.
+    """Return a copy of a job with some changes of `_remedies`. If the changes add shards, the global batch grows, so
+    that each shard has as many samples as before.
     """
     new = {key: value for key, _, value in changes}
     if "ac" in new:
@@ -168,7 +168,9 @@ def _with(job: Job, changes: list[Change]) -> Job:
 
 
 def changed(job: Job, gpus: int | None = None, **sections: dict[str, Any]) -> Job:
-    """Return a copy of a job with other values of some keys, by section. Sections that do not change are shared."""
+    """Return a copy of a job in which some keys, given by section, have other values. Both jobs share unchanged
+    sections.
+    """
     job = copy.copy(job)
     for name, values in sections.items():
         section = copy.copy(getattr(job, name))
@@ -192,7 +194,7 @@ def _section_of(mode: str) -> ActivationCheckpoint:
 
 
 def on_nodes(job: Job, gpus: int | None) -> Job:
-    """Return a copy of a job on `gpus` devices of a cluster whose nodes are described by its `hardware`."""
+    """Return a copy of a job on `gpus` devices of a cluster whose nodes are as the job's `hardware` describes them."""
     node = job.cluster.gpus_per_node or job.hardware.gpus_per_node
     if runs_here(job):
         job = copy.copy(job)
@@ -201,13 +203,13 @@ def on_nodes(job: Job, gpus: int | None) -> Job:
 
 
 def not_counted(job: Job) -> list[str]:
-    """Return a line for each thing that data sources keep in device memory, which the prediction does not count."""
+    """Return a line for each thing that a data source keeps in device memory and the prediction does not count."""
     sources = ((key, source.name, DATA_SOURCES[source.name].beside) for key, source in data_sources(job.data).items())
     return [f"not counted: {what}, which {key}={name} keeps on each device" for key, name, what in sources if what]
 
 
 def line(prediction: Prediction) -> list[str]:
-    """Return memory, whether it fits, tokens per second and GPU-hours as texts, with their error bands."""
+    """Return four texts, with error bands: the memory, whether the job fits, the tokens per second, and the GPU-hours."""
     peak, speed, room = prediction.peak, prediction.speed, prediction.capacity_gib
     word = {"yes": "fits", "tight": "tight", "no": "does not fit", None: "unknown device"}[prediction.fits]
     times = ["-", "-"] if speed is None else [f"{speed.tokens_per_second:,.0f}", f"{prediction.gpu_hours:,.1f}"]

@@ -1,7 +1,7 @@
 """Turn published measurements of training into jobs of this trainer, and compare each with its prediction.
 
-assets/published.yaml has the rows, with their sources. A row of a model, a format or a device that cannot be predicted
-is skipped with its reason.
+assets/published.yaml has the rows, with their sources. A row is skipped, with the reason, if its model, number format
+or device cannot be predicted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from .predict import TIGHT
 from .shape import NotPredictable, Shape, shape_of
 
 SHIPPED = ASSETS / "published.yaml"
-# memory that TorchTitan holds and this trainer does not: for an eager loss, the pools of several streams
-# (docs/plan.md), and the inputs of torch's own pipeline stages; first without tensor parallelism, then with it
+# constants for memory that TorchTitan holds and this trainer does not: the pools of several streams at an eager loss
+# (docs/plan.md), and the inputs of torch's own pipeline stages. The first element is without tensor parallelism, the
+# second with it.
 OLDER = tuple(memory.Constants(reserve=1.17, logits=logits, all_received=True) for logits in (12, 16))
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A row with its prediction: tokens/s per device and GiB, each as (measured, predicted). `apart` is the reason why
-    the row is not in the statistics, if it is not. `shape` is the shape from which the time was predicted.
+    """A row with its prediction: tokens/s per device and GiB, each as (measured, predicted). `apart` is None or the
+    reason why the row is left out of the statistics. `shape` is the shape from which the time was predicted.
     """
 
     row: Row
@@ -47,7 +48,7 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """The relative error of the predicted speed; above 0 the prediction is too fast."""
+        """The relative error of the predicted speed. If it is above 0, the predicted speed is too high."""
         return self.speed[1] / self.speed[0] - 1
 
     @property
@@ -58,8 +59,9 @@ class Scored:
 
 
 def rows_of(file: Path | None = None) -> list[Row]:
-    """Return the rows of a file. Each row also gets the keys common to all rows of its source, and the source's
-    `stack`. A file is a list of rows, or has the form of assets/published.yaml. Raises ConfigError.
+    """Return the rows of a file. Each row also gets the keys that are common to all rows of its source, and the entry
+    of `stacks` that describes the source's software. A file is a list of rows, or has the form of
+    assets/published.yaml. Raises ConfigError.
     """
     shipped = yaml.safe_load(SHIPPED.read_text())
     try:
@@ -88,7 +90,7 @@ def rows_of(file: Path | None = None) -> list[Row]:
 
 
 def score(row: Row) -> Scored:
-    """Predict a row. Raises NotPredictable or ConfigError with the reason if that is impossible."""
+    """Predict a row. If this is impossible, raises NotPredictable or ConfigError with the reason."""
     hardware = _hardware(row)
     if missing := [name for name in ("gpus", "global_batch", "seq_len", "precision") if name not in row]:
         raise NotPredictable(f"{missing[0]}: is not given")
@@ -103,7 +105,7 @@ def score(row: Row) -> Scored:
     shape = shape_of(job)
     if (
         _of_megatron(row) and job.parallelism.pp > 1
-    ):  # Megatron sends weights and gradients while the pipeline fills and drains
+    ):  # Megatron sends weights and gradients while the pipeline fills and drains, so this takes no time of its own
         shape = replace(shape, wrapped=False)
     apart = row.get("apart")
     if apart is None and "power limited" in row.get("device", ""):
@@ -123,14 +125,15 @@ def score(row: Row) -> Scored:
     )
 
 
-@cache  # most rows have the same overrides for their memory and for their time
+@cache  # cached, as most rows have the same overrides for their memory and for their time
 def _composed(*overrides: str) -> Job:
     return freeze(compose_unchecked(*overrides))
 
 
 def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:
-    """Return the job that a source probably ran if it does not name its recomputation: the job nearest to the measured
-    memory or, without a measurement, the fitting job that recomputes least.
+    """Return the job that a source probably ran, if the source does not name its mode of recomputation. It is the job
+    whose memory is nearest to the measured memory. Without a measurement, it is the job that recomputes least among
+    those that fit.
     """
     if "memory_gib" in row:
         return min(jobs, key=lambda pair: abs(memory.peak(pair[1], _constants(row)).gib - row["memory_gib"]))
@@ -143,8 +146,8 @@ def _constants(row: Row) -> memory.Constants:
 
 
 def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> list[str]:
-    """Return a row as overrides of a job. To predict the time (`timed`), ZeRO-1 is replaced by replicas, because both
-    send gradients once in a step.
+    """Return a row as overrides of a job. If the overrides are for predicting the time (`timed`), ZeRO-1 is replaced by
+    replicas, because both send gradients once in a step.
     """
     tp, pp, cp, dp = (row.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
     kind, samples, micro = str(row.get("dp_kind")), row["global_batch"] // dp, row.get("micro_batch", 1)
@@ -181,7 +184,7 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
         ]
     else:
         lines.append(f"data.local_batch={max(min(micro, samples), 1)}")
-    # Megatron has fused kernels, all-gathers that overlap with matmuls, and cuDNN's kernel in ring attention
+    # Megatron has fused kernels, overlaps all-gathers with matmuls, and uses cuDNN's kernel in ring attention
     if _of_megatron(row):
         lines += ["compile=block", "hardware.flash_tflops=null"] + ["parallelism.async_tp=true"] * (tp > 1)
     else:
@@ -192,9 +195,7 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
 
 
 def measured_speed(row: Row, job: Job) -> float:
-    """Return a row's tokens/s per device. A row without this number has TFLOP/s or the time of a step, from which it
-    follows.
-    """
+    """Return a row's tokens/s per device, which may follow from the row's TFLOP/s or from its time of a step."""
     if "tokens_per_second_per_gpu" in row:
         return float(row["tokens_per_second_per_gpu"])
     if "step_seconds" in row:
@@ -203,7 +204,7 @@ def measured_speed(row: Row, job: Job) -> float:
     if row.get("formula") == "hardware":  # arXiv 2104.04473, equation 3: 96 B s l h^2 (1 + s / 6h + V / 16lh)
         layers, dim = model.n_layers, model.dim
         flops = 96 * layers * dim**2 * (1 + length / (6 * dim) + model.vocab_size / (16 * layers * dim))
-    else:  # Megatron: causal attention counts half
+    else:  # Megatron counts only half the FLOPs of attention if it is causal
         block = (
             2 * model.dim**2 * (1 + model.n_kv_heads / model.n_heads)
             + 3 * model.dim * model.ffn_width
@@ -223,8 +224,8 @@ def _eager(row: Row) -> bool:
 
 
 def _hardware(row: Row) -> str:
-    """Return the hardware preset of a row: the preset for its device and the year of its software or, if there is none,
-    the preset for its device.
+    """Return the hardware preset of a row: the preset for the row's device and the year of its software or, if there is
+    none, the preset for the device only.
     """
     name = row["hardware"]
     if name == "h100" and ("95 GiB" in row.get("device", "") or "500 W" in row.get("device", "")):
@@ -237,8 +238,8 @@ def _hardware(row: Row) -> str:
 
 
 def _model(row: Row) -> Iterator[str]:
-    """Yield the overrides of a row's model. A feed-forward without a gate has two matrices; three matrices of two
-    thirds the width stand for them.
+    """Yield the overrides of a row's model. A feed-forward without a gate has two matrices; it is replaced by three
+    matrices of two thirds the width.
     """
     shape = row.get("shape")
     if not shape:

@@ -1,5 +1,5 @@
-"""Search the legal layouts of a job on a number of devices, at a fixed global batch, for those that fit, and rank them
-by speed.
+"""Search for layouts of a job on a number of devices, at a fixed global batch: find the legal layouts that fit, and
+rank them by speed.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .shape import NotPredictable
 ROWS = 10  # maximum number of layouts that a search returns
 CHUNKS = (2, 3, 4, 5, 6, 8)  # numbers of stages per pipeline rank to try, if the schedule allows several
 LONG = 32_768  # sequence length in tokens from which context parallelism is searched by default
-LARGEST = 64  # maximum number of samples in a local batch without a pipeline
+LARGEST = 64  # maximum number of samples in a local batch, if there is no pipeline
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its prediction. `front` marks the Pareto front: no faster layout takes less memory."""
+    """A layout with its prediction. `front` marks a layout on the Pareto front: no faster layout takes less memory."""
 
     prediction: Prediction
     front: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return degrees and schedule. Rows with the same key differ only in batches or checkpointing, and a result has
-        one of them.
+        """Return the layout's degrees and schedule. A result has only one of the rows with the same key, which differ
+        in batches or checkpointing.
         """
         job = self.prediction.job
         return (*(getattr(job.parallelism, name) for name in DEGREES), job.parallelism.pp > 1 and job.pp_schedule.name)
@@ -64,8 +64,8 @@ class Row:
 
 
 def prepared(job: Job, gpus: int) -> Job:
-    """Return a job for planning on `gpus` devices. A job without a global batch gets one: the local batch times the
-    number of devices.
+    """Return a copy of a job for planning on `gpus` devices. If the job has no global batch, it becomes the local batch
+    times the number of devices.
     """
     return changed(on_nodes(job, gpus), data={"global_batch": job.data.global_batch or job.data.local_batch * gpus})
 
@@ -74,8 +74,8 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
     """Return up to ROWS layouts, the fastest first, and the number of legal jobs that were examined. Raises
     NotPredictable.
 
-    Layouts that fit come first, beginning with the Pareto front of speed and memory. If no layout fits, those that need
-    least memory are returned.
+    If more than ROWS layouts fit, those on the Pareto front of speed and memory are kept before all others. If no
+    layout fits, the layouts that need least memory are returned.
     """
     found = [*_points(prepared(job, gpus))]
     if found and (reason := timed(found[0], exact=False).reason):
@@ -89,7 +89,7 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
         row = Row(one)
         if row.key not in rows and not checks.check(one.job):
             rows[row.key] = row
-        if len(rows) == 2 * ROWS:  # exact times are computed for twice as many layouts as are returned
+        if len(rows) == 2 * ROWS:  # twice as many layouts as are returned get an exact prediction of their time
             break
     exact = [Row(timed(row.prediction)) for row in rows.values()]
     if fitting:
@@ -103,8 +103,9 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
 
 
 def _points(job: Job) -> Iterator[Prediction]:
-    """Yield the predicted memory of legal jobs of the search space. Of jobs that differ only in checkpointing, yield
-    the one that recomputes least among those that fit.
+    """Yield the predicted memory of the legal jobs in the search space. Among jobs that differ only in activation
+    checkpointing, yield only one: of those that fit, the job that recomputes least; if none fits, the job that keeps
+    least.
     """
     modes = searched_modes()
     for layout in _layouts(job):
@@ -112,19 +113,19 @@ def _points(job: Job) -> Iterator[Prediction]:
             last = next(_legal(batches, reversed(modes)), None)
             if (
                 last and (memory := in_memory(last)).fits == "no"
-            ):  # a common case: even the mode that keeps least does not make the job fit, so no other mode does
+            ):  # a common case: the job does not even fit in the mode that keeps least, so it fits in no mode
                 yield memory
             elif last:
                 yield next(one for one in map(in_memory, _legal(batches, modes)) if one.fits != "no")
 
 
 def _legal(job: Job, modes: Iterable[str]) -> Iterator[Job]:
-    """Return a job in each mode of checkpointing that the rules accept, in the order of `modes`."""
+    """Return a copy of a job in each mode of activation checkpointing that the rules accept, in the order of `modes`."""
     return (point for mode in modes if not checks.check(point := with_mode(job, mode), (checks.RECIPE,)))
 
 
 def _layouts(job: Job) -> Iterator[Job]:
-    """Yield the job with each legal choice of degrees and pipeline schedule."""
+    """Yield copies of the job, one for each legal choice of degrees and pipeline schedule."""
     node, layers = job.hardware.gpus_per_node, job.model.n_layers
     asked = job.parallelism.cp > 1 or job.data.seq_len >= LONG
     for tp in divisors(job.model.n_kv_heads):
@@ -153,7 +154,7 @@ def _schedules(job: Job) -> Iterator[Job]:
 
 
 def _batches(job: Job) -> Iterator[Job]:
-    """Yield the job with each legal size of local batch and microbatch."""
+    """Yield copies of the job, one for each legal size of local batch and microbatch."""
     pp, samples = job.parallelism.pp, job.data.global_batch // (job.parallelism.dp_replicate * job.parallelism.dp_shard)
     if pp == 1:
         cuts = [(size, None) for size in divisors(samples) if size <= LARGEST]

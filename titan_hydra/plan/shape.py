@@ -1,4 +1,4 @@
-"""The sizes that the formulas of memory and time use: which rank holds which part of the model, and how many tokens a
+"""The sizes from which memory and time are computed: which rank holds which part of the model, and how many tokens a
 rank computes.
 """
 
@@ -23,7 +23,7 @@ from .experts import ExpertShape, experts_of, lighter, shared_width
 
 
 class NotPredictable(ValueError):
-    """A value that the prediction needs is missing; the message is `key=value: reason`."""
+    """Raised if a value that the prediction needs is missing. The message has the form `key=value: reason`."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ class Shape:
 
     job: Job
     linears: tuple[Linear, ...]  # the linears of a block
-    # parameters of a block. Experts are sharded over other numbers of ranks, so their parameters are multiplied by
-    # `shards` / (ranks that shard experts); then `block` / `shards` is right for all parameters.
+    # parameters of a block. Experts may be sharded over another number of ranks than `shards`, so their parameters are
+    # counted times `shards` / (number of ranks that shard experts). Then `block` / `shards` is the right number per
+    # rank.
     block: float
     dense: tuple[int, ...]  # number of dense blocks of each stage, in a model with experts
-    lighter: float  # number of parameters by which `block` exceeds a dense block
+    lighter: float  # how many parameters `block` has more than a dense block
     embedding: float
     head: float  # parameters of the head; 0 if it is tied to the embedding
     layers: tuple[int, ...]  # number of blocks of each stage
@@ -48,8 +49,8 @@ class Shape:
     shards: int  # ranks over which each parameter is sharded
     wrapped: bool  # whether FSDP wraps the model
     experts: ExpertShape | None
-    stack: Stack | None = None  # the family's description of these blocks if they are not a decoder's
-    # the shapes of the stacks of blocks that run before these blocks, on the first stage
+    stack: Stack | None = None  # the family's description of these blocks, if they do not belong to a decoder
+    # the shapes of the stacks of blocks that run, on the first stage, before these blocks
     before: tuple[Shape, ...] = ()
 
     @property
@@ -64,7 +65,7 @@ class Shape:
 
     @cached_property
     def whole_again(self) -> float:
-        """The fraction of the blocks that are recomputed as a whole in the backward."""
+        """The fraction of the blocks of which the backward recomputes the whole forward."""
         return recomputed_share(self.job)
 
     @property
@@ -99,14 +100,12 @@ class Shape:
 
     @property
     def format(self) -> Format | None:
-        """The number format in which the linears compute. None: there is no format, or it is emulated in the compute
-        dtype.
-        """
+        """The number format of the linears; None if they have none, or if the format is emulated in the compute dtype."""
         return None if self.job.precision.emulate else FORMATS.get(self.job.precision.converter)
 
     @property
     def one_scale(self) -> bool:
-        """Whether the number format has one scale per tensor, so that ranks can cast a tensor before they gather it."""
+        """Whether the number format has one scale per tensor; then ranks can cast a tensor before they gather it."""
         return self.format is not None and has_one_scale(self.job)
 
     @property
@@ -116,7 +115,7 @@ class Shape:
 
     @property
     def moments(self) -> int:
-        """The number of state tensors that the optimizer keeps of each parameter's size."""
+        """The number of state tensors, each as large as a parameter, that the optimizer keeps for it."""
         return OPTIMIZERS[self.job.optimizer.name].moments(self.job.optimizer)
 
     @cached_property
@@ -131,7 +130,7 @@ class Shape:
 
     @cached_property
     def keys(self) -> float:
-        """The number of elements in a token's keys on this rank, which is also the number in its values."""
+        """The number of elements in a token's keys on this rank, and also in its values."""
         return self.job.model.n_kv_heads * self.job.model.head_width / self.job.parallelism.tp
 
     @cached_property
@@ -157,19 +156,19 @@ class Shape:
 
     @property
     def halves(self) -> int:
-        """The number of a block's two halves (attention, feed-forward) whose input tensor-parallel ranks gather. Routed
-        experts do not gather it: their tokens stay split over the ranks.
+        """In how many of a block's two halves (attention, feed-forward) tensor-parallel ranks gather the input. Routed
+        experts do not gather their input: the tokens stay split over the ranks.
         """
         return 1 if self.experts and not sparse(self.job).n_shared_experts else 2
 
     @property
     def fused_loss(self) -> bool:
-        """Whether head and loss are fused, in chunks of tokens."""
+        """Whether head and loss are fused, so that they are computed in chunks of tokens."""
         return self.job.loss.name == "linear_cross_entropy"
 
     @property
     def compiled(self) -> bool:
-        """Whether blocks, or the whole model, and the loss are compiled."""
+        """Whether the loss and the blocks (or the whole model) are compiled."""
         return self.job.compile.name != "off"
 
     def parameters(self, stage: int) -> float:
@@ -181,7 +180,7 @@ class Shape:
 
     @cached_property
     def more(self) -> float:
-        """The parameters by which a gathered sparse block exceeds `block`, because it holds all experts of an ep rank."""
+        """How many parameters a gathered sparse block has more than `block`, as it holds all experts of an ep rank."""
         return self.experts.parameters * (1 - self.shards / self.experts.shards) if self.experts else 0.0
 
     @cached_property
@@ -191,7 +190,7 @@ class Shape:
 
     @property
     def alone(self) -> float:
-        """The parameters of a sparse block's experts if these are not sharded and thus never gathered; else 0."""
+        """The number of parameters of a sparse block's experts if these are not sharded, and so never gathered; else 0."""
         return self.experts.parameters if self.experts and self.experts.shards == 1 else 0.0
 
     def gathered_parameters(self, stages: list[int]) -> float:
@@ -220,8 +219,8 @@ class Shape:
 
     @cached_property
     def sizes(self) -> list[float]:
-        """For each matmul of a block on this rank, in the order of computation: input width times output width, which
-        is half of the matmul's FLOPs per token.
+        """For each matmul of a block on this rank, input width times output width: half of the matmul's FLOPs per
+        token. The matmuls are in the order of computation.
         """
         experts = self.experts
         routed = (
@@ -249,8 +248,8 @@ class Shape:
 
 
 def shape_of(job: Job) -> Shape:
-    """Return the shape of a frozen job: of its decoder or, without a decoder, of its last stack of blocks. Raises
-    NotPredictable if the model's family lacks formulas.
+    """Return the shape of a frozen job: that of its decoder or, if it has none, that of its last stack of blocks.
+    Raises NotPredictable if the model's family lacks formulas.
     """
     family = family_of(job.model)
     stacks = family.stacks(job) if family.stacks else ()
@@ -306,8 +305,8 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
 
 
 def _of_tower(shape: Shape, stack: Stack) -> Shape:
-    """Return the shape of a tower's blocks. A tower is eager and not checkpointed, and each rank computes whole
-    samples.
+    """Return the shape of a tower's blocks. A tower runs in eager mode without activation checkpointing, and each rank
+    computes whole samples.
     """
     job = copy.copy(shape.job)
     for section, values in (
@@ -323,7 +322,7 @@ def _of_tower(shape: Shape, stack: Stack) -> Shape:
 
 
 def _of_stack(shape: Shape, stack: Stack) -> Shape:
-    """Return the shape of the blocks of a stack, with the batches and the shards of another shape."""
+    """Return the shape of the blocks of a stack; the sizes of batches and shards are those of `shape`."""
     return replace(
         shape,
         linears=stack.linears,
@@ -339,12 +338,12 @@ def _of_stack(shape: Shape, stack: Stack) -> Shape:
 
 def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
     """Return the shape of the last stack of a model without a decoder. Parameters outside the blocks count as an
-    embedding, except the output layer, which is as wide as the input.
+    embedding, except those that modulate the output, which count as a head.
     """
     family, degrees, samples = family_of(job.model), job.parallelism, microbatch_size(job)
     shards = degrees.dp_shard * degrees.cp
     around = family.parameters(job.model) - sum(one.depth * one.parameters for one in stacks)
-    last = min(2 * job.model.dim**2, around)  # modulation of the output
+    last = min(2 * job.model.dim**2, around)  # parameters of the output's modulation, which are counted as a head
     shape = Shape(
         job,
         (),
@@ -368,7 +367,7 @@ def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
 
 
 def _dense(layers: tuple[int, ...], dense: int) -> tuple[int, ...]:
-    """Return for each stage how many of its blocks are among the model's first `dense` blocks."""
+    """Return for each stage how many of its blocks belong to the model's first `dense` blocks."""
     ends = accumulate(layers)
     return tuple(min(max(dense - end + size, 0), size) for size, end in zip(layers, ends, strict=True))
 

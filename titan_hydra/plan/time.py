@@ -1,5 +1,5 @@
-"""Predict the seconds of a step from a job and its hardware: the computation and the messages of blocks, the idle time
-of the pipeline, and FSDP's communication that no computation overlaps.
+"""Predict the seconds of a step from a job and its hardware. These are the computation and the messages of blocks, the
+idle time of the pipeline, and the part of FSDP's communication that overlaps with no computation.
 
 Rates come from conf/hardware; `Factors` do not depend on the device. docs/plan.md explains how rates and factors were
 fitted.
@@ -24,37 +24,38 @@ from .shape import NotPredictable, Shape, shape_of
 
 # relative half-widths of the error band: for a hardware preset that was fitted to runs, and for any other preset
 BAND, UNMEASURED = 0.15, 0.20
-# bytes per parameter of an update's memory traffic: 28 for AdamW, 8 for the norm (H200: 7.95 and 3.5 ms for 10^9)
+# bytes of memory traffic per parameter in an update: 28 for AdamW, 8 for the norm (H200: 7.95 and 3.5 ms for 10^9)
 TOKEN_BYTES = 36
-# bytes per element of a cast to Float8 with one scale: bf16 is read twice (for the maximum, to cast), a byte written
+# bytes per element of a cast to Float8 with one scale: bf16 is read twice (for the maximum, to cast), a byte is written
 CAST_BYTES = 5
-LATENCY = 0.01  # seconds of a step that no other term counts
-OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` that may be null
+LATENCY = 0.01  # seconds of a step that no other term includes
+OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` whose values may be null
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors fitted to the paper's tables, unless a comment says otherwise."""
+    """Factors of the formulas. They were fitted to the paper's tables, unless a comment says otherwise."""
 
     eager: float = 4.0  # element-wise memory traffic of a block, as a multiple of the count in `_element_wise`
-    # the same for compiled code. This is the lower bound of the fit, as the fitted matmul rates include all other time.
+    # the same multiple for compiled code: the lower bound of the fit, as the fitted matmul rates include all other time
     compiled: float = 0.5
     # memory traffic of Float8 casts as a multiple of the count in `_casts` (not fitted; measured on an H200: 2.1)
     cast: float = 2.0
     # ratio of the time of rowwise casts to that of tensorwise casts (measured on an H200: 120 and 56 ms)
     rowwise: float = 2.1
     ring: float = 0.84  # ratio of the rate of ring attention (context parallelism) to the rate of attention on one rank
-    memory: float = 0.85  # fraction of the memory bandwidth that kernels reach
+    memory: float = 0.85  # fraction of the device's memory bandwidth that kernels reach
     # The following were fitted to published rows (`titan plan --score`).
     async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
-    # seconds by which a collective that takes one second at NVLink's rate delays the computation that overlaps with it
+    # seconds by which a collective delays computation that overlaps with it, for each second that it takes at NVLink's
+    # rate
     contention: float = 0.35
-    # seconds per node that a collective waits for its last rank, which never overlap with computation
+    # seconds per node for which a collective waits for its last rank; this time never overlaps with computation
     straggler: float = 23e-6
-    message: float = 40e6  # size in bytes of a collective that reaches half of its link's rate
-    launch: float = 2e-3  # seconds in which the host starts the kernels of a block's forward, in eager mode
-    launch_tp: float = 2.0  # the same under tensor parallelism, as a multiple: every operator goes through DTensor
-    imbalance: float = 1.6  # ratio of the rows on the rank whose experts have the most to the mean over ranks
+    message: float = 40e6  # a collective of this size, in bytes, reaches half of its link's rate
+    launch: float = 2e-3  # seconds that the host needs to start the kernels of a block's forward in eager mode
+    launch_tp: float = 2.0  # factor on `launch` under tensor parallelism, where every operator goes through DTensor
+    imbalance: float = 1.6  # largest number of rows that the experts of a rank get, divided by the mean over ranks
     dispatch: float = 0.3  # fraction of a link's rate that the all-to-alls to experts reach
 
 
@@ -65,12 +66,12 @@ class Pair(NamedTuple):
     backward: float
 
 
-Passes = dict[str, Pair]  # by kind of work
+Passes = dict[str, Pair]  # the passes of a block by kind of work
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a job. `parts` has the seconds of a step by kind of work, averaged over ranks."""
+    """The speed of a job. `parts` has the seconds that a step spends on each kind of work, averaged over ranks."""
 
     step_seconds: float
     tokens_per_second: float  # per device
@@ -86,8 +87,8 @@ class Speed:
 def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, exact: bool = True) -> Speed:
     """Predict the speed of a frozen job. Raises NotPredictable.
 
-    `exact` simulates the pipeline's schedule with the time of each stage; otherwise the idle time is computed as if all
-    stages were equal.
+    With `exact`, the pipeline's schedule is simulated with the time of each stage; otherwise the idle time is computed
+    as if all stages took equally long.
     """
     shape, hardware = shape or shape_of(job), job.hardware
     needed = [spec.name for spec in fields(Hardware) if spec.default is None and spec.name not in OPTIONAL]
@@ -113,7 +114,7 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
 
 
 def block_passes(shape: Shape, factors: Factors) -> Passes:
-    """Return the seconds of one block for one microbatch, by the kinds of work of docs/plan.md."""
+    """Return the seconds of one block for one microbatch, by kind of work (docs/plan.md explains the kinds)."""
     matmuls, attention = _matmuls(shape, factors), _attention(shape, factors)
     elements, casts = _element_wise(shape, factors), _float8_casts(shape, factors)
     return {
@@ -133,7 +134,7 @@ def _sum(passes: Passes) -> Pair:
 
 
 def _matmuls(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of a block's linears and experts; the backward has two matmuls for each matmul of the forward."""
+    """Return the seconds of a block's linears and experts. The backward has two matmuls for each matmul of the forward."""
     tp = shape.job.parallelism.tp
     linears = sum(2 * shape.tokens * one.size(tp) / _rate(shape, one) for one in shape.linears)
     once = linears + _experts(shape, factors)
@@ -149,7 +150,7 @@ def _attention(shape: Shape, factors: Factors) -> Pair:
 
 
 def _element_wise(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of norms, activation functions and sums, which follow from their memory traffic."""
+    """Return the seconds of norms, activation functions and sums, computed from their memory traffic."""
     traffic = 2 * shape.tokens * (4 * shape.residual + shape.queries + shape.keys + 2 * shape.ffn_width)
     traffic *= factors.compiled if shape.compiled else factors.eager
     traffic += shape.tokens * shape.experts.traffic if shape.experts else 0
@@ -158,7 +159,7 @@ def _element_wise(shape: Shape, factors: Factors) -> Pair:
 
 
 def _float8_casts(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of casts of activations and weights, which follow from their memory traffic."""
+    """Return the seconds of casts of activations and weights, computed from their memory traffic."""
     weights = _weight_casts(shape, factors)
     inputs, outputs = (
         (casts * shape.tokens + weights) / _bandwidth(shape, factors) for casts in _casts(shape, factors)
@@ -167,15 +168,13 @@ def _float8_casts(shape: Shape, factors: Factors) -> Pair:
 
 
 def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
-    """Return by how many seconds the host's time to start a forward's kernels exceeds the kernels' own time
-    (`kernels`).
-    """
+    """Return how much longer the host takes to start a forward's kernels than the kernels run (`kernels`), or 0."""
     late = max(_launch(shape, factors) - kernels, 0)
     return Pair(late, (1 + (shape.whole_again or shape.recomputes / 2)) * late)
 
 
 def _optimizer(shape: Shape, factors: Factors) -> float:
-    """Return the seconds of the update, which follow from the memory traffic of the rank with the most parameters."""
+    """Return the seconds of the update, computed from the memory traffic of the rank with the most parameters."""
     parameters = max(map(shape.parameters, range(len(shape.layers)))) * len(shape.stages[0]) / shape.shards
     return parameters * TOKEN_BYTES * (1 + shape.moments) / 3 / _bandwidth(shape, factors) + LATENCY
 
@@ -189,8 +188,8 @@ def _pipeline_calls(shape: Shape) -> float:
 
 
 def _fsdp(shape: Shape, factors: Factors, block: Pair) -> float:
-    """Return the seconds by which FSDP's messages delay a step. The computation of one block (`block`) overlaps with
-    the messages of the next block; in a pipeline, messages overlap with nothing.
+    """Return the seconds by which FSDP's messages delay a step. The computation of a block (`block`) overlaps with the
+    messages of the next block. In a pipeline, no computation overlaps with messages.
     """
     job = shape.job
     gather, reduce, replicas = _sharding(shape, factors)
@@ -204,19 +203,19 @@ def _fsdp(shape: Shape, factors: Factors, block: Pair) -> float:
 
 
 def _launch(shape: Shape, factors: Factors) -> float:
-    """Return the seconds that the host needs to start the kernels of a block's forward. Starting a backward's kernels
-    takes no longer, as autograd needs no Python.
+    """Return the seconds that the host needs to start the kernels of a block's forward. Starting the kernels of a
+    backward is not slower, as autograd needs no Python.
     """
-    if shape.compiled or shape.job.hardware.passes_per_second:  # a CPU has no kernels that run behind the host
+    if shape.compiled or shape.job.hardware.passes_per_second:  # a CPU has no kernels to start
         return 0.0
     return factors.launch * (factors.launch_tp if shape.job.parallelism.tp > 1 else 1)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Messages of a rank. `seconds` is their time on the link if nothing else runs. `taken` is the time by which they
-    delay computation that overlaps with them (by waits for other ranks, occupied multiprocessors, copies into and out
-    of buffers).
+    """Messages of a rank. `seconds` is how long the link needs for them if nothing else runs. `taken` is how long they
+    delay computation that overlaps with them: by waits for other ranks, by occupying multiprocessors, and by copies
+    into and out of buffers.
     """
 
     seconds: float = 0.0
@@ -242,7 +241,7 @@ class Again(NamedTuple):
 
 
 def recomputed(shape: Shape) -> Again:
-    """Return what a block's backward recomputes; it depends on the mode of activation checkpointing."""
+    """Return what a block's backward recomputes in the job's mode of activation checkpointing."""
     sizes, mode = shape.sizes, mode_of(shape.job)
     if mode.contexts:
         return Again(1 - sum(sizes[:: mode.matmuls]) / sum(sizes), 0, 1)
@@ -250,8 +249,8 @@ def recomputed(shape: Shape) -> Again:
 
 
 def head_passes(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of the head and the loss for one microbatch, (forward, backward). Both passes count as eager
-    code, the forward with 16 and the backward with 20 bytes of memory traffic per logit.
+    """Return the seconds of the head and the loss for one microbatch: (forward, backward). Both passes are counted as
+    eager code. The forward has 16 bytes of memory traffic per logit, the backward 20.
     """
     model, tokens = shape.job.model, shape.tokens
     matmul = (
@@ -262,8 +261,8 @@ def head_passes(shape: Shape, factors: Factors) -> Pair:
 
 
 def _experts(shape: Shape, factors: Factors) -> float:
-    """Return the seconds of the experts' matmuls in one forward of a microbatch. An expert has few rows, so the FLOP/s
-    of its matmuls are low.
+    """Return the seconds of the experts' matmuls in one forward of a microbatch. They reach low FLOP/s, as an expert
+    has few rows.
     """
     if not shape.experts:
         return 0.0
@@ -274,12 +273,12 @@ def _experts(shape: Shape, factors: Factors) -> float:
 
 
 def _imbalance(shape: Shape, factors: Factors) -> float:
-    """Return the ratio of the number of rows on the rank that has the most to the mean over all ranks."""
+    """Return the largest number of rows that the experts of a rank get, divided by the mean over all ranks."""
     return 1.0 if shape.job.debug.balance_experts else factors.imbalance
 
 
 def _exchange(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of the all-to-alls to experts and back; each device has its own NIC."""
+    """Return the seconds of the all-to-alls to the experts and back. It is assumed that each device has its own NIC."""
     if not shape.experts or shape.experts.ep == 1:
         return Pair(0.0, 0.0)
     hardware, ep = shape.job.hardware, shape.experts.ep
@@ -294,8 +293,8 @@ def _bandwidth(shape: Shape, factors: Factors) -> float:
 
 
 def _rate(shape: Shape, linear: Linear) -> float:
-    """Return the FLOP/s of a linear on one rank: it is lower for small matrices, such as those that tensor parallelism
-    splits.
+    """Return the FLOP/s of a linear on one rank. They are lower for small matrices, such as those that tensor
+    parallelism splits.
     """
     tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
     smallest = min(shape.tokens, linear.share("inputs", tp), linear.share("outputs", tp))
@@ -307,9 +306,9 @@ def _rate(shape: Shape, linear: Linear) -> float:
 
 
 def _attention_rate(shape: Shape, factors: Factors) -> float:
-    """Return the FLOP/s of attention. torch's flash kernel has a rate of its own; ring attention has a fraction
-    (`ring`) of a kernel's rate. A tower's mask needs torch's memory-efficient kernel, which is assumed to be as fast as
-    flash.
+    """Return the FLOP/s of attention. torch's flash kernel has its own rate. Ring attention has a fraction (`ring`) of
+    the kernel's rate. Because of its mask, a tower needs torch's memory-efficient kernel, which is assumed to be as
+    fast as flash.
     """
     job = shape.job
     call, asked, hardware = call_of(job), job.model.attention, job.hardware
@@ -324,11 +323,12 @@ def _attention_rate(shape: Shape, factors: Factors) -> float:
 
 
 def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
-    """Return the bytes of memory traffic per token of casts to Float8, (forward, backward).
+    """Return the bytes of memory traffic per token for casts to Float8: (forward, backward).
 
-    Tensorwise scaling reads a bf16 tensor twice (for its largest value, then to cast it) and writes a byte. The matmul
-    of a weight's gradient needs both operands transposed: for each element one byte is read and one written. Under
-    tensor parallelism the operands are gathered first, so this counts for whole operands.
+    Tensorwise scaling reads each bf16 element twice (to find the tensor's largest value, then to cast it) and writes
+    one byte. The matmul of a weight's gradient needs both operands transposed: for each element one byte is read and
+    one written. Under tensor parallelism the operands are gathered before they are transposed, so whole operands are
+    counted.
     """
     dim = shape.job.model.dim
     if not shape.format:
@@ -342,8 +342,8 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
 
 
 def _weight_casts(shape: Shape, factors: Factors) -> float:
-    """Return the memory traffic, in bytes, of one cast of a block's weights to Float8. The forward makes such a cast,
-    and the backward another. If FSDP gathers weights in Float8, only shards are cast.
+    """Return the bytes of memory traffic of one cast of a block's weights to Float8. The forward makes one such cast,
+    and the backward makes another. If FSDP gathers weights in Float8, each rank casts only its shards.
     """
     if not shape.format:
         return 0.0
@@ -357,14 +357,14 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
 
 
 def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:
-    """Return the time of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks whose numbers are `inside`
-    apart. It is a ring's time at the rate of the slowest link, plus a fixed time, which lowers the rate of short
-    messages.
+    """Return the time of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks, whose rank numbers are
+    `inside` apart. The time is that of a ring at the rate of the slowest link, plus a fixed time, which matters for
+    short messages.
     """
     if ranks == 1 or not size:
         return Sent()
     hardware = shape.job.hardware
-    # number of the collective's devices in a node; each has its own NIC
+    # how many of the collective's devices are in one node; each has its own NIC
     lanes = max(hardware.gpus_per_node // inside, 1)
     nodes, size = -(-ranks // lanes), size * (ranks - 1) / ranks
     taken = factors.contention * size / (hardware.nvlink_gbs * 1e9)
@@ -382,8 +382,8 @@ def _tensor_parallel(shape: Shape, factors: Factors) -> Pair:
 
 
 def _context_parallel(shape: Shape, factors: Factors, attention: Pair) -> Pair:
-    """Return the seconds by which context parallelism's communication delays a block. In a ring, attention computes
-    while keys and values are passed on.
+    """Return the seconds by which the communication of context parallelism delays a block. In a ring, attention
+    computes while ranks pass keys and values on.
     """
     again = recomputed(shape).attention
     job, cp, tp = shape.job, shape.job.parallelism.cp, shape.job.parallelism.tp
@@ -397,8 +397,8 @@ def _context_parallel(shape: Shape, factors: Factors, attention: Pair) -> Pair:
 
 def _sharding(shape: Shape, factors: Factors) -> tuple[Sent, Sent, Sent]:
     """Return three kinds of messages: those that gather a block's weights, those that reduce its gradients over shards,
-    and those that sum the gradients over replicas once in a step. FSDP copies gathered weights out of its buffer, and
-    gradients into it.
+    and those that sum the gradients over replicas once in a step. The times include FSDP's copies of gathered weights
+    out of its buffer, and of gradients into it.
     """
     layout = shape.job.parallelism
     if not shape.wrapped:
@@ -418,26 +418,24 @@ def _sharding(shape: Shape, factors: Factors) -> tuple[Sent, Sent, Sent]:
 
 
 def _call(job: Job) -> float:
-    """Return the fixed overhead in seconds of a forward or backward of a stage."""
+    """Return the fixed overhead, in seconds, of one forward or one backward of a stage."""
     return 1 / job.hardware.passes_per_second if job.hardware.passes_per_second else 0.0
 
 
 def _span(shape: Shape, block: Pair, first: Pair, head: Pair, exact: bool) -> float:
-    """Return the seconds that the pipeline needs for one local batch. The first stage also has the work of towers
-    (`first`).
-    """
+    """Return the seconds of the pipeline for one local batch. Its first stage also has the work of the towers, `first`."""
     job, last, pp, call = shape.job, len(shape.layers) - 1, len(shape.stages), _call(shape.job)
     forward, backward = ([layers * one + call for layers in shape.layers] for one in block)
     forward[0] += first.forward
     backward[0] += first.backward
     forward[last] += head.forward
     backward[last] += head.backward
-    # seconds of each half, if a schedule splits the backward in two
+    # seconds of half a backward, for schedules that split it in two
     half = [(seconds + call) / 2 for seconds in backward]
     hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
     second = call if splits_backward(job) else 0
     most = max(sum(forward[stage] + backward[stage] + second for stage in stages) for stages in shape.stages)
-    # Further microbatches add no idle time: each only adds the work of the slowest rank.
+    # Further microbatches add no idle time: each adds only the work of the slowest rank.
     number = min(shape.microbatches, (4 if exact else 2) * pp)
     if written_schedule(job):
         number = shape.microbatches

@@ -1,1 +1,1 @@
-"""Reads run directories: tables in the paper's form, plots, and the differences between two runs. Imports no torch."""
+"""Reports from run directories: tables in the form of the TorchTitan paper, plots, and a page. Imports no torch."""

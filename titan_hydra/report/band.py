@@ -1,8 +1,8 @@
-"""Compare a cell's losses with the baseline's at equal steps, to find whether the cell learns the same.
+"""Compare the losses of a cell and of the baseline at equal steps, to find whether the cell learns the same.
 
-With the same weights and the same data in the same order, two correct layouts differ only in the order of sums. So they
-round differently, and training amplifies these differences. docs/report.md gives the width of the band and the
-measurements behind it.
+With the same weights and the same data in the same order, two correct layouts differ only in the order in which they
+add numbers. So they round differently, and training amplifies these differences. docs/report.md gives the width of the
+band and the measurements behind it.
 """
 
 import math
@@ -15,17 +15,19 @@ from titan_hydra.config.registry import FORMATS, Format
 
 from .cells import ReportCell, mean
 
-WINDOW = 10  # number of rows over which differences are averaged, as a single outlier is not a trend
+WINDOW = 10  # number of rows over which differences are averaged, so that one outlier is not taken for a trend
 NEIGHBOURS = 25  # the noise of the baseline's loss at a row is computed from this many rows on either side
-SHARE = 0.1  # fraction of that noise by which a mean may differ, as training amplifies rounding
-# The fraction of the loss by which rounding alone may change a mean loss, by compute dtype. For number formats, FORMATS
-# has this fraction.
+SHARE = 0.1  # fraction of the noise by which a mean may differ, as training amplifies rounding
+# The fraction of the loss by which rounding may change a mean loss, by compute dtype. FORMATS has that of number
+# formats.
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-3}
 
 
 @dataclass(frozen=True)
 class Band:
-    """The result of comparing a cell's losses with the baseline's. Differences are fractions of the baseline's loss."""
+    """The result of comparing the losses of a cell and of the baseline. Differences are relative to the baseline's
+    loss.
+    """
 
     step: int | None = None  # the first step outside the band
     difference: float = 0.0  # mean difference at that step
@@ -51,7 +53,7 @@ class Band:
 
 
 def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
-    """Compare a cell's losses with the baseline's at the steps that both have logged; None where there are none."""
+    """Compare the losses of a cell and of the baseline at the steps that both have logged. None if there are none."""
     steps = sorted(baseline.losses.keys() & cell.losses.keys())
     if not steps:
         return None
@@ -59,21 +61,21 @@ def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
     for step, off, allowed in zip(
         steps, off_by(reference, own), tolerances(reference, coarser(baseline, cell)), strict=True
     ):
-        if not abs(off) <= allowed:  # not `>`, so that NaN counts as outside
+        if not abs(off) <= allowed:  # `not <=` instead of `>`, so that NaN counts as outside
             return Band(step, off, allowed, len(steps))
     return Band(compared=len(steps))
 
 
 def off_by(reference: list[float], own: list[float]) -> list[float]:
-    """Return for each row the mean relative difference of the losses of the last WINDOW rows up to it."""
+    """Return for each row the relative difference of the losses, as a mean over WINDOW rows that end with this row."""
     relative = [(b - a) / (a or 1.0) for a, b in zip(reference, own, strict=True)]
     return [mean(relative[max(0, row - WINDOW + 1) : row + 1]) for row in range(len(relative))]
 
 
 def tolerances(reference: list[float], precision: str) -> list[float]:
-    """Return for each row the largest mean difference inside the band, as a fraction of the loss. It is the effect of
-    rounding on a forward pass plus, from the second row on, a fraction (SHARE) of the baseline's own noise from batch
-    to batch, as training amplifies rounding. The first row is logged before any update.
+    """Return for each row half the width of the band, as a fraction of the loss. It is the effect of rounding on a
+    forward pass. From the second row on, a fraction (SHARE) of the baseline's noise from batch to batch is added,
+    because training amplifies rounding. The first row is logged before any update.
     """
     noise = noise_of(tuple(reference))
     return [
@@ -81,15 +83,15 @@ def tolerances(reference: list[float], precision: str) -> list[float]:
     ]
 
 
-@lru_cache(maxsize=4)  # all cells of a report are compared with one baseline
+@lru_cache(maxsize=4)  # cached, as all cells of a report are compared with one baseline
 def noise_of(reference: tuple[float, ...]) -> list[float]:
-    """Return the noise of the losses near each row; 0 for the first row."""
+    """Return for each row the noise of the losses near it; 0 for the first row."""
     return [0.0, *(local_noise(reference, row) for row in range(1, len(reference)))]
 
 
 def local_noise(losses: Sequence[float], row: int) -> float:
-    """Return the standard deviation of the loss around its trend near `row`: the standard deviation of the differences
-    of neighbouring rows, divided by the square root of two.
+    """Return the standard deviation of the loss around its trend near `row`. It is computed as the standard deviation
+    of the differences between neighbouring rows, divided by the square root of two.
     """
     near = losses[max(0, row - NEIGHBOURS) : row + NEIGHBOURS + 1]
     steps = [after - before for before, after in pairwise(near) if math.isfinite(after - before)]
@@ -98,13 +100,13 @@ def local_noise(losses: Sequence[float], row: int) -> float:
 
 
 def coarser(*cells: ReportCell) -> str:
-    """Return the number format with the largest rounding among those in which the cells compute."""
+    """Return the number format with the largest rounding errors among the formats in which the cells compute."""
     formats = [cell.config.get("precision.converter") or cell.config.get("precision.compute_dtype") for cell in cells]
     return max((name or "bfloat16" for name in formats), key=rounding)
 
 
 def rounding(precision: str) -> float:
-    """Return the fraction of the loss by which a number format's rounding may change a mean loss. An unknown format
-    gets the large default.
+    """Return the fraction of the loss by which a number format's rounding may change a mean loss. Unknown formats get
+    the default, which is large.
     """
     return ROUNDING[precision] if precision in ROUNDING else FORMATS.get(precision, Format).rounding

@@ -1,4 +1,4 @@
-"""A certificate as a page to read, in Markdown."""
+"""Format a certificate as a page in Markdown."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ EXACT = ("start", "routing", "drift", "rounded")
 
 
 def card_page(card: dict[str, Any]) -> str:
-    """Return the page of a certificate."""
+    """Return a certificate as a page in Markdown."""
     parts = (
         _head(card),
         _prediction(card),

@@ -1,6 +1,4 @@
-"""The cells of a report: the contents of each run directory. Finished and running runs have rates and losses in the
-same form.
-"""
+"""The cells of a report, each with a run's data. Rates and losses have the same form for finished and for running runs."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ from titan_hydra.runs.view import short_names
 
 from .columns import Column, columns_of
 
-SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # shorter names of classes of failure
-FEW = 10  # measured steps below which a rate is not reliable
-LAST, ROWS = 0.1, 5  # a mean loss is over the rows in the last tenth of the steps, but over at least 5 rows
-BUSY = 1.25  # load per core above which other programs are assumed to share the machine
+SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # shorter names for some classes of failure
+FEW = 10  # minimum number of measured steps for a reliable rate
+LAST, ROWS = 0.1, 5  # a mean loss is over the rows of the last tenth of the steps, but at least over the last 5 rows
+BUSY = 1.25  # if the load per core is higher, other programs are assumed to share the machine
 
 
 @dataclass(frozen=True)
@@ -47,16 +45,16 @@ class ReportCell:
     result: dict[str, Any] = field(default_factory=dict)  # result.json of a run that is done
     columns: dict[str, Column] = field(default_factory=dict)  # columns of metrics.jsonl; "step" has every step
     events: list[dict[str, Any]] = field(default_factory=list)  # rows of events.jsonl
-    goodput: float | None = None  # time of useful steps divided by the time of all attempts, so far
+    goodput: float | None = None  # time of useful steps divided by all time since the first start
     load: dict[str, float] = field(default_factory=dict)  # "cores" of the machine, load averages at "start" and "end"
     unreadable: tuple[str, ...] = ()  # damaged files and rows, which were left out
-    repeat: bool = False  # whether it is the second run of the baseline, at the end of a packed sweep
-    # only for a `Mean`: the averaged cells, by the value of the key that differs
+    repeat: bool = False  # whether this is the second run of the baseline, at the end of a packed sweep
+    # only in a `Mean`: the averaged cells, by the value of the key in which they differ
     members: dict[str, ReportCell] = field(default_factory=dict)
 
     @property
     def single(self) -> list[ReportCell]:
-        """The runs of this cell: the cell itself or, for a `Mean`, its members."""
+        """The cells with a single run each: this cell itself or, for a `Mean`, its members."""
         return [*self.members.values()] or [self]
 
     @property
@@ -78,8 +76,8 @@ class ReportCell:
 
     @cached_property
     def steady(self) -> list[float]:
-        """Tokens per second of the logged rows, without the first row (warm-up), profiled rows, and rows that are
-        shorter than the logging interval.
+        """Tokens per second of the logged rows. Left out are the first row (warm-up), profiled rows, and rows over
+        fewer steps than the logging interval.
         """
         every, last = self.config.get("metrics.log_every") or 1, self.config.get("steps")
         profiled = self.column("profiled_steps")
@@ -95,7 +93,7 @@ class ReportCell:
 
     @property
     def partial(self) -> bool:
-        """Whether the numbers belong to a run that is not finished; a failed run has none."""
+        """Whether the cell has numbers of a run that is not finished. A failed run has no numbers."""
         return not self.done and not self.state.failure and bool(self.steady)
 
     @cached_property
@@ -116,9 +114,9 @@ class ReportCell:
         }
 
     rate = property(lambda self: self.numbers.get("tokens_per_second"))  # median over the steady steps, per device
-    iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # interquartile range over the same steps
-    noise = iqr  # rates that differ by less than this are indistinguishable
-    # number of steps (or rows) over which the rate is the median
+    iqr = property(lambda self: self.numbers.get("tokens_per_second_iqr"))  # interquartile range of these rates
+    noise = iqr  # rates that differ by less than this value are indistinguishable
+    # number of steps (or rows) from which the median rate is computed
     measured = property(lambda self: self.numbers.get("measured_steps"))
     memory = property(lambda self: self.numbers.get("memory_gib"))  # peak GiB reserved, the largest over all ranks
     mfu = property(lambda self: self.numbers.get("mfu"))
@@ -132,19 +130,19 @@ class ReportCell:
 
     @property
     def busy(self) -> bool:
-        """Whether other programs shared the run's machine, as its load exceeded its cores."""
+        """Whether the machine's load was much higher than its number of cores: then other programs shared the machine."""
         return bool(self.load) and max(self.load.get("start", 0), self.load.get("end", 0)) > BUSY * self.load.get(
             "cores", 1
         )
 
     @cached_property
     def stretches(self) -> list[Stretch]:
-        """The stretches of a run whose layout changed; none of any other run."""
+        """The stretches of a run whose layout changed; empty for any other run."""
         moved = any(event["event"] == "layout" for event in self.events)
         return stretches_of(self.directory) if moved else []
 
     def column(self, name: str, first: int = 0) -> Mapping[int, float]:
-        """Return a column of metrics.jsonl by step; with `first`, only of the newest layout and without its first row."""
+        """Return a column of metrics.jsonl by step; with `first`, only rows of the newest layout, except its first row."""
         column = self.columns.get(name, Column())
         if not (first and column):
             return column
@@ -158,13 +156,13 @@ class ReportCell:
 
     @cached_property
     def means(self) -> Mapping[int, float]:
-        """For each logged step, the mean loss since the row before or, if the row has no mean, the step's loss."""
+        """For each logged step, the mean loss since the row before. If a row has no mean, its loss is taken instead."""
         means = self.column("loss_mean")
         return means if len(means) == len(self.losses) else dict(self.losses) | dict(means)
 
     @cached_property
     def loss(self) -> float | None:
-        """The mean loss of the last rows (LAST, ROWS), as the loss of one step is noisy; None for a failed run."""
+        """The mean loss over the last rows (LAST, ROWS), as the loss of a single step is noisy; None for a failed run."""
         if self.state.failure:
             return None
         last = [loss for step, loss in self.means.items() if step > (1 - LAST) * self.step]
@@ -181,7 +179,7 @@ class ReportCell:
 
     @property
     def tasks(self) -> dict[str, dict[str, Any]]:
-        """The last numbers of each task, by its name; {} for a failed run."""
+        """The newest results of each evaluation task, by the task's name; {} for a failed run."""
         rows = [event for event in self.events if event["event"] == "task" and "task" in event]
         return {} if self.state.failure else {row["task"]: row for row in rows}
 
@@ -194,7 +192,7 @@ class ReportCell:
 
     @property
     def lowest(self) -> tuple[float, int] | None:
-        """The lowest held-out loss and its step; None for a failed run."""
+        """The lowest held-out loss, with its step; None for a failed run."""
         losses = [(loss, step) for step, loss in self.validation.items() if isfinite(loss)]
         return min(losses) if losses and not self.state.failure else None
 
@@ -227,14 +225,16 @@ class ReportCell:
         return places
 
     def on(self, axis: str, steps: Sequence[float]) -> list[float]:
-        """Convert steps to coordinates on an axis. A step that was not logged is scaled from the last logged step."""
+        """Convert steps to coordinates on an axis. The coordinate of an unlogged step is scaled from the last logged
+        step.
+        """
         places = self.places(axis)
         last = places[self.step] / self.step if self.step else 0.0
         return [places.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
-        """Return a text that is equal for cells which differ only in the keys `without`, or in keys that change neither
-        the experiment (the identity hash) nor the samples of the held-out loss.
+        """Return a text that is equal for cells of the same experiment. It has the values of all keys, except the keys
+        `without` and all keys that change neither the identity hash nor the samples of the held-out loss.
         """
         outside = set(without)
         for key, spec in known_keys().items():
@@ -248,7 +248,7 @@ class ReportCell:
 
     @property
     def commit(self) -> str | None:
-        """The commit that ran, followed by + if files differed from the commit."""
+        """The commit of the code that ran, followed by + if some files differed from the commit."""
         sha = self.result.get("git_sha") or self.env.get("git_sha")
         return sha and sha[:7] + ("+" if self.dirty else "")
 
@@ -268,7 +268,7 @@ class ReportCell:
         return self.commit and self.commit + (hashlib.sha256(diff.encode()).hexdigest()[:6] if diff else "")
 
     def version(self, package: str) -> str | None:
-        """Return a package's version in the run's process or, if unknown, in the process that submitted it."""
+        """Return a package's version in the run's own process or, if unknown, in the process that submitted the run."""
         return (self.result.get("versions") or self.env.get("versions") or {}).get(package)
 
     @property
@@ -278,10 +278,12 @@ class ReportCell:
 
 @dataclass(frozen=True)
 class Mean(ReportCell):
-    """Cells that differ in one key alone (such as the seed), as one cell: means, and their spread as noise."""
+    """Cells that differ only in one key (such as the seed), combined into one cell. Its numbers are means, and its
+    noise is the spread of the members.
+    """
 
     def of(self, name: str) -> list[float]:
-        """Return an attribute of every member that has it."""
+        """Return the values that an attribute has in the members, without None."""
         return [value for cell in self.members.values() if (value := getattr(cell, name)) is not None]
 
     rate = property(lambda self: mean(self.of("rate")))
@@ -300,7 +302,7 @@ class Mean(ReportCell):
         return None if error is None else 2 * error
 
     def column(self, name: str, first: int = 0) -> Mapping[int, float]:
-        """Return the members' mean at each step that all of them have logged."""
+        """Return, for each step that all members have logged, the mean of a column over the members."""
         return self._merged(lambda cell: cell.column(name, first), mean)
 
     @cached_property
@@ -309,7 +311,7 @@ class Mean(ReportCell):
 
     @property
     def errors(self) -> dict[int, float]:
-        """Standard error of the mean loss at each step; {} for a single member."""
+        """The standard error of the mean loss at each step; {} if there is only one member."""
         errors = self._merged(lambda cell: cell.means, error_of)
         return {} if None in errors.values() else errors
 
@@ -322,7 +324,7 @@ class Mean(ReportCell):
 
 
 def mean(values: list[float]) -> float | None:
-    """Return the mean of values that may be infinite or NaN; None for an empty list."""
+    """Return the mean of the values, which may be infinite or NaN; None for an empty list."""
     return sum(values) / len(values) if values else None
 
 
@@ -345,7 +347,7 @@ def gather(selection: Selection) -> list[ReportCell]:
 
 
 def read_cell(chosen: RunCell, now: State) -> ReportCell:
-    """Read the files of a run. A damaged run gets a cell without content."""
+    """Read the files of a run. For a damaged run, the returned cell has no content."""
     cell = ReportCell(chosen.name, chosen.directory, chosen.overrides, now)
     if now.damage:
         return cell
@@ -375,7 +377,7 @@ def read_cell(chosen: RunCell, now: State) -> ReportCell:
 
 
 def averaged(cells: list[ReportCell], over: str) -> list[ReportCell]:
-    """Replace cells that differ only in the key `over` by one `Mean` cell each."""
+    """Replace each group of cells that differ only in the key `over` by one `Mean`."""
     groups: dict[str, list[ReportCell]] = {}
     for cell in cells:
         groups.setdefault(cell.experiment(over) if cell.config else cell.name, []).append(cell)
@@ -383,7 +385,7 @@ def averaged(cells: list[ReportCell], over: str) -> list[ReportCell]:
 
 
 def mean_of(cells: list[ReportCell], over: str) -> Mean:
-    """Build the `Mean` of a group of cells, named by the words that all their names share."""
+    """Build the `Mean` of a group of cells. Its name consists of the words that occur in the names of all cells."""
     first = ([cell for cell in cells if cell.done] or cells)[0]
     swept = (over, over.rpartition(".")[2])
     names = [" ".join(word for word in cell.name.split() if key_of(word) not in swept) for cell in cells]
@@ -409,8 +411,8 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
 
 
 def labels(cells: list[ReportCell], sweep: bool) -> list[str]:
-    """Return the cells' names without the words that all names share. In a sweep, only shared words of the form
-    `key=value` are left out, as users chose the other words.
+    """Return the cells' names without the words that occur in all names. In a sweep, only such words of the form
+    `key=value` are left out, because users have chosen all other words.
     """
     if not sweep:
         return short_names([RunCell(cell.name, cell.directory, cell.overrides) for cell in cells])

@@ -1,6 +1,4 @@
-"""The data of a report's diagrams: bars, lines, and the timelines of pipelines. matplotlib draws them into files,
-plotly on the page.
-"""
+"""The data of a report's diagrams: bar charts and line charts. matplotlib draws them into files, plotly on the page."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,22 +16,24 @@ from .row import ReportRow
 from .style import DASHES, LINES, line_style, short
 from .table import Report
 
-# Keys that may grow with the number of devices. Cells with equal values of all other keys form one scaling curve.
+# Keys whose values may grow with the number of devices. Cells form one scaling curve if all their other keys are equal.
 GROWS = ("gpus", "data.global_batch", "parallelism.dp_shard", "parallelism.dp_replicate")
 AXES = {"step": "step", "tokens": "tokens", "seconds": "seconds of training"}
-ROWS = (  # charts of a column of metrics.jsonl: (name, title, unit, column)
+ROWS = (  # charts that show a column of metrics.jsonl: (name, title, unit, column)
     ("grad_norm", "Gradient norm", "before clipping", "grad_norm"),
     ("lr", "Learning rate", "", "lr"),
     ("rate", "Throughput over time", "tokens/s per device", "tokens_per_second"),
     ("memory_over_time", "Memory over time", "GiB reserved, the largest over all ranks", "memory_reserved_gib"),
     ("step_seconds", "Step times", "seconds", "step_seconds"),
 )
-POINTS, TOGETHER = 2000, 15_000  # maximum number of points of a line, and of all lines of a chart together
+POINTS, TOGETHER = 2000, 15_000  # maximum number of points: POINTS for one line, TOGETHER for all lines of a chart
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a row's lines are drawn: colour (a name of style.py), dashes. The baseline's are broad and grey."""
+    """How a row's lines are drawn: their colour (a name in style.py) and dashes. The baseline's lines are broad and
+    grey.
+    """
 
     colour: str
     dash: str
@@ -42,8 +42,8 @@ class Look:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart: values of a row of the table (-1: of no row) over steps or devices. `low` and `high` bound
-    an area around the line.
+    """One line of a chart: values over steps or devices. `row` is the number of a row of the table, or -1 if the line
+    belongs to no row. `low` and `high` bound an area around the line.
     """
 
     row: int
@@ -52,12 +52,12 @@ class Curve:
     y: list[float | None]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    faint: bool = False  # whether the line is thin and has no label, because another line of the same row has the label
+    faint: bool = False  # whether the line is thin and without a label; then another line of the same row has the label
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A line chart. `bands` are areas from 0 to a limit, (label, steps, limits), which lines should not leave."""
+    """A line chart. `bands` are areas that lines should not leave: (label, steps, limits), from 0 up to the limits."""
 
     name: str
     title: str
@@ -70,18 +70,18 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bar:
-    """The bar of a row of the table, with its formatted value and a remark to the right."""
+    """The bar of a row of the table. To the right of the bar stand its formatted value and a remark."""
 
     row: int
     value: float | None
     text: str
     remark: str
-    spread: float | None = None  # half the IQR, or the standard error
+    spread: float | None = None  # length of the thin line to each side: half the IQR, or the standard error
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar chart with a bar for each row of the table, and a line at the `limit`."""
+    """A bar chart with a bar for each row of the table, and a line at the value `limit`."""
 
     name: str
     title: str
@@ -121,8 +121,8 @@ def bar_charts(report: Report) -> Iterator[Bars]:
 
 
 def curves(report: Report) -> Iterator[Lines]:
-    """Yield all line charts, even those without lines. Losses and their distances from the baseline's come first. A row
-    has a line if it has at least two values and has not failed.
+    """Yield all line charts, even those without lines. The charts of losses and of their distances from the baseline
+    come first. A row has a line if it has at least two values and has not failed.
     """
     learned = [difference.key for difference in report.found if difference.learning]
     unit = "nats per token" + (f"; not all comparable: {', '.join(learned[:3])}" if learned else "")
@@ -131,7 +131,8 @@ def curves(report: Report) -> Iterator[Lines]:
     yield both_losses(report)
     yield from sizes(report)
     for name, title, unit, key in ROWS:
-        first = 0 if key in ("lr", "grad_norm") else 1  # times and memory of the first row include the start-up
+        # the first row is left out of times and memory, as they include the start-up
+        first = 0 if key in ("lr", "grad_norm") else 1
         yield lines_of(report, name, title, unit, methodcaller("column", key, first))
     yield scaling(report)
 
@@ -144,7 +145,7 @@ def drawn(report: Report) -> list[Lines]:
 def lines_of(
     report: Report, name: str, title: str, unit: str, values: Callable[[ReportCell], Mapping[int, float]]
 ) -> Lines:
-    """Chart `values` by step: a line for each row that has at least two finite values and has not failed."""
+    """Chart `values` over steps, with a line for each row that has at least two finite values and has not failed."""
     lines = []
     for number, row in enumerate(report.rows):
         if row.cell.state.failure:
@@ -205,9 +206,8 @@ def _other_samples(report: Report) -> str:
 
 def looks(report: Report) -> list[Look]:
     """Return how the lines of each row are drawn. In a sweep over several keys, the key with the most values determines
-    the colour, and the other keys the dashes. This is done if there are enough colours and dashes, and rows for at
-    least half of the combinations. Otherwise neighbouring rows differ in colour and dashes, and the baseline is broad
-    and grey.
+    the colour, and the other keys the dashes. This requires enough colours and dashes, and rows for at least half of
+    the combinations. Otherwise neighbouring rows differ in colour and dashes, and the baseline is broad and grey.
     """
     own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
     values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}
@@ -225,8 +225,8 @@ def looks(report: Report) -> list[Look]:
 
 
 def distances(report: Report) -> Lines:
-    """Chart for each row the mean relative difference of its loss from the baseline's, which decides whether the row is
-    in the band. Also chart the bands, one for each number format.
+    """Chart how far the loss of each row is from the baseline's loss. The charted values are the mean relative
+    differences that decide whether the row is in the band. Also chart the bands, one for each number format.
     """
     reference, lines, bands = report.baseline.cell.losses, [], {}
     for number, row in enumerate(report.rows):
@@ -292,7 +292,7 @@ def scaling(report: Report) -> Lines:
 
 
 def _kind(curve: list[ReportRow]) -> str:
-    """Name the kind of scaling: strong (the same global batch), weak (the same batch per device), or mixed."""
+    """Return the kind of scaling: strong (the same global batch), weak (the same batch per device), or mixed."""
     if len({row.cell.config.get("data.global_batch") for row in curve}) == 1:
         return "strong"
     shares = {(row.cell.config.get("data.global_batch") or 0) / row.cell.gpus for row in curve}

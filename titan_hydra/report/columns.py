@@ -1,5 +1,5 @@
-"""The columns of metrics.jsonl that a report uses. A value takes eight bytes, so that a thousand runs of a thousand
-rows fit into memory.
+"""The columns of metrics.jsonl that a report uses. Each value is stored in eight bytes, so that a thousand runs of a
+thousand rows fit into memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Column(Mapping[int, float]):
     """The values of one column, by ascending step. Rows without a value are left out."""
 
     def __init__(self, steps: array[int] | None = None, numbers: array[float] | None = None) -> None:
-        """Keep the arrays without copying them, so that columns with a value in every row share one array of steps."""
+        """Store the arrays without copying them, so that columns with a value in every row share one array of steps."""
         self.steps, self.numbers = steps or array("q"), numbers or array("d")
 
     def __getitem__(self, step: int) -> float:
@@ -52,7 +52,9 @@ class Column(Mapping[int, float]):
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, Column]:
-    """Return the columns in KEPT, and "step" with every step. If several rows have the same step, the last one counts."""
+    """Return the columns in KEPT, and the column "step" with every step. If several rows have the same step, only the
+    last of them counts.
+    """
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     steps = array("q", ascending)
     found = {"step": Column(steps, array("d", steps))}

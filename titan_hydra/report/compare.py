@@ -1,7 +1,7 @@
-"""Decide which cells may be compared: some keys must be equal to compare tokens/s, others to compare losses.
+"""Decide which cells may be compared. To compare tokens/s, some keys must be equal; to compare losses, others must.
 
-The schema states for each key what it changes (`changes`, config/field.py). Techniques may always differ: how a job is
-split, its schedule, precision, activation checkpointing, compilation, the local batch.
+The schema states for each key what it changes (`changes`, config/field.py). Keys of techniques may always differ: how a
+job is split, its schedule, precision, activation checkpointing, compilation, and local batch.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,13 +21,14 @@ from .cells import ReportCell
 CHANGES = {
     name: changes for key in known_keys() if not is_dataclass(kind_of(key)) for name, changes in [changes_of(key)]
 }
-WORK = [name for name, changes in CHANGES.items() if "work" in changes]  # must be equal to compare tokens/s
-LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes]  # must be equal to compare losses
+WORK = [name for name, changes in CHANGES.items() if "work" in changes]  # must be equal where tokens/s are compared
+# must be equal where losses are compared
+LEARNING = [name for name, changes in CHANGES.items() if "learning" in changes]
 HELD_OUT = [name for name, changes in CHANGES.items() if changes == "held-out loss"]
 EQUAL = [name for name, changes in CHANGES.items() if changes != "technique"]
 VERSIONS = ("torch", "torchao", "triton")
-UNKNOWN = object()  # the value of a key if a run lacks the result or the file; it counts as equal to every value
-# further values that must be equal, although they are not keys of config.json
+UNKNOWN = object()  # the value of a key whose file or result is missing; it counts as equal to every value
+# further values that must be equal and are not keys of config.json
 PLACE: dict[str, Callable[[ReportCell], Any]] = {
     "gpus": lambda cell: cell.gpus,
     "device": lambda cell: cell.device,
@@ -36,19 +37,19 @@ PLACE: dict[str, Callable[[ReportCell], Any]] = {
 }
 RECIPES = ("experiment", "debug", "sweeps")  # groups whose options may set any key
 DEGREES = ("gpus", "parallelism", "cluster.gpus_per_node")
-# Key -> further keys: a sweep that varies one of them varies the key on purpose.
+# Key -> further keys: a sweep that varies one of the further keys also varies the key on purpose.
 MEANS = {"data.global_batch": ("data.global_batch", "data.local_batch"), "gpus": DEGREES}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A key that must be equal but differs between cells with numbers."""
+    """A key that must be equal in all cells, but has several values in cells with numbers."""
 
     key: str
-    values: dict[str, list[str]]  # formatted value: labels of the cells that have it
-    work: bool  # whether it changes the computation per token
-    learning: bool  # whether it changes what a step learns
-    purpose: bool  # whether the sweep varies it
+    values: dict[str, list[str]]  # for each formatted value, the labels of the cells that have it
+    work: bool  # whether the key changes the computation per token
+    learning: bool  # whether the key changes what a step learns
+    purpose: bool  # whether the sweep varies the key on purpose
 
     def __str__(self) -> str:
         values = []
@@ -59,12 +60,12 @@ class Difference:
 
 
 def value_of(cell: ReportCell, key: str) -> object:
-    """Return a cell's value of a key; for a section, a tuple of its keys and values. UNKNOWN if there is none."""
+    """Return a cell's value of a key; for a section, a tuple of its keys and values. UNKNOWN if the cell has no value."""
     if key in PLACE:
         value = PLACE[key](cell)
         return UNKNOWN if value is None else value
     value = cell.config.get(key)
-    if value == {}:  # an empty table, where another cell has a section with keys
+    if value == {}:  # the table is empty here; in another cell it may be a section with keys
         return ((key, "{}"),)
     if key in cell.config:
         return as_typed(value) if isinstance(value, list | dict) else value
@@ -77,7 +78,7 @@ def value_of(cell: ReportCell, key: str) -> object:
 
 
 def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> list[Difference]:
-    """Return the keys that must be equal but differ between cells, and whether a sweep varies each on purpose."""
+    """Return the keys that must be equal in all cells but differ, each with whether the sweep varies it on purpose."""
     found = []
     for key in (*EQUAL, *PLACE):
         values: dict[object, list[str]] = {}
@@ -92,11 +93,11 @@ def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> 
 
 
 def on_purpose(key: str, swept: set[str]) -> bool:
-    """Whether the sweep varies a key: an override that differs between its cells sets the key, its group, or an option
-    that may set any key (RECIPES).
+    """Whether the sweep varies a key. It does if an override that differs between the sweep's cells sets the key, the
+    key's group, or an option that may set any key (RECIPES).
 
-    Code, versions and device never count as varied on purpose, as no override sets them: two cells with different ones
-    come from two checkouts or clusters. Neither does debug.balance_experts, which no real training uses.
+    Code, versions and device never count as varied on purpose, as no override sets them: if they differ, the cells come
+    from several checkouts or clusters. debug.balance_experts never counts either, as no real training uses it.
     """
     if (key in PLACE and key != "gpus") or key == "debug.balance_experts":
         return False
@@ -122,8 +123,8 @@ def swept_keys(overrides: list[list[str]]) -> set[str]:
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:
-    """Raise ConfigError with a line for each difference, except those on purpose, those in `allowed`, and those that
-    change only the held-out loss.
+    """Raise ConfigError with a line for each difference. Differences on purpose, those in `allowed`, and those that
+    change only the held-out loss are accepted.
     """
     unknown = [
         key for key in allowed if not any(_within(known, key) or _within(key, known) for known in (*EQUAL, *PLACE))
@@ -142,20 +143,20 @@ def refuse(found: list[Difference], allowed: set[str]) -> None:
 
 
 def is_allowed(key: str, allowed: Iterable[str]) -> bool:
-    """Whether --allow names a key or its group."""
+    """Whether --allow names this key, or the group of this key."""
     return any(_within(key, name) for name in allowed)
 
 
 def same(cell: ReportCell, baseline: ReportCell, keys: Iterable[str]) -> bool:
-    """Whether two cells agree in all of these keys, ignoring unknown values."""
+    """Whether two cells have equal values of all these keys; an unknown value counts as equal."""
     pairs = ((value_of(cell, key), value_of(baseline, key)) for key in keys)
     return all(UNKNOWN in pair or pair[0] == pair[1] for pair in pairs)
 
 
 @cache
 def _name_of(key: str) -> str:
-    """Return the name under which a key is compared: its own name or, if its section states `changes`, the section's
-    name.
+    """Return the name under which a key is compared: the section's name if the section as a whole states `changes`,
+    else the key's own name.
     """
     return changes_of(key)[0]
 
@@ -165,8 +166,8 @@ def _within(key: str, group: str) -> bool:
 
 
 def _shown(key: str, value: object, values: Iterable[Any]) -> str:
-    """Format a value. For a section, show its `name`, if that differs between cells, and the keys in which sections
-    with that name differ.
+    """Format a value. For a section, show its `name` if the names differ between cells, and those keys in which
+    sections of the same name differ.
     """
     if not (isinstance(value, tuple) and key not in PLACE and value and isinstance(value[0], tuple)):
         return as_typed(value)

@@ -1,4 +1,4 @@
-"""Draw the result of `titan coordcheck`: what steps change at each size, or the loss at each learning rate."""
+"""Draw the result of `titan coordcheck`: how much activations change at each size, or the loss at each learning rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 
 
 def draw_coordinates(result: dict[str, Any], file: Path) -> Path:
-    """Write the picture of a result of `titan coordcheck`. Returns its file."""
+    """Draw a result of `titan coordcheck` into a file, and return the file."""
     import matplotlib
 
     with matplotlib.rc_context(settings("coordinates")):

@@ -1,4 +1,4 @@
-"""Format numbers with no more digits than their noise justifies."""
+"""Format numbers, with only as many digits as their noise justifies."""
 
 import math
 
@@ -6,7 +6,9 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def rate(value: float | None, noise: float | None = None) -> str | None:
-    """Format tokens per second without decimals above 100, else with three digits, and no finer than the noise allows."""
+    """Format tokens per second: above 100 without decimals, else with three digits; with fewer digits if they are
+    noisy.
+    """
     if value is None or not math.isfinite(value):
         return None if value is None else str(value)
     if noise and math.isfinite(noise):
@@ -26,7 +28,7 @@ def with_error(value: float | None, error: float | None, digits: int) -> str | N
 
 
 def percent(fraction: float | None, digits: int = 2) -> str | None:
-    """Format a difference as a signed percentage, truncated as in the paper, so that it never exceeds what was
+    """Format a difference as a signed percentage. It is truncated as in the paper, so that it never exceeds what was
     measured.
     """
     value = truncated_percent(fraction, digits)

@@ -1,8 +1,8 @@
-"""The report as one HTML page: tables, interactive plots, the keys in which cells differ, environment, and the commands
-to reproduce it.
+"""The report as one HTML page: tables, interactive plots, the keys in which cells differ, the environment, and the
+commands that reproduce the report.
 
-It needs no network, and its content security policy forbids all requests. plotly draws the plots; the template and the
-script are in assets.
+The page needs no network, and its content security policy forbids all requests. plotly draws the plots; the page's
+template and script are in assets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .table import Report
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# config groups that do not belong to the experiment: the table of differing keys leaves them out
+# config groups that do not belong to the experiment; the table of differing keys leaves them out
 QUIET = ("name", "notes", "paths", "sweep", "launch", "metrics", "cluster")
 
 
@@ -57,14 +57,14 @@ def page(report: Report, live: float = 0) -> str:
 
 @cache
 def packed_plotly() -> str:
-    """Return plotly's script, gzipped and in base64: a third of its size. The page's own script unpacks it."""
+    """Return plotly's script, gzipped and in base64: a third of its size. The page's own script unpacks plotly's."""
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def news(report: Report) -> dict[str, Any]:
-    """Return what a live page fetches: its tables as HTML, and the data of its charts."""
+    """Return the data that a live page fetches: its tables as HTML, and the data of its charts."""
     parts: Any = template("report_parts.html").module
     over = sum(row.cell.state.kind != "new" and not row.cell.state.active for row in report.rows)
     state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.rows)} cells are over"
@@ -74,8 +74,8 @@ def news(report: Report) -> dict[str, Any]:
 
 @cache
 def template(name: str) -> Template:
-    """Load a Jinja template from assets. The template escapes inserted values for HTML, and raises an exception if one
-    is missing.
+    """Load a Jinja template from assets. The template escapes inserted values for HTML. A missing value raises an
+    exception.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -83,7 +83,7 @@ def template(name: str) -> Template:
 
 
 def _table(report: Report) -> dict[str, Any]:
-    """Return the table and its notes as the template takes them."""
+    """Return the table and its notes in the form that the template needs."""
     rows = []
     for row, texts in zip(report.rows, report.texts, strict=True):
         cells = []
@@ -124,8 +124,8 @@ def data(report: Report) -> dict[str, Any]:
 
 
 def digits(value: float | None) -> float | None:
-    """Round to six significant digits. Charts cannot show more digits, and these numbers are the largest part of a
-    large sweep's page.
+    """Round to six significant digits. Charts cannot show more digits, and most of the page of a large sweep consists
+    of these numbers.
     """
     if not isinstance(value, float):
         return value
@@ -175,9 +175,9 @@ def more(report: Report) -> dict[str, Any]:
 
 
 def _differing(report: Report) -> dict[str, list[Any]]:
-    """Return a table of the keys in which the cells' configurations differ, without the groups in QUIET."""
+    """Return a table of the keys in which the cells' configurations differ. Keys of the groups in QUIET are left out."""
     rows = [row for row in report.rows if row.cell.config]
-    every = {key: None for row in rows for key in row.cell.config}  # each key once, in the order of config.json
+    every = {key: None for row in rows for key in row.cell.config}  # each key occurs once, in the order of config.json
     keys = [
         key
         for key in every
@@ -190,7 +190,7 @@ def _differing(report: Report) -> dict[str, list[Any]]:
 
 
 def environment(report: Report) -> dict[str, Any]:
-    """Return the software and hardware of the cells: the entries that are equal in all, and a table of the others."""
+    """Return the software and hardware of the cells: the entries equal in all cells, and a table of those that differ."""
     facts: dict[str, list[str]] = {}
     for row in report.rows:
         env, load = row.cell.env, {"cores": 0, "start": 0, "end": 0} | row.cell.load
@@ -220,7 +220,7 @@ def environment(report: Report) -> dict[str, Any]:
 
 
 def commands(report: Report) -> Iterable[str]:
-    """Yield the lines that reproduce the report: the checkout, the sweep, and each cell alone."""
+    """Yield the commands that reproduce the report: the checkout, the sweep, and each single cell."""
     sweep = report.selection.sweep
     commits = {row.cell.commit for row in report.rows} - {None}
     if len(commits) == 1 and not (commit := commits.pop()).endswith("+"):
@@ -232,7 +232,7 @@ def commands(report: Report) -> Iterable[str]:
     typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.rows:
         for one in row.cell.single:
-            # with +sweeps, the sweep's file sets overrides that were not typed
+            # with +sweeps, some overrides come from the sweep's file and were not typed
             implied = any(key_of(word) == "sweeps" for word in one.overrides)
             words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
             yield f"# {row.label}: {one.directory.name}"

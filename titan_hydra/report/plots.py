@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 WIDTH = 7.2  # inches
 FOOTER = 140  # maximum number of characters in a line of the footer
-# line charts that are written as files; the page has all line charts
+# names of the line charts that are written as files; the page has all line charts
 FILES = ("loss", "difference", "validation", "compute", "parameters", "scaling")
 
 
 def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
-    """Draw every chart that has data into files, which it yields. `axis` (AXES) is the x axis of line charts; with
-    `log` the axis of losses is logarithmic.
+    """Draw every chart that has data into files, and yield the files. `axis` (one of AXES) is the x axis of line
+    charts. With `log`, the axis of losses is logarithmic.
     """
     import matplotlib
 
@@ -58,7 +58,9 @@ def save_figure(drawn: Figure, folder: Path, name: str) -> Iterator[Path]:
 
 
 def figure(height: float) -> tuple[Figure, Axes]:
-    """Create a figure and its axes without pyplot, which would keep a reference to the figure and look for a display."""
+    """Create a figure and its axes without pyplot, as pyplot would keep a reference to the figure and look for a
+    display.
+    """
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -125,7 +127,9 @@ def _known(bar: Bar) -> bool:
 
 
 def _annotate(axes: Axes, place: int, width: float, bar: Bar, row: ReportRow) -> None:
-    """Write a bar's value to the right of the axes, in a column of `width` points, and its remark beside that column."""
+    """Write a bar's value to the right of the axes, in a column of `width` points, and the bar's remark beside this
+    column.
+    """
     beside: dict[str, Any] = {
         "xycoords": ("axes fraction", "data"),
         "textcoords": "offset points",
@@ -195,8 +199,8 @@ STYLES = {"solid": "-", "dash": (0, (5, 2)), "dot": (0, (1, 1.5)), "dashdot": (0
 
 
 def scale(axes: Axes, chart: Lines, log: bool) -> None:
-    """Choose the scales of the axes: base 2 for devices, so that ideal scaling is a straight line; logarithmic with
-    `log`, or if sizes span a factor of ten.
+    """Choose the scales of the axes. Both axes over devices have base 2, so that ideal scaling is a straight line.
+    Other axes are logarithmic with `log`, or if sizes span a factor of ten.
     """
     if chart.over == "devices":
         counts = sorted({count for one in chart.lines for count in one.x})

@@ -1,5 +1,5 @@
-"""`titan report --predicted` shows what `titan plan` predicts for each run of a report. `--row` prints the runs as
-measurements for `titan plan` to predict.
+"""`titan report --predicted` shows what `titan plan` predicts for each run of a report. `titan report --row` prints the
+runs in the form of the measurements that `titan plan --score` predicts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .table import Report
 
 
 def with_predictions(report: Report) -> Report:
-    """Return the report with a prediction in each row. The hardware rates are those that `titan plan --tune` wrote into
-    the sweep's folder or, without such a file, those of each run's `hardware`. Raises ConfigError if nothing can be
-    predicted.
+    """Return the report with a prediction in each row. The rates of the hardware come from the file that `titan plan
+    --tune` wrote into the sweep's folder or, without this file, from each run's `hardware`. Raises ConfigError if
+    nothing can be predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
     found = [prediction(row.cell.directory, rates) for row in report.rows]
@@ -39,7 +39,7 @@ def with_predictions(report: Report) -> Report:
 
 
 def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
-    """Predict a run from its config.json; if that is impossible, return the reason."""
+    """Predict a run from its config.json, or return the reason why this is impossible."""
     try:
         job = job_of_run(directory)
         found = predict(on(job, Hardware(**rates)) if rates else job)
@@ -50,7 +50,7 @@ def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
 
 def measured_rows(report: Report) -> list[dict[str, Any]]:
     """Return a row for each run that is done, with the keys of assets/published.yaml: the job, its median speed, and
-    its reserved memory. Raises ConfigError if no run is done, or a run cannot be read.
+    its reserved memory. Raises ConfigError if no run is done, or if a run cannot be read.
     """
     cells = [cell for row in report.rows for cell in row.cell.single if cell.done and cell.rate]
     if not cells:
@@ -74,7 +74,7 @@ def measured_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def job_of_run(directory: Path) -> Job:
-    """Read a run's job. Raises NotPredictable if it is damaged, or of another version."""
+    """Read a run's job. Raises NotPredictable if its file is damaged, or if another version has written it."""
     content = layout.CONFIG.read(directory)
     if not content:
         raise NotPredictable(f"{directory.name} has no config.json that can be read")

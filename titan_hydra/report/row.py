@@ -1,4 +1,4 @@
-"""A row of the report's table: a cell compared with the baseline, and the columns that it has."""
+"""The rows of the report's table, each a cell that is compared with the baseline, and the table's columns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from .cells import FEW, Mean, ReportCell, error_of, mean
 from .digits import MINUS, digits_of, percent, rate, truncated_percent, with_error
 
 NONE = "\N{EN DASH}"
-FEW_STEPS, NOISE = "few steps", "noise"  # reasons why a difference is not reliable
+FEW_STEPS, NOISE = "few steps", "noise"  # reasons why a difference in tokens/s is not reliable
 
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One cell compared with the baseline."""
+    """A row of the table: one cell, compared with the baseline."""
 
     cell: ReportCell
     label: str
     baseline: bool = False
-    difference: float | None = None  # relative difference of tokens/s from the baseline's
-    noise: float | None = None  # relative differences up to this are not distinguishable from noise
+    difference: float | None = None  # relative difference between the tokens/s of the cell and of the baseline
+    noise: float | None = None  # a relative difference up to this value cannot be distinguished from noise
     doubt: str = ""  # FEW_STEPS or NOISE; "" if the difference is reliable
-    # only for a `Mean`: the difference of its loss from the baseline's, and the standard error of this difference
+    # only for a `Mean`: the difference between its loss and the baseline's loss, with the standard error
     change: tuple[float, float | None] | None = None
     band: Band | None = None
     prediction: Prediction | None = None
@@ -42,12 +42,12 @@ class ReportRow:
 
     @property
     def to_prediction(self) -> float | None:
-        """The relative difference of tokens/s from the predicted rate."""
+        """The relative difference between the measured and the predicted tokens/s."""
         return self.cell.rate / self.predicted_rate - 1 if self.cell.rate and self.predicted_rate else None
 
     @property
     def rate(self) -> str:
-        """Tokens/s, marked with * if the run is not finished. The state, if the run has no rate."""
+        """Tokens/s, marked with * if the run is not finished; if the run has no rate, its state."""
         if isinstance(self.cell, Mean):
             return with_error(self.cell.rate, error_of(self.cell.of("rate")), 0) or self.cell.word
         text = rate(self.cell.rate, self.cell.iqr)
@@ -55,7 +55,7 @@ class ReportRow:
 
     @property
     def speed(self) -> str | None:
-        """The difference in tokens/s, with as many digits as the noise justifies, then `doubt` in parentheses."""
+        """The difference in tokens/s, with as many digits as the noise justifies, followed by `doubt` in parentheses."""
         text = percent(self.difference, digits_of(self.noise))
         return f"{text} ({self.doubt})" if text and self.doubt else text
 
@@ -78,8 +78,8 @@ class ReportRow:
         return _number(value, ".4f")
 
 
-# Title, name in CSV, and functions that return the text and the value in a row. A column is left out if no row has a
-# text in it.
+# A column: its title, its name in CSV, and two functions that return its text and its value in a row. A column without
+# a text in any row is left out.
 Column = tuple[str, str, Callable[[ReportRow], str | None], Callable[[ReportRow], Any]]
 COLUMNS: tuple[Column, ...] = (
     ("technique", "technique", lambda row: row.label, lambda row: row.label),
@@ -133,8 +133,8 @@ WORDS = ("technique", "loss in band", "commit", "torch", "device")  # titles of 
 
 
 def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
-    """Build a cell's row. The row gets the differences from the baseline, unless a key differs that must be equal.
-    `drift` is the relative change of the baseline's rate in its second run.
+    """Build a cell's row. The row has the differences from the baseline, unless a key that must be equal differs.
+    `drift` is how much the baseline's rate changed in its second run, as a fraction.
     """
     if cell is baseline:
         return ReportRow(cell, label, baseline=True)
@@ -159,10 +159,10 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
 
 
 def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | None] | None:
-    """Return the difference of two means' losses and its standard error; None if either cell is not a `Mean`.
+    """Return the difference between the losses of two `Mean` cells, with its standard error. None for other cells.
 
-    The held-out loss is used if all members have it, over the same samples. If both are means over the same values (the
-    same seeds), the differences are paired.
+    The compared loss is the held-out loss if all members have one over the same samples. If both cells average over the
+    same values (the same seeds), the differences are paired.
     """
     if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
         return None
@@ -193,7 +193,7 @@ def _lowest(row: ReportRow) -> str | None:
 
 
 def task_columns(rows: list[ReportRow]) -> tuple[Column, ...]:
-    """Return columns with the last numbers of each task that a run has answered (validation.tasks)."""
+    """Return columns with the newest results of each evaluation task (validation.tasks) for which a run has results."""
     names = {name: None for row in rows for one in row.cell.single for name in one.tasks}
     columns = []
     for task in names:
@@ -204,7 +204,7 @@ def task_columns(rows: list[ReportRow]) -> tuple[Column, ...]:
 
 
 def _task(task: str, metric: str, as_text: bool, row: ReportRow) -> Any:
-    """Return a number of a task, which of a `Mean` is the mean over its runs, or format it with its standard error."""
+    """Return a result of an evaluation task, averaged over a `Mean`; with `as_text`, formatted with its standard error."""
     found = (one.tasks.get(task, {}).get(metric) for one in row.cell.single)
     values = [value for value in found if value is not None]
     return with_error(mean(values), error_of(values), 4) if as_text else mean(values)

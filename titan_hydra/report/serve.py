@@ -1,4 +1,4 @@
-"""`titan report --serve`: serve the page on this machine only, updated while a sweep runs."""
+"""`titan report --serve`: serve the page to this machine only, and update it while a sweep runs."""
 
 import functools
 import json
@@ -13,14 +13,14 @@ from .page import news, page
 from .table import Report
 
 LOOPBACK = "127.0.0.1"
-EVERY = 3  # seconds between two requests of an open page
+EVERY = 3  # seconds after which an open page requests new data
 
 
 def serve(make: Callable[[], Report], port: int) -> None:
-    """Serve the page until Ctrl-C, and read the runs for each request with `make`. The path is secret, as other users of
-    the machine can connect.
+    """Serve the page until Ctrl-C. `make` reads the runs again for each request. The page's path is secret, because
+    other users of the machine can connect.
     """
-    make()  # so that mistakes in the arguments raise an error before anything is served
+    make()  # called once now, so that mistakes in the arguments raise an error before anything is served
     word = secrets.token_urlsafe(9)
     pages = {
         f"/{word}/": ("text/html", lambda: page(make(), live=EVERY)),
@@ -42,7 +42,7 @@ def serve(make: Callable[[], Report], port: int) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handles a request if its host is this machine's name; a page of another site cannot send such a request."""
+    """Handles only requests whose Host header is this machine's name, which a page of another site cannot send."""
 
     def __init__(self, pages: dict[str, tuple[str, Callable[[], str]]], *given: Any) -> None:
         """Handle the request; `pages` maps a path to its media type and to a function that makes the page."""
@@ -50,13 +50,13 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*given)
 
     def do_GET(self) -> None:
-        """Send the page, or the reason why there is none."""
+        """Send the page or, if it cannot be made, the reason."""
         host, (kind, content) = self.headers.get("Host", "").rpartition(":")[0], self.pages.get(self.path, ("", None))
         if content is None or host not in (LOOPBACK, "localhost"):
             return self.answer(404, "text/plain", "no such page\n")
         try:
             return self.answer(200, kind, content())
-        except RunError as error:  # for example, a new cell differs from the others in a key that must be equal
+        except RunError as error:  # for example, a cell that was started later differs in a key that must be equal
             return self.answer(503, "text/plain", f"{error}\n")
 
     def answer(self, status: int, kind: str, text: str) -> None:
@@ -75,4 +75,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Do nothing; the base class prints a line for each request."""
+        """Do nothing, in place of the base class's method, which would print a line for each request."""

@@ -1,10 +1,10 @@
-"""The appearance of plots, in files and on the page: a few colours that colour-blind people can distinguish, for light
-and dark backgrounds.
+"""The appearance of plots in files and on the page. It has few colours, which colour-blind people can distinguish, for
+light and for dark backgrounds.
 """
 
 from typing import Any
 
-LIGHT = {  # the palette of Okabe and Ito; colours of text are a little darker
+LIGHT = {  # the palette of Okabe and Ito; the colours for text are a little darker
     "ink": "#1f2328",
     "soft": "#6b7178",
     "rule": "#d5d9dd",
@@ -44,17 +44,19 @@ DARK = {
     "paleorange": "#7d5312",
     "palegreen": "#1d614c",
 }
-LINES = ("blue", "orange", "green", "purple", "brown", "sky", "violet")  # without red, which marks errors
+LINES = ("blue", "orange", "green", "purple", "brown", "sky", "violet")  # red is left out, as it marks errors
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def line_style(number: int) -> tuple[str, str]:
-    """Return colour and dashes of the n-th line. Neighbours differ in both, and the first 28 lines all differ."""
+    """Return the colour and dashes of the n-th line. Neighbouring lines differ in both; the first 28 all look
+    different.
+    """
     return LINES[number % len(LINES)], DASHES[number % len(DASHES)]
 
 
 def settings(name: str) -> dict[Any, Any]:
-    """Return matplotlib's settings for the figure `name`: an SVG keeps text as text, and is the same file each time."""
+    """Return matplotlib's settings for the figure `name`: an SVG keeps text as text, and its file is reproducible."""
     ink, soft, rule = LIGHT["ink"], LIGHT["soft"], LIGHT["rule"]
     return {
         "font.family": "sans-serif",

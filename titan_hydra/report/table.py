@@ -1,5 +1,5 @@
-"""The table of a report: a row for each cell with the paper's columns, the values that all cells share, and the notes
-below it.
+"""The table of a report: a row for each cell with the columns of the TorchTitan paper, the values that all cells share,
+and notes.
 """
 
 from collections.abc import Set
@@ -17,15 +17,15 @@ from .compare import Difference
 from .digits import percent
 from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, Column, ReportRow, against, task_columns
 
-DRAWN = 100  # maximum number of rows in a chart: a reader cannot distinguish more, nor a browser draw them
-SLOW = 0.2  # fraction by which a run may be slower than predicted before a note is added
+DRAWN = 100  # maximum number of rows in a chart: readers cannot distinguish more lines, and browsers cannot draw them
+SLOW = 0.2  # a note is added if a run is slower than predicted by more than this fraction
 # columns that become part of the caption if all cells have the same value
 ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")
 
 
 @dataclass(frozen=True)
 class Section:
-    """A further part of a report: a table with notes, and what --json prints of it under its name."""
+    """An additional part of a report: a table with notes. `document` is what --json prints under the section's name."""
 
     name: str
     head: list[str]
@@ -36,7 +36,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The data of a table, a page or a plot."""
+    """The data from which the table, the page and the plots are made."""
 
     name: str
     rows: list[ReportRow]
@@ -44,9 +44,10 @@ class Report:
     found: list[Difference]
     allowed: set[str]
     selection: Selection
-    over: str | None = None  # the key of --over: rows are means over its values
-    waiting: str = ""  # with --over: how many cells have not started and so have no row, and how many are still running
-    section: Section | None = None  # what a search has found
+    over: str | None = None  # the key that --over names; rows are means over the values of this key
+    # with --over: a text that counts the cells that have not started (and have no row), and those that still run
+    waiting: str = ""
+    section: Section | None = None  # the results of a search, if a search drew the cells
 
     @property
     def baseline(self) -> ReportRow:
@@ -55,25 +56,25 @@ class Report:
 
     @property
     def reference(self) -> ReportRow | None:
-        """The baseline's row; None if no row is compared with it."""
+        """The baseline's row; None if the report has no other row."""
         return self.baseline if len(self.rows) > 1 else None
 
     @property
     def drawn(self) -> "Report":
-        """The part of the report that charts show: the first rows and the baseline, DRAWN at most."""
+        """The part of the report that charts show: the first rows and the baseline's row, at most DRAWN rows in all."""
         first = self.rows[:DRAWN]
         return replace(self, rows=first if any(row.baseline for row in first) else [self.baseline, *first[:-1]])
 
     @property
     def left_out(self) -> str:
-        """A sentence about the rows that charts do not show; "" if they show all."""
+        """A sentence about the rows that charts do not show; "" if charts show all rows."""
         if len(self.rows) <= DRAWN:
             return ""
         return f"the diagrams show {DRAWN} of {len(self.rows)} rows: --over KEY averages those that differ in one key, as seed"
 
     @cached_property
     def columns(self) -> list[Column]:
-        """The columns of the table: those with a value in at least one row, without those in `shared`. Goodput is left
+        """The columns of the table: all that have a value in at least one row and are not in `shared`. Goodput is left
         out if every run was started only once.
         """
         again = any(cell.state.attempt > 1 for row in self.rows for cell in row.cell.single)
@@ -86,13 +87,13 @@ class Report:
 
     @property
     def every(self) -> tuple[Column, ...]:
-        """All columns, also those without any value."""
+        """All columns, including those without any value."""
         predicted = PREDICTED if any(row.prediction for row in self.rows) else ()
         return (*COLUMNS, *task_columns(self.rows), *predicted)
 
     @cached_property
     def shared(self) -> dict[str, str]:
-        """{title: value} of the columns in ALIKE that have equal values in all rows with a value."""
+        """{title: value} for each column in ALIKE whose value is the same in all rows that have one."""
         found = {title: {text(row) for row in self.rows} - {None} for title, _, text, _ in COLUMNS if title in ALIKE}
         return {title: values.pop() for title, values in found.items() if len(values) == 1}
 
@@ -118,7 +119,7 @@ class Report:
 
     @property
     def origin(self) -> str:
-        """A line that names the report's source, for figures that are shown elsewhere."""
+        """A line that names the report's source. Figures contain it, as they may be shown without the report."""
         return "  \N{MIDDLE DOT}  ".join(filter(None, (self.name, self.caption, self.command)))
 
     @cached_property
@@ -239,7 +240,7 @@ class Report:
             if held_out:
                 lost.append("held-out losses are not compared")
             why = " (on purpose)" if difference.purpose else "" if held_out else " (allowed)"
-            # the names of means already show what the sweep varies
+            # with --over, the names of the rows already show what the sweep varies
             runs = {} if self.over and difference.purpose else difference.values
             values = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in runs.items())
             if lost or not difference.purpose:
@@ -254,8 +255,8 @@ def build(
     allowed: Set[str] = frozenset(),
     over: str | None = None,
 ) -> Report:
-    """Compare the cells of a selection. Raises ConfigError if it has none, or if they differ in a key that must be
-    equal and is not in `allowed`.
+    """Compare the cells of a selection. Raises ConfigError if the selection has no cells, or if the cells differ in a
+    key that must be equal and is not in `allowed`.
     """
     repeats = [cell for cell in cells if cell.repeat]
     cells = [cell for cell in cells if not cell.repeat]
@@ -289,8 +290,8 @@ def build(
 
 
 def begun_cells(cells: list[ReportCell]) -> tuple[list[ReportCell], str, set[str]]:
-    """Return the cells that have started (all if none has), a line with the numbers of cells that have not started and
-    that still run, and the names of those that have not started.
+    """Return the cells that have started, or all cells if none has started. Also return a line with the numbers of
+    cells that have not started and of cells that still run, and the names of the cells that have not started.
     """
     missing = {cell.name for cell in cells if cell.waiting} if not all(cell.waiting for cell in cells) else set()
     running = sum(cell.state.kind == "running" for cell in cells)
@@ -300,7 +301,7 @@ def begun_cells(cells: list[ReportCell]) -> tuple[list[ReportCell], str, set[str
 
 
 def choose_baseline(cells: list[ReportCell], shown: list[str], name: str | None) -> ReportCell:
-    """Return the cell with that name, label or hash, or the mean that contains it; without a name the first cell."""
+    """Return the cell with this name, label or hash, or the `Mean` that contains it; the first cell if `name` is None."""
     if name is None:
         return cells[0]
     for cell, label in zip(cells, shown, strict=True):

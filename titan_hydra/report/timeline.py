@@ -1,5 +1,5 @@
-"""The timeline of each pipeline rank: the actions that a run recorded in schedule.json, simulated with durations of 1
-for a forward, 2 for a backward and 1 for each half of a backward.
+"""The timeline of each pipeline rank. It has the actions that a run recorded in schedule.json. In the simulation, a
+forward lasts 1 unit of time, a backward 2, and each half of a backward 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Timeline:
 
     title: str
     stages: int
-    ranks: list[list[tuple[float, Action]]]  # (start, action) in order, for each rank
+    ranks: list[list[tuple[float, Action]]]  # for each rank, pairs (start, action) in order
 
     @property
     def end(self) -> float:
@@ -43,7 +43,7 @@ class Timeline:
 
     @property
     def boxes(self) -> list[Box]:
-        """All actions, coloured by kind; those of a rank's second and later stages are paler."""
+        """The boxes of all actions, coloured by kind. Actions of a rank's second and later stages are paler."""
         found = []
         for rank, played in enumerate(self.ranks):
             chunks = sorted({stage for _, (stage, _, _) in played})
@@ -60,7 +60,7 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """The pipeline bubble: the share of all ranks' time in which they wait."""
+        """The pipeline bubble: the fraction of the time of all ranks in which they wait."""
         busy = sum(TIME[kind] for played in self.ranks for _, (_, kind, _) in played)
         return 1 - busy / (self.end * len(self.ranks))
 
@@ -81,7 +81,7 @@ class Box:
 
 
 def pipelines(report: Report) -> list[Timeline]:
-    """Simulate the schedule of each cell with a pipeline; cells with the same schedule share one timeline."""
+    """Simulate the schedule of each cell that has a pipeline. Cells with the same schedule share one timeline."""
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for row in report.rows:
         if (row.cell.config.get("parallelism.pp") or 1) > 1:
@@ -101,9 +101,9 @@ def pipelines(report: Report) -> list[Timeline]:
 
 
 def draw_timeline(pipeline: Timeline, drawn: Figure, axes: Axes) -> Figure:
-    """Draw a row for each rank, with a box for each action that holds its microbatch; idle time is empty."""
+    """Draw a row for each rank, with a box for each action. The box has the microbatch's number; idle time is empty."""
     count = len(pipeline.ranks)
-    width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # typographic points for a unit of time
+    width = drawn.get_figwidth() * 72 * 0.88 / pipeline.end  # typographic points on the axis for one unit of time
     axes.barh(range(count), pipeline.end, height=0.8, color=LIGHT["wash"], zorder=0)
     for box in pipeline.boxes:
         axes.barh(

@@ -1,4 +1,6 @@
-"""Write a report's table as text: for a terminal, as Markdown, CSV or LaTeX. The same report gives the same bytes."""
+"""Write a report's table as text: for a terminal, as Markdown, CSV or LaTeX. The same report always gives the same
+bytes.
+"""
 
 import csv
 import io
@@ -32,7 +34,7 @@ LATEX = {
 
 
 def terminal(report: Report) -> None:
-    """Print the table: rows that failed or left the band are red, the baseline's is bold."""
+    """Print the table. Rows that failed or left the band are red; the baseline's row is bold."""
     titles = [title for title, *_ in report.columns]
     colours = []
     for row in report.rows:
@@ -48,7 +50,7 @@ def terminal(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """Return the table in Markdown, its caption above, its notes as a list below."""
+    """Return the table in Markdown, with its caption above and a list of its notes below."""
     titles = [title for title, *_ in report.columns]
     lines = [f"**{_md(report.name)}**" + (f" ({_md(report.caption)})" if report.caption else ""), ""]
     lines += [_pipes(titles), _pipes(["---" if title in WORDS else "---:" for title in titles], pad=False)]
@@ -69,7 +71,9 @@ def markdown(report: Report) -> str:
 
 
 def comma_separated(report: Report) -> str:
-    """Return all columns as CSV, unrounded, with empty and constant ones, and further facts about each run."""
+    """Return all columns as CSV, even those that are empty or constant, and further facts about each run. Values are
+    not rounded.
+    """
     out, rows = io.StringIO(), values_of_rows(report)
     writer = csv.DictWriter(out, rows[0], lineterminator="\n")
     writer.writeheader()
@@ -78,8 +82,8 @@ def comma_separated(report: Report) -> str:
 
 
 def report_document(report: Report) -> dict[str, Any]:
-    """Return the report as JSON values: the columns of the CSV file and, for each row, the whole differences and what
-    judges its loss.
+    """Return the report as JSON values: the columns of the CSV file and, for each row, the untruncated differences and
+    the rule by which its loss was judged.
     """
     further = [
         {
@@ -112,7 +116,9 @@ def report_document(report: Report) -> dict[str, Any]:
 
 
 def values_of_rows(report: Report) -> list[dict[str, Any]]:
-    """Return for each row all columns, unrounded, with empty and constant ones, and further facts about its run."""
+    """Return for each row all columns, even those that are empty or constant, and further facts about the row's run.
+    Values are not rounded.
+    """
     rows = []
     for row in report.rows:
         state, load = row.cell.state, row.cell.load
@@ -166,7 +172,7 @@ def _ampersands(texts: list[str]) -> str:
 
 
 def _md(text: str) -> str:
-    """Escape a text so that it neither ends a table cell nor begins emphasis."""
+    """Escape a text for Markdown, so that it does not end a table cell or begin emphasis."""
     return re.sub(r"([\\|*_`<>\[\]])", r"\\\1", text.replace("\n", " "))
 
 

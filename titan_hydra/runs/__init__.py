@@ -1,1 +1,1 @@
-"""The run directory: claims, states, failures, finding runs, manifests. Imports no torch."""
+"""Run directories: claims, states, failures, the search for runs, and sweeps' manifests. Imports no torch."""

@@ -1,7 +1,8 @@
-"""Certificates of layouts (`titan certify`): which layout and code one is for, where it is, and what it states.
+"""Certificates of layouts (`titan certify`): to which layout and code a certificate applies, where it is stored, and
+what it contains.
 
-A certificate is for a layout, not for a run: runs that differ in seed, steps, learning rate or data have the same one.
-It is valid for the code and the release of torch that proved it; another version of either needs another certificate.
+A certificate belongs to a layout, not to a run: runs that differ only in seed, steps, learning rate or data share one
+certificate. It is valid only for the code and the releases of torch and torchao with which the layout was proven.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from titan_hydra.config.user_code import digest_of_code
 from . import layout
 from .records import flat
 
-# Keys that are declared to change only what is learned, but also change which code a step runs.
+# Keys that the schema declares to change only what is learned, although they also change which code a step runs.
 ALSO = ("optimizer.name", "data.global_batch", "train.sources")
 MEASURED = (
     "steps",
@@ -37,8 +38,8 @@ MEASURED = (
 
 
 def layout_hash(job: Job) -> str:
-    """Return 8 hex digits that are equal for frozen jobs with the same layout. The layout is the values of all keys
-    that change the technique or the work of a step.
+    """Return 8 hex digits that are equal for frozen jobs with the same layout. Here the layout means the values of all
+    keys that change the technique or the work of a step.
     """
     known, values = known_keys(), flat(to_dict(job))
     chosen = {
@@ -61,25 +62,25 @@ def digest_of_package() -> str:
 
 
 def folder_of_card(job: Job) -> Path:
-    """Return the folder of the certificate of a frozen job's layout by this code, whether or not it exists."""
+    """Return the folder of the certificate that a frozen job's layout has, or would have, with this code."""
     runs = Path(job.paths.runs).expanduser().absolute()
     return layout.CARDS.of(runs) / f"{layout_hash(job)}-{digest_of_package()}"
 
 
 def read_card(job: Job) -> dict[str, Any]:
-    """Return the certificate of a frozen job's layout by this code and this release of torch; {} if there is none."""
+    """Return the certificate of a frozen job's layout for this code and this release of torch; {} if there is none."""
     card = layout.CARD.read(folder_of_card(job))
     right = card.get("layout") == layout_hash(job) and card.get("code") == digest_of_package()
     return card if right and card["passed"] and released(card["versions"]) == released(versions()) else {}
 
 
 def released(found: dict[str, str]) -> list[str]:
-    """Return the releases of the packages that compute. Builds of a release, for CPUs and for GPUs, count as the same."""
+    """Return the releases of torch and torchao. Builds of the same release for CPUs and for GPUs count as equal."""
     return [found.get(package, "").partition("+")[0] for package in ("torch", "torchao")]
 
 
 def measured_of(directory: Path) -> dict[str, Any]:
-    """Return what a finished run has measured; {} for a run that is not done."""
+    """Return the figures that a finished run has measured; {} for a run that is not done."""
     result = layout.RESULT.read(directory)
     if result.get("status") != "done":
         return {}
@@ -87,18 +88,18 @@ def measured_of(directory: Path) -> dict[str, Any]:
 
 
 def with_measured(card: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """Return a card with a run's figures, in place of earlier ones of the same run."""
+    """Return a copy of a card with a run's figures, which replace earlier figures of the same run."""
     others = [one for one in card["measured"] if one["run"] != measured["run"]]
     return {**card, "measured": [*others, measured]}
 
 
 def same_code(card: dict[str, Any], directory: Path) -> bool:
-    """Whether a run recorded the commit and the uncommitted changes with which the card was made."""
+    """Whether a run was started with the same commit and the same uncommitted changes as the card."""
     environment = layout.ENV.read(directory)
     return code_state(environment) == card["code_state"]
 
 
 def code_state(environment: dict[str, Any]) -> dict[str, Any]:
-    """Return the commit of a recorded environment, and a digest of the uncommitted changes."""
+    """Return the commit in a recorded environment (env.json), and a digest of the uncommitted changes in it."""
     diff = environment.get("git_diff")
     return {"git_sha": environment.get("git_sha"), "git_diff": diff and hashlib.sha256(diff.encode()).hexdigest()[:16]}

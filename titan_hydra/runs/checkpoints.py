@@ -1,9 +1,9 @@
-"""The steps in a run's checkpoints folder: which are complete, whether their bytes are intact, and which are kept.
-Imports no torch.
+"""The checkpoints of a run, each the folder of a step: which are complete, whether their bytes are intact, and which
+are kept. Imports no torch.
 
-`step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was set aside, `*.deleting` is being deleted.
-The manifest of a step lists every other file in it with its size and CRC-32, and is the last file written before the
-rename that makes the step complete.
+The name of a folder shows its state: `step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was set
+aside, `*.deleting` is being deleted. The manifest of a step lists every other file in it with its size and CRC-32, and
+is the last file written before the rename that makes the step complete.
 """
 
 import contextlib
@@ -23,12 +23,13 @@ from titan_hydra.config.fault import Fault
 
 from . import layout
 
-WRITING, DAMAGED, DELETING = ".writing", ".damaged", ".deleting"  # suffixes of folders that are not a complete step
-CHUNK = 2**24  # bytes of a file that are read at a time
+# suffixes of folders that are not complete checkpoints
+WRITING, DAMAGED, DELETING = ".writing", ".damaged", ".deleting"
+CHUNK = 2**24  # number of bytes that are read from a file at a time
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete steps in a checkpoints folder, oldest first. `damage` checks whether they are intact."""
+    """Return the complete steps in a checkpoints folder, oldest first. Some may be damaged, which `damage` checks."""
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path.is_dir())
 
 
@@ -70,7 +71,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Read the manifest of a step; None if it is missing or damaged, or this user may not read it."""
+    """Read the manifest of a step; None if it is missing or damaged, or if this user may not read it."""
     with contextlib.suppress(OSError):
         manifest = layout.MANIFEST.read(path)
         return manifest if manifest.get("files") else None
@@ -84,17 +85,19 @@ def held_out_loss(path: Path) -> float:
 
 
 def best(folder: Path) -> Path | None:
-    """Return the complete step with the lowest held-out loss, the first of equal ones; None if no step has a loss."""
+    """Return the complete step with the lowest held-out loss; if several have it, the first of them. None if no step
+    has a loss.
+    """
     losses = [(held_out_loss(path), path) for path in complete(folder)]
     return min([(loss, path) for loss, path in losses if loss < inf], default=(inf, None))[1]
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """Read the files of a step and return their faults, a line each. Each of `ranks` ranks reads a share of the files."""
+    """Read the files of a step, and return a line for each fault. If several ranks check a step, each reads some files."""
     manifest = read_manifest(path)
     if manifest is None:
         return [f"{layout.MANIFEST.name} is missing or cannot be read"] if rank == 0 else []
-    # The manifest may be of another step, if the folder was renamed or restored under another name.
+    # If the folder was renamed, or restored under another name, its manifest is that of another step.
     if re.fullmatch(r"step-\d+", path.name) and manifest.get("step") != step_of(path):
         return [f"{layout.MANIFEST.name} is that of step {manifest.get('step')}"] if rank == 0 else []
     names = sorted(manifest["files"], key=lambda name: (manifest["files"][name]["bytes"], name))
@@ -116,7 +119,7 @@ def _wrong(file: Path, expected: dict[str, Any]) -> str | None:
 
 
 def checksum(file: Path) -> str:
-    """Return the CRC-32 of a file in hex. It finds accidents, not attacks (docs/security.md)."""
+    """Return the CRC-32 of a file in hex. A CRC detects accidental damage, but no attack (docs/security.md)."""
     crc = 0
     with file.open("rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK):
@@ -125,8 +128,8 @@ def checksum(file: Path) -> str:
 
 
 def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = False) -> list[Path]:
-    """Return the complete steps that may be deleted: neither the newest `keep_latest` (0: all are kept), nor multiples
-    of `keep_every` nor, with `keep_best`, the step with the lowest held-out loss.
+    """Return the complete steps that may be deleted. Kept are the newest `keep_latest` steps (0: all steps), the
+    multiples of `keep_every` and, with `keep_best`, the step with the lowest held-out loss.
     """
     old = complete(folder)[:-keep_latest] if keep_latest else []
     kept = best(folder) if keep_best and old else None
@@ -137,7 +140,8 @@ def asked_for(run: Path, step: str | None) -> Path:
     """Return the folder of a run's checkpoint at `step`, which is a number or `best` (the lowest held-out loss). If
     `step` is None, return the run's own folder.
 
-    Raises ConfigError if that checkpoint was not kept. `best` never means only the best of the steps that were kept.
+    Raises ConfigError if that checkpoint was not kept. `best` is the best of all validated steps, even if its
+    checkpoint was not kept.
     """
     if step is None:
         return run
@@ -163,7 +167,9 @@ def asked_for(run: Path, step: str | None) -> Path:
 
 
 def lowest_held_out(run: Path) -> tuple[float | None, int | None]:
-    """Return the lowest held-out loss in a run's events and its (first) step; (None, None) if no loss was measured."""
+    """Return the lowest held-out loss in a run's events, and the first step with this loss; (None, None) without
+    losses.
+    """
     rows = (row for row in layout.EVENTS.rows(run)[0] if row["event"] == "validation")
     losses = [(loss, row["step"]) for row in rows if isfinite(loss := row.get("validation_loss") or nan)]
     return min(losses, default=(None, None))
@@ -199,12 +205,12 @@ def _delete(paths: list[Path]) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return the folders that a killed process has left unfinished or partly deleted."""
+    """Return the unfinished or partly deleted folders that a killed process has left behind."""
     return [*folder.glob(f"step-*{WRITING}"), *folder.glob(f"*{DELETING}")]
 
 
 def sync_folder(path: Path) -> None:
-    """Make names and renames in a folder durable (fsync)."""
+    """Make the creation and the renaming of files in a folder durable (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

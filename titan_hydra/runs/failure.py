@@ -1,5 +1,5 @@
-"""Determine what failed. `describe` turns a rank's exception into a record. `guilty` finds the rank and the cause, from
-the records of all ranks and from what their executor knows.
+"""Determine why an attempt failed. `describe` turns a rank's exception into a record. `guilty` finds the rank that
+failed and the cause, from the records of all ranks and from what their executor knows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from titan_hydra.base.text import printable
 
 from . import hang, layout
 
-# exit statuses of a rank that was asked to end, and so has not failed
+# exit statuses of a rank that ended because it was asked to; they are no failures
 STOPPED = (Exit.REQUEUED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 OUT_OF_MEMORY = r"not enough memory|DefaultCPUAllocator|CUDA out of memory|ALLOC_FAILED"
 DISK_FULL = r"No space left on device|Disk quota exceeded"
 TIMED_OUT = r"tim(ed|e)[ -]?out|collective operation timeout"
-# Errors of gloo, NCCL and TCPStore on a rank that has lost its connection to another rank: that other rank is guilty.
+# Error messages of gloo, NCCL and TCPStore on a rank that has lost its connection to another rank; the other rank is
+# guilty.
 SECONDARY = (
     r"[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|[Ss]ocket closed|recvValue failed|sendBytes failed|"
     r"remote process exited|communicator was aborted|ncclRemoteError|gloo/transport|failed to recv|unbound_buffer"
@@ -32,8 +33,8 @@ DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 @dataclass(frozen=True)
 class Failure:
-    """How an attempt failed: the guilty rank, its exit status, one line for lists, the detail (traceback or end of its
-    log), the class of the failure, the guilty rank's host (or the job's nodes), and the attempt's folder.
+    """How an attempt failed. `rank` is the guilty rank, the one that caused the failure. `line` is a summary for lists;
+    `detail` is the traceback, or the end of the rank's log. `host` is the rank's host, or the job's nodes.
     """
 
     rank: int | None
@@ -48,8 +49,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outside:
-    """What an executor knows about the end of an attempt that the ranks' records do not hold: why it ended the job, how
-    ranks ended (as ranks.json has it), and what to report if no rank left a record.
+    """What only the executor knows about the end of an attempt: why the executor ended the job (`cause`), how ranks
+    ended (in the form of ranks.json), and which failure to report if no rank left a record (`otherwise`).
     """
 
     cause: Failure | None = None
@@ -66,7 +67,8 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
         "traceback": "" if isinstance(error, RunError) else "".join(traceback.format_exception(error)),
         "time": time.time(),
         "secondary": any(_is_secondary(link) for link in chain),
-        # the step and the phase, the host and so on, which observe/watchdog.py and observe/health.py have added
+        # facts such as the step, the phase and the host, which observe/watchdog.py and observe/health.py have added to
+        # the exception
         **next((link.facts for link in chain if hasattr(link, "facts")), {}),
     }
     return _status(error, chain), record
@@ -92,8 +94,8 @@ def _status(error: BaseException, chain: list[BaseException]) -> int:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and the exceptions that caused it. Pipeline stages and the compiler wrap the exception of a
-    rank in an exception of their own.
+    """Return an exception and the exceptions that caused it. This is needed because pipeline stages and the compiler
+    wrap a rank's exception in one of their own types.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain and len(chain) < 16:
@@ -115,10 +117,10 @@ def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
     """Return why a finished attempt failed; None if all ranks ended well, were asked to stop, or left no record (as
     after a power cut).
 
-    The cause is the earliest error that began in the rank itself, or the earliest rank that died without a record. If
-    there is neither, it is the cause that the executor knows (`outside`). Errors that only report the loss of another
-    rank are considered last; among them a time-out comes first, and the guilty rank is the one that the others waited
-    for.
+    The cause is the earliest error that began in a rank itself, or the earliest death of a rank without a record. If no
+    rank recorded an error of its own, a cause that the executor knows (`outside`) comes first. Errors that only report
+    the loss of another rank are considered last. Among these, a time-out comes first, and the guilty rank is the one
+    for which all others waited.
     """
     outside = outside or Outside()
     ranks = Ended.all(attempt, outside.ranks)
@@ -127,7 +129,7 @@ def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
     if outside.cause and not own:
         return outside.cause
     if own or silent:
-        # A rank that aborted comes last, as NCCL's watchdog aborts a rank when another rank has exited.
+        # At equal times, a rank that aborted comes last, as NCCL's watchdog aborts a rank when another rank has exited.
         return min(own + silent, key=lambda rank: (rank.time, rank.status == -signal.SIGABRT, rank.order)).failure()
     others = [rank for rank in ranks if rank.error]
     if not others:
@@ -137,8 +139,8 @@ def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
 
 
 def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
-    """Return the failure of a time-out. The message is that of `first`, the rank that noticed the time-out first; the
-    guilty rank is the one that was behind all others.
+    """Return the failure of a time-out. The message comes from `first`, the rank that noticed the time-out first; the
+    guilty rank is the rank that had made the least progress.
     """
     failure = first.failure()
     if (said := hang.verdict(attempt)) and said.rank is not None:
@@ -159,7 +161,7 @@ def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
 
 
 def _without_ranks(attempt: Path) -> Failure | None:
-    """Return the failure of the ranks' parent process, if it has left a traceback."""
+    """Return the failure of the ranks' parent process; None if this process has left no traceback."""
     log = layout.SUBMITIT.of(attempt) / "parent.log"
     if "Traceback" in (text := layout.last_lines(log)):
         return Failure(None, Exit.BUG, "the ranks' parent process failed", text, log, Kind.BUG, attempt=attempt)
@@ -168,8 +170,8 @@ def _without_ranks(attempt: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended, according to its own record (rank_<r>.json) and to the record of its parent process
-    (ranks.json) or of its executor.
+    """How one rank ended, according to its own record (rank_<r>.json) and to that of its parent process (ranks.json) or
+    of its executor.
     """
 
     attempt: Path
@@ -177,7 +179,7 @@ class Ended:
     status: int | None  # negative: the signal
     error: dict[str, Any] | None
     time: float
-    killed: bool  # whether its parent process or its executor ended it after another rank had failed
+    killed: bool  # whether the parent process or the executor ended this rank after another rank had failed
     order: int  # position of this rank among the executor's lines about ended ranks
     spoke: bool  # whether the rank has recorded its own exit status
     host: str | None
@@ -220,7 +222,7 @@ class Ended:
         return not self.spoke and not self.killed and self.status is not None and self.status not in STOPPED
 
     def failure(self) -> Failure:
-        """Return the failure with this rank as the guilty one."""
+        """Return the failure of the attempt, with this rank as the guilty rank."""
         status, line, detail, log = self._spoken() if self.error else self._unspoken()
         kind = Kind.KILLED if status == Exit.BUG and self.status == -signal.SIGKILL else KIND_OF.get(status, Kind.BUG)
         if kind == Kind.BUG and re.search(DISK_FULL, f"{line}\n{detail}\n{(self.error or {}).get('traceback', '')}"):
@@ -228,7 +230,7 @@ class Ended:
         return Failure(self.rank, status, line, detail, log, kind, self.host, self.attempt)
 
     def _spoken(self) -> tuple[int, str, str, Path | None]:
-        """Return status, line, detail and log of a rank that recorded its error."""
+        """Return the status, line, detail and log of the failure of a rank that recorded its error."""
         words, trace = self.error["message"], self.error["traceback"]
         if self.status == Exit.OUT_OF_MEMORY and "step" in self.error:
             return self.status, _out_of_memory(self.rank, self.error), _tail(trace), self.log
@@ -237,7 +239,7 @@ class Ended:
         return self.status, f"rank {self.rank}: {self.error['type']}: {_first_line(words)}", _tail(trace), self.log
 
     def _unspoken(self) -> tuple[int, str, str, Path]:
-        """Return status, line, detail and log of a rank that ended without recording an error."""
+        """Return the status, line, detail and log of the failure of a rank that ended without recording an error."""
         text = layout.last_lines(self.log, 200)
         if self.status == -signal.SIGABRT and re.search("collective operation timeout", text):
             return Exit.HANG, f"rank {self.rank}: NCCL's watchdog ended it: a collective timed out", text, self.log
@@ -262,8 +264,8 @@ class Ended:
 
     @property
     def log(self) -> Path:
-        """The rank's log; for a rank that died before opening it (an import error), the output that its parent
-        captured.
+        """The rank's log. For a rank that died before it opened its log (by an import error), the output that the
+        parent process has captured.
         """
         log = layout.LOG.of(self.attempt, self.rank)
         if log.exists():
@@ -273,7 +275,7 @@ class Ended:
 
 
 def _out_of_memory(rank: int, error: dict[str, Any]) -> str:
-    """Return one line: which rank ran out of memory at which step, and its peak and the device's capacity if known."""
+    """Return one line: the rank that ran out of memory, the step and, if known, its peak and the device's capacity."""
     where = f"rank {rank}, step {error['step']}:"
     if error.keys() >= {"peak_gib", "capacity_gib"}:
         return f"{where} peak {error['peak_gib']:.1f} of {error['capacity_gib']:.1f} GiB"

@@ -1,4 +1,4 @@
-"""Find the runs that a user names on the command line: by a run directory, a sweep's manifest or name, a folder of
+"""Find the runs that a user names on the command line, by a run directory, a sweep's manifest or name, a folder of
 runs, a run's name, or the start of a hash.
 
 A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells in order:
@@ -23,7 +23,7 @@ from . import layout
 
 @dataclass(frozen=True)
 class RunCell:
-    """One run of a selection. Its directory need not exist yet."""
+    """One run of a selection. The run's directory may not exist yet."""
 
     name: str
     directory: Path
@@ -32,22 +32,22 @@ class RunCell:
 
 @dataclass(frozen=True)
 class Selection:
-    """Runs that a command treats together."""
+    """The runs on which a command works, such as the cells of a sweep."""
 
     name: str
     cells: list[RunCell]
     baseline: str | None = None
-    manifest: Path | None = None  # folder of the sweep; None for runs of no sweep, or of several
+    manifest: Path | None = None  # folder of the sweep; None if the runs belong to no sweep, or to several sweeps
 
     @cached_property
     def sweep(self) -> dict[str, Any]:
-        """The content of the sweep's manifest; {} for runs of no sweep or of several."""
+        """The content of the sweep's manifest; {} if the runs belong to no sweep, or to several sweeps."""
         return layout.SWEEP.read(self.manifest) if self.manifest else {}
 
 
 def select_runs(target: str, runs: Path) -> Selection:
-    """Return the runs that `target` selects. Raises ConfigError if it is ambiguous, or selects none; the message then
-    has the nearest names.
+    """Return the runs that `target` selects. Raises ConfigError if `target` is ambiguous, or if it selects no run; then
+    the message suggests similar names.
     """
     path = Path(target)
     if path.name == layout.SWEEP.name:
@@ -62,15 +62,15 @@ def select_runs(target: str, runs: Path) -> Selection:
     named = {folder: sweep(folder) for folder in readable(runs)[::-1]}
     if latest := [found for found in named.values() if found.name == target]:
         return latest[-1]
-    # If all runs of a sweep have this name (as after `-m name=...`), it selects the newest such sweep, and not single
-    # runs.
+    # If all runs of a sweep have the name `target` (as after `-m name=...`), the newest such sweep is selected, and no
+    # single run.
     whole = [
         folder
         for folder in named
         if {cell.directory.name.rpartition("-")[0] for cell in named[folder].cells} == {target}
     ]
     inside = {cell.directory for folder in whole for cell in named[folder].cells}
-    # the name and the hash of each
+    # for each run, its name and its hash
     every = {run: run.name.rpartition("-")[::2] for run in all_runs(runs) if run not in inside}
     matches = [run for run, (name, digest) in every.items() if target in (run.name, name) or digest.startswith(target)]
     matches += whole[-1:] or [folder for folder in named if folder.name.startswith(target)]
@@ -103,7 +103,7 @@ def folder_of_runs(runs: Path) -> Selection:
 def run_cell(directory: Path) -> RunCell:
     """Return a run directory as a cell, with the overrides that were typed when the run was started."""
     typed = ""
-    with contextlib.suppress(OSError):  # missing, or another user's
+    with contextlib.suppress(OSError):  # the file is missing, or only another user may read it
         typed = layout.OVERRIDES.of(directory).read_text(errors="replace")
     return RunCell(directory.name, directory, typed.splitlines())
 
@@ -131,7 +131,7 @@ def readable(runs: Path) -> list[Path]:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the content of a sweep's manifest; {} if it is damaged or may not be read."""
+    """Return the content of a sweep's manifest; {} if it is damaged, or if this user may not read it."""
     try:
         return layout.SWEEP.read(folder)
     except PermissionError:
@@ -152,4 +152,4 @@ def is_run(path: Path) -> bool:
     try:
         return layout.CONFIG.of(path).is_file() or layout.ATTEMPT.of(path).parent.is_dir()
     except PermissionError:
-        return path.is_dir()  # another user's folder: `rundir.inspect` reports who owns it
+        return path.is_dir()  # the folder belongs to another user, whom `rundir.inspect` reports

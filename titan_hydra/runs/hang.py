@@ -1,10 +1,10 @@
-"""Determine from all ranks' flight recorders which rank is late, in which collective of which mesh dimension, at which
-step.
+"""Determine from the flight recorders of all ranks which rank is late, and in which step, mesh dimension and collective
+the others wait for it.
 
-A rank waits for another if it has begun an operation of a group that the other has not begun. Following these waits
-leads to a rank that waits for no other. If the waits form a circle, one of its ranks has omitted an operation that it
-executed in the previous step. It is ignored whether an operation is recorded as complete, as torch's recorder also
-marks failed operations as complete.
+Rank A waits for rank B if A has begun an operation of their group that B has not begun. Following these waits leads to
+a rank that waits for no other rank. If the waits form a circle instead, a rank of the circle has omitted an operation
+that it executed in the previous step. The recorder's mark that an operation is complete is ignored, as torch also marks
+failed operations as complete.
 """
 
 import math
@@ -16,10 +16,10 @@ from typing import Any
 
 from . import layout
 
-# torch's description of a group that is not part of the mesh, such as the checkpoints' group, which a thread may use at
+# torch's description of a process group outside the mesh, such as the group for checkpoints, which a thread may use at
 # any time
 OTHER = "undefined"
-# group, mesh, ranks, seq, op, sizes, done, time, stack; for a message between two ranks also peer
+# the keys are group, mesh, ranks, seq, op, sizes, done, time and stack; a message between two ranks also has peer
 Operation = dict[str, Any]
 Series = tuple[Any, ...]
 
@@ -39,8 +39,8 @@ class Wait:
 
 
 class Dump:
-    """The contents of one rank's recorder. Operations that the rank began after `until`, the time of the first time-out
-    of any rank, do not count.
+    """The contents of one rank's flight recorder. Operations that the rank began after the time `until`, when a rank
+    first noticed a time-out, do not count.
     """
 
     def __init__(self, content: dict[str, Any], until: float) -> None:
@@ -52,13 +52,13 @@ class Dump:
         self.later = recorded[len(self.operations) :]
 
     def last(self, key: Series) -> int:
-        """Return the number of the last operation of a series that this rank has begun; 0 if it has begun none."""
+        """Return the number of the last operation that this rank has begun in a series; 0 if it has begun none."""
         return max((one["seq"] for one in self.operations if series(self.rank, one) == key), default=0)
 
     @property
     def blocked(self) -> bool:
-        """Whether the main thread is inside a collective. (A rank may also have begun collectives for which it does not
-        wait yet.)
+        """Whether the main thread is inside a collective. (It may also have begun collectives for which it does not yet
+        wait.)
         """
         return any(
             "/torch/distributed/" in frame or "wait_tensor" in frame
@@ -66,15 +66,15 @@ class Dump:
         )
 
     def in_step(self, step: int) -> list[Operation]:
-        """Return the operations of a step; [] if its beginning is no longer recorded."""
+        """Return the operations of a step; [] if the recorder no longer has the step's first operations."""
         began = dict(map(tuple[Any, ...], self.content["steps"]))
         if step not in began or not self.operations or self.operations[0]["time"] > began[step]:
             return []
         return [one for one in self.operations if began[step] <= one["time"] < began.get(step + 1, math.inf)]
 
     def left_out(self) -> Operation | None:
-        """Return the first operation of the previous step in whose place this step has a different one; None if there
-        is none.
+        """Compare the operations of this step with those of the previous step, in order. Return the previous step's
+        operation at the first difference; None if there is no difference.
         """
         step = self.content["step"]
         before, now = ([one for one in self.in_step(number) if one["mesh"] != OTHER] for number in (step - 1, step))
@@ -85,8 +85,8 @@ class Dump:
 
 
 def series(rank: int, one: Operation) -> Series:
-    """Return the series within which an operation is numbered: its group and back end (a group on GPUs has NCCL and
-    gloo), or for a message its sender and receiver.
+    """Return a key of the series of operations that share one numbering. For a collective it consists of the group and
+    the back end (a group on GPUs has both NCCL and gloo), for a message of the sender and the receiver.
     """
     if "peer" in one:
         return ("message", rank, one["peer"]) if one["op"] == "send" else ("message", one["peer"], rank)
@@ -94,13 +94,13 @@ def series(rank: int, one: Operation) -> Series:
 
 
 def signature(one: Operation) -> tuple[Any, ...]:
-    """Return a key that is equal for the same operation of two steps."""
+    """Return a key that is equal if two steps execute the same operation."""
     return (one["mesh"], one["op"], str(one["sizes"]), one.get("peer"))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The late rank (None if it cannot be determined), its host, one line for lists, and a paragraph."""
+    """The late rank (None if it cannot be determined), its host, and a description as one line and as a paragraph."""
 
     rank: int | None
     host: str | None
@@ -109,13 +109,13 @@ class Verdict:
 
 
 def verdict(attempt: Path) -> Verdict | None:
-    """Determine which rank blocked the others in an attempt. None if no rank has left a dump."""
+    """Determine which rank blocked all others in an attempt. None if no rank has left a dump."""
     found = list(filter(None, layout.FLIGHT.read_all(attempt).values()))
     if not found:
         return None
     newest = max(found, key=lambda content: content["time"])
-    # A much older dump does not belong to this hang: a user asked for it earlier, or its replica group was restarted
-    # since.
+    # A much older dump does not belong to this hang: a user requested the dump earlier, or the replica group has
+    # restarted since.
     since = newest["time"] - 2 * newest["timeout"]
     until = given_up(attempt)
     dumps = {content["rank"]: Dump(content, until) for content in found if content["time"] > since}
@@ -137,20 +137,21 @@ def verdict(attempt: Path) -> Verdict | None:
 
 def given_up(attempt: Path) -> float:
     """Return the time of an attempt's first time-out or lost connection, or infinity. Operations after that time do not
-    count, as a rank that was only paused may have continued.
+    count, as a rank that was only paused may have executed them later.
     """
     errors = (rank.get("error") or {} for rank in layout.RANK.read_all(attempt).values())
     return min((error["time"] for error in errors if error.get("secondary")), default=math.inf)
 
 
 def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
-    """Return every wait of a rank for another, one for each series of operations. A wait contains the first operation
-    that the other rank has not begun or, if the other rank left no dump, the last operation of the waiting rank.
+    """Return every wait of one rank for another; two ranks have at most one wait for each series of operations. A wait
+    contains the first operation that the awaited rank has not begun or, if that rank left no dump, the last operation
+    of the waiting rank.
     """
     found: dict[tuple[int, int, Series], Wait] = {}
     for dump in dumps.values():
         for one in dump.operations:
-            if one["op"] == "send" and one["done"]:  # a send can end before it is received
+            if one["op"] == "send" and one["done"]:  # a send may be done before the other rank has begun to receive
                 continue
             key = series(dump.rank, one)
             for other in [one["peer"]] if "peer" in one else one["ranks"]:
@@ -163,7 +164,7 @@ def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
 
 
 def _described(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, left_out: bool) -> Verdict:
-    """Describe the rank that the others wait for."""
+    """Describe the late rank, for which the others wait."""
     rank, dump = wait.other, dumps.get(wait.other)
     content = (
         dump.content if dump else max((other.content for other in dumps.values()), key=lambda content: content["step"])
@@ -202,8 +203,8 @@ def names(ranks: Iterable[int]) -> str:
 
 
 def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
-    """Describe the state of every rank, for a hang without a late rank: no rank is behind, or the waits form a circle
-    and no omitted operation was found.
+    """Describe the state of every rank, for a hang in which no late rank was found. Then no rank is behind, or the
+    waits form a circle and no omitted operation was found.
     """
     line = (
         "the ranks wait for one another: one has left out an operation, or their operations differ"
@@ -225,7 +226,7 @@ def what(one: Operation) -> str:
 
 
 def site(one: Operation) -> str:
-    """Return the innermost line outside torch in an operation's stack; the outermost line if all are torch's."""
+    """Return the innermost line of an operation's stack outside torch; if all lines are in torch, the outermost line."""
     frames = one.get("stack") or ["a line that is not recorded"]
     return next((frame for frame in frames if "/torch/" not in frame), frames[-1])
 

@@ -1,5 +1,5 @@
-"""Suggest what to try after a failure. Suggested overrides can be typed as they are; they are based on the config.json
-of the run, and the rules of `config/rules` accept them.
+"""Suggest what to try after a failure. Suggested overrides can be typed as they are: they are derived from the run's
+config.json, and the rules of `config/rules` accept them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .run import group_at
 
 
 def hint(failure: Failure) -> str:
-    """Return what to try next after a failure. Return "" if there is no suggestion, or if the config.json of the run is
-    missing, was written by another version, or names modules that are not here.
+    """Return what to try next after a failure. Return "" if there is no suggestion, or if the run's config.json cannot
+    be used: it is missing, was written by another version, or names modules that are not on this machine.
     """
     if failure.attempt is None:
         return ""
@@ -56,7 +56,7 @@ def hint(failure: Failure) -> str:
 
 
 def less_memory(job: Job) -> Iterator[str]:
-    """Yield overrides that need less device memory, the smallest change first: first more recomputation, then a smaller
+    """Yield overrides with which the job needs less device memory: first those with more recomputation, then a smaller
     local batch.
     """
     faults = check(job)
@@ -67,6 +67,6 @@ def less_memory(job: Job) -> Iterator[str]:
             yield f"ac={name}"
     tried = copy.deepcopy(job)
     tried.data.local_batch //= 2
-    # the global batch does not change, so that the run learns the same
+    # the global batch stays the same, so that the run learns the same
     if tried.data.local_batch and check(tried) == faults:
         yield f"data.local_batch={tried.data.local_batch} data.global_batch={tried.data.global_batch}"

@@ -1,7 +1,6 @@
-"""The files of a run directory and of a sweep: the name of each, who writes it, what it holds, and the shape of its
-JSON.
+"""The files of a run directory and of a sweep: each file's name, writer and content, and the shape of its JSON.
 
-Readers treat a JSON file of any other shape as damaged, and a damaged file as absent. The command `python -m
+If a JSON file has another shape, readers treat it as damaged, and a damaged file as absent. The command `python -m
 titan_hydra.runs.layout` prints the table of docs/architecture.md.
 """
 
@@ -24,8 +23,8 @@ from .shapes import Each, Fields, Moment, Place, Test, test_of
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A kind of file or folder. `name` is a path relative to the methods' argument `folder`; <n>, <r> and <g> in it
-    stand for a number.
+    """A kind of file or folder. `name` is a path relative to the folder that each method is given as `folder`; <n>, <r>
+    and <g> in the path stand for a number.
     """
 
     name: str
@@ -37,7 +36,9 @@ class Entry:
         return folder / re.sub("<.+>", str(number), self.name)
 
     def all(self, folder: Path) -> dict[int, Path]:
-        """Return the paths of this kind in a folder by number, ascending. Copies such as 1.bak are left out."""
+        """Return the paths of this kind in a folder, by number in ascending order. Names without a plain number, such
+        as 1.bak, are left out.
+        """
         pattern = re.compile(re.sub("<.+>", "(0|[1-9][0-9]*)", self.name.rstrip("/")))
         found = {
             path.relative_to(folder).as_posix(): path
@@ -47,7 +48,7 @@ class Entry:
 
     @cached_property
     def intact(self) -> Test:
-        """The test whether a JSON value has the shape of this kind of file."""
+        """A function that tests whether a JSON value has the shape of this kind of file."""
         return test_of(self.shape)
 
     def read(self, folder: Path, number: int | str = 0) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class Entry:
         return (self.newest(folder, 2) or [{}])[-1]
 
     def newest(self, folder: Path, count: int) -> list[dict[str, Any]]:
-        """Return the intact rows among the last `count` lines of a .jsonl file, reading at most 4 kB for each."""
+        """Return the intact rows among the last `count` lines of a .jsonl file. At most 4 kB are read per line."""
         lines = last_lines(self.of(folder), count, 4096 * count).splitlines()
         return [row for line in lines if (row := self._row(line.encode())) is not None]
 
@@ -119,7 +120,7 @@ LAUNCHER, FIRST, EVERY, LOCAL, SCRIPT, GROUPS = "launcher", "rank 0", "all ranks
 
 KEYS = typing.get_type_hints(Job)
 CONFIG = Entry("config.json", LAUNCHER, "the resolved configuration; its hash is in the run directory's name", Fields(
-    {"model": KEYS["model"]}, KEYS))  # a config.json beside converted weights holds only the model
+    {"model": KEYS["model"]}, KEYS))  # beside converted weights, config.json has only `model`
 FIRST_CONFIG = Entry("config_first.json", LAUNCHER, "of a run whose layout changes (`titan resume`, `elastic`): config.json of the first "
                      "attempt, from which the hash was computed", CONFIG.shape)
 LAYOUT = Entry("layout_<n>.json", LAUNCHER, "of an elastic run: the config.json that its batch script takes on n nodes",

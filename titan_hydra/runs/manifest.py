@@ -1,7 +1,7 @@
 """Write a sweep's manifest: its cells and their directories. find.py documents the format.
 
-The job that runs a cell is recorded in the cell's own attempt, so that two launchers of the same sweep write different
-files.
+The job that runs a cell is recorded in the folder of the cell's attempt and not here, so that two launchers of the same
+sweep write different files.
 """
 
 import getpass
@@ -19,8 +19,8 @@ from . import layout
 
 
 def folder_of(cells: list[Any]) -> Path | None:
-    """Write the manifest of a sweep and return the sweep's folder: the folder of an earlier start of the same cells, or a
-    new one. Return None for a single cell, which is no sweep.
+    """Write the manifest of a sweep and return the sweep's folder. If the same cells were started earlier, this is the
+    folder of that start, else a new folder. Return None for a single cell, which is no sweep.
     """
     if len(cells) == 1:
         return None
@@ -47,7 +47,7 @@ def folder_of(cells: list[Any]) -> Path | None:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Create the folder `name`, or `name-2` (`name-3`, ...) if another sweep has begun in the same second."""
+    """Create the folder `name`. If another sweep has begun in the same second, create `name-2` (`name-3`, ...) instead."""
     folder, number = parent / name, 1
     while True:
         try:
@@ -64,7 +64,7 @@ def entry_of(cell: Any) -> dict[str, Any]:
 
 
 def add_cell(folder: Path, cell: dict[str, Any]) -> None:
-    """Add to a sweep's manifest a cell that its command line lacks: the baseline that is repeated at the end."""
+    """Add a cell to a sweep's manifest that is not on the command line: the repetition of the baseline at the end."""
     content = layout.SWEEP.read(folder)
     if cell not in content["cells"]:
         layout.SWEEP.write(folder, {**content, "cells": [*content["cells"], cell]})

@@ -1,4 +1,4 @@
-"""Ask the executors about the attempts that they have started. Each executor gets one question about all its runs."""
+"""Ask the executors about the attempts that they have started. Each executor is asked once about all its runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Owner = dict[str, Any]  # an attempt's attempt.json
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job in its executor's queue. `state`, and `reason` (why it waits), are the queue's own words; `start` is the time
-    (ISO 8601) at which the job started, or is expected to start.
+    """A job in its executor's queue. `state` and `reason` (why the job waits) are as the queue names them; `start` is
+    the time (ISO 8601) at which the job started, or is expected to start.
     """
 
     id: str
@@ -37,7 +37,7 @@ class QueuedJob:
 
 @dataclass
 class Queue:
-    """An executor's jobs at one moment. `answers` is False if the executor could not be asked: then nothing is known about
+    """An executor's jobs at one moment. `answers` is False if the executor did not answer; then nothing is known about
     any job. For an executor without a queue, `jobs` is empty.
     """
 
@@ -46,8 +46,9 @@ class Queue:
 
 
 def executor_of(directory: Path, owner: Owner) -> Any:
-    """Return the executor that has started an attempt of a run, as attempt.json names it. A user's own executor becomes
-    known by importing the modules of the run. Raises ConfigError if the name is unknown then too.
+    """Return the executor that has started an attempt of a run, as attempt.json names it. A user's own executor is
+    registered when the run's modules (train.imports) are imported. Raises ConfigError if the name is unknown even after
+    that.
     """
     if (name := name_of(owner)) not in EXECUTORS:
         require_user_modules(layout.CONFIG.read(directory).get("train", {}).get("imports", []))
@@ -55,14 +56,14 @@ def executor_of(directory: Path, owner: Owner) -> Any:
 
 
 def name_of(owner: Owner) -> str:
-    """Return the name of an attempt's executor. Without a record it is `local`, as only attempts that were started on
-    this machine can lack one.
+    """Return the name of an attempt's executor. If no name is recorded, the executor is `local`, as only attempts that
+    were started on this machine can lack the name.
     """
     return owner.get("executor", "local")
 
 
 def is_here(owner: Owner) -> bool:
-    """Whether the ranks of an attempt are processes of a known host, so that their process ids show whether they still
+    """Whether the ranks of an attempt are processes of a known host. If so, their process ids show whether they still
     run.
     """
     executor = EXECUTORS.get(name_of(owner))
@@ -70,10 +71,11 @@ def is_here(owner: Owner) -> bool:
 
 
 def ask(directories: list[Path]) -> dict[str, Queue]:
-    """Return for each executor what it knows of these runs' newest attempts. Each executor is asked one question."""
+    """Return, by executor, what each knows about the newest attempts of these runs. Each executor is asked once."""
     asked: dict[str, tuple[Any, list[tuple[Path, Owner]]]] = {}
     for directory in directories:
-        with contextlib.suppress(PermissionError, ConfigError):  # `inspect` reports such a run
+        # a run that cannot be read is left out here; `rundir.inspect` reports it
+        with contextlib.suppress(PermissionError, ConfigError):
             owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
             if owner and not layout.RESULT.of(directory).exists():
                 executor = executor_of(directory, owner)
@@ -82,5 +84,5 @@ def ask(directories: list[Path]) -> dict[str, Queue]:
 
 
 def silent(queues: dict[str, Queue]) -> list[str]:
-    """Return the names of the executors that have not answered."""
+    """Return the names of the executors that did not answer."""
     return [name for name, queue in queues.items() if not queue.answers]

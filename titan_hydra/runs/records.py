@@ -1,4 +1,4 @@
-"""Helpers that several commands share: dotted keys of a configuration, and whether a process is alive."""
+"""Helpers that several commands share: the dotted keys of a configuration, and the test whether a process is alive."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a dict from dotted keys to the values of nested dicts. An empty dict counts as a value."""
+    """Flatten nested dicts into one dict with dotted keys. An empty dict counts as a value."""
     leaves = {}
     for name, value in tree.items():
         leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
@@ -21,19 +21,19 @@ def this_process() -> dict[str, Any]:
 
 
 def process(pid: int) -> dict[str, Any]:
-    """Return the record of a process of this host by which `alive` recognizes it."""
+    """Return a record of a process of this host, by which `alive` recognizes the process later."""
     return {"pid": pid, "born": _born(pid), "host": socket.gethostname()}
 
 
 def alive(record: dict[str, Any] | None) -> bool:
-    """Whether the process of a record still runs, on this host. A later process with the same id does not count."""
+    """Whether the recorded process still runs on this host. A later process with the same id does not count."""
     if not record or record.get("host") != socket.gethostname():
         return False
     return record.get("born") is not None and _born(record["pid"]) == record["born"]
 
 
 def _born(pid: int) -> str | None:
-    """Return the boot and the clock tick at which the process with this id started. Together with the id, these
+    """Return the machine's boot id, and the clock tick at which the process `pid` started. Together with `pid`, these
     identify a process. None if the process has ended or is a zombie.
     """
     if not Path("/proc/self").exists():
@@ -47,7 +47,9 @@ def _born(pid: int) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return the second at which a process started, from `ps`, as macOS has no /proc. None in the same cases as `_born`."""
+    """Return the second at which a process started. It comes from `ps`, as macOS has no /proc. None if the process has
+    ended or is a zombie.
+    """
     command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
     state, _, second = (
         subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().partition(" ")

@@ -1,4 +1,4 @@
-"""What the worker passes to the trainer beside the job: the rank, and its folders in the run."""
+"""What the worker passes to the trainer in addition to the job: the rank, and the rank's folders in the run directory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,13 @@ class Run:
     """
 
     directory: Path  # run folder of the rank's replica group, absolute
-    attempt: Path  # attempts/<n> in it, absolute
+    attempt: Path  # the folder attempts/<n> in `directory`, absolute
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     store: Any = None  # torch.distributed.Store of all ranks of the world
     replica: int = 0  # index of the replica group
-    submission: str = ""  # if each replica group is a job with attempts of its own: the token of their submission
+    submission: str = ""  # token of the submission, if each replica group is a job with its own attempts; else ""
 
     @property
     def home(self) -> Path:
@@ -29,17 +29,19 @@ class Run:
 
     @property
     def meetings(self) -> Path:
-        """The folder for the rendezvous of the replica groups of this submission (if there is a token) or this attempt."""
+        """The folder in which the replica groups find each other: that of this submission if it has a token, else that
+        of this attempt.
+        """
         return layout.MEETINGS.of(self.home) / self.submission if self.submission else layout.MEETINGS.of(self._attempt)
 
     def record_of(self, rank: int) -> Path:
-        """Return the file rank_<r>.json of a rank. The launcher counts r over all replica groups that it has started."""
+        """Return the file rank_<r>.json of a rank. The launcher counts r across all replica groups that it has started."""
         return layout.RANK.of(self._attempt, rank + (0 if self.submission else self.replica * self.world_size))
 
     @property
     def newer_attempt(self) -> int | None:
-        """The number of the newest attempt, if it is later than this one; else None. A later attempt owns the run, and
-        this attempt must no longer write to the run.
+        """The number of the newest attempt, if that is later than this attempt; else None. A later attempt owns the
+        run, so this attempt must no longer write to it.
         """
         mine, newest = self._attempt.name, newest_attempt(self.directory if self.submission else self.home)
         return newest if mine.isdecimal() and newest > int(mine) else None
@@ -50,7 +52,9 @@ class Run:
 
 
 def hash_of(directory: Path) -> str:
-    """Return the hash of a run, from its directory's name. It is the identity of the run's first layout."""
+    """Return the hash of a run, which is part of its directory's name. The hash is computed from the configuration of
+    the first attempt, even if the layout has changed since.
+    """
     return directory.name.rpartition("-")[2]
 
 
@@ -65,14 +69,14 @@ def homes_of(directory: Path, replicas: int) -> list[Path]:
 
 
 def group_at(home: Path) -> tuple[Path, int]:
-    """Return the directory of the run, and the index of the replica group, of a replica group's run folder."""
+    """Return the directory of the run and the index of the replica group to which a run folder belongs."""
     replicas = layout.REPLICA.of(home.parents[1], int(home.name)) if home.name.isdecimal() else None
     return (home.parents[1], int(home.name)) if home == replicas else (home, 0)
 
 
 def folders_of(replica: int, directory: Path, attempt: Path) -> tuple[Path, Path]:
-    """Return the run folder and the attempt folder of a replica group. Group 0 has the run's own folders; the other
-    groups have replicas/<g> in these.
+    """Return the run folder and the attempt folder of a replica group. Group 0 has the run's own folders; every other
+    group g has the folders replicas/<g> inside these.
     """
     return (
         (layout.REPLICA.of(directory, replica), layout.REPLICA.of(attempt, replica))

@@ -1,4 +1,4 @@
-"""Run directories. They are created atomically and claimed by one launcher at a time; their files give the run's state.
+"""Run directories. They are created atomically, and one launcher at a time claims them. Their files show a run's state.
 
     runs/<name>-<hash>/config.json overrides.txt env.json attempts/<n>/... and what the trainer adds
 
@@ -37,30 +37,30 @@ from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of
 from .records import alive, this_process
 from .run import homes_of, newest_attempt
 
-REPLACED = ".replaced"  # where launch.force moves a directory before it is deleted
-# seconds without a write into its attempt's folder after which a run on another host counts as interrupted
+REPLACED = ".replaced"  # the folder into which launch.force moves a run directory before deleting it
+# a run on another host counts as interrupted if nothing was written into its attempt's folder for this many seconds
 SILENCE = 120
 
 
 @dataclass(frozen=True)
 class State:
     """The state of a run: its kind, its newest attempt (0: none), and its failure. The kinds are new, not submitted,
-    queued, running, done, interrupted, failed, unknown (its executor does not answer) and, from `inspect` alone,
+    queued, running, done, interrupted, failed, unknown (the executor does not answer) and, returned only by `inspect`,
     damaged.
     """
 
     kind: str
     attempt: int = 0
     failure: Failure | None = None
-    host: str | None = None  # where the run runs: a host, or a list of nodes
-    job: QueuedJob | None = None  # its job in the executor's queue
-    damage: str = ""  # if the run is damaged: which of its files cannot be read
-    refused: str = ""  # if the run is not submitted or interrupted: why its executor has refused or dropped it
+    host: str | None = None  # where the run is running: a host, or a list of nodes
+    job: QueuedJob | None = None  # the run's job in the executor's queue
+    damage: str = ""  # for a damaged run: the name of the file that cannot be read, with the reason
+    refused: str = ""  # for a run that is interrupted, or not submitted: why the executor has refused or dropped it
     groups: tuple[State, ...] = ()  # states of replica groups that are separate jobs, each with its own attempts
 
     @property
     def active(self) -> bool:
-        """Whether the state may change without a further command."""
+        """Whether the state may change although nobody types a command."""
         return self.kind in ("queued", "running", "unknown")
 
     @property
@@ -74,7 +74,9 @@ def directory_of(job: Job) -> Path:
 
 
 def state(directory: Path, queues: dict[str, Queue] | None = None) -> State:
-    """Read the state of a run from its files and, if its executor has a queue, from the answer of that queue (`ask`)."""
+    """Read the state of a run from its files and, if its executor has a queue, from the answer of the queue. `queues`
+    are answers of `ask`; None: ask now.
+    """
     attempt = newest_attempt(directory)
     if not directory.is_dir():
         return State("new")
@@ -86,7 +88,7 @@ def state(directory: Path, queues: dict[str, Queue] | None = None) -> State:
 
 
 def state_here(directory: Path, attempt: int) -> State:
-    """Read the state of a run whose ranks are processes of a machine."""
+    """Read the state of a run whose ranks are processes of a known machine."""
     folder = layout.ATTEMPT.of(directory, attempt)
     host = host_of_running(folder)
     if host:
@@ -98,23 +100,24 @@ def state_here(directory: Path, attempt: int) -> State:
 
 
 def states(directories: list[Path]) -> list[State]:
-    """Read the states of many runs, with one question to each executor."""
+    """Read the states of many runs. Each executor is asked once."""
     queues = ask(directories)
     return [state(directory, queues) for directory in directories]
 
 
 def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
-    """Read the state of a run for display. Its kind is damaged if a file that defines the run or its end cannot be
-    read.
+    """Read the state of a run for display. The state's kind is `damaged` if a file that defines the run, or that
+    records its end, cannot be read.
 
-    The launcher uses `state` instead, which treats a damaged file as absent: the run continues and writes it again.
+    The launcher uses `state` instead, which treats a damaged file as absent, so that the run continues and writes the
+    file again.
     """
     try:
         now = state(directory, queues)
         damage = "" if now.active or now.kind == "new" else damage_of(directory, now)
     except PermissionError as error:
         now, damage = State("unknown"), denied(error)
-    except ConfigError as error:  # a user's own executor whose module is not here; a run that is done does not need it
+    except ConfigError as error:  # a user's own executor whose module is not here; a finished run does not need it
         done = layout.RESULT.read(directory).get("status") == "done"
         now, damage = (State("done", newest_attempt(directory)), "") if done else (State("unknown"), str(error))
     except OSError as error:  # a broken disk
@@ -123,13 +126,13 @@ def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
 
 
 def inspect_all(directories: list[Path]) -> list[State]:
-    """Read the states of many runs for display, as `inspect` does, with one question to each executor."""
+    """Read the states of many runs for display, as `inspect` does. Each executor is asked once."""
     queues = ask(directories)
     return [inspect(directory, queues) for directory in directories]
 
 
 def damage_of(directory: Path, now: State) -> str:
-    """Name the first unreadable file among those that define the run or record its end; "" if all are readable."""
+    """Return the name of the first unreadable file of those that define the run or record its end; "" if there is none."""
     attempt = layout.ATTEMPT.of(directory, now.attempt)
     others = ((layout.RESULT, directory), (layout.CLAIM, attempt), (layout.RANKS, attempt), (layout.RANK, attempt))
     for entry, folder in ((layout.CONFIG, directory), *(others if now.kind != "done" else ())):
@@ -142,7 +145,8 @@ def damage_of(directory: Path, now: State) -> str:
 def note(attempt: Path, **known: object) -> dict[str, Any]:
     """Update the record of an attempt, attempt.json, and return it.
 
-    Setting a job id clears `ended`: another launcher may have marked the attempt as ended before the id was known.
+    When a job id is recorded, `ended` is cleared: another launcher may have marked the attempt as ended before the id
+    was known.
     """
     record = {**layout.CLAIM.read(attempt), **known}
     if "job_id" in known:
@@ -157,14 +161,14 @@ def running_ranks(attempt: Path) -> list[dict[str, Any]]:
 
 
 def host_of_running(attempt: Path) -> str | None:
-    """Return the host on which an attempt is running; None if it is over.
+    """Return the host on which an attempt is running; None if the attempt is over, or if only its executor can know.
 
-    The owner of an attempt is the launcher at first; once the ranks' parent process has written ranks.json, the owner is
-    that process. Ranks may outlive both.
+    The owner of an attempt is the launcher at first; once the ranks' parent process has written ranks.json, the owner
+    is that process. Ranks may outlive their owner.
     """
     owner = layout.RANKS.read(attempt) or layout.CLAIM.read(attempt)
     if not is_here(owner):
-        return None  # only its executor knows whether it runs
+        return None  # only the executor knows whether the attempt is running
     if owner and "ended" not in owner:
         if owner.get("host") == socket.gethostname():
             return owner["host"] if alive(owner) or running_ranks(attempt) else None
@@ -176,15 +180,15 @@ def heard_lately(attempt: Path) -> bool:
     """Whether anything was written into the folder of an attempt within the last SILENCE seconds."""
     newest = 0.0
     for file in attempt.iterdir():
-        if not file.name.startswith("."):  # skips the temporary files of `write_json`
+        if not file.name.startswith("."):  # the temporary files of `write_json` begin with a dot
             with contextlib.suppress(FileNotFoundError):
                 newest = max(newest, file.stat().st_mtime)
     return file_time(attempt) - newest < SILENCE
 
 
 def file_time(folder: Path) -> float:
-    """Return the present time by the clock of a folder's file system, which sets the times of its files. The clocks of
-    hosts may differ from it by an hour.
+    """Return the present time by the clock of a folder's file system, which sets the times of the folder's files. A
+    host's own clock may differ from this clock by an hour.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -194,8 +198,8 @@ def file_time(folder: Path) -> float:
 
 
 def heard_of_ranks(attempt: Path) -> bool:
-    """Whether ranks of an attempt seem to run: at least one has not recorded its end, and a file of the attempt was
-    written within the last SILENCE seconds.
+    """Whether ranks of an attempt seem to run. This is so if a rank has not recorded its end, and if a file of the
+    attempt was written within the last SILENCE seconds.
     """
     return (
         not layout.EXIT.of(attempt).exists()
@@ -207,10 +211,10 @@ def heard_of_ranks(attempt: Path) -> bool:
 def claim(
     directory: Path, number: int, job: Job, overrides: list[str], fresh: bool = False, **owner: object
 ) -> Path | None:
-    """Claim attempt `number` of a run. Return its folder, or None if another launcher was faster; the caller then reads
-    the state again.
+    """Claim attempt `number` of a run, and return the attempt's folder. Return None if another launcher was faster;
+    then the caller must read the state again.
 
-    `fresh` restarts the run from nothing: the old directory is removed as a whole. `owner` holds further fields for
+    With `fresh`, the run starts from nothing: the whole old directory is removed. `owner` holds further fields for
     attempt.json, such as a submitted job's token, user and code. Raises OSError if nothing can be written.
     """
     owner = {"executor": job.cluster.executor, "overrides": overrides, **owner}
@@ -220,7 +224,7 @@ def claim(
     if (mine := _rename_into(directory, number, owner)) is None:
         return None
     if any(host_of_running(attempt) for other, attempt in layout.ATTEMPT.all(directory).items() if other != number):
-        shutil.rmtree(mine)  # a launcher with launch.force has replaced the directory meanwhile
+        shutil.rmtree(mine)  # meanwhile, a launcher with launch.force has replaced the directory
         return None
     if fresh:
         _remove(directory)
@@ -230,17 +234,17 @@ def claim(
 
 
 def claim_groups(directory: Path, replicas: int, overrides: list[str], **owner: object) -> list[Path]:
-    """Claim the next attempt of each replica group except the first, whose attempt the launcher claimed with the run."""
+    """Claim the next attempt of each replica group except the first, whose attempt `claim` has claimed."""
     claimed = []
     for home in homes_of(directory, replicas)[1:]:
         while (attempt := _rename_into(home, newest_attempt(home) + 1, owner | {"overrides": overrides})) is None:
-            continue  # a job of an earlier submission, which was requeued after its end, has claimed this attempt first
+            continue  # a requeued job of an earlier submission has claimed this attempt first
         claimed.append(attempt)
     return claimed
 
 
 def claim_next(directory: Path, number: int, owner: dict[str, Any]) -> None:
-    """Create the attempt with which a submitted job goes on, from attempt.json of the attempt before, unless it exists."""
+    """Create the next attempt of a submitted job, unless it exists. `owner` is attempt.json of the attempt before."""
     past = ("pid", "host", "born", "started", "ended", "end")
     _rename_into(directory, number, {key: value for key, value in owner.items() if key not in past})
 
@@ -283,7 +287,8 @@ def _remove(directory: Path) -> None:
     grave = directory.parent / REPLACED / f"{directory.name}-{os.getpid()}-{time.time_ns()}"
     grave.parent.mkdir(exist_ok=True)
     directory.rename(grave)
-    for folder in grave.parent.glob(f"{directory.name}-*"):  # also what an earlier, interrupted deletion left there
+    # this also deletes what an earlier, interrupted deletion has left
+    for folder in grave.parent.glob(f"{directory.name}-*"):
         shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         grave.parent.rmdir()
@@ -305,20 +310,20 @@ def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
 
 
 def mark_cancelled(attempt: Path) -> None:
-    """Record in an attempt that it is cancelled, and by whom. This must be called before anything is stopped."""
+    """Record in an attempt that it is cancelled, and by whom. Call this before stopping anything."""
     layout.CANCELLED.write(attempt, {"by": getpass.getuser(), "time": time.time()})
 
 
 def end_attempt(attempt: Path) -> None:
-    """Mark an attempt as ended, although the launcher that owns it continues with other cells."""
+    """Mark an attempt as ended. This is needed because the launcher that owns the attempt continues with other cells."""
     if layout.CLAIM.read(attempt):
         note(attempt, ended=time.time())
 
 
 @functools.cache
 def describe_environment() -> dict[str, Any]:
-    """Return the commit, uncommitted changes, versions and machine of this run, without environment variables. In the
-    changes, everything that looks like a secret is replaced.
+    """Return the commit, uncommitted changes, versions and machine of this run, without environment variables.
+    Everything in the changes that looks like a secret is replaced.
     """
     diff = _git("diff", "HEAD")
     return {
@@ -334,7 +339,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return the output of git in the checkout of this code; None without a checkout or if git fails."""
+    """Return the output of git in the checkout of this code; None if there is no checkout, or if git fails."""
     root = Path(titan_hydra.__file__).parents[1]
     if not (root / ".git").exists():
         return None

@@ -21,7 +21,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Each:
-    """The shape of a list whose elements all have one `shape`; with `named`, of an object whose values all have it."""
+    """The shape of a list whose elements all have the shape `shape`; with `named`, that of an object whose values do."""
 
     shape: Any
     named: bool = False
@@ -58,14 +58,14 @@ def test_of(kind: Any) -> Test:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string that can be printed and be part of a path. JSON can also encode a zero byte and half
-    of a surrogate pair, which cannot.
+    """Whether a value is a string that can be printed and be part of a path. JSON can also encode strings for which
+    this fails: those with a zero byte or with half of a surrogate pair.
     """
     return isinstance(value, str) and (value.isprintable() or not re.search("[\0\ud800-\udfff]", value))
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number below 2**63, which can be multiplied by a float."""
+    """Whether a value is a whole number below 2**63, so that it can be multiplied by a float."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 

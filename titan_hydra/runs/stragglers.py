@@ -9,12 +9,12 @@ from typing import Any
 
 from . import layout
 
-NEWEST, FEWEST = 20, 6  # newest rows that a status looks at, and rows below which no rank is named
+NEWEST, FEWEST = 20, 6  # number of newest rows that a status reads; minimum number of rows to name a slow rank
 MOST = 0.75  # fraction of the rows in which a rank must be slow
-# a rank is slow if it needs a tenth more than the median, and twice as much more as any other rank
+# a rank is slow if its time exceeds the median by a tenth, and by twice as much as any other rank's time does
 SLOW, TIMES = 0.1, 2.0
 
-FIELDS = ("slowest_rank", "slowest_over_median", "others_over_median")  # of a row, which docs/metrics.md defines
+FIELDS = ("slowest_rank", "slowest_over_median", "others_over_median")  # fields of a row; docs/metrics.md defines them
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class SlowRank:
     """A rank that was slow in most rows."""
 
     rank: int
-    ratio: float  # median of its own time over the median of the ranks with the same work
+    ratio: float  # median of (own time / median of other ranks with the same work) over the slow rows
     slow: int  # number of rows in which it was slow
     rows: int
 
@@ -32,7 +32,7 @@ class SlowRank:
 
 def slow_rank(rows: Iterable[dict[str, Any]]) -> SlowRank | None:
     """Return the rank that was slow in most of the rows of a run's newest process; None if there is none, or if there
-    are too few rows. The spread of the other ranks in the same row decides what counts as slow.
+    are too few rows. How much slower a rank must be depends on the spread of all other ranks in the same row.
     """
     known: list[dict[str, Any]] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""The stretches of a run whose layout changed: which steps it made in which layout, and how fast."""
+"""The stretches of a run whose layout changed: which steps the run made in which layout, and how fast."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from . import layout
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps that a run made one after another in the same layout, perhaps in several attempts."""
+    """Successive steps that a run made in the same layout, perhaps in several attempts."""
 
     words: str
     gpus: int
@@ -35,8 +35,8 @@ def values_of_layout(job: Job) -> dict[str, Any]:
 
 
 def layout_in_words(values: Mapping[str, Any]) -> str:
-    """Return a layout in words: parallelism=fsdp_tp on 4 ranks (dp_shard 2, tp 2), local batch 8. `values` are those of an
-    event `layout`.
+    """Return the layout of an event `layout` in words: parallelism=fsdp_tp on 4 ranks (dp_shard 2, tp 2), local batch
+    8.
     """
     degrees = ", ".join(f"{name} {degree}" for name in DEGREES if (degree := values.get(name, 1)) > 1)
     batch = f", local batch {values['local_batch']}" if "local_batch" in values else ""
@@ -44,12 +44,12 @@ def layout_in_words(values: Mapping[str, Any]) -> str:
 
 
 def stretches_of(directory: Path) -> list[Stretch]:
-    """Return the stretches of a run in order; none if its layout never changed. Steps that were lost and made again
-    count in the layout that made them last.
+    """Return the stretches of a run in order; none if its layout never changed. If steps were lost and made again, they
+    count only in the layout in which they were made last.
     """
     events = [event for event in layout.EVENTS.rows(directory)[0] if event["event"] == "layout"]
     first = layout.FIRST_CONFIG.read(directory)
-    if events and events[0]["step"] and first:  # the attempts before the first `titan resume` have written no event
+    if events and events[0]["step"] and first:  # attempts before the first `titan resume` wrote no event `layout`
         degrees = {name: first["parallelism"][name] for name in ("name", *DEGREES)}
         values = {
             "gpus": first["gpus"],
@@ -59,9 +59,10 @@ def stretches_of(directory: Path) -> list[Stretch]:
         events.insert(0, {"step": 0, **values, **degrees})
     rows = layout.METRICS.rows(directory)[0] if events else []
     last = rows[-1]["step"] if rows else 0
-    merged: list[tuple[str, int, int]] = []  # words, ranks, the step before its first
+    # the layout in words, the number of ranks, the step before the stretch's first
+    merged: list[tuple[str, int, int]] = []
     for event in events:
-        while merged and merged[-1][2] >= event["step"]:  # that attempt's steps were lost
+        while merged and merged[-1][2] >= event["step"]:  # the steps of the earlier stretch were lost
             merged.pop()
         words = layout_in_words(event)
         if not merged or merged[-1][0] != words:

@@ -15,9 +15,9 @@ OWN_FAULTS = {Kind.CONFIG, Kind.OUT_OF_MEMORY, Kind.NOT_FINITE, Kind.TIME_LIMIT,
 
 
 def useful_seconds(rows: list[dict[str, Any]]) -> float | None:
-    """Return the seconds of all steps, each counted once. The first step of a process, which compiles, counts at most
-    as much as the median step. So do steps before it whose rows were lost when the process was killed. None if no other
-    step is known.
+    """Return the seconds of all steps, each counted once. The first row of a process includes compilation, and also
+    stands for steps whose rows were lost when the process before was killed. So each step of this row counts at most as
+    much as the median step. None if there are no other rows.
     """
     known = [row for row in rows if row.get("step_seconds") is not None]
     steady = [row["step_seconds"] for row in known[1:] if not row.get("first_step")]
@@ -32,8 +32,8 @@ def useful_seconds(rows: list[dict[str, Any]]) -> float | None:
 
 
 def goodput_of(directory: Path, rows: list[dict[str, Any]], now: float | None = None) -> float | None:
-    """Return the share of useful time in the time from the first start of a run to `now`, or to its last record. None
-    if a time is unknown, or for replica groups, as the rows are those of one group.
+    """Return useful time divided by all time since the run's first start, up to `now` or, without `now`, to the last
+    record. None if a time is unknown. None also for a run with replica groups, as its rows are those of one group.
     """
     attempts = [life for attempt in layout.ATTEMPT.all(directory).values() if (life := _life(attempt))]
     useful = useful_seconds(rows)
@@ -44,8 +44,9 @@ def goodput_of(directory: Path, rows: list[dict[str, Any]], now: float | None = 
 
 
 def count_interruptions(runs: list[Path]) -> tuple[int, float]:
-    """Return the number of attempts that were interrupted after at least one step: they were not asked to end, and the
-    job itself was not the cause. Also return the GPU-days of all attempts with at least one step.
+    """Return the number of attempts that were interrupted after at least one step, and the GPU-days of all attempts
+    with at least one step. An attempt was interrupted if it ended early although nobody asked it to, and the job itself
+    was not the cause.
     """
     failures, seconds = 0, 0.0
     for directory, state in zip(runs, inspect_all(runs), strict=True):
@@ -62,7 +63,7 @@ def count_interruptions(runs: list[Path]) -> tuple[int, float]:
 
 
 def device_hours(directory: Path) -> float:
-    """Return the hours of all ranks of a run, in all attempts."""
+    """Return the device-hours of a run: the hours of all its ranks in all its attempts."""
     config = layout.CONFIG.read(directory)
     groups = (config.get("fault_tolerance") or {}).get("replicas") or 1
     lives = [life for attempt in layout.ATTEMPT.all(directory).values() if (life := _life(attempt))]
@@ -70,16 +71,14 @@ def device_hours(directory: Path) -> float:
 
 
 def _life(attempt: Path) -> tuple[float, float] | None:
-    """Return two times of an attempt's rank 0: when it started, and when it last wrote a record. None if it left no
-    record.
-    """
+    """Return when an attempt's rank 0 started, and when it last wrote a record. None if it left no record."""
     rank, status = layout.RANK.read(attempt), layout.STATUS.read(attempt)
     begin = rank.get("started")
     return None if begin is None else (begin, max(rank.get("ended", begin), status.get("time", begin)))
 
 
 def _interrupted(attempt: Path, over: bool) -> bool:
-    """Whether an attempt failed and the job itself was not the cause, or ended without a record (as after a power cut)."""
+    """Whether an attempt failed for a reason outside the job itself, or ended without a record (as after a power cut)."""
     if layout.CANCELLED.of(attempt).exists():
         return False
     if failure := guilty(attempt):

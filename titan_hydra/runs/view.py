@@ -1,6 +1,7 @@
-"""Functions of the commands that follow runs: they select runs, and collect what a table shows of each run.
+"""Functions for the commands that show the progress of runs. They select runs, and collect what a table shows of each
+run.
 
-Of long files only the end is read, and each executor is asked once for all runs.
+They read only the end of long files, and ask each executor once for all runs.
 """
 
 import argparse
@@ -23,17 +24,17 @@ from .queue import Owner, Queue, ask
 from .run import homes_of
 from .rundir import State
 
-# A running cell counts as silent if it has made no progress for SILENT seconds and for STEPS_SILENT times the time of a
-# step.
+# A running cell counts as silent after SILENT seconds without progress, or after the time of STEPS_SILENT steps if
+# longer.
 SILENT, STEPS_SILENT = 60.0, 10
-FIRST_STEP = 300.0  # seconds without progress that the first step may take, as it compiles
-# phases that may take any time without a cell counting as silent
+FIRST_STEP = 300.0  # maximum seconds without progress before the first row, as the first step compiles
+# phases that may last for any time; in them, a cell does not count as silent
 LASTING = ("start", "validation", "checkpoint", "end")
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """What is known of a run at one moment. None means unknown."""
+    """What is known about a run at one moment. A field that is None is unknown."""
 
     cell: str
     directory: Path
@@ -42,11 +43,11 @@ class RunRow:
     step: int | None = None  # the last step that is done
     tokens_per_second: float | None = None
     loss: float | None = None
-    where: str | None = None  # its host, or SLURM's list of nodes
+    where: str | None = None  # the run's host, or SLURM's list of nodes
     # seconds that the newest attempt has waited (if queued), has run so far, or took in total
     seconds: float | None = None
     to_go: float | None = None  # predicted seconds until the last step of the run is done, at the present rate
-    silent: float | None = None  # seconds without progress, if they are more than expected
+    silent: float | None = None  # number of seconds without progress, if it is larger than expected
     phase: str | None = None  # phase of a running cell: start, checkpoint, ..., or a part of a step
     cancelled: str | None = None  # the user who cancelled the newest attempt
     best: str | None = None  # with checkpoint.keep_best: the best step so far, and its held-out loss
@@ -78,8 +79,8 @@ def add_target(
 
 
 def choose(target: str | None, runs: Path) -> Selection:
-    """Return the runs that `target` selects: a cell of a sweep by the name that tables show, or what find.select_runs
-    finds. None selects the newest sweep or, without a sweep, all runs.
+    """Return the runs that `target` selects: the cell of a sweep that tables show under this name, or what
+    find.select_runs finds. None selects the newest sweep or, if there is none, all runs.
     """
     if not runs.is_dir() and (target is None or not Path(target).exists()):
         raise ConfigError(f"--runs={runs}: no such folder; start a run first, or say where the runs are")
@@ -99,14 +100,14 @@ def choose(target: str | None, runs: Path) -> Selection:
                 return Selection(target, named)
     selection = find.select_runs(target, runs)
     if len(selection.cells) == 1 and (directory := selection.cells[0].directory).is_dir():
-        next(directory.iterdir(), None)  # raises PermissionError if it is closed to this user
+        next(directory.iterdir(), None)  # raises PermissionError if this user may not read the directory
     if selection.manifest or len(selection.cells) < 2:
         return selection
     return replace(selection, cells=sorted(selection.cells, key=lambda cell: begun(cell.directory), reverse=True))
 
 
 def begun(directory: Path) -> float:
-    """Return the time at which a run's newest attempt was claimed; 0 if there is no attempt, or it may not be read."""
+    """Return the time at which a run's newest attempt was claimed; 0 if there is none, or if this user may not read it."""
     try:
         return layout.ATTEMPT.of(directory).parent.stat().st_mtime
     except OSError:
@@ -114,7 +115,7 @@ def begun(directory: Path) -> float:
 
 
 def choose_one(target: str, runs: Path) -> RunCell:
-    """Return the run that `target` selects. Raises ConfigError if it selects several."""
+    """Return the run that `target` selects. Raises ConfigError if `target` selects several runs."""
     selection = choose(target, runs)
     if len(selection.cells) != 1:
         hashes = [cell.directory.name.rpartition("-")[2] for cell in selection.cells[:6]]
@@ -130,7 +131,7 @@ def place_of(target: str, runs: Path) -> Path:
 
 
 def look(cells: list[RunCell]) -> tuple[list[RunRow], dict[str, Queue]]:
-    """Return a row for each run, and the answers of their executors. Each executor is asked once for all runs."""
+    """Return a row for each run, and the answers of the executors. Each executor is asked once for all runs."""
     queues = ask([cell.directory for cell in cells])
     names, now = short_names(cells), rundir.file_time(cells[0].directory.parent) if cells else 0.0
     return [
@@ -140,13 +141,13 @@ def look(cells: list[RunCell]) -> tuple[list[RunRow], dict[str, Queue]]:
 
 
 def owner_of(row: RunRow) -> Owner:
-    """Return attempt.json, the record of who claimed the newest attempt, for a row's run."""
+    """Return the attempt.json of a row's run: the record of who claimed the run's newest attempt."""
     return layout.CLAIM.read(layout.ATTEMPT.of(row.directory, row.state.attempt))
 
 
 def short_names(cells: list[RunCell]) -> list[str]:
-    """Return the names of cells for tables, without hashes. For cells without names, or with equal names, these are the
-    overrides in which the cells differ.
+    """Return the names of cells for tables, without hashes. If cells have no names, or equal names, the returned names
+    consist of the overrides in which the cells differ.
     """
     overrides = [list(filter(tells, cell.overrides)) for cell in cells]
     if all(cell.name == " ".join(cell.overrides) for cell in cells):
@@ -165,16 +166,16 @@ def short_names(cells: list[RunCell]) -> list[str]:
 
 
 def tells(override: str) -> bool:
-    """Whether an override belongs to the experiment: its key is part of a run's identity, or is unknown."""
+    """Whether an override belongs to the experiment. It does if its key is part of a run's identity, or is unknown."""
     return identities().get(key_of(override), True)
 
 
 @functools.cache
 def identities() -> dict[str, bool]:
-    """Return for each key and group whether it, or any key in it, is part of a run's identity."""
+    """Return for each key whether it is part of a run's identity, and for each group whether any of its keys is."""
     known, found = known_keys(), {}
     groups = {name.rpartition(".")[0] for name in known}
-    for name in reversed(known):  # keys come before their groups
+    for name in reversed(known):  # in the reversed order, keys come before their groups
         found[name] = found.get(name, False) if name in groups else known[name].metadata["identity"]
         group = name.rpartition(".")[0]
         found[group] = found.get(group, False) or found[name]
@@ -182,7 +183,9 @@ def identities() -> dict[str, bool]:
 
 
 def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
-    """Read the files that show a run's progress. `file_now` is the present time by the clock of their file system."""
+    """Read the files that show a run's progress. `file_now` is the present time by the clock of the file system that
+    holds these files.
+    """
     if state.kind in ("new", "damaged"):
         return RunRow(cell, directory, state)
     home, number, _ = shown_group(directory, state)
@@ -200,7 +203,7 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
         # heartbeat's file
         if beat:
             now = beat["time"] + file_now - modified(layout.BEAT.of(attempt))
-        # Whether the newest attempt has logged a step, so that the time of its steps is known.
+        # Whether the newest attempt has logged a row, from which the time of a step is known.
         steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(
             layout.RANK.of(attempt)
         )
@@ -255,16 +258,16 @@ def jobs_of(directory: Path, state: State) -> list[tuple[Path, int, State]]:
 
 
 def shown_group(directory: Path, state: State) -> tuple[Path, int, State]:
-    """Return the job of a run whose progress is shown: the first that is running, else the first."""
+    """Return the job whose progress is shown for a run: the first running job, else the first job."""
     jobs = jobs_of(directory, state)
     running = [job for job in jobs if job[2].kind == state.kind == "running"]
     return (running or jobs)[0]
 
 
 def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> float | None:
-    """Return the seconds since rank 0's last progress if this is too long, else None. It is too long if the last
-    heartbeat, of which rank 0 writes one a second, is older than SILENT. It is also too long if the time of a step does
-    not explain it, except in phases that may take any time.
+    """Return the seconds since rank 0's last progress if they are too many, else None. They are too many if the last
+    heartbeat is older than SILENT (rank 0 writes a heartbeat every second). They are also too many if the phase has
+    lasted much longer than a step, except in phases that may take any time.
     """
     if not beat:
         return None
@@ -276,8 +279,8 @@ def silence(beat: dict[str, Any], now: float, step_seconds: float | None) -> flo
 
 
 def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """Return where a run runs: its job's list of nodes, or rank 0's host and the number of further nodes. None while the
-    run is queued.
+    """Return where a run is running: the job's list of nodes, or rank 0's host and the number of further nodes. None
+    while the run is queued.
     """
     if state.kind == "queued":
         return None
@@ -289,10 +292,10 @@ def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | 
 
 
 def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, Any], now: float) -> float | None:
-    """Return the seconds for which the newest attempt has waited (if queued) or has run, or which it took."""
+    """Return the seconds that the newest attempt has waited (if queued), has run so far, or took in total."""
     claimed = layout.CLAIM.read(attempt).get("started")
     if state.kind == "queued":
-        began = rank.get("ended", claimed)  # a requeued job has waited since it last ended
+        began = rank.get("ended", claimed)  # a requeued job has been waiting since its last end
     else:
         began = rank.get("started") or (moment(state.job.start) if state.job else None) or claimed
     ended = now if state.active else rank.get("ended") or beat.get("time")
@@ -300,7 +303,7 @@ def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, 
 
 
 def moment(written: str) -> float | None:
-    """Return a time that a queue writes in ISO 8601 as seconds since 1970; None for N/A and the like."""
+    """Convert a time that a queue has written in ISO 8601 to seconds since 1970; None for N/A and the like."""
     try:
         return datetime.fromisoformat(written).timestamp()
     except ValueError:

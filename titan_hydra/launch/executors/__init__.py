@@ -1,5 +1,5 @@
-"""Executors, which start ranks: in this process, as processes of this machine, or as jobs of a cluster. Each is
-registered in the same way as a user's executor in a module of `train.imports`.
+"""Executors, which start ranks: in this process, as processes of this machine, or as jobs of a cluster. The package
+registers each of them in the same way in which a user's module (`train.imports`) registers an executor.
 """
 
 import importlib

@@ -1,10 +1,10 @@
-"""What the name of a GPU implies, for the options that `titan cluster init` writes."""
+"""Find out from a GPU's name what `titan cluster init` writes into an option: the GPU's memory and its hardware preset."""
 
 import re
 
 from titan_hydra.config.describe import option_files
 
-# GiB of device memory by the GPU's name
+# device memory in GiB, by the GPU's name
 DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, "l4": 24, "mi300x": 192}
 
 
@@ -17,7 +17,8 @@ def device_memory(kind: str) -> int | None:
 
 def hardware(kind: str) -> str:
     """Return YAML lines that choose the GPU's preset in conf/hardware; "" if its name implies no memory or preset."""
-    if device_memory(kind) is None or re.search(r"[+.]", kind):  # several kinds of GPU, or a part of one
+    # the name stands for several kinds of GPU, or for a part of a GPU
+    if device_memory(kind) is None or re.search(r"[+.]", kind):
         return ""
     known = {file.stem for file in option_files("hardware")}
     found = next((word for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in known), None)

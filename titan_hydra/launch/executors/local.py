@@ -39,13 +39,14 @@ class Processes(Executor):
 
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
         """Run a claimed attempt to its end."""
-        # entered before `start`, which imports modules: Python can lose a KeyboardInterrupt that comes during an import
+        # signals are counted before `start`, which imports modules: Python can lose a KeyboardInterrupt during an
+        # import
         with interrupts.counted():
             parent = self.start(cell.directory, attempt, cell.job)
             attach(cell.directory, attempt, cell.job.steps, interrupts, parent, cell.label)
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield a fault for each key that has a meaning for batch jobs alone."""
+        """Yield a fault for each key that applies only to batch jobs."""
         if cells[0].job.launch.packed:
             yield Fault(
                 "launch.packed",
@@ -73,8 +74,8 @@ class Processes(Executor):
         return rundir.state_here(directory, attempt)
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask the ranks of runs to stop, as Ctrl-C does. For a whole sweep, ask its launch.py instead, which then
-        starts no further cells.
+        """Ask the ranks of runs to stop, as Ctrl-C does. For a whole sweep, ask the sweep's launch.py instead, which
+        then also starts no further cells.
         """
         told = set()
         for row in rows:
@@ -124,7 +125,7 @@ class Inline(Processes):
 
 
 def started(attempt: Path, seconds: float = 15) -> bool:
-    """Wait until ranks can be signalled, for at most `seconds`. Return False if they cannot, or the attempt has ended."""
+    """Wait at most `seconds` until the ranks can be signalled. Return False if they cannot, or the attempt has ended."""
     deadline = time.monotonic() + seconds
     while not rundir.running_ranks(attempt) and not alive(layout.RANKS.read(attempt)):
         if time.monotonic() > deadline or rundir.host_of_running(attempt) is None:

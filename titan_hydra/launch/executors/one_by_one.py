@@ -1,4 +1,4 @@
-"""Run cells on this machine, one after another: start each cell, or attach to it if it runs, and print how it ends."""
+"""Run cells on this machine, one after another: start each cell, or attach to a running one, and print how it ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from titan_hydra.launch.cell import RETRY, Cell
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.rundir import State
 
-# A function that runs a claimed attempt to its end. Arguments: the cell, the attempt's folder, the counter of Ctrl-C.
+# A function that runs a claimed attempt to its end. Its arguments are the cell, the attempt's folder, and the counter
+# of Ctrl-C signals.
 RunAttempt = Callable[[Cell, Path, Interrupts], None]
 
 
 def run_all(cells: list[Cell], run: RunAttempt) -> int:
-    """Run one cell after another, and return the exit status. A failed cell does not end the series; Ctrl-C does."""
+    """Run one cell after another, and return the exit status. The series ends at Ctrl-C, but not at a failed cell."""
     states: list[State] = []
     status = Exit.DONE
     interrupts = Interrupts()
@@ -42,8 +43,8 @@ def run_all(cells: list[Cell], run: RunAttempt) -> int:
 
 
 def settle(cell: Cell, run: RunAttempt, interrupts: Interrupts) -> State:
-    """Start one cell or attach to it, depending on its state, and wait for its end; or print why neither is possible.
-    Return its final state.
+    """Start a cell, or attach to it if it is running, and wait for its end. If neither is possible, print the reason.
+    Return the cell's final state.
     """
     launch, fresh = cell.job.launch, cell.job.launch.force
     while True:

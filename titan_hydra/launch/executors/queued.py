@@ -1,4 +1,4 @@
-"""What executors with a queue of jobs have in common."""
+"""Functions that all executors with a queue of jobs share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def submit_and_follow(
     submit: Callable[[list[tuple[Cell, State]], list[State], Interrupts], int],
 ) -> int:
     """Submit every cell that is to be started, and print how to follow the cells. With launch.wait, follow them here.
-    `submit` gets the cells to start and the states of all cells, and returns an exit status. Return the command's.
+    `submit` gets the cells to start and the states of all cells, and returns an exit status. Return the command's exit
+    status.
     """
     interrupts, wait = Interrupts(), cells[0].job.launch.wait
     states = rundir.states([cell.directory for cell in cells])
@@ -50,8 +51,8 @@ def submit_and_follow(
 
 
 def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
-    """Print the changes of the cells' states, and why they wait, until no cell is queued or running (launch.wait). Ctrl-C
-    ends the printing, and the jobs continue.
+    """Print each change of a cell's state, and why queued cells wait, until no cell is queued or running (launch.wait).
+    Ctrl-C ends only the printing; the jobs continue.
     """
     before: dict[Path, str] = {}
     while True:
@@ -70,8 +71,8 @@ def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
 
 
 def status_after(states: list[State], status: int, interrupts: Interrupts, wait: bool) -> int:
-    """Return the exit status of a command that submitted cells: the status of a signal, if one has ended it; else its
-    own `status`, if that is not 0; else the status of the first failed cell.
+    """Return the exit status of a command that submitted cells: the signal's status if a signal has ended the command;
+    else `status`, if that is not 0; else the status of the first failed cell.
     """
     for state in states:
         status = status or (state.failure.status if state.failure else Exit.DONE)

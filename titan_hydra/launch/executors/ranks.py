@@ -1,11 +1,11 @@
 """Start ranks on this machine by submitit's local executor, with `Ranks` as the parent process of the ranks.
 
-submitit's own parent process shares the terminal's process group (Ctrl-C would kill the ranks within a second), hides
-GPUs, drops exit codes, and lets ranks continue after one has died. `Ranks` has its own session, keeps the user's
-visible devices, and records every exit code in ranks.json. When a rank fails, `Ranks` ends all other ranks; with
-replica groups (`fault_tolerance`), it ends the other ranks of the same group and restarts the group. `Ranks` outlives
-launch.py: if the terminal is closed or launch.py is killed, the ranks continue, and the same command line attaches to
-them again.
+submitit's own parent process is not used: it shares the terminal's process group (Ctrl-C would kill the ranks within a
+second), hides GPUs, drops exit codes, and lets ranks continue after one has died. `Ranks` has its own session, keeps
+the user's visible devices, and records every exit code in ranks.json. When a rank fails, `Ranks` ends all other ranks;
+with replica groups (`fault_tolerance`), it ends the other ranks of the same group and restarts the group. `Ranks`
+outlives launch.py: if the terminal is closed or launch.py is killed, the ranks continue, and the same command line
+attaches to them again.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
 
-GRACE = 1.5  # seconds in which the other ranks may end by themselves after one has failed
-# the same limit after a rank has stopped on request: longer, as the other ranks may still write their checkpoint
+GRACE = 1.5  # seconds that the other ranks may take to end by themselves after a rank has failed
+# the same limit after a rank has stopped on request; it is longer, as the other ranks may be writing their checkpoint
 GRACE_STOPPED = 60.0
-# The ranks are asked to save and stop this many seconds before the time limit, or a tenth of the limit if that is less.
+# How many seconds before the time limit the ranks are asked to save and stop; a tenth of the limit if that is less.
 LAST_MINUTE = 60
 VARIABLES = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
-YEAR = 365 * 24 * 60  # time limit in minutes that submitit gets for a job without one
+YEAR = 365 * 24 * 60  # the time limit in minutes that submitit is given for a job that has none
 
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
@@ -57,8 +57,8 @@ def run_here(directory: str, attempt: int) -> None:
 
 
 class RanksExecutor(LocalExecutor):
-    """submitit's local executor with another parent process of the ranks: `Ranks`, in its own session. Ranks import from
-    `paths` first.
+    """submitit's local executor, except that `Ranks`, in its own session, is the parent process of the ranks. The ranks
+    look for modules first in the folders `paths`.
     """
 
     def __init__(self, folder: Path, paths: list[str]) -> None:
@@ -79,7 +79,7 @@ class RanksExecutor(LocalExecutor):
             "SUBMITIT_STDERR_TO_STDOUT": "",
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             "PYTHONPATH": os.pathsep.join([*self.paths, *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "RUST_LOG": os.environ.get("RUST_LOG", "error"),  # torchft otherwise writes many lines in each step
+            "RUST_LOG": os.environ.get("RUST_LOG", "error"),  # without this, torchft writes many lines in each step
             "PYTHONSAFEPATH": "1",  # ranks import the same files as launch.py, never modules in the current folder
         }
         with open(Path(self.folder) / "parent.log", "ab") as log:
@@ -96,7 +96,7 @@ class RanksExecutor(LocalExecutor):
 
 @dataclass
 class Group:
-    """Ranks that cannot continue without each other: all ranks, or those of a replica group."""
+    """Ranks that cannot continue without each other: all ranks of the job, or all ranks of one replica group."""
 
     ranks: range
     deadline: float = float("inf")  # time (by time.monotonic) at which the remaining ranks of the group are killed
@@ -104,8 +104,8 @@ class Group:
 
 
 class Ranks(Controller):
-    """The parent process of all ranks. It waits for them, records how they end, and ends the rest of a group when one of
-    the group's ranks fails.
+    """The parent process of all ranks. It waits for the ranks, records how they end, and ends all ranks of a group when
+    one of them fails.
     """
 
     asked = False  # whether the ranks were asked to stop
@@ -162,8 +162,8 @@ class Ranks(Controller):
             time.sleep(0.3)
 
     def has_died(self, group: Group) -> bool:
-        """Whether a group is to be started again: all its ranks have ended, at least one of them badly, and the reason
-        was neither a request to stop nor a wrong configuration.
+        """Whether a group is to be started again. This is so if all its ranks have ended, at least one of them with an
+        error, and the reason was neither a request to stop nor a wrong configuration.
         """
         ended = [self.ranks[number].get("exit_status") for number in group.ranks]
         return None not in ended and any(ended) and not self.asked and not {Exit.REQUEUED, Exit.CONFIG} & set(ended)
@@ -171,7 +171,8 @@ class Ranks(Controller):
     def restart(self, group: Group, replica: int) -> None:
         """Start a replica group again. It takes the weights of the other groups at the next exchange."""
         folder = folders_of(replica, self.folder.parents[2], self.folder.parent)[1]
-        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)  # the file has the address of the group's previous start
+        # the old file has the address of the group's previous start
+        layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)
         group.restarts, group.deadline = group.restarts + 1, float("inf")
         for number in group.ranks:
             environment = {
@@ -191,13 +192,13 @@ class Ranks(Controller):
         super()._forward_signal(signum)
 
     def record(self) -> None:
-        with contextlib.suppress(OSError):  # the disk may be full, and ranks may continue nevertheless
+        with contextlib.suppress(OSError):  # a full disk need not end the ranks
             layout.RANKS.write(self.folder.parent, {**this_process(), "ranks": self.ranks})
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen[Any]:
-    """Start torchft's lighthouse. It drops a replica group that has sent no heartbeat for `silent` seconds, and ends when
-    this process ends.
+    """Start torchft's lighthouse. The lighthouse drops a replica group that has sent no heartbeat for `silent` seconds,
+    and it ends when this process ends.
     """
     command = [
         sys.executable,

@@ -29,8 +29,9 @@ class Kubernetes(Executor):
     """Creates Jobs by kubectl, and asks kubectl and the run directories for the state of a run."""
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield what prevents submitting these cells: a key that only other executors know, kubectl is missing, the code
-        cannot be copied, or the API server would refuse the Jobs. A dry run works without kubectl.
+        """Yield a fault for each reason why these cells cannot be submitted: a key applies only to other executors,
+        kubectl is missing, the code cannot be copied, or the API server would refuse the Jobs. A dry run works without
+        kubectl.
         """
         from titan_hydra.launch import snapshot
         from titan_hydra.launch.cell import to_start
@@ -103,7 +104,7 @@ class Kubernetes(Executor):
                 print(f"cancelled {counted(len(names), 'cell')} ({', '.join(names[:3])}{', ...' if names[3:] else ''})")
 
     def hint(self, job: Job, failure: Failure) -> str:
-        """Return overrides of cluster keys that may prevent such a failure; "" if there are none."""
+        """Return overrides of cluster keys that may prevent another failure of this kind; "" if there are none."""
         from .submit import node_of
 
         cluster = cast(KubernetesCluster, job.cluster)

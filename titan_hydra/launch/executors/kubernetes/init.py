@@ -1,5 +1,5 @@
-"""What `titan cluster init` writes for the Kubernetes cluster of a context, from its nodes with GPUs and the claims and
-queues of a namespace.
+"""What `titan cluster init` writes for a Kubernetes cluster. It reads the cluster's nodes with GPUs, and the volume
+claims and queues of a namespace.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from titan_hydra.launch.executors.devices import device_memory, hardware
 from .keys import KubernetesCluster
 from .kubectl import KubectlError, Namespace, namespace_of
 
-RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")  # what nodes with GPUs offer
-SHARE = 0.9  # of a node's cores and memory: its daemons need the rest
+RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")  # names of the resources by which a node offers GPUs
+SHARE = 0.9  # fraction of a node's cores and memory that its pods request: the node's daemons need the rest
 UNITS = {"Ki": 2**-20, "Mi": 2**-10, "Gi": 1, "Ti": 2**10, "": 2**-30}
 FILE = """\
 # {context}, namespace {namespace}: {nodes} node{s} of {gpus} {kind} GPU{p}, as kubectl had it; see docs/kubernetes.md.
@@ -43,8 +43,8 @@ secrets: []  # Secrets whose entries become environment variables, such as WANDB
 class NodeType:
     """Nodes of one kind."""
 
-    resource: str  # under which a pod requests a GPU
-    kind: str  # model of the GPUs; "" if no label names it
+    resource: str  # name of the resource by which a pod requests a GPU
+    kind: str  # model of the GPUs; "" if no label of the nodes names it
     gpus: int
     cores: int
     memory_gib: int
@@ -53,12 +53,14 @@ class NodeType:
 
 def add_context(group: Any) -> None:
     group.add_argument("--context", help="a context of kubectl's configuration (default: the current one)")
-    group.add_argument("--namespace", help="the namespace of the Jobs (default: that of the context)")
+    group.add_argument("--namespace", help="the namespace of the Jobs (default: the context's namespace)")
     group.add_argument("--image", help="the container image of the pods")
 
 
 def option_of_context(args: argparse.Namespace) -> SiteOption:
-    """Return the option for the kind of node that is most frequent in the cluster. Raises ConfigError."""
+    """Return the option for the kind of node that has the most GPUs in the cluster. Raises ConfigError if there is
+    none, or kubectl fails.
+    """
     try:
         place = namespace_of(KubernetesCluster(context=args.context, namespace=args.namespace))
         found = Counter(node_types(json.loads(place.call("get", "nodes", "--output=json"))["items"]))
@@ -97,18 +99,20 @@ def node_types(items: list[dict[str, Any]]) -> Iterable[NodeType]:
 
 
 def cores_of(quantity: str) -> int:
-    """Return the whole cores of a quantity such as 96 or 95500m."""
+    """Return the number of whole cores in a Kubernetes quantity such as 96 or 95500m."""
     return int(quantity[:-1]) // 1000 if quantity.endswith("m") else int(quantity)
 
 
 def gib_of(quantity: str) -> int:
-    """Return the whole GiB of a quantity such as 2113407400Ki."""
+    """Return the number of whole GiB in a Kubernetes quantity such as 2113407400Ki."""
     number, unit = re.fullmatch(r"(\d+)(\D*)", quantity).groups()
     return int(int(number) * UNITS.get(unit, 0))
 
 
 def names_in(place: Namespace, kind: str) -> list[str]:
-    """Return the names of the objects of a kind in a namespace; [] if the cluster has no such kind, or does not show it."""
+    """Return the names of the objects of this kind in a namespace; [] if the cluster lacks this kind, or does not show
+    it.
+    """
     try:
         listing = place.call("get", kind, "--output=jsonpath={.items[*].metadata.name}")
     except KubectlError:
@@ -117,8 +121,8 @@ def names_in(place: Namespace, kind: str) -> list[str]:
 
 
 def text_of(name: str, place: Namespace, node: NodeType, nodes: int, image: str | None) -> str:
-    """Return the text of the file. If there is only one queue, it is used. Claims are only named in a comment, as the
-    user must choose where to mount them.
+    """Return the text of the file. If there is only one queue, it is used. Volume claims are only named in a comment,
+    as the user must choose where to mount them.
     """
     queues, claims = names_in(place, "localqueues.kueue.x-k8s.io"), names_in(place, "persistentvolumeclaims")
     return FILE.format(

@@ -15,22 +15,22 @@ from titan_hydra.runs.queue import Owner, Queue, QueuedJob
 from .keys import KubernetesCluster
 from .manifest import NAME, OWNER, TOKEN
 
-LIMIT = 60  # seconds that a call may take
-REQUEST = "20s"  # time-out of a single request
-# errors after which the API server may have carried out the request nevertheless
+LIMIT = 60  # maximum seconds of one call of kubectl
+REQUEST = "20s"  # time-out of each request that kubectl sends
+# errors after which it is unknown whether the API server has carried out the request
 NO_ANSWER = (
     r"timed? ?out|refused|no route|EOF|reset by peer|unable to connect|TLS handshake|no such host|deadline|unavailable"
 )
 LIVE = ("Pending", "Running")  # phases of a pod that has not ended
-MESSAGE = 160  # characters of a message of the cluster that are kept
+MESSAGE = 160  # maximum length at which a message of the cluster is cut
 
 
 class KubectlError(Exception):
-    """kubectl is missing or failed; the message is what it printed, on one line."""
+    """kubectl is missing or has failed. The exception's message is the text that kubectl printed, on one line."""
 
     @property
     def uncertain(self) -> bool:
-        """Whether the API server did not answer, so that the outcome is unknown."""
+        """Whether the call's outcome is unknown because the API server did not answer."""
         return bool(re.search(NO_ANSWER, str(self), re.I))
 
 
@@ -43,7 +43,7 @@ class Namespace:
 
     @classmethod
     def of_owner(cls, owner: Owner) -> Namespace:
-        """Return where an attempt was submitted, as attempt.json names it."""
+        """Return the namespace to which an attempt was submitted, as attempt.json names it."""
         return cls(owner.get("cluster", ""), owner.get("namespace", ""))
 
     def call(self, *arguments: str, text: str = "", limit: float = LIMIT) -> str:
@@ -84,23 +84,23 @@ def namespace_of(cluster: KubernetesCluster) -> Namespace:
 
 @dataclass(frozen=True)
 class PodState:
-    """What the API reports of a pod."""
+    """What the API server reports about a pod."""
 
     name: str
     index: int
     phase: str
     node: str = ""
-    waits: str = ""  # why it does not run
+    waits: str = ""  # why the pod does not run
     exit_status: int | None = None
-    reason: str = ""  # why its container ended, such as OOMKilled, or why the pod failed
-    message: str = ""  # the end of the container's output
+    reason: str = ""  # why the pod's container ended, such as OOMKilled, or why the pod failed
+    message: str = ""  # the last part of the container's output
     disrupted: str = ""  # why the cluster took the pod away
 
 
 @dataclass(frozen=True)
 class KubernetesJob(QueuedJob):
-    """A Job and its pods. `state` is Complete, Failed, Suspended, Running, Pending, or Ending: the Job was deleted, and its
-    pods have not ended.
+    """A Job and its pods. `state` is Complete, Failed, Suspended, Running, Pending or Ending. Ending means that the Job
+    was deleted but its pods have not ended yet.
     """
 
     token: str = ""
@@ -148,7 +148,7 @@ def jobs_in(items: list[dict[str, Any]]) -> Iterable[KubernetesJob]:
 
 
 def job_of_item(item: dict[str, Any], token: str, pods: list[PodState]) -> KubernetesJob:
-    """Read a Job, and why it waits or ended."""
+    """Read a Job, and the reason why it waits or why it ended."""
     status, spec = item.get("status", {}), item["spec"]
     conditions = {one["type"]: one for one in status.get("conditions", []) if one.get("status") == "True"}
     live = [pod for pod in pods if pod.phase in LIVE]
@@ -185,7 +185,7 @@ def node_names(pods: list[PodState]) -> str:
 
 
 def pod_state(item: dict[str, Any]) -> PodState:
-    """Read a pod: why it waits, or how its container ended."""
+    """Read a pod, and the reason why it waits or how its container ended."""
     status, meta = item.get("status", {}), item["metadata"]
     conditions: dict[str, dict[str, Any]] = {one["type"]: one for one in status.get("conditions", [])}
     container = [*status.get("containerStatuses", []), {}][0].get("state", {})

@@ -22,14 +22,14 @@ OWNER, RUN, TOKEN = "app.kubernetes.io/managed-by", "titan-hydra/run", "titan-hy
 NAME = "titan-hydra"
 LONGEST = 63 - len(
     "-99999"
-)  # a pod's host name is the Job's name and its index, and a host name has at most 63 characters
-FAILED_STARTS = 3  # pods that may fail without an exit status, as when a node has no device left for them
+)  # a pod's host name is the Job's name and the pod's index, and a host name has at most 63 characters
+FAILED_STARTS = 3  # number of pods that may fail without an exit status, as when a node has no device left for a pod
 KEPT = 7 * 24 * 3600  # seconds for which an ended Job is kept, so that its pods can be looked at
-# Exit statuses after which a pod is started again: it was asked to stop, or stopped before it could handle the signal.
+# Exit statuses after which a pod is started again: it was asked to stop, or was stopped before it could handle signals.
 AGAIN = (int(Exit.REQUEUED), 143)
 
-# The first process of a container ignores signals without a handler, and Python installs its handlers late. So the first
-# process is this shell, and its child may die of the signal.
+# The first process of a container ignores every signal for which it has no handler, and Python installs its handlers
+# late. So the first process is this shell, and Python is its child, which a signal can end.
 SCRIPT = """\
 trap 'exit {again}' TERM
 {setup}{python} -u -m {module} "$@" &
@@ -42,7 +42,9 @@ exit "$status"
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Writes texts so that kubectl reads them as texts: its parser takes 76832e12 for a number, and y for true."""
+    """Quotes strings that kubectl's parser would otherwise not read as strings: it takes 76832e12 for a number, and y
+    for true.
+    """
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = "|" if "\n" in data else "'" if re.match(r"[-+.]?\d|[yYnN]$", data) else None
@@ -68,14 +70,14 @@ class PodShape:
 
 @dataclass(frozen=True)
 class Submission:
-    """One attempt of a run that is submitted as a Job."""
+    """An attempt of a run, in the form in which it is submitted as a Job."""
 
     job: Job
     directory: Path
     attempt: int
     token: str
-    paths: tuple[Path, ...]  # folders of the code
-    exclude: tuple[str, ...] = ()  # nodes to exclude in addition to those of the configuration
+    paths: tuple[Path, ...]  # folders from which the ranks import the code
+    exclude: tuple[str, ...] = ()  # nodes to exclude, in addition to the nodes that the configuration excludes
 
     @property
     def cluster(self) -> KubernetesCluster:
@@ -83,7 +85,9 @@ class Submission:
 
     @property
     def name(self) -> str:
-        """The name of the Job and its Service: run, hash, attempt and token, in the characters of a host name."""
+        """The name of the Job and of its Service. It has the run's name and hash, the attempt and the token, in
+        characters that a host name may have.
+        """
         end = f"-{hash_of(self.directory)}-{self.attempt}-{self.token}"
         words = re.sub("[^a-z0-9]+", "-", self.directory.name.rpartition("-")[0].lower()).strip("-")
         words = words if words[:1].isalpha() else f"run-{words}"
@@ -139,7 +143,7 @@ class Submission:
         }
 
     def pod_spec(self, shape: PodShape) -> dict[str, Any]:
-        """Return the spec of the pods. Keys that are not set leave no field."""
+        """Return the spec of the pods. A key that is not set adds no field to it."""
         cluster = self.cluster
         user = {"runAsUser": cluster.user, "runAsGroup": cluster.group, "fsGroup": cluster.group}
         volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shared_memory}}]
@@ -183,7 +187,7 @@ class Submission:
         container: dict[str, Any] = {
             "name": "ranks",
             "image": cluster.image,
-            # the kubelet replaces $(NAME) by a variable, and $$ by $
+            # $ is doubled, as the kubelet replaces $(NAME) by the variable's value, and $$ by $
             "command": ["/bin/sh", "-c", re.sub(r"\$(?=[$(])", "$$", script), "node"],
             "args": [str(self.directory), str(self.attempt), self.token, self.name],
             "env": self.environment(),
@@ -197,8 +201,8 @@ class Submission:
         return container
 
     def environment(self) -> list[dict[str, Any]]:
-        """Return the variables of the pods. A user id without a name in the image has neither a home nor a user name, and
-        torch's compiler asks for both.
+        """Return the environment variables of the pods. They set HOME and USER because torch's compiler needs both, and
+        a user id that the image does not list has neither.
         """
         values = {
             "HOME": "/tmp",
@@ -214,8 +218,8 @@ class Submission:
         ]
 
     def resources(self, shape: PodShape) -> dict[str, Any]:
-        """Return requests and limits of a pod. Cores are requested without a limit, so that the ranks are never
-        throttled.
+        """Return the resource requests and limits of a pod. Cores are requested without a limit, so that the ranks are
+        never throttled.
         """
         cluster = self.cluster
         both = {name: str(value) for name, value in cluster.resources.items()}
@@ -229,7 +233,7 @@ class Submission:
 
 
 def toleration(text: str) -> dict[str, str]:
-    """Convert a taint, as KEY=VALUE:NoSchedule, to the toleration of it."""
+    """Convert a taint such as KEY=VALUE:NoSchedule to the toleration of this taint."""
     taint, _, effect = text.rpartition(":") if text.endswith(EFFECTS) else (text, "", "")
     key, equals, value = taint.partition("=")
     wanted = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}

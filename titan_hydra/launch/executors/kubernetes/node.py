@@ -1,12 +1,13 @@
-"""The process of a pod: it agrees with the other pods on the attempt, runs the ranks of its node, and ends with a status
-from which the Job's failure policy decides whether the pod is started again.
+"""The process of a pod. It agrees with the other pods on the attempt, and runs the ranks of its node. From its exit
+status, the Job's failure policy decides whether the pod is started again.
 
     python -m titan_hydra.launch.executors.kubernetes.node RUN ATTEMPT TOKEN JOB
 
-A Job starts its pods one by one, and each again after it has failed. So the pods meet in the run directory: each writes
-node_<index>.json into the newest attempt; once all are there, the pod of index 0 lists them in nodes.json, and they
-start their ranks. A pod that finds an attempt whose list does not contain it has replaced a pod that is gone. The
-listed pods then end their ranks, and the pod of index 0 creates the next attempt, as long as requeues are left.
+A Job starts its pods one by one, and starts a pod again after it has failed. So the pods meet in the run directory:
+each pod writes node_<index>.json into the newest attempt. Once all pods have done so, the pod of index 0 lists them in
+nodes.json, and they start their ranks. If a pod finds that the list does not contain it, it has replaced a pod that is
+gone. The listed pods then end their ranks, and the pod of index 0 creates the next attempt, as long as requeues are
+left.
 """
 
 import itertools
@@ -30,12 +31,12 @@ from .keys import KubernetesCluster
 from .manifest import PodShape
 
 POLL = 0.5  # seconds between two checks of the attempt
-GRACE = 1.5  # seconds in which the other ranks may end by themselves after one has failed
-# seconds in which the other ranks may end by themselves after one has stopped on request, as they may still write their
-# checkpoint
+GRACE = 1.5  # seconds that the other ranks may take to end by themselves after a rank has failed
+# seconds that the other ranks may take to end by themselves after a rank has stopped on request; they may still be
+# writing their checkpoint
 GRACE_STOPPED = 60.0
 MARGIN = 5.0  # seconds before the end of the pod's grace period at which ranks that have not stopped are killed
-LOST = 3  # how often in a row the pods may be started again after attempts that ended before their first step
+LOST = 3  # maximum number of successive attempts that end before their first step; after one more, the Job fails
 GONE = 30  # seconds without a heartbeat after which a rank of another pod counts as gone
 
 
@@ -50,7 +51,7 @@ class Node:
         self.record: dict[str, Any] = {**this_process(), "name": self.pod, "node": os.environ.get("NODE_NAME", "")}
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Note that the pod is asked to stop, and pass the signal on to the ranks."""
+        """Record that the pod is asked to stop, and pass the signal on to the ranks."""
         self.asked = self.asked or time.monotonic()
         for rank in self.ranks.values():
             if rank.poll() is None:
@@ -73,14 +74,14 @@ class Node:
         layout.NODE.write(attempt, self.record, self.index)
 
     def join(self) -> Path | None:
-        """Return the attempt in which the ranks of this pod run, once all its pods are there. None if the run is done or
-        the pod is asked to stop.
+        """Wait until all pods of the newest attempt are there, and return this attempt. Return None if the run is done
+        or this pod is asked to stop.
         """
         while not self.asked and layout.RESULT.read(self.directory).get("status") != "done":
             attempt = layout.ATTEMPT.of(self.directory, newest_attempt(self.directory))
             if layout.CLAIM.read(attempt).get("token") != self.token:
                 raise ConfigError(f"{attempt} is not that of Job {self.job}; nothing is started")
-            there = layout.NODE.read_all(attempt)  # lists the folder, so an NFS client sees new files
+            there = layout.NODE.read_all(attempt)  # listing the folder makes an NFS client see new files
             listed = layout.NODES.read(attempt).get("names", [])
             if self.pod in listed:
                 return attempt
@@ -125,7 +126,7 @@ class Node:
             command = [sys.executable, "-u", "-m", f"{__package__}.rank", str(self.directory), attempt.name, self.job]
             with layout.JOB_LOG.of(attempt).open("ab") as log:
                 self.ranks[first + number] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        if self.asked:  # the signal may have come between two ranks
+        if self.asked:  # the signal may have come between the starts of two ranks
             self.ask(signal.SIGTERM, None)
         ended: dict[int, dict[str, Any]] = {}
         deadline, looked, lost = float("inf"), 0.0, False
@@ -169,9 +170,9 @@ class Node:
 
 
 def own_failure(attempt: Path) -> int:
-    """Return the exit status of a rank of any pod that failed by itself; 0 if there is none. A rank did not fail by
-    itself if it was asked to stop, if all ranks agreed to stop and saved, if it only lost its connection to another
-    rank, or if it waited in vain for a rank that is gone.
+    """Return the exit status of a rank, in any pod, that failed by itself; 0 if there is no such rank. A rank did not
+    fail by itself if it was asked to stop, if all ranks agreed to stop and saved, if it only lost its connection to
+    another rank, or if it waited in vain for a rank that is gone.
     """
     if layout.STOPPED.of(attempt).exists() and layout.STOPPED.of(attempt).read_text().strip() == "agreed":
         return Exit.DONE
@@ -190,13 +191,13 @@ def own_failure(attempt: Path) -> int:
 
 
 def in_vain(attempt: Path) -> bool:
-    """Whether an attempt ended before its first step, and no pod or rank of it was asked to stop."""
+    """Whether an attempt ended before its first step although none of its pods and ranks was asked to stop."""
     asked = any(node.get("asked") for node in layout.NODE.read_all(attempt).values())
     return not (asked or layout.STOPPED.of(attempt).exists() or layout.STATUS.read(attempt))
 
 
 def peer_is_gone(attempt: Path) -> bool:
-    """Whether the end of a rank is not recorded, and it has written no heartbeat for GONE seconds."""
+    """Whether a rank has not recorded its end, and has written no heartbeat for GONE seconds."""
     now = rundir.file_time(attempt)
     ended = {int(number) for node in layout.NODE.read_all(attempt).values() for number in node.get("ranks", {})}
     for number, record in layout.RANK.read_all(attempt).items():
@@ -207,7 +208,7 @@ def peer_is_gone(attempt: Path) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a pod, and return its exit status. The last line of the output is its reason if it starts no rank."""
+    """Run a pod, and return its exit status. If the pod starts no rank, the last line of its output is the reason."""
     directory, attempt, token, job = arguments
     node = Node(Path(directory), int(attempt), token, job)
     signal.signal(signal.SIGTERM, node.ask)

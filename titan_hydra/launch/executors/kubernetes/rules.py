@@ -13,7 +13,7 @@ from .keys import QUALIFIED, QUANTITY, SUBDOMAIN, VALUE, KubernetesCluster
 
 VARIABLE = Text("the name of an environment variable (letters, digits and _)", r"[A-Za-z_][A-Za-z0-9_]*")
 VARIABLES_OURS = {"PYTHONPATH", "PYTHONSAFEPATH", "POD_NAME", "NODE_NAME", "JOB_COMPLETION_INDEX"}
-# fields of a pod's spec that other keys set, or that the launcher needs, each with the key that sets it
+# fields of a pod's spec that the key `pod` may not set, each with the key that sets it instead
 OURS = {
     "containers": "the layout",
     "subdomain": "the layout",
@@ -34,7 +34,7 @@ OURS = {
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """Yield what is wrong with the keys of a job on Kubernetes."""
+    """Yield the faults in the keys of a job on Kubernetes."""
     cluster = job.cluster
     assert isinstance(cluster, KubernetesCluster)
     if not cluster.image:
@@ -47,7 +47,7 @@ def faults(job: Job) -> Iterator[Fault]:
 
 
 def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
-    """The names in tables, and the values of labels, are such that the API accepts them."""
+    """The API accepts the names in tables and the values of labels."""
     tables: tuple[tuple[str, Text], ...] = (
         ("environment", VARIABLE),
         ("volumes", SUBDOMAIN),
@@ -66,7 +66,7 @@ def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
 
 
 def resources_are_quantities(cluster: KubernetesCluster) -> Iterator[Fault]:
-    """Further resources have a quantity each, and are not those of other keys."""
+    """Each further resource has a quantity, and no other key sets the same resource."""
     own = {"cpu": "cluster.cpus_per_task", "memory": "cluster.memory", cluster.gpu_resource: "the layout"}
     for name, value in cluster.resources.items():
         if name in own:
@@ -76,7 +76,7 @@ def resources_are_quantities(cluster: KubernetesCluster) -> Iterator[Fault]:
 
 
 def fields_are_the_sites(cluster: KubernetesCluster) -> Iterator[Fault]:
-    """Further fields of the pod's spec are not among those that the launcher sets."""
+    """The additional fields of the pod's spec (cluster.pod) are none of the fields that the launcher sets."""
     for name in cluster.pod:
         if name in OURS:
             yield Fault("cluster.pod", name, f"follows from {OURS[name]}")
@@ -85,8 +85,8 @@ def fields_are_the_sites(cluster: KubernetesCluster) -> Iterator[Fault]:
 
 
 def runs_lie_on_a_volume(cluster: KubernetesCluster, folder: str) -> Iterator[Fault]:
-    """Each volume has an absolute path of its own, and the folder of runs lies in a volume that the pods can write. The
-    run directory has the same path in the pods as on this machine.
+    """Each volume is mounted at its own absolute path, and the folder of runs lies in a volume that the pods can write.
+    This is checked because the run directory has the same path in the pods as on this machine.
     """
     paths = {claim: PurePosixPath(path.removesuffix(":ro")) for claim, path in cluster.volumes.items()}
     for claim, path in paths.items():
@@ -107,7 +107,7 @@ def runs_lie_on_a_volume(cluster: KubernetesCluster, folder: str) -> Iterator[Fa
 
 
 def one_pod_is_one_replica(job: Job) -> Iterator[Fault]:
-    """A run is one Job. Replica groups would each need a Job of their own."""
+    """A run is one Job, so it has no replica groups: each group would need its own Job."""
     if job.fault_tolerance.replicas > 1:
         yield Fault(
             "fault_tolerance.replicas",

@@ -1,4 +1,4 @@
-"""The state of a run whose newest attempt was submitted as a Job, from its files and from what kubectl reports."""
+"""Determine the state of a run whose newest attempt was submitted as a Job, from the run's files and from kubectl."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def state_of_run(directory: Path, attempt: int, owner: Owner, queue: Queue) -> S
     if layout.RESULT.read(directory).get("status") == "done":
         return State("done", attempt)
     job: KubernetesJob | None = queue.jobs.get(owner["job_id"] or owner["token"])
-    if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before it recorded the name
+    # if the submitter died before it recorded the Job's name, record it now
+    if job and owner["job_id"] is None and not being_submitted(owner):
         with contextlib.suppress(OSError):
             owner = rundir.note(folder, job_id=job.id)
     if job and job.state == "Ending" and is_over(folder):
@@ -43,7 +44,7 @@ def state_of_run(directory: Path, attempt: int, owner: Owner, queue: Queue) -> S
             return State("running" if heard else "unknown", attempt)
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
-    if "ended" not in owner:  # the end is recorded, as an ended Job is deleted after some days
+    if "ended" not in owner:  # record the end now, as an ended Job is deleted after some days
         with contextlib.suppress(OSError):
             owner = rundir.note(folder, ended=time.time(), end=end_of(job) if job else {})
     return ended_state(folder, attempt, owner, job)
@@ -62,13 +63,13 @@ def ended_state(folder: Path, attempt: int, owner: Owner, job: KubernetesJob | N
 
 
 def is_over(attempt: Path) -> bool:
-    """Whether the ranks of every pod of an attempt have ended; the Job may start its pods again."""
+    """Whether the ranks of all pods of an attempt have ended. The Job itself may go on, and start its pods again."""
     nodes = layout.NODE.read_all(attempt).values()
     return bool(nodes) and all("exit_status" in node for node in nodes)
 
 
 def end_of(job: KubernetesJob) -> dict[str, Any]:
-    """Return what is to be recorded of a Job's end: the Job's reason, and each pod that failed."""
+    """Return what is recorded about a Job's end: the Job's reason, and each pod that failed."""
     pods = [asdict(pod) for pod in job.pods if pod.phase == "Failed"]
     return {"state": job.state, "reason": job.reason, "message": job.message, "pods": pods}
 
@@ -88,7 +89,7 @@ def cause(attempt: Path, end: dict[str, Any]) -> Failure | None:
 
 
 def cause_outside(attempt: Path, end: dict[str, Any]) -> Failure | None:
-    """Return the failure that the Job's own reason or the end of a pod names; None if the ranks must name it."""
+    """Return the failure that follows from the Job's own reason or from a pod's end; None if only the ranks know it."""
     if layout.SPENT.of(attempt).exists():
         line = "asked to stop or lost again, and cluster.max_requeues is reached"
         return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)

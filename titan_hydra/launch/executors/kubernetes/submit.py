@@ -1,8 +1,10 @@
-"""Submit cells as Jobs: claim each cell's attempt, write its manifest into the run directory, and create it by kubectl.
+"""Submit cells as Jobs: claim each cell's attempt, write the Job's manifest into the run directory, and create the Job
+by kubectl.
 
 No cell runs twice and none is lost, even if the submitter dies or kubectl gets no answer. The attempt records a token
-before kubectl is called, and the name and labels of the Job contain this token. The next launcher finds the Job by it. The
-pods of a Job start no attempt with another token, so a Job that appears late does nothing.
+before kubectl is called, and the name and labels of the Job contain this token. The next launcher finds the Job by the
+token. The pods of a Job start no attempt with another token. So a Job that appears late, when its attempt has been
+replaced, does nothing.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from .manifest import Submission, new_token
 if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
-KINDS = r'{.kind} {.metadata.uid}{"\n"}'  # a line for each object that kubectl creates
-PATIENCE = 3  # seconds between two repetitions of a question after a call without an answer
+KINDS = r'{.kind} {.metadata.uid}{"\n"}'  # format in which kubectl prints a line for each object that it creates
+PATIENCE = 3  # seconds between two questions whether a Job exists, after a call without an answer
 
 
 def submission_of(cell: Cell, attempt: int, token: str, code: Path, exclude: Iterable[str] = ()) -> Submission:
-    """Return what is submitted for an attempt of a cell. `code` is the copy of the code that the ranks import."""
+    """Return the submission of an attempt of a cell. `code` is the copy of the code, from which the ranks import."""
     paths = (code, code / snapshot.USER) if cell.job.train.imports else (code,)
     return Submission(cell.job, cell.directory, attempt, token, paths, tuple(exclude))
 
 
 def shapes(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:
-    """Return a manifest for each group of cells whose manifests differ only in names, with the cells. This works without
-    kubectl, and writes nothing.
+    """Group the cells whose manifests differ only in names; return for each group one manifest and its cells. This
+    works without kubectl, and writes nothing.
     """
     found: dict[str, Submission] = {}
     alike: dict[str, list[Cell]] = {}
@@ -58,8 +60,8 @@ def shapes(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:
 
 
 def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
-    """Let the API server check a manifest of each shape, as if it were created. It refuses a Job that this user may not
-    create, that names a namespace or a class that does not exist, or that breaks the site's policies or quotas.
+    """Let the API server check one manifest of each shape, as if the Job were created. It refuses a Job that this user
+    may not create, that names a namespace or a class that does not exist, or that breaks the site's policies or quotas.
     """
     for one, _ in shapes(cells):
         try:
@@ -69,7 +71,7 @@ def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def submit_cells(start: list[tuple[Cell, State]], interrupts: Interrupts) -> int:
-    """Submit cells one after another, until one is refused for a reason that would hold for all. Return the exit status."""
+    """Submit cells one after another, until a cell is refused for a reason that applies to all. Return the exit status."""
     cells = [cell for cell, _ in start]
     modules = {module: None for cell in cells for module in cell.job.train.imports}
     try:
@@ -93,7 +95,7 @@ def submit_cells(start: list[tuple[Cell, State]], interrupts: Interrupts) -> int
         }
         number = state.attempt + 1
         attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
-        if attempt is not None:  # it is None if another launcher has claimed this attempt meanwhile
+        if attempt is not None:  # None: another launcher has claimed this attempt meanwhile
             one = submission_of(cell, int(attempt.name), token, code, unfit_nodes(state.failure))
             if status := create(one, attempt, namespace):
                 return status
@@ -124,8 +126,9 @@ def own_service(one: Submission, namespace: Namespace, made: str) -> None:
 
 
 def after_error(one: Submission, attempt: Path, error: KubectlError) -> int:
-    """Find out whether the Job exists although kubectl failed, for example by a time-out. If it does not, record why it was
-    refused. Without an answer the attempt stays open, and the next command asks again. Return the exit status.
+    """Find out whether the Job exists although kubectl failed, for example by a time-out. If it does not, record why it
+    was refused. If kubectl gives no answer, the attempt stays open, and the next command asks again. Return the exit
+    status.
     """
     name = one.directory.name
     for pause in (0, PATIENCE) if error.uncertain else (0,):
@@ -144,13 +147,15 @@ def after_error(one: Submission, attempt: Path, error: KubectlError) -> int:
 
 
 def unfit_nodes(failure: Failure | None) -> tuple[str, ...]:
-    """Return the node that a health check found unfit in the last attempt. A retry excludes it."""
+    """Return the node that a health check found unfit in the last attempt; a retry excludes this node."""
     node = node_of(failure) if failure and failure.status == Exit.UNHEALTHY and failure.rank is not None else ""
     return (node,) if node else ()
 
 
 def node_of(failure: Failure) -> str:
-    """Return the name of the node on which a failure happened; "" if it is unknown. Ranks know only the name of their pod."""
+    """Return the name of the node on which a failure happened; "" if the node is unknown. Ranks know only the name of
+    their pod, so the node is looked up.
+    """
     for node in layout.NODE.read_all(failure.attempt).values() if failure.attempt else ():
         if str(failure.rank) in node.get("ranks", {}) or failure.host in (node.get("host"), node.get("node")):
             return node.get("node", "")

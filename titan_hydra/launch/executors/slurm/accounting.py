@@ -1,4 +1,6 @@
-"""Find out from SLURM how an attempt ended: from its job's final state, and slurmd's and srun's lines in its job.log."""
+"""Find out from SLURM how an attempt ended: from its job's final state, and from what slurmd and srun wrote into
+job.log.
+"""
 
 import re
 import signal
@@ -10,7 +12,7 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.failure import Failure, Outside, guilty
 
 NODE_LOST, HOST_MEMORY = "SLURM lost a node of the job", "a host ran out of memory, and its kernel killed a rank"
-VERDICTS = {  # SLURM's final state of a job: class, our exit status, message
+VERDICTS = {  # for each final state of a job in SLURM: the failure's class, our exit status, and the message
     "NODE_FAIL": (Kind.NODE, Exit.UNHEALTHY, NODE_LOST),
     "BOOT_FAIL": (Kind.NODE, Exit.UNHEALTHY, "a node of the job did not boot"),
     "TIMEOUT": (Kind.TIME_LIMIT, Exit.REQUEUED, "the time limit was reached"),
@@ -19,7 +21,7 @@ VERDICTS = {  # SLURM's final state of a job: class, our exit status, message
     "OUT_OF_MEMORY": (Kind.OUT_OF_MEMORY, Exit.OUT_OF_MEMORY, HOST_MEMORY),
     "FAILED": (Kind.UNKNOWN, Exit.BUG, "SLURM reports FAILED, and no rank has recorded an error"),
 }
-WRITTEN = (  # what slurmd writes into job.log when it ends a job, and the state that this means
+WRITTEN = (  # what slurmd writes into job.log when it ends a job (a pattern), and the state that this means
     (r"JOB \d+ .*DUE TO TIME LIMIT", "TIMEOUT"),
     (r"DUE TO NODE FAILURE|error: Node failure on", "NODE_FAIL"),
     (r"oom_kill event|Out Of Memory", "OUT_OF_MEMORY"),
@@ -30,8 +32,8 @@ SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()
 
 
 def cause_of_end(attempt: Path, state: str | None = None) -> Failure | None:
-    """Return why an attempt ended, as `guilty` does, but use SLURM's reports too. `state` is SLURM's final state of the
-    attempt's job; None if SLURM no longer lists the job.
+    """Return why an attempt ended. Besides what `guilty` uses, this uses SLURM's reports. `state` is SLURM's final
+    state of the attempt's job; None if SLURM no longer lists the job.
     """
     last = _without_trace(attempt) if state == "FAILED" else None
     return guilty(attempt, Outside(_verdict(attempt, state), _seen_by_srun(attempt), last))
@@ -39,14 +41,14 @@ def cause_of_end(attempt: Path, state: str | None = None) -> Failure | None:
 
 def _verdict(attempt: Path, state: str | None) -> Failure | None:
     """Return the failure according to SLURM's state of the job, or to the job's log. None if SLURM did not end the job,
-    or preempted it and will requeue it.
+    or if it preempted the job and will requeue it.
     """
     log = layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20)
-    if layout.SPENT.of(attempt).exists():  # the batch script has written this file
+    if layout.SPENT.of(attempt).exists():  # the batch script writes this file when no requeue is left
         line = "asked to stop again, and cluster.max_requeues is reached"
         return Failure(None, Exit.REQUEUED, line, kind=Kind.PREEMPTED, attempt=attempt)
     written = next((state for pattern, state in WRITTEN if re.search(pattern, log)), None)
-    if state in (None, "FAILED", "COMPLETED"):  # the log may give a more exact cause
+    if state in (None, "FAILED", "COMPLETED"):  # for these states, the log may name a more exact cause
         state = written
     if state not in VERDICTS or state == "FAILED":
         return None
@@ -55,14 +57,16 @@ def _verdict(attempt: Path, state: str | None) -> Failure | None:
 
 
 def _without_trace(attempt: Path) -> Failure:
-    """Return the failure of a job that SLURM calls FAILED although no rank left a record. Its detail is the log's end."""
+    """Return the failure of a job that SLURM calls FAILED although no rank left a record. The failure contains the
+    log's end.
+    """
     kind, status, line = VERDICTS["FAILED"]
     log = layout.JOB_LOG.of(attempt)
     return Failure(None, status, line, layout.last_lines(log), log if log.exists() else None, kind, attempt=attempt)
 
 
 def _host(state: str, log: str) -> str | None:
-    """Return the host that SLURM's lines in job.log name for this state; None if they name none."""
+    """Return the host that SLURM's lines in job.log name for this state; None if they name no host."""
     patterns = {
         "NODE_FAIL": r"STEP \S+ ON (\S+) CANCELLED AT \S+ DUE TO NODE FAILURE|Node failure on (\S+)",
         "OUT_OF_MEMORY": r"srun: error: (\S+?): tasks? [\d,-]+: Out Of Memory",
@@ -72,8 +76,8 @@ def _host(state: str, log: str) -> str | None:
 
 
 def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
-    """Return how ranks ended, as srun reported it, in the form of ranks.json. srun gives no times, and its lines are
-    not in order.
+    """Return how ranks ended according to srun, in the form of ranks.json. srun gives no times, and its lines are not
+    in order of time.
 
     srun reports neither ranks that ended with status 0 nor the ranks of a lost node. When srun ends ranks itself, it
     sends only SIGTERM and then SIGKILL; ranks record the time of the SIGTERM in their heartbeat files (`asked`). A rank
@@ -97,7 +101,7 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
 
 
 def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
-    """Return how ranks ended, as srun reported it: {rank: (exit status or -signal, host, number of srun's line)}, in the
+    """Return how ranks ended according to srun: {rank: (exit status or -signal, host, number of srun's line)}, in the
     order of the lines.
     """
     found: dict[int, tuple[int, str, int]] = {}
@@ -117,6 +121,6 @@ def _status(how: str) -> int:
 
 
 def _numbers(tasks: str) -> list[int]:
-    """Return the numbers that SLURM abbreviates, as in 0-2,5."""
+    """Return the numbers in a list that SLURM has abbreviated, such as 0-2,5."""
     ranges = [part.partition("-") for part in tasks.split(",")]
     return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]

@@ -13,9 +13,9 @@ from . import squeue
 
 
 def cancel_jobs(rows: list[RunRow]) -> Iterable[str]:
-    """Cancel the jobs of these cells alone, with one scancel. Yield a line for each cell that cannot be cancelled."""
+    """Cancel only the jobs of these cells, with one scancel. Yield a line for each cell that cannot be cancelled."""
     cells: list[Path] = []
-    # job ids: cells of a packed job share one, and a cell with replica groups has one for each group
+    # job ids: all cells of a packed job have the same id, and a cell with replica groups has an id for each group
     jobs: list[str] = []
     for row in rows:
         owner, live = owner_of(row), [job for job in jobs_of(row.directory, row.state) if job[2].active]
@@ -66,7 +66,7 @@ def ranges(jobs: list[str]) -> list[str]:
 
 
 def sharing(owner: Owner, row: RunRow, rows: list[RunRow]) -> list[str]:
-    """Return the names of runs that have not ended, share the packed job of `row`, and are not in `rows`."""
+    """Return the names of all runs that have not ended and run in the same packed job as `row`, but are not in `rows`."""
     found = []
     for directory in {*row.directory.parent.iterdir()} - {row.directory for row in rows}:
         mine = [

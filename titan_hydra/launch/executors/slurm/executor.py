@@ -49,8 +49,8 @@ class Slurm(Executor):
             yield from limits.faults(submit.planned(start))
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
-        """Yield a text for each array: its resources, the layouts of its elastic runs by number of nodes, and its batch
-        script.
+        """Yield a text for each array: its resources, the layouts of its elastic runs (one for each number of nodes),
+        and its batch script.
         """
         from titan_hydra.launch.layouts import in_words, nodes_of
 
@@ -68,7 +68,7 @@ class Slurm(Executor):
         return submit_and_follow(cells, folder, lambda start, *others: submit.submit_line(start, folder, *others))
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
-        """Submit a cell as a job of its own."""
+        """Submit one cell, as a separate job."""
         from . import submit
 
         submit.submit([(cell, rundir.state(cell.directory))], None, interrupts, submit.ArrayOrder([]))
@@ -96,7 +96,7 @@ class Slurm(Executor):
         return cancel_jobs(rows)
 
     def hint(self, job: Job, failure: Failure) -> str:
-        """Return overrides of cluster keys that may prevent such a failure; "" if there are none."""
+        """Return overrides of cluster keys that may prevent another failure of this kind; "" if there are none."""
         cluster = cast(SlurmCluster, job.cluster)
         if failure.kind == Kind.OUT_OF_MEMORY and failure.rank is None:
             return "cluster.sbatch={mem: 0}"

@@ -1,4 +1,4 @@
-"""What `titan cluster init` writes for the SLURM cluster of this login node, from sinfo's list of partitions with GPUs."""
+"""What `titan cluster init` writes for this login node's SLURM cluster, found in sinfo's list of partitions with GPUs."""
 
 import argparse
 import re
@@ -14,7 +14,8 @@ from . import squeue
 from .keys import SlurmCluster
 from .limits import limits_of
 
-FIELDS = "%P|%G|%D|%c|%m|%l"  # partition (* after the default one), GRES, number of nodes, a node's cores and MiB, time limit
+# the partition (the default one ends with *), GRES, number of nodes, cores and MiB of a node, time limit
+FIELDS = "%P|%G|%D|%c|%m|%l"
 FILE = """\
 # {cluster}, partition {partition}: {nodes} node{s} of {gpus} {kind} GPU{p}, as sinfo had it; see docs/slurm.md.
 name: {name}
@@ -36,7 +37,7 @@ class Partition:
 
     name: str
     default: bool
-    nodes: int  # number of such nodes
+    nodes: int  # number of nodes of this kind
     kind: str  # model of the GPUs, such as h100; "" if GRES does not name it
     gpus: int  # GPUs of one node
     cores: int  # CPU cores of one node
@@ -46,7 +47,8 @@ class Partition:
 
 def add_partition(group: Any) -> None:
     group.add_argument(
-        "--partition", help="a partition (default: SLURM's default partition, else the one with most GPUs)"
+        "--partition",
+        help="the partition (default: SLURM's default partition or, if it has no GPUs, the one with most GPUs)",
     )
 
 
@@ -115,8 +117,8 @@ def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
 
 
 def file_text(partition: Partition, name: str, cluster: str) -> str:
-    """Return the text of the file. It divides a node's cores and 95 % of its memory evenly among its GPUs; the time limit
-    is the smallest that the site sets.
+    """Return the text of the file. The file divides a node's cores and 95 % of its memory evenly among its GPUs; its
+    time limit is the smallest that the site sets.
     """
     return FILE.format(
         cluster=cluster,

@@ -55,5 +55,7 @@ class SlurmCluster(Cluster):
     )
 
     def warning_seconds(self, minutes: int | None) -> int:
-        """Return how many seconds before the end of a job of `minutes` (None: no limit) its ranks are asked to stop."""
+        """Return how many seconds before the end of a job its ranks are asked to stop. `minutes` is the job's time
+        limit; None if it has none.
+        """
         return self.stop_seconds if minutes is None else min(self.stop_seconds, 30 * minutes)

@@ -1,5 +1,5 @@
-"""The site's limits on one job, as scontrol and sacctmgr report them. SLURM accepts a job that exceeds them but never
-starts it; so such a job is refused here.
+"""The site's limits on one job, as scontrol and sacctmgr report them. SLURM accepts a job that exceeds these limits but
+never starts it, so such a job is refused here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Limit:
 
 
 def limits_of(cluster: SlurmCluster) -> Iterator[Limit]:
-    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. The first two are
-    left out if `cluster.partition` lists several partitions.
+    """Yield the limits of the partition, of its QOS, of the user's association and of the job's QOS. The limits of the
+    partition and of its QOS are left out if `cluster.partition` lists several partitions.
     """
     partition = _partition(cluster.partition or os.environ.get("SBATCH_PARTITION", ""))
     qualities = [partition["QoS"]] if partition.get("QoS", "N/A") != "N/A" else []
@@ -102,7 +102,7 @@ def _rows(*arguments: str) -> list[list[str]]:
 
 
 def _counts(tres: str) -> tuple[int | None, int | None]:
-    """Return the numbers of nodes and GPUs in a text of SLURM's TRES form, such as cpu=64,gres/gpu=8,node=2."""
+    """Return the numbers of nodes and of GPUs in a text in SLURM's TRES format, such as cpu=64,gres/gpu=8,node=2."""
     known = dict(word.split("=", 1) for word in tres.split(",") if "=" in word)
     nodes, gpus = (int(known[name]) if known.get(name, "").isdigit() else None for name in ("node", "gres/gpu"))
     return nodes, gpus

@@ -13,8 +13,8 @@ from titan_hydra.config.schema import Job
 
 from .keys import SlurmCluster
 
-# sbatch flags that follow from the layout or that the batch script needs, each with the key that sets it.
-# A site may leave out a flag by setting it to null.
+# flags of sbatch that the layout determines or that the batch script needs, each with the key that sets it. A site may
+# leave out one of these flags by setting it to null.
 OURS = {
     "nodes": "the layout",
     "ntasks": "the layout",
@@ -35,9 +35,9 @@ OURS = {
     "comment": "cluster.comment",
     "cpus-per-task": "cluster.cpus_per_task",
 }
-# keys that become #SBATCH lines of the batch script
+# keys whose values stand in #SBATCH lines of the batch script
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
-# START: seconds that ranks may need until their first step; EARLY: seconds by which SLURM's signal may be early
+# START: seconds that ranks may need until their first step; EARLY: how many seconds too early SLURM's signal may come
 START, EARLY = (
     60,
     60,
@@ -46,7 +46,7 @@ SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-
 
 
 def faults(job: Job) -> Iterator[Fault]:
-    """Yield what is wrong with the keys of a job on SLURM."""
+    """Yield the faults in the keys of a job on SLURM."""
     cluster: Any = job.cluster
     yield from environment_has_legal_names(cluster)
     yield from flags_are_the_sites(cluster)
@@ -56,8 +56,8 @@ def faults(job: Job) -> Iterator[Fault]:
 
 
 def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
-    """Environment variables have names that a shell can export. Any other name would end the batch script in its first
-    lines.
+    """Each environment variable has a name that a shell can export; another name would make the batch script fail at
+    once.
     """
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
@@ -65,8 +65,8 @@ def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
 
 
 def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
-    """Additional flags of sbatch and srun are not among the flags that the launcher sets. Each srun argument begins
-    with a dash, as srun takes any other argument for the program to run.
+    """Additional flags of sbatch and srun are none of the flags that the launcher sets. Each additional argument of
+    srun begins with a dash, because srun would take any other argument for the program to run.
     """
     for flag, value in cluster.sbatch.items():
         name = flag.replace("_", "-")
@@ -104,8 +104,8 @@ def text_reaches_the_script_as_it_is(cluster: SlurmCluster, folder: str) -> Iter
 
 
 def time_suffices_to_start_and_stop(cluster: SlurmCluster) -> Iterator[Fault]:
-    """A job has time to take a step before it is asked to stop; otherwise it would be requeued for ever. SLURM may send the
-    signal to stop up to a minute early.
+    """A job has time for at least one step before it is asked to stop; otherwise it would be requeued for ever. SLURM
+    may send the stop signal up to a minute too early.
     """
     minutes = cluster.time_minutes
     if minutes:
@@ -118,7 +118,7 @@ def time_suffices_to_start_and_stop(cluster: SlurmCluster) -> Iterator[Fault]:
 
 
 def keys_of_elastic_jobs_have_an_effect(job: Job) -> Iterator[Fault]:
-    """nodes_min and grow_minutes are given only for jobs that they change."""
+    """nodes_min and grow_minutes are set only for jobs on which they have an effect."""
     cluster: Any = job.cluster
     if cluster.grow_minutes is not None and not job.elastic:
         yield Fault(

@@ -1,13 +1,13 @@
-"""The batch script of a job: it runs one cell after another, starts the ranks of each by srun, and requeues the job if
-they were asked to stop.
+"""The batch script of a job: it runs one cell after another, starts the ranks of each cell by srun, and requeues the
+job if the ranks were asked to stop.
 
 submitit makes the script's header from its parameters. Its pickles are not used: they are named after the job's id, so
 a submitter killed just after sbatch would leave a job without its pickle. Here everything that a job needs is on disk
 before sbatch: a list with a line (number, nodes, ranks, run directory, attempt, restarts) for each cell. A task of an
-array runs its own line, a packed job all lines. Each replica group of a cell has its own line, with its run folder in
-place of the run directory, so that SLURM can requeue it alone. An elastic run has numbers of nodes and of ranks for
-each of its layouts. Each start takes the first layout that fits on the job's nodes, and copies its layout_<nodes>.json
-to the run's config.json.
+array runs its own line, a packed job all lines. Each replica group of a cell has its own line, with the group's run
+folder in place of the run directory, so that SLURM can requeue a single group. The line of an elastic run has the
+numbers of nodes and of ranks for each of the run's layouts. Each start takes the first layout that fits on the job's
+nodes, and copies the layout's file layout_<nodes>.json to the run's config.json.
 
 A job starts an attempt only if attempt.json has the submission's token. An attempt is started only once: the first job
 that writes its id into the attempt's file `job` owns the attempt. A requeued job creates the next attempt; a job that
@@ -33,18 +33,17 @@ from titan_hydra.runs import layout
 from .keys import SlurmCluster
 
 LIST = "cells.tsv"
-LOST_NODES = 3  # maximum number of requeues because ranks lost a node that SLURM still considered healthy
-# Environment variables that would change the job in spite of the configuration, as they override the #SBATCH lines of
-# the script.
+LOST_NODES = 3  # maximum number of requeues for the reason that ranks lost a node which SLURM still considered healthy
+# Environment variables that would override #SBATCH lines of the script, and so the configuration.
 OURS = {
     f"SBATCH_{name}"
     for name in ("JOB_NAME", "ARRAY_INX", "WAIT", "NO_REQUEUE", "REQUEUE", "SIGNAL", "OUTPUT", "ERROR", "EXPORT")
 }
-# flags of sbatch whose environment variable has another name: SBATCH_ followed by this value
+# flags of sbatch whose environment variable is not SBATCH_ and the flag's name, but SBATCH_ and this value
 NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 
-# The script's variable `job` cannot simply be SLURM_JOB_ID: for one task of an array this is the number of the whole
-# array, and requeuing that number would requeue all tasks, even finished ones.
+# The script's variable `job` cannot simply be SLURM_JOB_ID: for one of an array's tasks, SLURM_JOB_ID is the number of
+# the whole array, and requeuing this number would requeue all tasks, even finished ones.
 BODY = """
 unset -f ls grep cat cp sed sort tail head rm mv mkdir xargs sleep date hostname  # functions that the user's shell exports, as for colours
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
@@ -162,8 +161,8 @@ exit "$status"
 
 @dataclass(frozen=True)
 class JobShape:
-    """The resources of a job. Cells with the same resources share an array. If `fewest` is given, a job starts on any
-    number of nodes from `fewest` to `nodes`.
+    """The resources of a job. Cells with the same resources share an array. If `fewest` is not None, a job may start on
+    any number of nodes from `fewest` to `nodes`.
     """
 
     nodes: int
@@ -238,9 +237,9 @@ class SlurmBatch(SlurmExecutor):
         return 1
 
     def flags(self, shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
-        """Return the sbatch flags that submitit does not know, or would set differently."""
+        """Return the flags of sbatch that submitit does not know, or that it would set to other values."""
         pattern = "%A_%a" if self.array else "%j"
-        # Each % of the path is doubled; else SLURM would replace a %j in it by the job's id.
+        # Each % in the path is doubled; otherwise SLURM would replace a %j in the path by the job's id.
         log = str(self.folder).replace("%", "%%") + f"/{pattern}.log"
         return {
             "output": log,
@@ -259,7 +258,8 @@ class SlurmBatch(SlurmExecutor):
             # The ranks get this script's environment, even if the site submits scripts with --export=NONE.
             "unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK",
             f"export SLURM_EXPORT_ENV=ALL PYTHONPATH={paths} PYTHONSAFEPATH=1",
-            # srun before SLURM 22.05 reads the second variable, which an elastic job's header sets for a whole node
+            # both are set: srun before SLURM 22.05 reads the second variable, to which an elastic job gives the cores
+            # of a whole node
             *([f"export SRUN_CPUS_PER_TASK={cores} SLURM_CPUS_PER_TASK={cores}"] if cores else []),
             *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()),
             *self.cluster.setup,
@@ -293,7 +293,7 @@ class SlurmBatch(SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text = super()._make_submission_file_text(command, uid)
-        unset = ("=None", "=False")  # how submitit writes a flag without a value
+        unset = ("=None", "=False")  # the ends of lines that submitit writes for flags without a value
         return "\n".join(line for line in text.split("\n") if not (line.startswith("#SBATCH") and line.endswith(unset)))
 
     def write(self) -> None:
@@ -309,12 +309,12 @@ class SlurmBatch(SlurmExecutor):
         layout.SBATCH.of(folder).write_text(self.text)
 
     def submit_all(self) -> tuple[list[str], str]:
-        """Call sbatch. Return the job id of each line (123_0, 123_1, ... in an array, else 123), and the cluster that a
-        flag of sbatch has chosen, if any.
+        """Call sbatch. Return the job id of each line (123_0, 123_1, ... in an array, else 123), and the name of the
+        cluster if a flag of sbatch has chosen one.
 
         Raises SubmissionError.
         """
-        # Within a SLURM job, sbatch would use the variables of that job for the new job.
+        # If this process runs in a SLURM job, sbatch would also use the variables of that job for the new job.
         foreign = {name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"}
         flags = re.findall(r"^#SBATCH --([\w-]+)", self.text, re.M)
         set_here = {f"SBATCH_{NAMED.get(flag, flag.upper().replace('-', '_'))}" for flag in flags}
@@ -334,8 +334,8 @@ class SlurmBatch(SlurmExecutor):
 
 def one_task_a_node(shape: JobShape, cluster: SlurmCluster) -> dict[str, Any]:
     """Return the settings of a job that may have any number of nodes in a range. With --ntasks-per-node, SLURM would
-    count the tasks for the smallest number of nodes, and give no more nodes than these tasks need. So the job has one
-    task per node; srun starts all ranks of a node nevertheless.
+    compute the number of tasks from the smallest number of nodes, and give no more nodes than these tasks need. So the
+    job has only one task per node; srun starts all ranks of a node in spite of this.
     """
     return {"ntasks_per_node": None, "cpus_per_task": shape.ranks_per_node * (cluster.cpus_per_task or 1)}
 

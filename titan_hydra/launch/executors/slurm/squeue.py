@@ -1,4 +1,4 @@
-"""Ask SLURM about jobs: squeue once for all of them, and sacct once for those that squeue no longer lists."""
+"""Ask SLURM about jobs: one call of squeue for all jobs, and one call of sacct for those that squeue no longer lists."""
 
 import getpass
 import re
@@ -12,12 +12,12 @@ from titan_hydra.runs.queue import Owner, Queue, QueuedJob
 
 LIMIT = 30  # maximum seconds for a SLURM command, which would otherwise block while SLURM's controller is down
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-# clearer words that are shown instead of SLURM's reason why a job waits
+# some of SLURM's reasons why a job waits, and the clearer words that are shown instead
 REASONS = {"JobArrayTaskLimit": "max_parallel"}
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-# Time and answer of the last `scontrol show config`; if it gave no answer, it is called again after LIMIT seconds.
+# Time and answer of the last `scontrol show config`. If there was no answer, it is called again after LIMIT seconds.
 SETTINGS: list[tuple[float, str]] = []
-FIELDS = "%i|%T|%r|%N|%S|%j"  # id, state, reason why it waits, nodes, expected or real start, name
+FIELDS = "%i|%T|%r|%N|%S|%j"  # the job's id, state, reason for waiting, nodes, start (actual or expected), and name
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def find_job(queue: Queue, owner: Owner) -> SlurmJob | None:
 
 
 def ask_queue(owners: list[Owner]) -> Queue:
-    """Ask SLURM about the jobs of attempts, given as the content of attempt.json: squeue about all of them, and sacct about
-    those that squeue no longer lists.
+    """Ask squeue about the jobs of attempts, and sacct about those jobs that squeue no longer lists. An attempt is
+    given as the content of its attempt.json.
 
     squeue is also asked about attempts that are recorded as ended: an administrator may have requeued their jobs, and
     after a failed sbatch a job may appear late.
@@ -75,17 +75,17 @@ def _job(line: str) -> SlurmJob | None:
 
 
 def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
-    """Return from sacct how jobs ended that squeue no longer lists; {} on a cluster without accounting."""
+    """Ask sacct how the jobs that squeue no longer lists have ended; {} on a cluster without accounting."""
     ids = sorted(job_ids)
     found = {}
-    for first in range(0, len(ids), 500):  # as the length of a command line is limited
+    for first in range(0, len(ids), 500):  # several calls, as the length of a command line is limited
         out = call(
             "sacct", "-X", "-n", "--parsable2", "-j", ",".join(ids[first : first + 500]), "-o", "JobID,State,NodeList"
         )
         for line in (out or "").splitlines():
             job_id, state, nodes = [*line.split("|"), "", ""][:3]
             if state:
-                # a state may have further words: "CANCELLED by 1000"
+                # only the first word: sacct also writes "CANCELLED by 1000"
                 found[job_id] = SlurmJob(job_id, state.split()[0], nodes=nodes)
     return found
 
@@ -102,8 +102,8 @@ def setting(name: str) -> str:
 
 
 def elsewhere(owner: Owner) -> str:
-    """Return the name of the cluster to which an attempt was submitted, if that is not the cluster of this machine; else
-    "". The commands of this machine's SLURM know nothing of such a job.
+    """Return the name of the cluster to which an attempt was submitted, if that is not the cluster of this machine;
+    else "". The SLURM commands on this machine cannot find a job of another cluster.
     """
     own = owner.get("cluster") and setting("ClusterName")
     return owner["cluster"] if own and own != owner["cluster"] else ""
@@ -118,7 +118,7 @@ def minutes_of(limit: str) -> int | None:
 
 
 def call(*command: str) -> str | None:
-    """Return the output of a SLURM command; None if it is not installed, fails, or does not answer."""
+    """Return the output of a SLURM command; None if the command is not installed, fails, or does not answer."""
     if shutil.which(command[0]) is None:
         return None
     try:

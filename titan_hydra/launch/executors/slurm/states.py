@@ -1,4 +1,4 @@
-"""The state of a run whose newest attempt was submitted to SLURM, from its files and from the queue."""
+"""Determine the state of a run whose newest attempt was submitted to SLURM, from the run's files and from the queue."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from . import accounting, squeue
 
 
 def run_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue) -> State:
-    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is the content of its attempt.json,
-    which the submitter has written.
+    """Read the state of a run whose newest attempt was submitted to SLURM. `owner` is the content of the attempt's
+    attempt.json, which the submitter has written.
 
-    Each replica group is a job. The run is running while one of these jobs runs; once all have ended, the run has failed
-    if one of them failed.
+    Each replica group is a job. The run is running while one of these jobs runs. Once all jobs have ended, the run has
+    failed if at least one job has failed.
     """
     groups = [job_state(directory, attempt, owner, queue)]
     for home, number, other in submitted_groups(directory, owner["token"]):
@@ -45,8 +45,8 @@ def run_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 
 
 def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """Yield (run folder, newest attempt, its attempt.json) for each replica group after the first that was submitted
-    with this token.
+    """Yield (run folder, newest attempt, content of attempt.json) for each replica group that was submitted with this
+    token, except the first group.
     """
     homes = homes_of(
         directory, 1 + sum(layout.ATTEMPT.of(home).parent.is_dir() for home in layout.REPLICA.all(directory).values())
@@ -59,7 +59,7 @@ def submitted_groups(directory: Path, token: str) -> Iterator[tuple[Path, int, d
 
 
 def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue) -> State:
-    """Read the state of a job from the newest attempt in the folder of its run, or of its replica group."""
+    """Read the state of a job from the newest attempt in the folder of the job's run or replica group."""
     folder = layout.ATTEMPT.of(directory, attempt)
     if layout.RESULT.read(directory).get("status") == "done":
         return State("done", attempt)
@@ -72,21 +72,22 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
             owner = rundir.note(folder, job_id=job.id)
     if job and job.waiting:
         return State("queued", attempt, job=job)
-    # this cell has ended; its packed job may continue with other cells
+    # whether this cell has ended, although its packed job continues with other cells
     over = owner.get("packed") and _has_ended(folder)
     if job and job.active and not over:
         started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
     if job is None and not over:
         if "ended" not in owner and owner["job_id"] and rundir.heard_of_ranks(folder):
-            return State("running", attempt)  # the job may be on another cluster of the same name
+            # squeue does not list the job: it may be on another cluster with the same name
+            return State("running", attempt)
         if not queue.answers and "ended" not in owner:
             alive_lately = owner["job_id"] and rundir.heard_lately(folder) and layout.RANK.all(folder)
             return State("running" if alive_lately else "unknown", attempt)
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
     word = owner.get("slurm_state") if job is None or job.active else job.state
-    if "ended" not in owner:  # the end is recorded, as SLURM does not list old jobs for ever
+    if "ended" not in owner:  # record the end now, as SLURM does not list old jobs for ever
         with contextlib.suppress(OSError):
             rundir.note(folder, ended=time.time(), slurm_state=word)
     if job is None and owner["job_id"] is None and not layout.RANK.all(folder):
@@ -97,7 +98,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 
 
 def _has_ended(attempt: Path) -> bool:
-    """Whether the batch script recorded that the ranks of an attempt ended, and not because they were asked to stop."""
+    """Whether the batch script recorded that the ranks of an attempt ended without having been asked to stop."""
     try:
         return layout.EXIT.of(attempt).read_text().strip() != str(int(Exit.REQUEUED))
     except OSError:

@@ -1,9 +1,9 @@
-"""Submit cells to SLURM: group them by the resources they need, claim their attempts, write all files that their jobs
-need, and only then call sbatch.
+"""Submit cells to SLURM: group the cells by the resources that they need, claim their attempts, write all files that
+their jobs need, and only then call sbatch.
 
 No cell runs twice and none is lost, even if the submitter dies or sbatch fails before a job's id is recorded. Each
-claimed attempt records a token, which is also part of the job's name. By this token the next launcher finds the job. A
-job's script starts no attempt with another token, and ranks of an attempt that is not the newest stop.
+claimed attempt records a token, which is also part of the job's name. The next launcher finds the job by this token. A
+job's script starts no attempt with another token, and ranks stop if their attempt is not the newest.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .sbatch import JobLine, JobShape, SlurmBatch, SubmissionError
 if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
-# errors of sbatch after which SLURM may have accepted the job nevertheless
+# errors of sbatch after which it is unknown whether SLURM has accepted the job
 NO_ANSWER = r"timed out|connect|contact|communicat|zero bytes"
-# errors of sbatch if the user would exceed the allowed number of jobs; each task of an array counts as a job
+# errors of sbatch when the user would exceed the allowed number of jobs; each task of an array counts as a job
 TOO_MANY = r"Submit\w*Limit|submit limit"
-PATIENCE = 3  # seconds between two calls of squeue after an error of the kind NO_ANSWER
+PATIENCE = 3  # seconds between two calls of squeue after an error that matches NO_ANSWER
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Array:
     shape: JobShape
     cells: list[Cell]
     packed: bool = False
-    exclude: tuple[str, ...] = ()  # hosts to exclude in addition to those of the configuration
+    exclude: tuple[str, ...] = ()  # hosts to exclude, in addition to the hosts that the configuration excludes
 
     @property
     def cluster(self) -> SlurmCluster:
@@ -73,16 +73,16 @@ class Array:
 
 
 class ArrayOrder:
-    """The order of the arrays of a command line. An array waits for earlier jobs, so that at most cluster.max_parallel
-    cells run at once, whatever resources they need.
+    """The order in which the arrays of a command line run. An array waits for earlier jobs, so that at most
+    cluster.max_parallel cells run at once, even cells with different resources.
     """
 
     def __init__(self, states: list[State]) -> None:
         """Count the cells of the command line that are already queued or running."""
-        self.refused = Counter[str]()  # number of cells that SLURM has refused, by SLURM's message
+        self.refused = Counter[str]()  # for each message with which SLURM has refused cells: the number of these cells
         active = [state.job.id.split("_")[0] for state in states if state.active and state.job]
         self.before: list[str] = []  # ids of the jobs that must end before the next array starts
-        # ids of the jobs submitted after those in `before`, and how many of their cells may run at once
+        # `now`: ids of the jobs submitted after those in `before`; `used`: how many cells of these jobs may run at once
         self.now, self.used = list(dict.fromkeys(active)), len(active)
 
     def after(self, count: int, limit: int) -> str:
@@ -94,7 +94,7 @@ class ArrayOrder:
         return ":".join(self.before) if limit else ""
 
     def submitted(self, job_id: str, count: int, limit: int) -> None:
-        """Count the cells of a job that SLURM has accepted."""
+        """Record that SLURM has accepted a job with `count` cells."""
         self.now.append(job_id.split("_")[0])
         self.used += min(count, limit or count)
 
@@ -117,8 +117,8 @@ def _shape_of(cell: Cell) -> JobShape:
 
 
 def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
-    """Group cells with the same shape, number of replica groups and cluster settings into arrays of at most `limit` tasks.
-    If `packed`, put all cells into one job of the largest shape, in their order.
+    """Group cells with the same shape, number of replica groups and cluster settings into arrays of at most `limit`
+    tasks. If `packed`, put all cells, in their order, into one job that has the largest shape.
     """
     if packed:
         shapes = [_shape_of(cell) for cell in cells]
@@ -142,10 +142,10 @@ def arrays_of(cells: list[Cell], packed: bool, limit: int) -> list[Array]:
 def batch_of(
     array: Array, folder: Path, attempts: list[list[Path]], name: str, code: Path, after: str = ""
 ) -> SlurmBatch:
-    """Build the batch job of an array. Its files go to `folder`; `attempts` has the attempts of each cell: one for each of
-    its replica groups.
+    """Build the batch job of an array. Its files go to `folder`; `attempts` has a list for each cell, with one attempt
+    for each replica group of the cell.
 
-    The job starts when the jobs `after` (ids joined by colons) have ended.
+    The job starts when the jobs in `after` have ended (a text of ids, joined by colons).
     """
     lines = []
     for cell, own in zip(array.cells, attempts, strict=True):
@@ -168,7 +168,7 @@ def batch_of(
 
 
 def largest_array() -> int:
-    """Return how many tasks the cluster allows in an array."""
+    """Return the maximum number of tasks that the cluster allows in an array."""
     return max(int(squeue.setting("MaxArraySize") or 1001) - 1, 1)
 
 
@@ -179,7 +179,7 @@ def planned(cells: list[Cell]) -> list[Array]:
 
 
 def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
-    """Yield the arrays of these cells with the batch scripts they would be submitted with. This works without SLURM, and
+    """Yield each array in which these cells would be submitted, with its batch script. This works without SLURM, and
     writes nothing.
     """
     runs = cells[0].runs
@@ -193,17 +193,15 @@ def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
 def submit_line(
     start: list[tuple[Cell, State]], folder: Path | None, states: list[State], interrupts: Interrupts
 ) -> int:
-    """Submit those cells of a command line that are to be started; `states` are those of all its cells. Return the exit
-    status.
-    """
+    """Submit the cells in `start`; `states` are the states of all cells of the command line. Return the exit status."""
     if start[0][0].job.launch.packed:
         start = with_repeated_baseline(start, folder)
     return submit(start, folder, interrupts, ArrayOrder(states))
 
 
 def baseline_of(cells: list[Cell]) -> Cell | None:
-    """Return the cell with which the others are compared: the cell that the sweep names, or the first. None if the
-    named cell is not among `cells`.
+    """Return the cell with which all others are compared: the cell that sweep.baseline names, or the first cell. None
+    if the named cell is not among `cells`.
     """
     named = cells[0].job.sweep.baseline
     return next((cell for cell in cells if cell.name == named), None if named else cells[0])
@@ -244,8 +242,8 @@ def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Int
 
 
 def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cell, list[Path]]]:
-    """Claim the next attempt of each cell of an array. Return pairs of a cell and its attempts: one for each of its replica
-    groups.
+    """Claim the next attempt of each cell of an array. Return the cells, each with its claimed attempts: one attempt
+    for each replica group.
     """
     owner = {
         "executor": "slurm",
@@ -267,7 +265,7 @@ def _claim(array: Array, states: dict[Path, State], code: str) -> list[tuple[Cel
 
 
 def _print_refusals(refused: Counter[str]) -> None:
-    """Print for each message of SLURM how many cells it has refused, and what to do if they were too many."""
+    """Print each reason for which SLURM has refused cells, with their number, and what to do if they were too many."""
     for reason, number in refused.items():
         print(f"SLURM refused {counted(number, 'cell')}: {reason}", file=sys.stderr)
     if any(re.search(TOO_MANY, reason, re.I) for reason in refused):
@@ -284,8 +282,8 @@ def unfit_hosts(states: list[State]) -> tuple[str, ...]:
 
 
 def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, order: ArrayOrder) -> int:
-    """Submit the claimed attempts of each cell in one array. If SLURM refuses so many jobs, submit smaller arrays, with
-    half as many cells after each refusal.
+    """Submit the claimed attempts of each cell in one array. If SLURM refuses the array because of a limit on the
+    number of jobs, halve the number of cells per array, and try again.
 
     Return the exit status.
     """
@@ -339,7 +337,7 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
 
 def after_refusal(attempts: list[Path], number: int, reason: str, refused: Counter[str]) -> int:
     """Check whether SLURM has accepted the job of `number` cells although sbatch failed, for example by a time-out. If
-    not, add the cells to `refused`. Return the exit status.
+    SLURM has not accepted it, add the cells to `refused`. Return the exit status.
 
     After a time-out, an attempt counts as ended only if squeue answers and does not list a job with its token. If such a
     job appears later, the next command finds it.
