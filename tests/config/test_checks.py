@@ -18,6 +18,7 @@ from titan_hydra.config.compose import CONF, compose_job
 from titan_hydra.config.load import PICKED, picking, values_are_what_the_schema_takes
 from titan_hydra.config.model import Model
 from titan_hydra.config.rules import compile as rules_of_compile
+from titan_hydra.config.rules import pipeline as rules_of_pipeline
 from titan_hydra.config.rules.checks import LAYOUT, RECIPE, check, degrees_fill_the_ranks
 from titan_hydra.job.freeze import freeze
 from titan_hydra.parallel import build_mesh
@@ -311,6 +312,18 @@ def test_a_bad_value_is_named_with_what_would_be_legal(base, monkeypatch, values
     monkeypatch.setattr(rules_of_compile, "versions", lambda: {"torch": "2.13.0"})
     faults = check(changed(base, **values))
     assert any((fault.key, fault.code) == (key, code) and choices in ("", fault.choices) for fault in faults), faults
+
+
+@pytest.mark.parametrize("torch", ["2.11.0", "2.13.0"])
+def test_torch_that_frees_the_graph_splits_only_plain_backwards(monkeypatch, torch):
+    monkeypatch.setattr(rules_of_pipeline, "versions", lambda: {"torch": torch})
+    line = ("debug=tiny", "model.n_layers=4", "gpus=2", "parallelism=pp")
+    fused = [compose_job(*line, f"pp_schedule={name}") for name in ("zbv", "interleaved_1f1b")]
+    for job in fused:
+        assert check(job) == []
+        job.loss.name = "linear_cross_entropy"
+    refused = [[fault.key for fault in check(job)] for job in fused]
+    assert refused == [["pp_schedule.name"] if torch == "2.11.0" else [], []]
 
 
 def test_a_fault_is_one_line_whatever_the_value_holds(base):

@@ -91,7 +91,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: its `module:member`,
     # Activation checkpointing: the compiler's memory budget, and the names of all operators, for did-you-mean.
     "functorch_config": "torch._functorch.config",
     "operator_names": "torch._C:_dispatch_get_all_op_names",
-    # MXFP8: torchao's matmul with its two backward matmuls, which torchao 0.17 moved.
+    # MXFP8: torchao's matmul, whose backward has two matmuls. torchao 0.17 moved this function.
     "mxfp8_matmul": (
         "torchao.prototype.moe_training.mxfp8_linear:_to_mxfp8_then_scaled_mm",
         "torchao.prototype.mx_formats.mx_linear:_to_mxfp8_then_scaled_mm",

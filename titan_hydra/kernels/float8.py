@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-# bit patterns of float32 numbers; the last is that of 1e-12, torchao's lower bound of a maximum
+# bit patterns of float32 numbers. SMALLEST is 1e-12: as in torchao, a scale follows from a magnitude of at least this
 NAN, INFINITY, SMALLEST = 0x7FC00000, 0x7F800000, 0x2B8CBCCC
 
 

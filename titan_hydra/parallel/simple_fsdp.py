@@ -97,7 +97,9 @@ class Gather:
         *_, inner = parameter.placements
         shape = list(parameter.shape)
         if isinstance(inner, Shard):
-            shape[inner.dim], _ = Shard.local_shard_size_and_offset(shape[inner.dim], self.tp.size(), self.tp_rank)
+            # as Shard.local_shard_size_and_offset, which torch 2.11 cannot compile
+            rows = -(-shape[inner.dim] // self.tp.size())
+            shape[inner.dim] = max(0, min(rows, shape[inner.dim] - rows * self.tp_rank))
         local = DTensor.from_local(
             parameter.to_local(),
             self.mesh,

@@ -40,7 +40,9 @@ class Interruptions:
     between: float
     restart: float
     held: float  # how many seconds training waits for a save
-    behind: float = 0.0  # seconds from then until the checkpoint is complete; training goes on meanwhile
+    behind: float = (
+        0.0  # seconds from the end of this wait until the checkpoint is complete; training goes on meanwhile
+    )
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def rate(value: float | None, noise: float | None = None) -> str | None:
-    """Format tokens per second: above 100 without decimals, else with three digits; with fewer digits if they are
-    noisy.
+    """Format tokens per second: from 100 on without decimals, below that with three digits. Digits that are smaller than
+    the second digit of `noise` become zeros.
     """
     if value is None or not math.isfinite(value):
         return None if value is None else str(value)

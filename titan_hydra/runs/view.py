@@ -203,7 +203,7 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
         # heartbeat's file
         if beat:
             now = beat["time"] + file_now - modified(layout.BEAT.of(attempt))
-        # Whether the newest attempt has logged a row, from which the time of a step is known.
+        # whether the newest attempt has logged a row with the time of a step
         steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(
             layout.RANK.of(attempt)
         )

@@ -36,7 +36,9 @@ class Summary:
 
     @cached_property
     def best(self) -> list[SearchTrial]:
-        """The complete trials, the best first. With two objectives: those that no other trial exceeds in both of them."""
+        """The complete trials, the best first. With two objectives, only the Pareto front: a trial is left out if another
+        one is at least as good in both and better in one.
+        """
         complete = [trial for trial in self.trials if trial.state == COMPLETE]
         if len(self.directions) == 1:
             return sorted(complete, key=lambda trial: (self._cost(trial)[0], trial.number))

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# A model that trains in seconds and has everything that layouts split: grouped queries, several blocks, an odd
-# feed-forward width.
+# A model that trains in seconds and has what layouts split: grouped queries, several blocks, and a feed-forward whose
+# width is not a power of two.
 BASE = (
     "precision=fp32",
     "model.dim=64",
@@ -22,7 +22,14 @@ BASE = (
     "checkpoint=off",
 )
 
-
+# cases that a rule refuses with torch 2.11, which cannot split these backwards (config/rules/pipeline.py)
+NOT_ON_OLD_TORCH = (
+    "pp 2, zbv, linear cross-entropy",
+    "linear_cross_entropy, pp 2, zbv",
+    "float8 fused, pp 2, zbv",
+    "qwen3_moe, fsdp 4, pp 2, interleaved_zb, ep 2",
+    "deepseek_v3, fsdp 4, pp 2, interleaved_zb, ep 2",
+)
 QUICK_STEPS = 3  # optimizer steps of a case in the tests
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
+from titan_hydra.base.versions import versions
 from titan_hydra.config.files import CONF
 from titan_hydra.config.registry import OBJECTIVES, PIPELINE_SCHEDULES, resolve
 
-from .case import Case, case
+from .case import NOT_ON_OLD_TORCH, Case, case
 
 EVEN = {"uneven_mask": True, "loss": 1e-6, "norm": 1e-6, "gradients": 1e-5}
 SCHEDULES = tuple(kind.name for kind in PIPELINE_SCHEDULES.values() if not kind.from_file)
@@ -437,8 +438,11 @@ MATRIX = [
 
 
 def whole_matrix() -> list[Case]:
-    """Return the cases of the package, and the cases that come with objectives: those of recipes and the user's own."""
+    """Return the cases of the package, and the cases that come with objectives: those of recipes and the user's own.
+    With torch 2.11, leave out those that a rule refuses then.
+    """
     from .many import MANY
     from .scaled import SCALED
 
-    return [*MATRIX, *SCALED, *MANY, *(case for record in OBJECTIVES.values() for case in resolve(record.cases) or ())]
+    cases = [*MATRIX, *SCALED, *MANY, *(one for record in OBJECTIVES.values() for one in resolve(record.cases) or ())]
+    return [one for one in cases if not versions()["torch"].startswith("2.11.") or one.name not in NOT_ON_OLD_TORCH]

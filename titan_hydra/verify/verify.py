@@ -191,7 +191,7 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
 
 
 def drift(trainer: Trainer) -> int:
-    """Count the shards of weights that differ between the ranks that hold the same shard. A collective."""
+    """Count the shards of weights whose copies on several ranks differ in any bit. A collective."""
     own = {}
     for name, parameter in trainer.masters.weights.named_parameters():
         local = local_part(master_of(parameter))

@@ -49,8 +49,8 @@ PLACE: list[Rule] = []  # the machine and its files
 
 
 def check(job: Job, groups: Sequence[list[Rule]] = (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE)) -> list[Fault]:
-    """Return the faults that the first group of rules with faults finds in a filled-in job. A fault's code is its
-    rule's name.
+    """Apply groups of rules to a filled-in job, one after another, and return the faults of the first group that finds
+    any. A fault's code is its rule's name.
     """
     for group in groups:
         faults = [replace(fault, code=rule.__name__) for rule in group for fault in rule(job)]
@@ -346,7 +346,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
 
 
 RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES + experts.RECIPE + compile.RECIPE)
-RECIPE.extend(parametrization.RULES)
+RECIPE.extend([*parametrization.RULES, pipeline.old_torch_splits_only_plain_backwards])
 
 
 @rule(RECIPE)

@@ -36,8 +36,8 @@ def objective_suits_the_model(job: Job) -> Iterator[Fault]:
 
 
 def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
-    """Only some losses can be computed in the head, or from logits that are split over the vocabulary. The objective's
-    record states which.
+    """Not every objective's loss can be computed in the head, or from logits that are split over the vocabulary. Its
+    ObjectiveKind states in `head_loss` and `split_logits` whether it can.
     """
     record = OBJECTIVES[job.objective.name]
     if job.loss.name == "linear_cross_entropy" and not record.head_loss:

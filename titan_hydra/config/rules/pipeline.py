@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.base.versions import versions
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault, counted
 from titan_hydra.config.files import similar
 from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
 from titan_hydra.job.batches import legal_microbatches, microbatch_objection, microbatches
-from titan_hydra.job.pipeline import Action, read_schedule, stage_count
+from titan_hydra.job.pipeline import Action, read_schedule, splits_backward, stage_count
 from titan_hydra.job.schedules import play
 
 
@@ -167,6 +168,22 @@ def batch_cuts_into_microbatches(job: Job) -> Iterator[Fault]:
         )
     elif why := microbatch_objection(job, number):
         yield Fault("pp_schedule.microbatches", number, why, legal=tuple(choices))
+
+
+def old_torch_splits_only_plain_backwards(job: Job) -> Iterator[Fault]:
+    """torch 2.11 frees the part of the graph that the second half of a split backward needs, if a weight goes through a
+    function with a backward of its own.
+    """
+    if job.parallelism.pp == 1 or not splits_backward(job) or not versions().get("torch", "").startswith("2.11."):
+        return
+    own = [
+        *["loss=linear_cross_entropy"] * (job.loss.name == "linear_cross_entropy"),
+        *[f"precision.converter={job.precision.converter}"] * (job.precision.converter is not None),
+        *["experts"] * job.model.sparse,
+    ]
+    if own:
+        why = f"splits the backward, which torch 2.11 cannot do with {own[0]}; a newer torch can"
+        yield Fault("pp_schedule.name", job.pp_schedule.name, why, legal=("interleaved_1f1b", "1f1b"))
 
 
 def head_is_not_tied(job: Job) -> Iterator[Fault]:
