@@ -2,11 +2,15 @@
 
     python benchmarks/elastic.py RUN FOLDER
     python benchmarks/elastic.py LOSSES FOLDER
+    python benchmarks/elastic.py LOSSES FOLDER AWAY
 
 The second line first runs such a job on the SLURM of tests/slurm: eight nodes of this machine, of which LOSSES are lost at
 random, up to three at once, and come back at random. Its ranks do not train: they count steps of half a second and save
 the count every ten steps, so that the drill shows what SLURM and the batch script do, and costs no computation. Writes
 elastic.png and elastic.svg to FOLDER, and prints a line for each start and for each step that was counted twice.
+
+The third line runs a fixed and an elastic job of this kind. Each loses one node LOSSES times, for AWAY seconds; the line
+prints the share of the time in which the job did useful work, where a step on 7 of 8 nodes counts as 7/8 of a step.
 """
 
 import random
@@ -78,6 +82,56 @@ def drill(losses: int, folder: Path) -> Path:
         return Path(shutil.copytree(run, folder / run.name, dirs_exist_ok=True))
 
 
+def useful_share(words: list[str], losses: int, away: float) -> str:
+    """Run a job that loses one node so many times. Return the share of the time in which it did useful work."""
+    from tests.slurm.conftest import desk, running
+    from tests.slurm.test_elastic import newest
+
+    chance = random.Random(5)
+    with running(nodes=8) as cluster, desk(cluster, Path(tempfile.mkdtemp())) as user:
+        counter = user.folder / "counter"
+        counter.write_text(COUNTER)
+        counter.chmod(0o755)
+        user.submit(*words, "steps=3000", f"cluster.python={counter}")
+        (run,) = user.cells()
+
+        def whole_again(before: int) -> bool:
+            attempt = newest(run)
+            return attempt > before and user.step(run, attempt) > 0 and user.job(run, attempt)["NumNodes"] == "8"
+
+        user.wait(lambda: whole_again(0))
+        began = time.time()
+        for _ in range(losses):
+            time.sleep(60)
+            gone, before = f"node{chance.randrange(8)}", newest(run)
+            cluster.manage("crash", gone)
+            time.sleep(away)
+            cluster.manage("boot", gone)
+            user.wait(lambda before=before: whole_again(before), 400)
+        time.sleep(60)
+        seconds = time.time() - began
+        nodes = {}  # of each attempt
+        for number, attempt in layout.ATTEMPT.all(run).items():
+            log = layout.JOB_LOG.of(attempt)
+            found = re.findall(r"layout of (\d+) nodes", log.read_text()) if log.exists() else []
+            nodes[number] = int(found[0]) if found else 8
+        rows = [line.split() for line in (run / "steps").read_text().splitlines()]
+        last = {step: int(attempt) for attempt, step in rows}  # the attempt that counted a step last
+        useful = sum(nodes[attempt] / 8 for attempt in last.values())
+        starts = ", ".join(map(str, nodes.values()))
+        return f"{len(rows)} steps, {useful:.1f} useful, {seconds:.0f} s, nodes {starts}: {useful * 0.5 / seconds:.1%}"
+
+
+def compare(losses: int, away: float) -> None:
+    """Print the useful share of the time of a fixed and of an elastic job that lose the same nodes."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.slurm.test_elastic import LINE
+
+    fixed = [word for word in LINE if not word.startswith("elastic=")]
+    for kind, words in (("fixed", fixed), ("elastic", [*LINE, "cluster.grow_minutes=1"])):
+        print(f"{kind}: {useful_share(words, losses, away)}", flush=True)
+
+
 def attempts_of(run: Path) -> list[tuple[float, float, int, int]]:
     """Return (start, last sign of life, ranks, last step) of each attempt that made a step."""
     found = []
@@ -115,4 +169,6 @@ def draw(run: Path, folder: Path) -> None:
 if __name__ == "__main__":
     what, folder = sys.argv[1], Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
+    if len(sys.argv) == 4:
+        sys.exit(compare(int(what), float(sys.argv[3])))
     draw(drill(int(what), folder) if what.isdecimal() else Path(what), folder)
