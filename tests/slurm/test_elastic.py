@@ -57,6 +57,7 @@ def newest(run):
 
 def goes_on(submit, run):
     """Wait until the newest attempt has saved two steps of its own."""
+    submit.wait(lambda: [*run.glob("attempts/*/rank_*.json")], 300)
     attempt = newest(run)
     began = max(submit.step(run, earlier) for earlier in range(attempt))
     submit.wait(lambda: newest(run) > attempt or submit.step(run, attempt) > max(began, 0) + 1, 400)
