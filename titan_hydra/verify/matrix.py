@@ -397,7 +397,7 @@ MATRIX = [
           ("llama3, packed documents", (*PACKED, "model.n_layers=2", "model.attention=math"), {}),
           ("llama3, a mixture, validated", (*MIXTURE, "model.n_layers=2"), {"validated": True}),
           ("lora", ("adapter=lora", "adapter.rank=4", *PLAIN_SGD), {}),
-          ("llama3, muon", ("optimizer=muon", "lr_scheduler.warmup_steps=1"), {"loss": 3e-4, "norm": 3e-3, "weights": 0.5}),
+          ("llama3, muon", ("optimizer=muon", "lr_scheduler.warmup_steps=10"), {"loss": 3e-4, "norm": 3e-3, "weights": 0.5}),
           ("qwen3_moe", MOE, {}),
           ("qwen3_moe, twelve experts, exported", (*MOE, "model.router_bias_update_rate=0", "model.n_experts=12", "model.n_layers=2"),
            {"validated": True, "exported": True}),
