@@ -149,11 +149,12 @@ def test_sixty_steps_in_four_layouts_learn_the_same_from_each_sample_once(launch
     }
     mine, theirs = (samples_of(launcher.folder, run) for run in ("moved", "whole"))
     every = [sample for step in mine for sample in step]
-    print(
-        f"\n| {name} | 60 | {far['loss']:.1e} | {far['grad_norm']:.1e} | {len(every)} | {len(every) - len({*every})} |"
-    )
-    assert [len(step) for step in mine] == [12] * 60 and list(map(sorted, mine)) == list(map(sorted, theirs))
+    other = sum(sorted(one) != sorted(two) for one, two in zip(mine, theirs, strict=True))
+    print(f"\n| {name} | 60 | {far['loss']:.1e} | {far['grad_norm']:.1e} | {len(every)} | {other} |")
+    assert [len(step) for step in mine] == [12] * 60 and other == 0
     close = 1e-5 if layout.CONFIG.read(moved)["precision"]["compute_dtype"] == "float32" else 2e-3
+    # Muon orthogonalizes in bfloat16: in 60 steps, accumulation alone changes a loss of one process by 6e-5
+    close = 2e-4 if name == "muon" else close
     assert far["loss"] < close and far["grad_norm"] < 10 * close
 
 
