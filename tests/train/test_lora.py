@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.checkpoint.steps import cut_back, tensors
 from titan_hydra import cli, models
@@ -182,13 +183,18 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         before = base(tokens).logits
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        merged = whole(tokens).logits
         assert (merged - before).abs().max() > 1e-2
-        assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["target_modules"] == [
-            "down_proj",
-            "o_proj",
-            "q_proj",
-        ]
+        config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+        assert config["target_modules"] == ["down_proj", "o_proj", "q_proj"]
+        # what PEFT adds to a weight, as it documents its file
+        adapters = load_file(tmp_path / "peft/adapter_model.safetensors")
+        for name in (name for name in adapters if "lora_A" in name):
+            added = adapters[name.replace("lora_A", "lora_B")] @ adapters[name] * config["lora_alpha"] / config["r"]
+            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            difference = whole.get_parameter(weight) - base.get_parameter(weight)
+            torch.testing.assert_close(difference, added, rtol=1e-4, atol=1e-6)
         peft = pytest.importorskip("peft")
         beside = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(tokens).logits
     torch.testing.assert_close(beside, merged, rtol=1e-4, atol=1e-5)
