@@ -97,7 +97,11 @@ def main(argv: list[str] | None = None) -> int:
         try:
             args = parser.parse_intermixed_args(argv[1:])  # options may stand between the KEY=VALUE arguments
         except TypeError:  # raised for a command with subcommands, whose options argparse cannot intermix
-            args = parser.parse_args(argv[1:])
+            args, rest = parser.parse_known_args(argv[1:])
+            if rest and (not hasattr(args, "values") or any(word.startswith("-") for word in rest)):
+                parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            if rest:
+                args.values += rest  # KEY=VALUE after an option
     else:
         listing = "\n".join(f"  {name:<15} {text}" for name, (_, text) in COMMANDS.items())
         parser = argparse.ArgumentParser(

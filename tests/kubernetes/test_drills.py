@@ -19,12 +19,14 @@ import time
 update = trainer.Trainer.update
 trainer.Trainer.update = lambda self, *given: time.sleep(0.1) or update(self, *given)
 """
-# Rank 1 raises the error that the file `raise` in its run directory names.
+# Rank 1 raises the error that the file `raise` in its run directory names; ranks wait while there is a file `hold`.
 SABOTAGE = """
 import sys, torch
 from titan_hydra.base.errors import NotFinite
 slow, place = trainer.Trainer.update, sys.argv[1] + "/raise"
 def failing(self, *given):
+    while os.path.exists(sys.argv[1] + "/hold"):
+        time.sleep(0.1)
     if rank == 1 and os.path.exists(place) and (name := open(place).read()):
         raise eval(name)("planted")
     slow(self, *given)
@@ -189,11 +191,13 @@ def test_the_server_goes_down_while_a_run_trains(desk, expected):
     """The ranks do not notice. The state is read from their files, and nothing is started."""
     (run,) = started(desk, {"one": None}).values()
     desk.wait(lambda: desk.step(run) >= 3)
+    (run / "hold").touch()
     desk.site.store.down = True
     row = json.loads(desk.titan("status", "runs", "--json").stdout)
     assert (row["silent"], row["cells"][0]["state"]) == (["kubernetes"], "running"), row
     assert "kubernetes does not answer" in desk.titan("cancel", "-y", str(run)).stderr
     desk.site.store.down = False
+    (run / "hold").unlink()
     desk.wait(lambda: desk.done(run))
     assert desk.losses(run) == expected and desk.attempts(run) == [1]
 

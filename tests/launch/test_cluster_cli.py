@@ -2,6 +2,7 @@
 
 import pytest
 
+from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.files import CONF
@@ -109,3 +110,12 @@ def test_without_slurm_it_is_one_line(launcher):
     result = launcher.python("-m", "titan_hydra.cli", "cluster", "init", "mysite")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "sinfo does not answer" in result.stderr and not (CONF / "cluster" / "mysite.yaml").exists()
+
+
+def test_overrides_may_follow_an_option(tmp_path, capsys):
+    line = ["cluster", "check", "nosuch", "--config-dir", str(tmp_path), "precision=fp32"]
+    assert cli.main(line) == 2
+    assert capsys.readouterr().err.startswith("cluster=nosuch: no such option")
+    with pytest.raises(SystemExit):
+        cli.main([*line, "--nosuch"])
+    assert "unrecognized arguments: precision=fp32 --nosuch" in capsys.readouterr().err
