@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -45,6 +46,16 @@ done
 """
 
 
+def submitted(user: Any, *words: str) -> Path:
+    """Submit a job whose ranks count steps instead of training. Return its run directory."""
+    counter = user.folder / "counter"
+    counter.write_text(COUNTER)
+    counter.chmod(0o755)
+    user.submit(*words, f"cluster.python={counter}")
+    (run,) = user.cells()
+    return run
+
+
 def drill(losses: int, folder: Path) -> Path:
     """Lose so many nodes of a run, and return a copy of its directory."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -53,11 +64,7 @@ def drill(losses: int, folder: Path) -> Path:
 
     chance, lost, every = random.Random(5), 0, {f"node{number}" for number in range(8)}
     with running(nodes=8) as cluster, desk(cluster, Path(tempfile.mkdtemp())) as user:
-        counter = user.folder / "counter"
-        counter.write_text(COUNTER)
-        counter.chmod(0o755)
-        user.submit(*LINE, "steps=300", "cluster.grow_minutes=1", f"cluster.python={counter}")
-        (run,) = user.cells()
+        run = submitted(user, *LINE, "steps=300", "cluster.grow_minutes=1")
         user.wait(lambda: user.step(run, newest(run)) > 10)
         up, began = set(every), time.time()
         while lost < losses:
@@ -89,11 +96,7 @@ def useful_share(words: list[str], losses: int, away: float) -> str:
 
     chance = random.Random(5)
     with running(nodes=8) as cluster, desk(cluster, Path(tempfile.mkdtemp())) as user:
-        counter = user.folder / "counter"
-        counter.write_text(COUNTER)
-        counter.chmod(0o755)
-        user.submit(*words, "steps=3000", f"cluster.python={counter}")
-        (run,) = user.cells()
+        run = submitted(user, *words, "steps=3000")
 
         def whole_again(before: int) -> bool:
             attempt = newest(run)
