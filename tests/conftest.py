@@ -73,6 +73,7 @@ LONG = (
     "equivalence/test_random.py",
     "fault_tolerance/test_per_step.py",
     "fault_tolerance/test_replicas.py",
+    "gpu/test_carried.py::test_rows_are_measured_and_published",
     "gpu/test_kit.py::test_a_case_that_raises_dies_or_hangs_costs_itself",
     "kubernetes/test_drills.py",
     "kubernetes/test_kubectl.py::test_a_submission_killed_half_way",

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[0] = str(ROOT)  # replaces this folder, whose profile.py must not replace Python's
+sys.path.insert(0, str(ROOT))  # a carried tree is not installed
 
 
 def main(device: str) -> None:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import yaml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))  # a carried tree is not installed
 # dim, layers, heads, key/value heads, feed-forward width, vocabulary. The head has weights of its own, as in
 # TorchTitan's model.
 SHAPES = {
@@ -123,8 +125,7 @@ def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
     if row.tool == "torchtitan":
         more = {"dimensions": row.dimensions, "experts": row.experts, "trace": str(trace or "")}
         settings = json.dumps(dataclasses.asdict(row) | more)
-        # -P: the profile.py of this folder must not replace Python's module profile
-        return [sys.executable, "-P", str(HERE / "torchtitan_row.py"), settings]
+        return [sys.executable, str(HERE / "torchtitan_row.py"), settings]
     profiled = [] if trace is None else ["profiling=on", f"profiling.first_step={row.steps - 1}", "profiling.steps=2"]
     return [sys.executable, str(ROOT / "launch.py"), *overrides(row), *profiled, f"paths.runs={scratch}/runs"]
 
@@ -197,7 +198,7 @@ def measure(
                 kill(process)
         text = (scratch / "output").read_text(errors="replace")
         found = (
-            measured(row, scratch, text) if status == 0 else {"status": ended(status, text), "error": tail(text, 15)}
+            readable(row, scratch, text) if status == 0 else {"status": ended(status, text), "error": tail(text, 15)}
         )
         if trace is not None and row.tool == "titan_hydra":
             for file in scratch.glob("runs/*/attempts/1/profile/trace_0.json.gz"):
@@ -245,6 +246,14 @@ def ended(status: int | None, text: str) -> str:
     if status == 76 or "OutOfMemoryError" in text:
         return "out of memory"
     return "crashed" if status < 0 else "failed"
+
+
+def readable(row: Row, scratch: Path, text: str) -> dict[str, Any]:
+    """Return the figures of a row that succeeded. If they cannot be read, only this row counts as failed."""
+    try:
+        return measured(row, scratch, text)
+    except Exception:
+        return {"status": "failed", "error": tail(f"{text}\n{traceback.format_exc()}", 15)}
 
 
 def measured(row: Row, scratch: Path, text: str) -> dict[str, Any]:
@@ -323,6 +332,18 @@ def results(
         yield found | {"settings": dataclasses.asdict(row)}
 
 
+def publish(row: Row, found: dict, header: dict[str, Any], out: Path) -> bool:
+    """Append a measured row to rows.yaml. An error is printed and does not stop the rows that follow."""
+    try:
+        text = yaml.safe_dump([as_published(row, found, header)], sort_keys=False)
+    except (Exception, SystemExit):
+        print("    | not published:", *(f"    | {words}" for words in traceback.format_exc().splitlines()), sep="\n")
+        return False
+    with (out / "rows.yaml").open("a") as file:
+        file.write(text)
+    return True
+
+
 def as_published(row: Row, found: dict, header: dict[str, Any]) -> dict[str, Any]:
     """Return a measured row in the form of titan_hydra/assets/published.yaml, with the preset of its card."""
     from titan_hydra.config.compose import compose_unchecked
@@ -365,7 +386,7 @@ def line(found: dict) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line; run.py and profile.py share this function."""
+    """Parse the command line; run.py and profile_rows.py share this function."""
     parser = argparse.ArgumentParser(
         description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -410,10 +431,8 @@ def main() -> int:
             file.write(json.dumps(found) + "\n")
             print(line(found), flush=True)
             text.append(line(found))
-            failed += found["status"] != "done"
-            if found["status"] == "done":
-                with (args.out / "rows.yaml").open("a") as published:
-                    yaml.safe_dump([as_published(Row(**found["settings"]), found, header)], published, sort_keys=False)
+            done = found["status"] == "done"
+            failed += not (done and publish(Row(**found["settings"]), found, header, args.out))
             if "error" in found:
                 print(*(f"    | {words}" for words in found["error"].splitlines()), sep="\n", flush=True)
             (args.out / "table.txt").write_text("\n".join(text) + "\n")

@@ -44,9 +44,7 @@ LISTS = sorted(file.stem for file in (ROOT / "benchmarks/gpu/lists").glob("*.yam
 
 
 def program(name):
-    """Import a program of benchmarks/gpu as a module, without its folder on Python's path, because its profile.py would
-    replace Python's.
-    """
+    """Import a program of benchmarks/gpu as a module."""
     loader = SourceFileLoader(f"gpu_{name.partition('.')[0]}", str(ROOT / "benchmarks/gpu" / name))
     module = sys.modules[loader.name] = module_from_spec(spec_from_loader(loader.name, loader))
     loader.exec_module(module)
@@ -299,6 +297,36 @@ def test_a_measured_row_is_one_that_the_score_reads(bench, tmp_path, device, cpu
         and read["source"] == f"{'pytorch/' * (not cpu)}{tool}, benchmarks/gpu, abc"
     )
     assert scored.memory is None if cpu else scored.memory[0] == 1.5
+
+
+def test_a_row_that_cannot_be_read_or_published_stops_no_row(bench, tmp_path, monkeypatch, capsys):
+    """The three rows run; the results of the first cannot be read, and the second cannot be published."""
+    published = bench.as_published
+
+    def failing(row, *arguments):
+        if row.name == "ours 2":
+            raise ModuleNotFoundError("No module named 'planted'")
+        return published(row, *arguments)
+
+    def read(row, *_):
+        if row.name == "ours 1":
+            raise StopIteration
+        return {"status": "done", "tokens_per_second": 1.0, "slowest": 1.0, "fastest": 1.0, "active_gib": None} | {
+            "reserved_gib": None, "first_step_seconds": 1.0, "flops_per_token": 1, "first_loss": 1.0, "last_loss": 1.0
+        }  # fmt: skip
+
+    monkeypatch.setattr(bench, "card", lambda _: ({"device": "cpu", "commit": "abc"}, dict(os.environ)))
+    monkeypatch.setattr(bench, "as_published", failing)
+    monkeypatch.setattr(bench, "measured", read)
+    monkeypatch.setattr(bench, "command", lambda *_: [sys.executable, "-c", ""])
+    words = ["pairs", "--only", "ours", "--device", "cpu", "--dry-run", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    assert bench.main() == 1
+    _, *rows = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert [row["status"] for row in rows] == ["failed", "done", "done"] and "StopIteration" in rows[0]["error"]
+    (written,) = yaml.safe_load((tmp_path / "rows.yaml").read_text())
+    assert "ours 3" in str(written)
+    assert "No module named 'planted'" in capsys.readouterr().out
 
 
 def test_the_command_is_short_enough_for_every_part():

@@ -1,5 +1,5 @@
 """Split the time of a step into matmul, attention, casts, optimizer, loss and gaps, for every row of a list: python
-benchmarks/gpu/profile.py LIST [--only TEXT]
+benchmarks/gpu/profile_rows.py LIST [--only TEXT]
 
 This program runs the rows of run.py, for both tools, with torch's profiler over the last two steps. It reads the traces
 with trace_summary.py: milliseconds per step, each moment counted once. After each row, its line is written to
@@ -58,9 +58,14 @@ def main() -> int:
 
 
 def split(file: Path) -> dict[str, Any]:
-    """Return a trace's milliseconds per step by class, and its longest kernels."""
-    with gzip.open(file, "rt") as content:
-        summary = trace.summarize(json.load(content)["traceEvents"])
+    """Return a trace's milliseconds per step by class, and its longest kernels. A trace that cannot be read fails only
+    its row.
+    """
+    try:
+        with gzip.open(file, "rt") as content:
+            summary = trace.summarize(json.load(content)["traceEvents"])
+    except Exception as error:
+        return {"status": "failed", "error": f"the trace cannot be read ({type(error).__name__}: {error})"}
     step = 1000 * summary.seconds / summary.steps
     longest = [
         [name[:120], round(1000 * seconds / summary.steps, 3), calls] for name, seconds, calls in summary.top[:40]
