@@ -98,12 +98,12 @@ def measured_and_predicted(row: dict, table: str = "") -> tuple[float | None, fl
 
 def on_h200(row: dict) -> tuple[float, float, float, float]:
     """Return peak GiB and tokens per second, each measured and predicted, for a row of the H200. TorchTitan wraps a
-    model with FSDP even at degree 1; our models are not wrapped on one rank.
+    model with FSDP even at degree 1; our models (`ours`) are not wrapped on one rank.
     """
     job = freeze(
         compose_unchecked(
             "data=synthetic",
-            "data.seq_len=8192",
+            *([] if "data.seq_len" in row["job"] else ["data.seq_len=8192"]),
             "hardware=h200",
             "comm=fake",
             "gpus=1",
@@ -111,7 +111,7 @@ def on_h200(row: dict) -> tuple[float, float, float, float]:
             *row["job"].split(),
         )
     )
-    shape = replace(shape_of(job), wrapped=True)
+    shape = replace(shape_of(job), wrapped=not row.get("ours"))
     return (
         row["memory"],
         memory.peak(job, shape=shape).gib,

@@ -50,6 +50,12 @@ def test_memory_on_one_h200_is_within_eight_percent(row):
     assert predicted == pytest.approx(measured, rel=0.08)
 
 
+@pytest.mark.parametrize("row", [row for row in paper.H200 if row.get("ours")], ids=lambda row: row["name"])
+def test_speed_of_the_techniques_of_one_rank_is_within_twelve_percent(row):
+    _, _, measured, predicted = paper.on_h200(row)
+    assert predicted == pytest.approx(measured, rel=0.12)
+
+
 def test_our_own_jobs_hold_less_than_the_papers():
     """Our jobs keep no outputs and compile the loss. The memory that older versions of torch needed is a parameter of
     these tests only.

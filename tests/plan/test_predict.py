@@ -5,6 +5,7 @@ import pytest
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.family import family_of
 from titan_hydra.config.rules.checks import check
+from titan_hydra.config.rules.memory import of_a_rank
 from titan_hydra.job.adapter import adapter_parameters
 from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import memory, predict, search, time
@@ -48,6 +49,41 @@ def test_adapters_leave_two_bytes_for_each_parameter_of_the_model():
     assert terms(job)["gradients"] < terms(split)["gradients"] < 4 * terms(job)["gradients"], (
         "one of two matrices is whole on every rank"
     )
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("gpus=1", "parallelism=single", "model=llama3_1b"),
+        ("gpus=1", "parallelism=single", "model=qwen3_0_6b", "ac=full", "optimizer=sgd"),
+        ("gpus=1", "parallelism=single", "model=qwen3_0_6b", "precision=bf16_full", "loss=linear_cross_entropy"),
+        ("parallelism=ddp", "ac=lean"),
+        ("adapter=lora", "gpus=1", "parallelism=single"),
+    ],
+)
+def test_what_a_job_takes_at_least_is_less_than_its_predicted_memory(overrides, batch):
+    job = job_of(*overrides, f"data.local_batch={batch}")
+    needs = of_a_rank(job)
+    del needs["data.global_batch"]  # is on the host
+    assert sum(needs.values()) <= memory.peak(job).live
+
+
+def test_gradients_take_the_memory_of_freed_activations_unless_fsdp_keeps_them_apart():
+    one, sharded = job_of("gpus=1", "parallelism=single", "model.n_layers=12"), job_of("model.n_layers=12")
+    assert "gradients" not in terms(one) and memory.peak(one).gib < 1.03 * memory.peak(one).allocated_gib
+    assert terms(sharded)["gradients"] == pytest.approx(shape_of(sharded).parameters(0) * 4 / 8 / memory.GIB)
+
+
+def test_fused_kernels_cast_and_normalize_in_less_time_and_keep_less():
+    jobs = [
+        job_of("precision=float8_rowwise", "compile=block", f"precision.kernels={name}")
+        for name in ("torchao", "fused")
+    ]
+    (_, plain), (_, fused) = ((job, time.speed(job).parts) for job in jobs)
+    assert fused["Float8 casts"] < 0.5 * plain["Float8 casts"] and fused["element-wise"] < plain["element-wise"]
+    assert terms(jobs[1])[memory.SAVED] < 0.85 * terms(jobs[0])[memory.SAVED]
 
 
 def test_each_term_is_counted_or_fitted_and_the_fullest_rank_is_named():

@@ -109,14 +109,19 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
         Term("optimizer", trained * share * shape.moments),
         Term("weight copies", copies),
     ]
-    moments = [*_moments(shape, rank, parameters, constants)]
-    sizes = [sum(term.bytes for term in moving) for _, moving in moments]
-    live = max(having * of_gradient * shape.learned + size for (having, _), size in zip(moments, sizes, strict=True))
-    # The allocator does not reuse the memory of the previous step's gradients for other tensors, so all gradients count
-    # at every moment.
-    size = max(sizes)
+    moments = [
+        (having * of_gradient * shape.learned, sum(term.bytes for term in moving), moving)
+        for having, moving in _moments(shape, rank, parameters, constants)
+    ]
+    live = max(gradients + size for gradients, size, _ in moments)
+    # FSDP allocates gradients on the stream that reduces them, and the allocator keeps memory of one stream apart from
+    # that of another, so all gradients count at every moment. Without FSDP, gradients take the memory of activations
+    # that the backward has freed.
+    if shape.wrapped:
+        moments = [(trained * of_gradient, size, moving) for _, size, moving in moments]
+    gradients, size, moving = max(moments, key=lambda moment: moment[0] + moment[1])
     reserve = Term("reserve", (constants.reserve - 1) * size, "fitted")
-    terms = [*always, Term("gradients", trained * of_gradient), *moments[sizes.index(size)][1]]
+    terms = [*always, Term("gradients", gradients), *moving]
     return Peak(
         rank * world.dp_replicate * world.dp_shard * world.cp * world.tp,
         rank,
@@ -231,7 +236,9 @@ def saved(shape: Shape) -> float:
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
     dim, width, mode = shape.residual, shape.ffn_width, mode_of(job)
     everything = used * (2 * dim + _norms(shape) + _heads(shape) + 3 * width) + _attention(shape)
-    if shape.stack:
+    if shape.fused_casts:  # the backward computes the norms, the activation and the casts again
+        everything -= used * (_norms(shape) + width)
+    elif shape.stack:
         everything = used * (
             shape.stack.kept - shape.stack.again * shape.compiled + _mask(shape) / shape.tokens
         ) + _attention(shape)
@@ -241,7 +248,7 @@ def saved(shape: Shape) -> float:
     ):
         everything -= (2 * dim + width) * (used - shape.format.bytes)
     if (
-        not shape.compiled and not shape.stack
+        not shape.compiled and not shape.stack and not shape.fused_casts
     ):  # eager code keeps the result of the activation function and the float mask; compiled code computes them again
         everything += used * (width + _mask(shape) / shape.tokens)
     everything += shape.experts.everything if shape.experts else 0

@@ -14,7 +14,7 @@ from titan_hydra.config.registry import ADAPTERS, FORMATS, OPTIMIZERS, Format
 from titan_hydra.config.schema import Job
 from titan_hydra.job.adapter import adapted
 from titan_hydra.job.batches import local_batches, microbatch_size, microbatches
-from titan_hydra.job.dtypes import SIZE, gathers_in_format, gradient_dtype, has_one_scale
+from titan_hydra.job.dtypes import SIZE, gathers_in_format, gradient_dtype, has_one_scale, is_opaque
 from titan_hydra.job.experts import sparse
 from titan_hydra.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
 from titan_hydra.job.recomputation import mode_of, recomputed_share
@@ -102,6 +102,11 @@ class Shape:
     def format(self) -> Format | None:
         """The number format of the linears; None if they have none, or if the format is emulated in the compute dtype."""
         return None if self.job.precision.emulate else FORMATS.get(self.job.precision.converter)
+
+    @property
+    def fused_casts(self) -> bool:
+        """Whether the package's own kernels cast to the number format; they also compute the norms and the activation."""
+        return self.format is not None and is_opaque(self.job)
 
     @property
     def one_scale(self) -> bool:

@@ -8,62 +8,28 @@ fitted.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 from titan_hydra.config.attention import KERNELS, call_of, refusal, takes_offsets
 from titan_hydra.config.family import Linear
 from titan_hydra.config.operation import Hardware
 from titan_hydra.config.schema import Job
 from titan_hydra.job.pipeline import splits_backward, written_schedule
-from titan_hydra.job.ranks import all_ranks, rotation
-from titan_hydra.job.recomputation import mode_of
+from titan_hydra.job.ranks import all_ranks
 from titan_hydra.job.schedules import actions_of, idle_time, known, play
 
-from . import messages
+from .casts import float8_casts
+from .factors import FITTED, Factors, Pair, bandwidth, recomputed
+from .links import context_parallel_passes, exchange_passes, fsdp_delay, imbalance, tensor_parallel_passes
 from .shape import NotPredictable, Shape, shape_of
 
 # relative half-widths of the error band: for a hardware preset that was fitted to runs, and for any other preset
 BAND, UNMEASURED = 0.15, 0.20
 # bytes of memory traffic per parameter in an update: 28 for AdamW, 8 for the norm (H200: 7.95 and 3.5 ms for 10^9)
 TOKEN_BYTES = 36
-# bytes per element of a cast to Float8 with one scale: bf16 is read twice (for the maximum, to cast), a byte is written
-CAST_BYTES = 5
+# the same for split masters: the gradient, in bf16, is read for the norm and for the update, and is not written
+SPLIT_BYTES = 28
 LATENCY = 0.01  # seconds of a step that no other term includes
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` whose values may be null
-
-
-@dataclass(frozen=True)
-class Factors:
-    """Factors of the formulas. They were fitted to the paper's tables, unless a comment says otherwise."""
-
-    eager: float = 4.0  # element-wise memory traffic of a block, as a multiple of the count in `_element_wise`
-    # the same multiple for compiled code: the lower bound of the fit, as the fitted matmul rates include all other time
-    compiled: float = 0.5
-    # memory traffic of Float8 casts as a multiple of the count in `_casts` (not fitted; measured on an H200: 2.1)
-    cast: float = 2.0
-    # ratio of the time of rowwise casts to that of tensorwise casts (measured on an H200: 120 and 56 ms)
-    rowwise: float = 2.1
-    ring: float = 0.84  # ratio of the rate of ring attention (context parallelism) to the rate of attention on one rank
-    memory: float = 0.85  # fraction of the device's memory bandwidth that kernels reach
-    # The following were fitted to published rows (`titan plan --score`).
-    async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
-    # seconds by which a collective delays computation that overlaps with it, for each second that it takes at NVLink's
-    # rate
-    contention: float = 0.35
-    # seconds per node for which a collective waits for its last rank; this time never overlaps with computation
-    straggler: float = 23e-6
-    message: float = 40e6  # a collective of this size, in bytes, reaches half of its link's rate
-    launch: float = 2e-3  # seconds that the host needs to start the kernels of a block's forward in eager mode
-    launch_tp: float = 2.0  # factor on `launch` under tensor parallelism, where every operator goes through DTensor
-    imbalance: float = 1.6  # largest number of rows that the experts of a rank get, divided by the mean over ranks
-    dispatch: float = 0.3  # fraction of a link's rate that the all-to-alls to experts reach
-
-
-class Pair(NamedTuple):
-    """The seconds of a forward and of a backward."""
-
-    forward: float
-    backward: float
 
 
 Passes = dict[str, Pair]  # the passes of a block by kind of work
@@ -84,7 +50,7 @@ class Speed:
         return max(others, key=others.__getitem__)
 
 
-def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, exact: bool = True) -> Speed:
+def speed(job: Job, factors: Factors = FITTED, shape: Shape | None = None, exact: bool = True) -> Speed:
     """Predict the speed of a frozen job. Raises NotPredictable.
 
     With `exact`, the pipeline's schedule is simulated with the time of each stage; otherwise the idle time is computed
@@ -108,7 +74,7 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
         parts["pipeline idle"] = _span(shape, _sum(block), first, head, exact) * shape.rounds - (
             sum(parts.values()) - update
         )
-    parts["FSDP"] = sum(_fsdp(one, factors, _sum(passes)) for one, passes in kinds)
+    parts["FSDP"] = sum(fsdp_delay(one, factors, _sum(passes)) for one, passes in kinds)
     step = sum(parts.values())
     return Speed(step, job.data.global_batch * job.data.seq_len / all_ranks(job) / step, parts)
 
@@ -116,15 +82,15 @@ def speed(job: Job, factors: Factors = Factors(), shape: Shape | None = None, ex
 def block_passes(shape: Shape, factors: Factors) -> Passes:
     """Return the seconds of one block for one microbatch, by kind of work (docs/plan.md explains the kinds)."""
     matmuls, attention = _matmuls(shape, factors), _attention(shape, factors)
-    elements, casts = _element_wise(shape, factors), _float8_casts(shape, factors)
+    elements, casts = _element_wise(shape, factors), float8_casts(shape, factors)
     return {
         "matmuls": matmuls,
         "attention": attention,
         "element-wise": elements,
         "Float8 casts": casts,
-        "TP communication": _tensor_parallel(shape, factors),
-        "CP communication": _context_parallel(shape, factors, attention),
-        "EP communication": _exchange(shape, factors),
+        "TP communication": tensor_parallel_passes(shape, factors),
+        "CP communication": context_parallel_passes(shape, factors, attention),
+        "EP communication": exchange_passes(shape, factors),
         "host": _host(shape, factors, sum(part.forward for part in (matmuls, attention, elements, casts))),
     }
 
@@ -150,21 +116,15 @@ def _attention(shape: Shape, factors: Factors) -> Pair:
 
 
 def _element_wise(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of norms, activation functions and sums, computed from their memory traffic."""
-    traffic = 2 * shape.tokens * (4 * shape.residual + shape.queries + shape.keys + 2 * shape.ffn_width)
+    """Return the seconds of norms, activation functions and sums, computed from their memory traffic. Kernels that cast
+    to Float8 may include norms and activation functions.
+    """
+    norms_and_activation = 0 if shape.fused_casts else 2 * shape.residual + 2 * shape.ffn_width
+    traffic = 2 * shape.tokens * (2 * shape.residual + shape.queries + shape.keys + norms_and_activation)
     traffic *= factors.compiled if shape.compiled else factors.eager
     traffic += shape.tokens * shape.experts.traffic if shape.experts else 0
-    once = traffic / _bandwidth(shape, factors)
+    once = traffic / bandwidth(shape, factors)
     return Pair(once, (2 + recomputed(shape).rest) * once)
-
-
-def _float8_casts(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of casts of activations and weights, computed from their memory traffic."""
-    weights = _weight_casts(shape, factors)
-    inputs, outputs = (
-        (casts * shape.tokens + weights) / _bandwidth(shape, factors) for casts in _casts(shape, factors)
-    )
-    return Pair(inputs, outputs + recomputed(shape).matmuls * inputs)
 
 
 def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
@@ -176,7 +136,8 @@ def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
 def _optimizer(shape: Shape, factors: Factors) -> float:
     """Return the seconds of the update, computed from the memory traffic of the rank with the most parameters."""
     parameters = max(map(shape.parameters, range(len(shape.layers)))) * len(shape.stages[0]) / shape.shards
-    return parameters * TOKEN_BYTES * (1 + shape.moments) / 3 / _bandwidth(shape, factors) + LATENCY
+    traffic = SPLIT_BYTES if shape.job.optimizer.masters == "split" else TOKEN_BYTES
+    return parameters * traffic * (1 + shape.moments) / 3 / bandwidth(shape, factors) + LATENCY
 
 
 def _pipeline_calls(shape: Shape) -> float:
@@ -185,21 +146,6 @@ def _pipeline_calls(shape: Shape) -> float:
     """
     passes = 3 if splits_backward(shape.job) else 2
     return _call(shape.job) * passes * len(shape.stages[0]) * shape.microbatches * shape.rounds
-
-
-def _fsdp(shape: Shape, factors: Factors, block: Pair) -> float:
-    """Return the seconds by which FSDP's messages delay a step. The computation of a block (`block`) overlaps with the
-    messages of the next block. In a pipeline, no computation overlaps with messages.
-    """
-    job = shape.job
-    gather, reduce, replicas = _sharding(shape, factors)
-    if len(shape.stages) > 1:
-        blocks = max(shape.layers) * len(shape.stages[0])
-        return blocks * ((gather + reduce).seconds * shape.rounds + replicas.seconds)
-    again = Sent() if job.parallelism.reshard_after_forward == "never" else gather
-    shown = gather.behind(block.forward) * shape.rounds + (again + reduce).behind(block.backward) * (shape.rounds - 1)
-    shown += (again + reduce + replicas).behind(block.backward)
-    return shown * sum(shape.layers) + (gather + again + reduce).seconds * shape.rounds
 
 
 def _launch(shape: Shape, factors: Factors) -> float:
@@ -211,53 +157,18 @@ def _launch(shape: Shape, factors: Factors) -> float:
     return factors.launch * (factors.launch_tp if shape.job.parallelism.tp > 1 else 1)
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Messages of a rank. `seconds` is how long the link needs for them if nothing else runs. `taken` is how long they
-    delay computation that overlaps with them: by waits for other ranks, by occupying multiprocessors, and by copies
-    into and out of buffers.
-    """
-
-    seconds: float = 0.0
-    taken: float = 0.0
-
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.seconds + other.seconds, self.taken + other.taken)
-
-    def __mul__(self, times: float) -> Sent:
-        return Sent(self.seconds * times, self.taken * times)
-
-    def behind(self, seconds: float) -> float:
-        """Return the seconds by which the messages delay a step if they overlap with `seconds` of computation."""
-        return max(self.seconds - seconds, 0) + self.taken
-
-
-class Again(NamedTuple):
-    """The fractions of a block's forward that its backward recomputes."""
-
-    matmuls: float
-    attention: float
-    rest: float
-
-
-def recomputed(shape: Shape) -> Again:
-    """Return what a block's backward recomputes in the job's mode of activation checkpointing."""
-    sizes, mode = shape.sizes, mode_of(shape.job)
-    if mode.contexts:
-        return Again(1 - sum(sizes[:: mode.matmuls]) / sum(sizes), 0, 1)
-    return Again(shape.whole_again, shape.whole_again, shape.whole_again)
-
-
 def head_passes(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of the head and the loss for one microbatch: (forward, backward). Both passes are counted as
-    eager code. The forward has 16 bytes of memory traffic per logit, the backward 20.
+    """Return the seconds of the head and the loss for one microbatch: (forward, backward). A loss of its own is counted
+    as eager code: the forward has 16 bytes of memory traffic per logit, the backward 20. Fused with the head, it reads
+    bf16 logits twice and writes their gradients in place: 8 bytes (an H200 took 4 ms for 2.1 * 10^9 logits).
     """
     model, tokens = shape.job.model, shape.tokens
     matmul = (
         2 * tokens * model.vocab_size * model.dim / shape.job.parallelism.tp / (shape.job.hardware.bf16_tflops * 1e12)
     )
-    logits = tokens * shape.vocabulary * 4 / _bandwidth(shape, factors)
-    return Pair(matmul + 4 * logits, 2 * matmul + 5 * logits)
+    logits = tokens * shape.vocabulary * 4 / bandwidth(shape, factors)
+    forward, backward = (1, 1) if shape.fused_loss else (4, 5)
+    return Pair(matmul + forward * logits, 2 * matmul + backward * logits)
 
 
 def _experts(shape: Shape, factors: Factors) -> float:
@@ -269,27 +180,7 @@ def _experts(shape: Shape, factors: Factors) -> float:
     hardware, rows = shape.job.hardware, shape.tokens * shape.experts.rows
     smallest = min(rows * shape.experts.ep / shape.experts.number, shape.experts.dim, shape.experts.width)
     rate = hardware.bf16_tflops * 1e12 * smallest / (smallest + hardware.small_matmul) / (shape.used / 2)
-    return _imbalance(shape, factors) * 6 * rows * shape.experts.dim * shape.experts.width / rate
-
-
-def _imbalance(shape: Shape, factors: Factors) -> float:
-    """Return the largest number of rows that the experts of a rank get, divided by the mean over all ranks."""
-    return 1.0 if shape.job.debug.balance_experts else factors.imbalance
-
-
-def _exchange(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of the all-to-alls to the experts and back. It is assumed that each device has its own NIC."""
-    if not shape.experts or shape.experts.ep == 1:
-        return Pair(0.0, 0.0)
-    hardware, ep = shape.job.hardware, shape.experts.ep
-    near = min(ep, hardware.gpus_per_node)
-    share = max((near - 1) / ep / (hardware.nvlink_gbs * 1e9), (ep - near) / ep / (hardware.nic_gbs * 0.9e9))
-    share *= _imbalance(shape, factors) / factors.dispatch
-    return Pair(*(shape.tokens * shape.experts.sent * times * share for times in messages.exchanges(shape)))
-
-
-def _bandwidth(shape: Shape, factors: Factors) -> float:
-    return shape.job.hardware.memory_tbs * 1e12 * factors.memory
+    return imbalance(shape, factors) * 6 * rows * shape.experts.dim * shape.experts.width / rate
 
 
 def _rate(shape: Shape, linear: Linear) -> float:
@@ -320,101 +211,6 @@ def _attention_rate(shape: Shape, factors: Factors) -> float:
     )
     rate = (flash and hardware.flash_tflops) or hardware.attention_tflops
     return 1e12 * rate * (factors.ring if call.ring else 1)
-
-
-def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
-    """Return the bytes of memory traffic per token for casts to Float8: (forward, backward).
-
-    Tensorwise scaling reads each bf16 element twice (to find the tensor's largest value, then to cast it) and writes
-    one byte. The matmul of a weight's gradient needs both operands transposed: for each element one byte is read and
-    one written. Under tensor parallelism the operands are gathered before they are transposed, so whole operands are
-    counted.
-    """
-    dim = shape.job.model.dim
-    if not shape.format:
-        return 0, 0
-    rows = sum(one.inputs for one in shape.linears if not one.column) / shape.job.parallelism.tp
-    inputs = rows + 2 * dim / shape.sequence  # attention's linears share one input, and so do those of the feed-forward
-    columns = sum(one.outputs for one in shape.linears if one.column) / shape.job.parallelism.tp
-    transposed = 2 * (rows + columns + 4 * dim)
-    scale = factors.cast * (1 if shape.one_scale else factors.rowwise)
-    return scale * CAST_BYTES * inputs, scale * (CAST_BYTES * (columns + 2 * dim / shape.sequence) + transposed)
-
-
-def _weight_casts(shape: Shape, factors: Factors) -> float:
-    """Return the bytes of memory traffic of one cast of a block's weights to Float8. The forward makes one such cast,
-    and the backward makes another. If FSDP gathers weights in Float8, each rank casts only its shards.
-    """
-    if not shape.format:
-        return 0.0
-    weights = sum(one.size(shape.job.parallelism.tp) for one in shape.linears)
-    return (
-        CAST_BYTES
-        * weights
-        * (1 if shape.one_scale else factors.rowwise)
-        / (shape.shards if shape.gathered < shape.used else 1)
-    )
-
-
-def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks: int) -> Sent:
-    """Return the time of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks, whose rank numbers are
-    `inside` apart. The time is that of a ring at the rate of the slowest link, plus a fixed time, which matters for
-    short messages.
-    """
-    if ranks == 1 or not size:
-        return Sent()
-    hardware = shape.job.hardware
-    # how many of the collective's devices are in one node; each has its own NIC
-    lanes = max(hardware.gpus_per_node // inside, 1)
-    nodes, size = -(-ranks // lanes), size * (ranks - 1) / ranks
-    taken = factors.contention * size / (hardware.nvlink_gbs * 1e9)
-    rate = hardware.nvlink_gbs
-    if nodes > 1:
-        rate, taken = min(hardware.nic_gbs * lanes * 0.9, rate), taken + factors.straggler * nodes
-    return Sent((size + factors.message) / (rate * 1e9), taken)
-
-
-def _tensor_parallel(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of gathers and reduce-scatters of a block, recomputation included."""
-    layout = shape.job.parallelism
-    seen = factors.async_tp if layout.async_tp else 1
-    return Pair(*(seen * _collective(shape, factors, sent, 1, layout.tp).seconds for sent in messages.tensor(shape)))
-
-
-def _context_parallel(shape: Shape, factors: Factors, attention: Pair) -> Pair:
-    """Return the seconds by which the communication of context parallelism delays a block. In a ring, attention
-    computes while ranks pass keys and values on.
-    """
-    again = recomputed(shape).attention
-    job, cp, tp = shape.job, shape.job.parallelism.cp, shape.job.parallelism.tp
-    ring = rotation(job).ring
-    sent = 2 * shape.keys if ring else (2 * shape.queries + 2 * shape.keys) / cp
-    once = _collective(shape, factors, shape.tokens * shape.used * sent * cp, tp, cp)
-    if not ring:
-        return Pair(once.seconds, (2 + again) * once.seconds)
-    return Pair(once.behind(attention.forward), (once * (2 + again)).behind(attention.backward))
-
-
-def _sharding(shape: Shape, factors: Factors) -> tuple[Sent, Sent, Sent]:
-    """Return three kinds of messages: those that gather a block's weights, those that reduce its gradients over shards,
-    and those that sum the gradients over replicas once in a step. The times include FSDP's copies of gathered weights
-    out of its buffer, and of gradients into it.
-    """
-    layout = shape.job.parallelism
-    if not shape.wrapped:
-        return Sent(), Sent(), Sent()
-    experts = shape.experts.parameters if shape.experts else 0
-    gather = _collective(shape, factors, shape.gathered * (shape.whole - experts), layout.tp, shape.shards)
-    reduce = _collective(shape, factors, shape.reduced * (shape.whole - experts), layout.tp, shape.shards)
-    if shape.experts:
-        apart = shape.experts.ep, shape.experts.shards
-        gather += _collective(shape, factors, shape.gathered * experts, *apart)
-        reduce += _collective(shape, factors, shape.reduced * experts, *apart)
-    if shape.shards > 1:
-        gather += Sent(taken=2 * shape.gathered * shape.whole / _bandwidth(shape, factors))
-        reduce += Sent(taken=(shape.used + shape.reduced) * shape.whole / _bandwidth(shape, factors))
-    size = 2 * shape.block * shape.reduced / shape.shards
-    return gather, reduce, _collective(shape, factors, size, layout.tp * shape.shards, layout.dp_replicate)
 
 
 def _call(job: Job) -> float:

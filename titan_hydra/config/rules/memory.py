@@ -1,7 +1,8 @@
 """The least memory that a job takes, computed from its configuration alone, and the rule that refuses what cannot fit.
 
-The memory is a lower bound. It counts the parameters, the gradients and the optimizer's moments. Of the activations, it
-counts only each block's input and the logits. On the host, it counts one batch.
+The memory is a lower bound. It counts the parameters and the optimizer's moments, and the larger of two: the gradients,
+which the backward fills while it frees activations, and of the activations each block's input and the logits. On the
+host, it counts one batch.
 """
 
 import os
@@ -48,14 +49,14 @@ def of_a_rank(job: Job) -> dict[str, float]:
     )
     tokens = microbatch_size(job) * job.data.seq_len / layout.cp / layout.tp
     logits = model.vocab_size if job.loss.name == "cross_entropy" else 0
+    gradients = adapters * stored if adapters else whole * gradient
+    activations = tokens * (model.n_layers / layout.pp * model.dim + logits) * used
+    if local_batches(job) == 1:  # later local batches add to gradients that exist
+        gradients, activations = (gradients, 0) if gradients / ranks > activations else (0, activations)
+    lasting = adapters * stored * (1 + moments) + whole * used if adapters else whole * stored * (1 + moments)
     return {
-        "model.name": (
-            (adapters * stored * (2 + moments) + whole * used)
-            if adapters
-            else whole * (stored * (1 + moments) + gradient)
-        )
-        / ranks,
-        "data.local_batch": tokens * (model.n_layers / layout.pp * model.dim + logits) * used,
+        "model.name": (lasting + gradients) / ranks,
+        "data.local_batch": activations,
         "data.global_batch": local_batches(job) * job.data.local_batch * job.data.seq_len * 16,
     }
 
@@ -98,7 +99,7 @@ def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where:
         return
     key = max(needs, key=needs.__getitem__)
     what = {
-        "model.name": f"{_parameters(job.model) or 0:,} parameters with gradients and the optimizer's moments take",
+        "model.name": f"{_parameters(job.model) or 0:,} parameters and what the optimizer needs for them take",
         "data.local_batch": "block inputs and logits take",
         "data.global_batch": "tokens and labels of one step take",
         "gpus": f"{ranks:,} processes take",
