@@ -22,6 +22,8 @@ from titan_hydra.config.model import Model
 from titan_hydra.models.hf import HuggingFace
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+HEAD = "lm_head.weight"
+ROWS = 4096  # number of rows of a matrix that are compared at a time
 SCALE = "_scale_inv"  # suffix of the tensor with a float8 weight's scales
 PACKED = {  # an expert's matrix: (tensor with this matrix of all experts, index of its part, number of parts by rows)
     "gate_proj.weight": ("gate_up_proj", 0, 2),
@@ -39,6 +41,8 @@ class Folder:
 
     def __init__(self, source: Path, hf: HuggingFace | None = None):
         self.source, self.handles = source, {}
+        if (adapters := source / "adapter_config.json").exists():
+            raise ConfigError(f"{adapters}: adapters cannot be converted; merge them into the weights first, with PEFT")
         config_file = source / "config.json"
         content = content_of(config_file)
         self.hf = hf or side_of(content, config_file)
@@ -67,11 +71,24 @@ class Folder:
                 wanted = self.shapes(fqn, tensor.shape)
                 found[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
                 seen |= wanted.keys()
-        tied = {"lm_head.weight"} if self.config.tie_embeddings else set()
+        tied = {HEAD} if self.config.tie_embeddings else set()
+        if tied & self.files.keys() and not self._equal(HEAD, self.hf.name("tok_embeddings.weight")):
+            raise ConfigError(
+                f"{self.files[HEAD]}: {HEAD} differs from the embedding, and tie_word_embeddings=true in config.json says "
+                "that they are one; nearest legal: tie_word_embeddings=false"
+            )
         for name in self.files.keys() - seen - tied:
             if not name.startswith(self.unused) and not name.endswith(UNUSED):
                 raise ConfigError(f"{self.files[name]}: {name} has no place in the model")
         return found
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same values. They are read in pieces, as they can be large."""
+        shape, others = self._entry(one).get_shape(), self._entry(other).get_shape()
+        return shape == others and all(
+            torch.equal(*(self._part(name, (row, 0), (min(ROWS, shape[0] - row), shape[1])) for name in (one, other)))
+            for row in range(0, shape[0], ROWS)
+        )
 
     def __contains__(self, fqn: str) -> bool:
         return self.hf.name(fqn).format(0) in self.files
@@ -107,12 +124,18 @@ class Folder:
             return
         if packed := self._packed(name):
             theirs, part, _ = packed
+            name = theirs
             target.copy_(self._part(theirs, (offsets[0], part * shape[1] + offsets[1], offsets[2]), target.shape))
         elif "{}" in name:
             for number, part in enumerate(target, offsets[0]):
                 part.copy_(self._part(name.format(number), offsets[1:], part.shape))
         else:
             target.copy_(self._part(name, offsets, target.shape))
+        if not target.isfinite().all():
+            raise ConfigError(
+                f"{self.files[name.format(offsets[0])]}: {name} has values in {str(target.dtype).removeprefix('torch.')} "
+                "that are not finite: the file is damaged, or the dtype too small"
+            )
 
     def _packed(self, name: str) -> tuple[str, int, int] | None:
         """Return (tensor, index of the part, number of parts), as in PACKED, for a packed matrix of experts; else None."""
@@ -197,9 +220,14 @@ def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
 def weight_files(source: Path, stem: str) -> dict[str, Path]:
     """Return for each tensor the file in a folder that holds it. The names of weight files begin with `stem`."""
     index = source / f"{stem}.safetensors.index.json"
-    if index.is_file():
-        return {name: source / file for name, file in content_of(index)["weight_map"].items()}
     single = source / f"{stem}.safetensors"
+    if index.is_file():
+        found = {name: source / file for name, file in content_of(index)["weight_map"].items()}
+        if single.exists() and single not in found.values():
+            raise ConfigError(
+                f"{source}: has {single.name} and {index.name}, which names other files: which are the weights? Move one of them away"
+            )
+        return found
     try:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)

@@ -29,6 +29,22 @@ DECODER = {  # Hugging Face's names for the modules of layers.py's decoder
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+UNSUPPORTED = (  # keys of a config.json that change what a decoder computes; false, 0 and 1 change nothing
+    "attention_chunk_size",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "clip_qkv",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "no_rope_layers",
+    "qk_layernorm",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "sliding_window_pattern",
+    "use_qk_norm",
+)
 EXPERTS = {  # further names for a feed-forward of experts (moe.py)
     "feed_forward.router": "mlp.gate",
     "feed_forward.router.bias": "mlp.gate.e_score_correction_bias",
@@ -166,7 +182,14 @@ def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[st
     ConfigError if a value in it differs from `only`.
     """
     only_values(data, file, {"hidden_act": "silu", "attention_bias": False, **only})
-    dim, heads, rope = data["hidden_size"], data["num_attention_heads"], rope_of(data)
+    if data.get("use_sliding_window", True):  # Qwen's configurations name a window that they do not use
+        only_values(data, file, {"sliding_window": None})
+    if (kinds := set(data.get("layer_types") or ())) - {"full_attention"}:
+        raise ConfigError(f"{file}: layer_types={sorted(kinds)}: only full_attention can be converted")
+    for key in UNSUPPORTED:
+        if (value := data.get(key)) and (value is True or value != 1):
+            raise ConfigError(f"{file}: {key}={value}: only null can be converted")
+    dim, heads, rope = data["hidden_size"], data["num_attention_heads"], rope_of(data, file)
     head_dim = data.get("head_dim")
     return {
         "name": file.parent.name,
@@ -178,12 +201,43 @@ def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[st
         "head_dim": None if head_dim and head_dim * heads == dim else head_dim,
         "ffn_dim": data["intermediate_size"],
         "norm_eps": data["rms_norm_eps"],
-        "rope_theta": float(data.get("rope_theta") or rope.get("rope_theta", 10000.0)),
+        "rope_theta": float(rope.get("rope_theta") or 10000.0),
         "max_seq_len": data["max_position_embeddings"],
         "tie_embeddings": data.get("tie_word_embeddings", False),
     }
 
 
-def rope_of(data: dict) -> dict:
-    """Return the part of a config.json about rotary positions, in the old or the new spelling."""
-    return data.get("rope_scaling") or data.get("rope_parameters") or {}
+def rope_of(data: dict, file: Path) -> dict[str, Any]:
+    """Return what a config.json says about rotary positions, in whichever spelling: `rope_scaling` or `rope_parameters`,
+    with `rope_type` or `type`, and the base in it or beside it. The result always has `rope_type`. Raises ConfigError
+    if the spellings contradict each other, if scaling has no type, or if only a part of a head is rotated.
+    """
+    beside = {key: data[key] for key in ("rope_theta", "partial_rotary_factor") if data.get(key) is not None}
+    rope: dict[str, Any] = {}
+    for part in (data.get("rope_scaling"), data.get("rope_parameters"), beside):
+        for spelled, value in (part or {}).items():
+            key = "rope_type" if spelled == "type" else spelled
+            if value is not None and rope.setdefault(key, value) != value:
+                raise ConfigError(f"{file}: {key} of the rotary positions is {rope[key]} and also {value}")
+    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise ConfigError(
+            f"{file}: rotary positions of {nested[0]} alone: only one kind for all blocks can be converted"
+        )
+    only_values(rope, file, {"partial_rotary_factor": 1.0})
+    if "rope_type" not in rope and (others := rope.keys() - {"rope_theta", "partial_rotary_factor"}):
+        raise ConfigError(f"{file}: {min(others)}={rope[min(others)]} of the rotary positions, without a rope_type")
+    return {"rope_type": "default"} | rope
+
+
+def scaling_of(rope: dict[str, Any], file: Path, kind: str | None, known: Collection[str] = ()) -> bool:
+    """Whether rotary positions have the kind of scaling that a family supports (None: it supports none); False for
+    plain positions. Raises ConfigError for another kind, and for keys that are not `known`.
+    """
+    found = rope["rope_type"]
+    if found not in ("default", kind):
+        legal = f"{kind} or default" if kind else "default"
+        raise ConfigError(f"{file}: rope_type={found}: only {legal} can be converted")
+    for key in sorted(rope.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}):
+        if found == "default" or key not in known:
+            raise ConfigError(f"{file}: {key}={rope[key]} of the rotary positions, with rope_type={found}: not known")
+    return bool(found == kind)

@@ -16,6 +16,7 @@ from titan_hydra.checkpoint.reader import Merged, Reader
 from titan_hydra.config.model import Model
 from titan_hydra.data import tokenizer
 from titan_hydra.data.tokenizer import Tokenizer
+from titan_hydra.models.hf import in_dtype
 from titan_hydra.models.init import reset_buffers
 
 from .world import exact_float32
@@ -66,8 +67,10 @@ def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dt
         parameter.data = parameter.data.to(DTYPES[dtype])  # buffers keep their dtype, as positions are always float32
     model.to_empty(device=device_here())
     reset_buffers(model)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(reader.tensor(name, parameter.shape, DTYPES[dtype]))
+    state = model.state_dict(keep_vars=True)  # with buffers, such as a router's bias
+    reader.dtypes(state)  # checks a folder as a whole: no other tensors, one matrix for tied embeddings
+    for name, tensor in state.items():
+        tensor.data.copy_(reader.tensor(name, tensor.shape, in_dtype(tensor, DTYPES[dtype])))
     return model.eval()
 
 

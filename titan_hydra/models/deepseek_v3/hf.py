@@ -18,6 +18,7 @@ from titan_hydra.models.hf import (
     only_these,
     only_values,
     rope_of,
+    scaling_of,
 )
 
 from .config import DeepSeekV3Config, Yarn
@@ -58,6 +59,8 @@ ONLY = {
     "moe_layer_freq": 1,
     "rope_interleave": True,
 }
+YARN = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
+YARN += ("attention_factor", "truncate")  # only their usual values
 BIAS_UPDATE_RATE = 1e-3  # the paper's rate, as config.json has none
 
 
@@ -111,16 +114,13 @@ def from_config(data: dict, file: Path) -> DeepSeekV3Config:
         n_shared_experts=data.get("n_shared_experts") or 0,
         q_lora_rank=data.get("q_lora_rank") or 0,
         router_bias_update_rate=BIAS_UPDATE_RATE,
-        yarn=_yarn(rope_of(data), file),
+        yarn=_yarn(rope_of(data, file), file),
     )
 
 
 def _yarn(rope: dict, file: Path) -> Yarn:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if not scaling_of(rope, file, "yarn", YARN):
         return Yarn()
-    if kind != "yarn":
-        raise ConfigError(f"{file}: rope_type={kind}: only yarn or default can be converted")
     temperature = rope.get("mscale_all_dim")
     if not temperature or rope.get("mscale") != temperature:
         raise ConfigError(

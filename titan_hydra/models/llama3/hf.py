@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.models.hf import DECODER, HuggingFace, decoder_from_config, decoder_to_config, rope_of
+from titan_hydra.models.hf import DECODER, HuggingFace, decoder_from_config, decoder_to_config, rope_of, scaling_of
 
 from .config import Llama3Config, RopeScaling
+
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def to_config(config: Llama3Config, dtype: torch.dtype) -> dict:
@@ -31,15 +32,12 @@ def from_config(data: dict, file: Path) -> Llama3Config:
     have.
     """
     common = decoder_from_config(data, file, {"model_type": "llama", "mlp_bias": False})
-    return Llama3Config(**common, family="llama3", rope_scaling=_scaling(rope_of(data), file))
+    return Llama3Config(**common, family="llama3", rope_scaling=_scaling(rope_of(data, file), file))
 
 
 def _scaling(rope: dict, file: Path) -> RopeScaling:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if not scaling_of(rope, file, "llama3", LLAMA3):
         return RopeScaling(factor=1.0)
-    if kind != "llama3":
-        raise ConfigError(f"{file}: rope_type={kind}: only llama3 or default can be converted")
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],
