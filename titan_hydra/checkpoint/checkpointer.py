@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from math import inf, isfinite
@@ -70,6 +71,7 @@ class Checkpointer:
     optimizers: list[torch.optim.Optimizer]
     outer: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's outer state of Local SGD or DiLoCo
     report: Callable[..., None] = lambda event, step, **values: None  # writes a row of events.jsonl: Metrics.event
+    leave_out: Callable[[], AbstractContextManager] = nullcontext  # leaves a block out of the steps: Clock.leave_out
     pending: PendingSave | None = None
     failures: int = 0  # number of attempts to save that have failed in a row
     again: bool = False  # whether the last save failed and is to be tried once more
@@ -118,10 +120,12 @@ class Checkpointer:
         """
         if self.pending is None or self.pending.staged is None:
             return 0.0
-        began = time.perf_counter()
-        self.pending.staged.result()
+        # the device may still compute gradients meanwhile, and only a wait that is longer than that is the save's
+        with self.leave_out():
+            began = time.perf_counter()
+            self.pending.staged.result()
+            held = time.perf_counter() - began
         self.pending.staged = None
-        held = time.perf_counter() - began
         self.pending.held += held
         return held
 
@@ -161,20 +165,21 @@ class Checkpointer:
         if step == self.saved:
             return
         self.finish_pending()
-        began, self.clock = time.perf_counter(), time.monotonic()
-        own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
-        writer = Writer(
-            checkpoints.step_folder(self.folder, step),
-            step,
-            self.run.world_size,
-            own,
-            self._purge,
-            not self.read_back,
-            held_out if isfinite(held_out) else None,
-        )
-        self.pending = PendingSave(step, writer, began, held_out=held_out)
-        self._start(self.pending, self._content(PARTS, self.model))
-        self.pending.held += time.perf_counter() - began
+        with self.leave_out():
+            began, self.clock = time.perf_counter(), time.monotonic()
+            own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
+            writer = Writer(
+                checkpoints.step_folder(self.folder, step),
+                step,
+                self.run.world_size,
+                own,
+                self._purge,
+                not self.read_back,
+                held_out if isfinite(held_out) else None,
+            )
+            self.pending = PendingSave(step, writer, began, held_out=held_out)
+            self._start(self.pending, self._content(PARTS, self.model))
+            self.pending.held += time.perf_counter() - began
         if self.stager is None:
             self.finish_pending()
 
@@ -208,8 +213,11 @@ class Checkpointer:
         TRIES failures in a row.
         """
         pending, self.pending = self.pending, None
-        if pending is None:
-            return
+        if pending is not None:
+            with self.leave_out():
+                self._finish(pending)
+
+    def _finish(self, pending: PendingSave) -> None:
         began = time.perf_counter()
         failure = pending.written.exception()
         pending.held += time.perf_counter() - began if self.stager else 0.0

@@ -8,6 +8,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from statistics import median, quantiles
@@ -54,7 +55,12 @@ PEAK_FLOPS = {
 
 
 class Clock:
-    """Measures the seconds of each step, and how many of them are waits for data. Time between steps is not counted."""
+    """Measures the seconds of each step, and how many of them are waits for data.
+
+    A step ends when the host has its loss and norm, and the next step begins then: all time belongs to a step, except
+    for what `leave_out` leaves out. A device makes the update of a step after the host has the loss, so on a device the
+    time of a step has the update of the step before in it.
+    """
 
     def __init__(self, own: OnHost | OnDevice) -> None:
         """Begin a clock. `own` measures the rank's own time of each step, without its waits for other ranks."""
@@ -65,25 +71,34 @@ class Clock:
         ] = []  # for each step since the last row: seconds of the step, and seconds of waiting for data
         self.profiled = False  # whether a profiler is recording, which slows steps down
         self.disturbed = 0  # number of profiled steps since the last row
-        self._first = True
+        self._first, self._began = True, 0.0
 
     def start(self) -> None:
-        """Begin a step. Call this before the step's batch is fetched."""
-        self._began = time.perf_counter()
+        """Begin to fetch the batch of a step. The time of this process's first step begins here."""
+        self._asked = time.perf_counter()
+        if self._first:
+            self._began = self._asked
         self.own.begin()
 
     def has_data(self) -> None:
         """Record that the step's batch has arrived."""
-        self._data = time.perf_counter() - self._began
+        self._data = time.perf_counter() - self._asked
         self.own.compute(self._data)
 
-    def leave_out(self, seconds: float) -> None:
-        """Subtract `seconds` from this step's time. They were spent on other things, such as a wait for replica groups."""
-        self._began += seconds
+    @contextlib.contextmanager
+    def leave_out(self) -> Iterator[None]:
+        """Leave the time of the block out of the steps. What the device still has to do when the block begins belongs to
+        a step, so the host waits for it first. Blocks must not be nested.
+        """
+        self.own.wait()
+        began = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - began
 
     def stop(self) -> None:
-        """End the step. Call this when the step's loss is on the host."""
-        seconds = time.perf_counter() - self._began
+        """End the step, and begin the next. Call this when the step's loss is on the host."""
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
         self.own.end()
         self.window.append((seconds, self._data))
         self.disturbed += self.profiled
@@ -207,9 +222,10 @@ class Metrics:
         if self.clock.disturbed:
             row["profiled_steps"], self.clock.disturbed = self.clock.disturbed, 0
         if self.rows:
-            self.rows.add(row)
-            print(console_line(row, self.job.steps), flush=True)
-            self._track(row)
+            with self.clock.leave_out():
+                self.rows.add(row)
+                print(console_line(row, self.job.steps), flush=True)
+                self._track(row)
 
     def event(self, name: str, step: int, **values: Any) -> None:
         """Write a row to events.jsonl about an event: a validation, a checkpoint, bad files, ..."""

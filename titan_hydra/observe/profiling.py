@@ -12,6 +12,7 @@ these steps.
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -50,16 +51,19 @@ class Profiler:
         self.ends()
         self.count, self.step = self.count + 1, step
         if self.count == max(self.config.first_step - 1, 1):
-            self.record(int(self.config.first_step > 1))
+            with self.clock.leave_out():
+                self.record(int(self.config.first_step > 1))
 
     def ends(self) -> None:
         """Mark the end of a step. Stop recording if it is the last step to record."""
         if not self.clock.profiled:
             return
-        if self.profiler is not None:
-            self.profiler.step()
-        if self.count == self.config.first_step + self.config.steps - 1:
-            self.stop()
+        last = self.count == self.config.first_step + self.config.steps - 1
+        with self.clock.leave_out() if last else nullcontext():  # after the last one, files are written for seconds
+            if self.profiler is not None:
+                self.profiler.step()
+            if last:
+                self.stop()
 
     def record(self, warm_up: int) -> None:
         """Start recording, after `warm_up` steps. Ranks that do not record also mark these steps as profiled."""

@@ -31,6 +31,9 @@ class OnHost:
         self.sent = (0.0, 0)  # the totals at the last call of `per_step`
         self._mark = time.thread_time()
 
+    def wait(self) -> None:
+        """Return at once: a CPU has done everything that the host has asked for."""
+
     def begin(self) -> None:
         """Begin a step."""
 
@@ -74,6 +77,10 @@ class OnDevice:
         # for each of the last steps, the times between which the host issued it
         self.steps: deque[tuple[int, int]] = deque(maxlen=2)
         self._began = time.time_ns()
+
+    def wait(self) -> None:
+        """Wait until the device has done everything that the host has asked for."""
+        torch.cuda.current_stream().synchronize()
 
     def begin(self) -> None:
         """Begin a step."""

@@ -101,7 +101,7 @@ def _begin(
         raise Stopped("stopped before the first step")
     metrics = Metrics(job, run, device, start, trainer.parameters)
     opened.enter_context(contextlib.closing(metrics))
-    checkpointer.report = metrics.event
+    checkpointer.report, checkpointer.leave_out = metrics.event, metrics.clock.leave_out
     groups.report_to(metrics.event)
     if layout.FIRST_CONFIG.of(run.home).exists():
         metrics.event("layout", start, **values_of_layout(job))
@@ -176,14 +176,15 @@ class Loop:
                 trainer.drop_gradients()
                 continue
             watch.at("optimizer")
-            clock.leave_out(self.checkpointer.wait_for_staging())
+            self.checkpointer.wait_for_staging()
             trainer.update(agreement)
             loss, norm, asked, (bad_shards, *sums) = agreement.read()
             votes, times = sums[: len(votes)], sums[len(votes) :]
             self.refuse_non_finite(step, loss, norm)
             clock.stop()
             if bad_shards:
-                report_bad_shards(self.loader, self.metrics, step)
+                with clock.leave_out():
+                    report_bad_shards(self.loader, self.metrics, step)
             self.metrics.step(step, loss, norm, lr, times, trainer.balance)
             step, missed = groups.after_step(step, loss)
             self.save(step, votes, self.validate(step), stop=groups.stops(asked), missed=missed)
@@ -209,14 +210,15 @@ class Loop:
         if self.held_out is None or (step % every and step != self.job.steps):
             return math.inf
         self.watch.at("validation")
-        began = time.perf_counter()
-        loss = self.trainer.validate(self.held_out, config.steps)
-        self.metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
-        report_bad_shards(self.held_out, self.metrics, step)
-        for task in self.tasks:
+        with self.metrics.clock.leave_out():
             began = time.perf_counter()
-            numbers = task.results(score_requests(self.trainer, task.requests))
-            self.metrics.event("task", step, task=task.name, **numbers, seconds=time.perf_counter() - began)
+            loss = self.trainer.validate(self.held_out, config.steps)
+            self.metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
+            report_bad_shards(self.held_out, self.metrics, step)
+            for task in self.tasks:
+                began = time.perf_counter()
+                numbers = task.results(score_requests(self.trainer, task.requests))
+                self.metrics.event("task", step, task=task.name, **numbers, seconds=time.perf_counter() - began)
         return loss
 
     def save(self, step: int, votes: list[float], held_out: float, stop: bool, missed: bool) -> None:
@@ -236,8 +238,9 @@ class Loop:
         """After the first step, switch to the short time-outs."""
         if not self.settled:
             seconds = steady_timeout(self.job)
-            set_timeout(seconds)
-            self.watch.settle(seconds)
+            with self.metrics.clock.leave_out():
+                set_timeout(seconds)
+                self.watch.settle(seconds)
             self.settled = True
 
 
