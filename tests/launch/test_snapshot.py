@@ -2,13 +2,15 @@
 
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
-from titan_hydra.launch import dispatch, snapshot
-from titan_hydra.runs import rundir
-
-from .test_submit import cell
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.launch import snapshot
+from titan_hydra.launch.executors.local import Inline, Processes
+from titan_hydra.runs import code, layout
+from titan_hydra.search.driver import Driver
 
 
 @pytest.fixture
@@ -17,10 +19,10 @@ def checkout(tmp_path, monkeypatch):
     root = tmp_path / "code"
     (root / "titan_hydra").mkdir(parents=True)
     (root / "titan_hydra" / "a.py").write_text("a = 1\n")
-    (root / "link").symlink_to("titan_hydra")
+    (root / "titan_hydra" / "link").symlink_to(".")
     for command in (["init", "-q"], ["add", "-A"]):
         subprocess.run(["git", *command], cwd=root, check=True)
-    monkeypatch.setattr(snapshot, "ROOT", root)
+    monkeypatch.setattr(code, "ROOT", root)
     return root
 
 
@@ -40,9 +42,10 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
     for folder in (first, second):
         (folder / "titan_hydra/__pycache__").mkdir()
         (folder / "titan_hydra/__pycache__/a.pyc").touch()
-        assert snapshot.digest_of_code(snapshot.copied(folder)) == folder.name
+        (folder / "titan_hydra/.a.py.swp").touch()
+        assert snapshot.digest_of_code(snapshot.code_in(folder)) == folder.name
     (second / "titan_hydra/a.py").write_text("a = 3\n")
-    assert snapshot.digest_of_code(snapshot.copied(second)) != second.name
+    assert snapshot.digest_of_code(snapshot.code_in(second)) != second.name
 
 
 def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
@@ -63,7 +66,7 @@ def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
         made = (copy / "titan_hydra" / name).stat()
         assert made.st_mode & 0o777 == 0o660 and made.st_mtime > 1
         (checkout / "titan_hydra" / name).chmod(mode ^ 0o111)
-    assert (copy / "link").is_symlink()
+    assert (copy / "titan_hydra/link").is_symlink()
     assert snapshot.take(checkout / "runs", {}) == copy, "names and contents alone make the digest"
 
 
@@ -72,7 +75,7 @@ def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
     [
         lambda copy: (copy / "titan_hydra/a.py").unlink(),
         lambda copy: (copy / "titan_hydra/b.py").touch(),
-        lambda copy: (copy / "link").unlink(),
+        lambda copy: (copy / "titan_hydra/link").unlink(),
     ],
 )
 def test_a_damaged_copy_is_replaced(checkout, damage):
@@ -82,21 +85,89 @@ def test_a_damaged_copy_is_replaced(checkout, damage):
     runs = checkout / "runs"
     copy = snapshot.take(runs, {})
     damage(copy)
-    assert snapshot.take(runs, {}) == copy and snapshot.digest_of_code(snapshot.copied(copy)) == copy.name
+    assert snapshot.take(runs, {}) == copy and snapshot.digest_of_code(snapshot.code_in(copy)) == copy.name
     assert (copy / "titan_hydra/a.py").read_text() == "a = 1\n"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a checkout to somebody else")
-def test_a_checkout_that_git_refuses_is_one_line(checkout, tmp_path, monkeypatch):
-    """A folder of code that several people share belongs to one of them. For the others, git lists its files only if it
-    is told that the folder is safe.
-    """
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "sbatch").touch(mode=0o755)
-    for path in [checkout, *checkout.rglob("*")]:
-        os.chown(path, 65534, 65534, follow_symlinks=False)
-    cells = [cell(tmp_path)]
-    (fault,) = dispatch.faults_of_the_place(cells, [rundir.State("new")])
-    assert str(fault).startswith(f"cluster.executor=slurm: {checkout}: git: ") and "dubious ownership" in str(fault)
-    assert "\n" not in str(fault) and "safe.directory" in str(fault) and not cells[0].runs.exists()
+def test_a_checkout_with_any_names_is_copied(checkout):
+    """Submodules, names that are no UTF-8, pipes and hidden files of editors do not stop a copy, and git is not asked."""
+    package = checkout / "titan_hydra"
+    os.mkfifo(package / "pipe")
+    (package / os.fsdecode(b"caf\xe9.py")).touch()
+    (package / ".hidden").touch()
+    copy = snapshot.take(checkout / "runs", {})
+    assert {os.fsencode(name) for name in snapshot.code_in(copy / "titan_hydra")} == {b"a.py", b"link", b"caf\xe9.py"}
+    assert layout.CODE_STATE.read(copy.parent, copy.name)["git_untracked"] == [
+        "titan_hydra/.hidden",
+        "titan_hydra/caf?.py",
+    ]
+
+
+def commit(root):
+    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "x"], cwd=root, check=True)
+    return subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_the_description_does_not_depend_on_settings_of_git(checkout, monkeypatch, tmp_path):
+    """A user's colours and diff programs, and another repository named by a hook, change nothing in the description."""
+    sha = commit(checkout)
+    (checkout / "titan_hydra/a.py").write_text('WANDB_API_KEY = "0123456789abcdef0123456789abcdef01234567"\nb = 1\n')
+    plain = code.describe_code()
+    assert plain["git_sha"] == sha and "0123456789" not in plain["git_diff"] and "+b = 1" in plain["git_diff"]
+    settings = (
+        "[color]\nui = always\n[diff]\nexternal = false\nnoprefix = true\nmnemonicPrefix = true\nsubmodule = log\n"
+    )
+    (tmp_path / "gitconfig").write_text(settings)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    subprocess.run(["git", "init", "-q", str(tmp_path / "other")], check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "false")
+    assert code.describe_code() == plain
+
+
+def test_a_large_diff_is_kept_as_its_digest(checkout):
+    (checkout / "titan_hydra/b.txt").write_text("")
+    subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
+    commit(checkout)
+    (checkout / "titan_hydra/a.py").write_text("word\n" * code.MOST_DIFF)
+    (checkout / "titan_hydra/b.txt").write_text("word\n")
+    first = code.describe_code()["git_diff"]
+    assert len(first) < code.MOST_DIFF + 1000 and "diff --git a/titan_hydra/b.txt" in first
+    (checkout / "titan_hydra/b.txt").write_text("other\n")
+    assert code.describe_code()["git_diff"] != first
+
+
+def test_cells_in_one_process_are_refused_after_an_edit(checkout):
+    inline, cells = Inline(), [SimpleNamespace(job=job_of())]
+    assert inline.owner(cells) == inline.owner(cells) == {}
+    (checkout / "titan_hydra/a.py").write_text("a = 2\n")
+    with pytest.raises(ConfigError, match="edited while"):
+        inline.owner(cells)
+
+
+def test_a_search_goes_on_with_the_code_of_its_first_trial(checkout, tmp_path, capsys):
+    """A later driver uses the copy of the first trial's code, and refuses to go on if that copy is lost."""
+    runs = checkout / "runs"
+    first = snapshot.take(runs, {})
+    (runs / "one").mkdir()
+    layout.ENV.write(runs / "one", {"code": first.name})
+    driver = object.__new__(Driver)
+    driver.plan = SimpleNamespace(
+        folder=runs / "s", runs=runs, base=SimpleNamespace(job=job_of()), search=SimpleNamespace(seed=1)
+    )
+    driver.journal = SimpleNamespace(trials=lambda: [SimpleNamespace(runs={1: "one"})])
+    driver.kind, driver.executor = SimpleNamespace(single=False), Processes()
+    driver.keep_code()
+    assert driver.executor.code is None, "the code has not changed"
+    (checkout / "titan_hydra/a.py").write_text("a = 2\n")
+    driver.keep_code()
+    assert driver.executor.code == first and "titan_hydra/a.py" in capsys.readouterr().out
+    (first / "titan_hydra/a.py").unlink()
+    with pytest.raises(ConfigError, match="begin a new search"):
+        driver.keep_code()
+
+
+def job_of():
+    return SimpleNamespace(train=SimpleNamespace(imports=[]), cluster=SimpleNamespace(name="inline"))

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from titan_hydra.config.user_code import sources
+from titan_hydra.config.user_code import digest_of_code, sources
 from titan_hydra.launch import snapshot
+from titan_hydra.runs.code import USER, code_in
 
 from .conftest import ROOT
 
@@ -45,6 +46,23 @@ def test_an_edited_module_is_another_run(launcher, project):
     assert first.name not in other.stdout and "1 to start" in other.stdout, other.stdout
 
 
+def test_all_cells_of_a_line_run_the_code_of_the_first(launcher, project):
+    """A module is edited while the first cell runs, here by the first rank itself."""
+    edit = f"""
+import os, pathlib
+SCALE = 1
+if 'GOMP_SPINCOUNT' in os.environ:
+    pathlib.Path({str(project)!r}, 'helper.py').write_text('SCALE = 2')
+"""
+    (project / "helper.py").write_text(edit)
+    done = start(launcher, project, "-m", "seed=1,2", "steps=1")
+    assert done.returncode == 0 and (project / "helper.py").read_text() == "SCALE = 2", done.stdout + done.stderr
+    runs = [path.parent for path in sorted((launcher.folder / "runs").glob("*/config.json"))]
+    assert len(runs) == 2 and len({json.loads((run / "env.json").read_text())["code"] for run in runs}) == 1
+    for run in runs:
+        assert "the scale is 1" in (run / "attempts/1/rank_0.log").read_text()
+
+
 def test_ranks_and_retry_refuse_modules_that_were_edited_since(launcher, project):
     (project / "helper.py").write_text(
         "SCALE = 1\nimport os\nif 'GOMP_SPINCOUNT' in os.environ:\n    raise RuntimeError('a bug')\n"
@@ -66,12 +84,12 @@ def test_ranks_and_retry_refuse_modules_that_were_edited_since(launcher, project
 def test_the_snapshot_holds_the_modules_and_jobs_import_them_from_there(launcher, project, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(project)
     code = snapshot.take(tmp_path / "runs", sources(["mine"]))
-    assert (code / snapshot.USER / "helper.py").read_text() == "SCALE = 1\n" and (code / "titan_hydra/cli.py").is_file()
-    assert snapshot.digest_of_code(snapshot.copied(code)) == code.name
+    assert (code / USER / "helper.py").read_text() == "SCALE = 1\n" and (code / "titan_hydra/cli.py").is_file()
+    assert digest_of_code(code_in(code)) == code.name
     (project / "helper.py").write_text("SCALE = 2\n")
     assert snapshot.take(tmp_path / "runs", sources(["mine"])) != code != snapshot.take(tmp_path / "runs", {})
     slurm, copy = ("cluster=slurm", "cluster.gpus_per_node=1", "launch.mode=dry"), f"{launcher.folder}/runs/_code/HASH"
-    assert f" PYTHONPATH={copy}:{copy}/{snapshot.USER}${{PYTHONPATH" in start(launcher, project, *slurm).stdout
+    assert f" PYTHONPATH={copy}:{copy}/{USER}${{PYTHONPATH" in start(launcher, project, *slurm).stdout
     assert f" PYTHONPATH={copy}${{PYTHONPATH" in launcher.run(*launcher.TINY, *slurm).stdout
 
 

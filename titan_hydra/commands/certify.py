@@ -30,7 +30,8 @@ from titan_hydra.launch.worker import load_job
 from titan_hydra.plan import predict
 from titan_hydra.plan.shape import NotPredictable
 from titan_hydra.report.card import card_page
-from titan_hydra.runs import cards, layout, rundir
+from titan_hydra.runs import cards, layout
+from titan_hydra.runs.code import describe_code
 from titan_hydra.runs.view import add_runs, choose
 
 from .verify import outcome_as_json
@@ -222,7 +223,7 @@ def card_of(
         "measured": [],
         "versions": versions(),
         "code": cards.digest_of_package(),
-        "code_state": cards.code_state(rundir.describe_environment()),
+        "code_state": cards.code_state(describe_code()),
         "written": time.time(),
         "job": to_dict(job),
     }

@@ -173,12 +173,14 @@ def unit_of(key: str, help: str) -> str:
 
 def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
     """List how the runs differ in commit, uncommitted files, versions and machine."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
+        *([("code", a["code"], b["code"])] if "code" in a and "code" in b else []),
         ("commit", *(str(side.get("git_sha"))[:12] for side in (a, b))),
         ("not committed", *map(uncommitted, (a, b))),
     ]
-    if rows[1][1] == rows[1][2] and a.get("git_diff") != b.get("git_diff"):
-        rows[1] = ("not committed", rows[1][1], f"{rows[1][2]}, other lines")
+    _, mine, theirs = rows[-1]
+    if mine == theirs and a.get("git_diff") != b.get("git_diff"):
+        rows[-1] = ("not committed", mine, f"{theirs}, other lines")
     versions = [side.get("versions") or {} for side in (a, b)]
     rows += [
         (name, *(str(side.get(name, "-")) for side in versions))

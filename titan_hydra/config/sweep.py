@@ -148,7 +148,7 @@ def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> 
         names = [name for name, own in cells.items() if override not in own and key_of(override) in map(key_of, own)]
         if names:
             quoted = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            _warn_once(f"warning: {override} takes the place of what {where} gives the cells {quoted}")
+            warn_once(f"warning: {override} takes the place of what {where} gives the cells {quoted}")
 
 
 def key_of(override: str) -> str:
@@ -157,7 +157,8 @@ def key_of(override: str) -> str:
 
 
 @functools.cache
-def _warn_once(line: str) -> None:
+def warn_once(line: str) -> None:
+    """Print a line on stderr, once for each command line."""
     print(line, file=sys.stderr)
 
 

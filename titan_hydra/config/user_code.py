@@ -110,7 +110,7 @@ def digest_of_code(code: dict[str, Path]) -> str:
     total = hashlib.sha256()
     for name, path in sorted(code.items()):
         content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
-        total.update(f"{name}\0{len(content)}\0".encode() + content)
+        total.update(os.fsencode(f"{name}\0{len(content)}\0") + content)
     return total.hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from titan_hydra.config.fault import quoted
 from titan_hydra.job.ranks import all_ranks, runs_here
 from titan_hydra.plan import predict
 from titan_hydra.runs.cards import folder_of_card, read_card
-from titan_hydra.runs.rundir import State
+from titan_hydra.runs.rundir import State, runs_of
 
 # For each value of launch.retry: the exit statuses of the failed runs that this value starts again.
 RETRY = {
@@ -62,7 +62,7 @@ class Cell:
     @property
     def runs(self) -> Path:
         """The folder that contains all run directories."""
-        return Path(self.job.paths.runs).expanduser().absolute()
+        return runs_of(self.job)
 
     def wants(self, state: State) -> bool:
         """Whether the launcher starts the cell (again) if its run is in this state."""

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.config import Fault, Job
+from titan_hydra.config.user_code import sources
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.queue import Owner, Queue
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import RunRow
+
+from . import snapshot
 
 if TYPE_CHECKING:
     from .attach import Interrupts
@@ -27,6 +30,17 @@ class Executor(ABC):
     that directory, and `titan` reads them there. All cells of a command line have the same executor; the executor's
     record (`ExecutorKind`) holds the facts that the rules need.
     """
+
+    code: Path | None = None  # the copy of the code that the cells of this command line run; None: not taken yet
+
+    def code_of(self, cells: list[Cell]) -> Path:
+        """Return the copy of the code that these cells run. It is taken once, when the first cell of the command line
+        starts, so that what is edited later does not reach later cells, restarts and trials.
+        """
+        if self.code is None:
+            modules = dict.fromkeys(module for cell in cells for module in cell.job.train.imports)
+            self.code = snapshot.take(cells[0].runs, sources(modules))
+        return self.code
 
     @abstractmethod
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:

@@ -15,9 +15,9 @@ from titan_hydra.config.arguments import arranged
 from titan_hydra.config.cells import Question
 from titan_hydra.config.compose import register_schema
 from titan_hydra.config.describe import help_text
-from titan_hydra.config.files import CONF
+from titan_hydra.config.files import CONF, default_options, load_yaml
 from titan_hydra.config.registry import SEARCHES, resolve
-from titan_hydra.config.sweep import Composed, expand_sweep
+from titan_hydra.config.sweep import Composed, expand_sweep, warn_once
 
 from .dispatch import dispatch
 
@@ -66,6 +66,7 @@ def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
         return 0
+    clear_earlier_line()
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # without this, Hydra itself would print the error and exit with status 1
     register_schema()
@@ -97,3 +98,14 @@ def main() -> int:
             raise
         print(line, file=sys.stderr)
         return 2
+    finally:
+        if not full_error:
+            del os.environ["HYDRA_FULL_ERROR"]
+
+
+def clear_earlier_line() -> None:
+    """Forget what an earlier command line of this process has collected, as a notebook runs several of them."""
+    for collected in (cells, faults, questions):
+        collected.clear()
+    for remembered in (load_yaml, default_options, warn_once):
+        remembered.cache_clear()

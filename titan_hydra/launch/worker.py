@@ -271,9 +271,9 @@ def _check_claim(attempt: Path, place: Place) -> str:
         )
     submitted = owner.get("code")
     if submitted and place.local_rank == 0:
-        from .snapshot import ROOT, copied
+        from titan_hydra.runs.code import ROOT, code_in
 
-        code = digest_of_code(copied(ROOT))
+        code = digest_of_code(code_in(ROOT))
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, but {submitted} was submitted: it has changed since")
     return owner.get("token", "")

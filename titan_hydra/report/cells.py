@@ -263,7 +263,9 @@ class ReportCell:
 
     @property
     def code(self) -> str | None:
-        """The commit and a hash of the uncommitted diff."""
+        """The digest of the code that ran; for runs that have none, the commit and a hash of the uncommitted changes."""
+        if digest := self.env.get("code"):
+            return str(digest)
         diff = self.env.get("git_diff")
         return self.commit and self.commit + (hashlib.sha256(diff.encode()).hexdigest()[:6] if diff else "")
 

@@ -127,7 +127,8 @@ LAYOUT = Entry("layout_<n>.json", LAUNCHER, "of an elastic run: the config.json 
                CONFIG.shape)
 OVERRIDES = Entry("overrides.txt", LAUNCHER, "the overrides that were typed, a line each")
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt's folder has such a file too", Fields({}, {
-    "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "versions": dict[str, str], "host": str, "platform": str}))
+    "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "code": str, "versions": dict[str, str], "host": str,
+    "platform": str}))
 SBATCH = Entry("sbatch.sh", LAUNCHER, "the batch script that was submitted")
 JOB_FILE = Entry("job.yaml", LAUNCHER, "the job that was submitted, if it is no batch script")
 METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](metrics.md)", Fields(
@@ -201,7 +202,9 @@ SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", 
 RATES = Entry("hardware.json", "`titan plan --tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
 JOURNAL = Entry("optuna.journal", "the search's driver", "in the folder of a sweep whose cells a search draws: Optuna's journal")
 DRIVER = Entry("driver.lock", "the search's driver", "the process that draws the cells, and holds a lock on this file")
-CODE = Entry("_code/", LAUNCHER, "the snapshots of code that submitted jobs run")
+CODE = Entry("_code/", LAUNCHER, "the snapshots of code that runs import")
+CODE_STATE = Entry("<hash>.json", LAUNCHER, "in `_code/`, beside a snapshot: its commit and uncommitted changes, for env.json", Fields({}, {
+    "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str]}))
 CARDS = Entry("cards/", "`titan certify`", "a folder for each certificate: the layout's hash and the code's digest")
 CARD = Entry("card.json", "`titan certify`", "in the folder of a certificate: what was proven, and what runs measured", Fields(
     {"passed": bool, "layout": str, "code": str, "versions": dict[str, str], "measured": Each(Fields({"run": str}))}))

@@ -9,13 +9,11 @@ folder already contains the owner's record, so an attempt never exists without a
 from __future__ import annotations
 
 import contextlib
-import functools
 import getpass
 import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,14 +22,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import titan_hydra
 from titan_hydra.base.errors import ConfigError, Exit, denied
-from titan_hydra.base.redact import redact
 from titan_hydra.base.versions import versions
 from titan_hydra.config import Job, identity, to_dict
 from titan_hydra.config.files import write_text
+from titan_hydra.config.user_code import digest_of_code, sources
 
 from . import layout
+from .code import code_here, describe_code
 from .failure import Failure, guilty
 from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of
 from .records import alive, this_process
@@ -70,7 +68,12 @@ class State:
 
 def directory_of(job: Job) -> Path:
     """Return the path of a job's run directory, whether or not it exists."""
-    return Path(job.paths.runs).expanduser().absolute() / f"{job.name}-{identity(job)}"
+    return runs_of(job) / f"{job.name}-{identity(job)}"
+
+
+def runs_of(job: Job) -> Path:
+    """Return the folder that holds the run directories of a job."""
+    return Path(job.paths.runs).expanduser().absolute()
 
 
 def state(directory: Path, queues: dict[str, Queue] | None = None) -> State:
@@ -229,7 +232,7 @@ def claim(
     if fresh:
         _remove(directory)
         return _create(directory, job, owner)
-    _write_run(directory, job, overrides)
+    _write_run(directory, job, owner)
     return mine
 
 
@@ -272,7 +275,7 @@ def _create(directory: Path, job: Job, owner: dict[str, Any]) -> Path | None:
     with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent, ignore_cleanup_errors=True) as scratch:
         run = Path(scratch) / directory.name
         _write_attempt(layout.ATTEMPT.of(run, 1), owner)
-        _write_run(run, job, owner["overrides"])
+        _write_run(run, job, owner)
         try:
             run.rename(directory)
         except OSError:
@@ -299,14 +302,15 @@ def _write_attempt(folder: Path, owner: dict[str, Any]) -> None:
     layout.CLAIM.write(folder, {**this_process(), "started": time.time(), **owner})
 
 
-def _write_run(directory: Path, job: Job, overrides: list[str]) -> None:
+def _write_run(directory: Path, job: Job, owner: dict[str, Any]) -> None:
     """Write the configuration of the newest attempt into the run directory. Settings outside the identity may differ from
     those of the attempt before.
     """
     layout.CONFIG.write(directory, to_dict(job))
-    write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in overrides))
+    write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in owner["overrides"]))
+    environment = describe_environment(job, owner.get("code"))
     for folder in (directory, layout.ATTEMPT.of(directory, newest_attempt(directory))):
-        layout.ENV.write(folder, describe_environment())
+        layout.ENV.write(folder, environment)
 
 
 def mark_cancelled(attempt: Path) -> None:
@@ -320,36 +324,20 @@ def end_attempt(attempt: Path) -> None:
         note(attempt, ended=time.time())
 
 
-@functools.cache
-def describe_environment() -> dict[str, Any]:
-    """Return the commit, uncommitted changes, versions and machine of this run, without environment variables.
-    Everything in the changes that looks like a secret is replaced.
+def describe_environment(job: Job, code: str | None = None) -> dict[str, Any]:
+    """Return the code, versions and machine of a run, without environment variables. `code` is the digest of the copy of
+    the code that the run imports; None: the run imports this checkout.
     """
-    diff = _git("diff", "HEAD")
+    here = describe_code() if code is None else layout.CODE_STATE.read(layout.CODE.of(runs_of(job)), code)
     return {
-        "git_sha": _git("rev-parse", "HEAD"),
-        "git_diff": redact(diff, code=True) if diff else diff,
-        "git_untracked": (_git("ls-files", "--others", "--exclude-standard") or "").splitlines(),
+        **here,
+        "code": code or digest_of_code(code_here(sources(job.train.imports))),
         "versions": {**versions(), **{name: metadata.version(name) for name in ("hydra-core", "submitit")}},
         "executable": sys.executable,
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "folder": os.getcwd(),
     }
-
-
-def _git(*arguments: str) -> str | None:
-    """Return the output of git in the checkout of this code; None if there is no checkout, or if git fails."""
-    root = Path(titan_hydra.__file__).parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=30, errors="replace"
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def result_status(state: State) -> int:

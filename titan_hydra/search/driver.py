@@ -22,12 +22,15 @@ from titan_hydra.config import Fault
 from titan_hydra.config.cells import Question
 from titan_hydra.config.fault import counted
 from titan_hydra.config.registry import EXECUTORS, executor_named
+from titan_hydra.config.user_code import digest_of_code, sources
 from titan_hydra.job.ranks import devices_here
 from titan_hydra.launch import show
 from titan_hydra.launch.attach import STOP_LIMIT, Interrupts, kill, saving, stop
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.dispatch import faults_of_the_place
+from titan_hydra.launch.snapshot import intact
 from titan_hydra.runs import layout, manifest, rundir
+from titan_hydra.runs.code import code_here, code_in, edited, fingerprints
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.useful import device_hours
@@ -116,6 +119,7 @@ class Driver:
     def drive(self) -> int:
         """Run the search to its end, or until this process is asked to stop. Return the exit status."""
         print(f"{self.plan.folder.name}: {counted(len(self.journal.trials()), 'trial')} so far", flush=True)
+        self.keep_code()
         # a rank in this process handles signals itself
         with contextlib.nullcontext() if self.kind.single else self.interrupts.counted():
             while True:
@@ -134,6 +138,25 @@ class Driver:
         if self.spent:
             print(f"search.budget_gpu_hours={self.search.budget_gpu_hours:g} is used; more of it continues the search")
         return Exit.DONE if any(trial.state == COMPLETE for trial in self.journal.trials()) else Exit.BUG
+
+    def keep_code(self) -> None:
+        """Let all further trials run the code of the first one, also if an earlier driver has started it. Raises
+        ConfigError if that code is not here any more, as trials of two versions of the code cannot be compared.
+        """
+        runs = [run for trial in self.journal.trials() for run in trial.runs.values()]
+        first = next((code for run in runs if (code := layout.ENV.read(self.plan.runs / run).get("code"))), None)
+        here = code_here(sources(self.plan.base.job.train.imports))
+        if first is None or first == digest_of_code(here):
+            return
+        copy = layout.CODE.of(self.plan.runs) / first
+        if self.kind.single or not intact(copy):
+            raise ConfigError(
+                f"{self.plan.folder.name}: its trials ran the code {first}, and the code here is another; "
+                f"go back to that code, or begin a new search with search.seed={self.search.seed + 1}"
+            )
+        names = edited(fingerprints(code_in(copy)), fingerprints(here))
+        print(f"goes on with the code of its first trial, {copy}; edited since: {names}", flush=True)
+        self.executor.code = copy
 
     def start_next(self) -> bool:
         """Do what the journal requires next: start a run, draw a trial, or record how a trial ended. Return whether

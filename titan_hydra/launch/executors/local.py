@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_hydra.base.errors import Exit
+from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault, Job
+from titan_hydra.config.user_code import sources
 from titan_hydra.launch.attach import Interrupts, attach, stop
 from titan_hydra.launch.executor import Executor
 from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.code import code_here, edited, fingerprints
 from titan_hydra.runs.queue import Owner, Queue
 from titan_hydra.runs.records import alive
 from titan_hydra.runs.rundir import State
@@ -61,12 +63,16 @@ class Processes(Executor):
         """Run one cell after another, and print how each ends."""
         from . import one_by_one
 
-        return one_by_one.run_all(cells, self.run)
+        return one_by_one.run_all(cells, self.run, lambda: self.owner(cells))
+
+    def owner(self, cells: list[Cell]) -> dict[str, Any]:
+        """Return the field of attempt.json that names the copy of the code that an attempt of these cells runs."""
+        return {"code": self.code_of(cells).name}
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> subprocess.Popen[Any] | None:
         """Start the ranks of a cell, unless another launcher is faster."""
         number = rundir.state(cell.directory).attempt + 1
-        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides)
+        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, **self.owner([cell]))
         return None if attempt is None else self.start(cell.directory, attempt, cell.job)
 
     def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
@@ -102,6 +108,22 @@ class Processes(Executor):
 class Inline(Processes):
     """Runs a single rank in this process, so that pdb and print work."""
 
+    began: dict[str, str] | None = None  # fingerprints of the code when the first cell of this command line started
+
+    def owner(self, cells: list[Cell]) -> dict[str, Any]:
+        """Return {}, as the ranks run the code of this process. Raises ConfigError if that code has been edited since the
+        first cell started: modules that are imported only now would be the edited ones.
+        """
+        modules = dict.fromkeys(module for cell in cells for module in cell.job.train.imports)
+        now = fingerprints(code_here(sources(modules)))
+        self.began = self.began or now
+        if names := edited(self.began, now):
+            raise ConfigError(
+                f"{names}: edited while this command line runs its cells in one process (cluster={cells[0].job.cluster.name}); "
+                "the same command line runs the others with the new code, and cluster=local runs all cells with one copy of it"
+            )
+        return {}
+
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
         """Run the rank of a claimed attempt. Raises KeyboardInterrupt if Ctrl-C has ended the rank."""
         from titan_hydra.launch import worker
@@ -116,7 +138,7 @@ class Inline(Processes):
     def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
         """Run the rank of a cell to its end."""
         number = rundir.state(cell.directory).attempt + 1
-        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides)
+        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, **self.owner([cell]))
         if attempt is not None:
             try:
                 self.run(cell, attempt, interrupts)

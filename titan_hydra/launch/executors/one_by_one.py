@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.fault import counted, quoted
@@ -20,15 +21,17 @@ from titan_hydra.runs.rundir import State
 RunAttempt = Callable[[Cell, Path, Interrupts], None]
 
 
-def run_all(cells: list[Cell], run: RunAttempt) -> int:
-    """Run one cell after another, and return the exit status. The series ends at Ctrl-C, but not at a failed cell."""
+def run_all(cells: list[Cell], run: RunAttempt, owner: Callable[[], dict[str, Any]]) -> int:
+    """Run one cell after another, and return the exit status. The series ends at Ctrl-C, but not at a failed cell.
+    `owner` returns further fields of attempt.json, and is called just before an attempt is claimed.
+    """
     states: list[State] = []
     status = Exit.DONE
     interrupts = Interrupts()
     for number, cell in enumerate(cells, start=1):
         if len(cells) > 1:
             print(f"\n[{number}/{len(cells)}] {cell.directory.name}   {quoted(cell.overrides)}", flush=True)
-        states.append(settle(cell, run, interrupts))
+        states.append(settle(cell, run, owner, interrupts))
         status = status or rundir.result_status(states[-1])
         if interrupts.received:
             break
@@ -42,7 +45,7 @@ def run_all(cells: list[Cell], run: RunAttempt) -> int:
     return status
 
 
-def settle(cell: Cell, run: RunAttempt, interrupts: Interrupts) -> State:
+def settle(cell: Cell, run: RunAttempt, owner: Callable[[], dict[str, Any]], interrupts: Interrupts) -> State:
     """Start a cell, or attach to it if it is running, and wait for its end. If neither is possible, print the reason.
     Return the cell's final state.
     """
@@ -73,7 +76,7 @@ def settle(cell: Cell, run: RunAttempt, interrupts: Interrupts) -> State:
             show.failure(cell.directory, state.failure)
             print("  it failed earlier, so it was not started; launch.retry=failed runs it again", file=sys.stderr)
             return state
-        claimed = rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, fresh)
+        claimed = rundir.claim(cell.directory, state.attempt + 1, cell.job, cell.overrides, fresh, **owner())
         if claimed is not None:
             return _start(cell, claimed, run, interrupts)
 

@@ -21,14 +21,14 @@ from typing import Any
 
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
-import titan_hydra
 from titan_hydra.base.errors import Exit
 from titan_hydra.base.private import process_of
 from titan_hydra.config import Job
 from titan_hydra.config.user_code import folders
 from titan_hydra.job.ranks import processes
 from titan_hydra.launch import worker
-from titan_hydra.runs import layout
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.code import ROOT, USER
 from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
 
@@ -42,10 +42,15 @@ YEAR = 365 * 24 * 60  # the time limit in minutes that submitit is given for a j
 
 
 def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
-    """Start all ranks of an attempt. Return their parent process, which ends when all ranks have ended."""
-    executor = RanksExecutor(
-        layout.SUBMITIT.of(attempt), [str(Path(titan_hydra.__file__).parents[1]), *folders(job.train.imports)]
-    )
+    """Start all ranks of an attempt, which import the copy of the code that the attempt names. Return their parent
+    process, which ends when all ranks have ended.
+    """
+    if name := layout.CLAIM.read(attempt).get("code"):
+        code = layout.CODE.of(rundir.runs_of(job)) / name
+        paths = [code, code / USER] if job.train.imports else [code]
+    else:  # the attempt was claimed by an executor of the user's own, without a copy
+        paths = [ROOT, *folders(job.train.imports)]
+    executor = RanksExecutor(layout.SUBMITIT.of(attempt), list(map(str, paths)))
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
     job_of_ranks: Any = executor.submit(run_here, str(directory), int(attempt.name))
     return process_of(job_of_ranks)

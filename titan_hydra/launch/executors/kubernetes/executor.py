@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from titan_hydra.base.errors import ConfigError, Kind
+from titan_hydra.base.errors import Kind
 from titan_hydra.config import Fault, Job
 from titan_hydra.config.fault import counted
 from titan_hydra.launch.executor import Executor
@@ -30,10 +30,9 @@ class Kubernetes(Executor):
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
         """Yield a fault for each reason why these cells cannot be submitted: a key applies only to other executors,
-        kubectl is missing, the code cannot be copied, or the API server would refuse the Jobs. A dry run works without
+        kubectl is missing, or the API server would refuse the Jobs. A dry run works without
         kubectl.
         """
-        from titan_hydra.launch import snapshot
         from titan_hydra.launch.cell import to_start
 
         from . import submit
@@ -49,8 +48,7 @@ class Kubernetes(Executor):
             return
         try:
             kubectl.namespace_of(cast(KubernetesCluster, cells[0].job.cluster))
-            snapshot.files(snapshot.ROOT)
-        except (kubectl.KubectlError, ConfigError) as error:
+        except kubectl.KubectlError as error:
             yield Fault("cluster.executor", "kubernetes", str(error))
             return
         yield from submit.faults_of_manifests(start)
@@ -68,13 +66,16 @@ class Kubernetes(Executor):
         from ..queued import submit_and_follow
         from . import submit
 
-        return submit_and_follow(cells, folder, lambda start, _, interrupts: submit.submit_cells(start, interrupts))
+        def start_all(start: list[tuple[Cell, State]], _: list[State], interrupts: Interrupts) -> int:
+            return submit.submit_cells(start, self.code_of(cells), interrupts)
+
+        return submit_and_follow(cells, folder, start_all)
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
         """Submit one cell of a search, without a table."""
         from . import submit
 
-        submit.submit_cells([(cell, rundir.state(cell.directory))], interrupts)
+        submit.submit_cells([(cell, rundir.state(cell.directory))], self.code_of([cell]), interrupts)
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
         """Ask about the Jobs of these runs, once for each namespace."""

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, cast
 from titan_hydra.base.errors import Exit
 from titan_hydra.config import Fault
 from titan_hydra.config.files import write_text
-from titan_hydra.config.user_code import sources
-from titan_hydra.launch import snapshot
 from titan_hydra.launch.attach import Interrupts
 from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.code import USER
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.rundir import State
 
@@ -40,7 +39,7 @@ PATIENCE = 3  # seconds between two questions whether a Job exists, after a call
 
 def submission_of(cell: Cell, attempt: int, token: str, code: Path, exclude: Iterable[str] = ()) -> Submission:
     """Return the submission of an attempt of a cell. `code` is the copy of the code, from which the ranks import."""
-    paths = (code, code / snapshot.USER) if cell.job.train.imports else (code,)
+    paths = (code, code / USER) if cell.job.train.imports else (code,)
     return Submission(cell.job, cell.directory, attempt, token, paths, tuple(exclude))
 
 
@@ -70,16 +69,16 @@ def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
             yield Fault("cluster.namespace", one.cluster.namespace, str(error))
 
 
-def submit_cells(start: list[tuple[Cell, State]], interrupts: Interrupts) -> int:
-    """Submit cells one after another, until a cell is refused for a reason that applies to all. Return the exit status."""
+def submit_cells(start: list[tuple[Cell, State]], code: Path, interrupts: Interrupts) -> int:
+    """Submit cells, which run the copy `code`, one after another, until a cell is refused for a reason that applies to all.
+    Return the exit status.
+    """
     cells = [cell for cell, _ in start]
-    modules = {module: None for cell in cells for module in cell.job.train.imports}
     try:
         namespace = namespace_of(cast(KubernetesCluster, cells[0].job.cluster))
     except KubectlError as error:
         print(error, file=sys.stderr)
         return Exit.CONFIG
-    code = snapshot.take(cells[0].runs, sources(modules))
     for cell, state in start:
         if interrupts.received:
             break

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from titan_hydra.base.errors import ConfigError, Kind
+from titan_hydra.base.errors import Kind
 from titan_hydra.config import Fault, Job
 from titan_hydra.launch.executor import Executor
 from titan_hydra.runs import rundir
@@ -28,10 +28,9 @@ class Slurm(Executor):
     """Submits by sbatch, through submitit, and asks squeue, sacct and the run directories for the state of a job."""
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield the reasons why these cells cannot be submitted: sbatch is missing, the code cannot be copied, or a job
-        exceeds the site's limits. A dry run works without SLURM.
+        """Yield the reasons why these cells cannot be submitted: sbatch is missing, or a job exceeds the site's limits. A
+        dry run works without SLURM.
         """
-        from titan_hydra.launch import snapshot
         from titan_hydra.launch.cell import to_start
 
         from . import limits, submit
@@ -40,11 +39,6 @@ class Slurm(Executor):
         if not dry and shutil.which("sbatch") is None:
             yield Fault("cluster.executor", "slurm", "there is no sbatch on this machine", legal=("local",))
             return
-        try:
-            if not dry:
-                snapshot.files(snapshot.ROOT)
-        except ConfigError as error:
-            yield Fault("cluster.executor", "slurm", str(error))
         if start := to_start(cells, states):
             yield from limits.faults(submit.planned(start))
 
@@ -65,13 +59,17 @@ class Slurm(Executor):
         from ..queued import submit_and_follow
         from . import submit
 
-        return submit_and_follow(cells, folder, lambda start, *others: submit.submit_line(start, folder, *others))
+        def start_all(start: list[tuple[Cell, State]], *others: Any) -> int:
+            return submit.submit_line(start, folder, self.code_of(cells), *others)
+
+        return submit_and_follow(cells, folder, start_all)
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> None:
         """Submit one cell, as a separate job."""
         from . import submit
 
-        submit.submit([(cell, rundir.state(cell.directory))], None, interrupts, submit.ArrayOrder([]))
+        start, code = [(cell, rundir.state(cell.directory))], self.code_of([cell])
+        submit.submit(start, None, code, interrupts, submit.ArrayOrder([]))
 
     def ask(self, runs: list[tuple[Path, Owner]]) -> Queue:
         """Ask SLURM about the jobs of these runs and of their replica groups."""

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, cast
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config.fault import counted
-from titan_hydra.config.user_code import sources
 from titan_hydra.job.ranks import processes
-from titan_hydra.launch import snapshot
 from titan_hydra.launch.attach import Interrupts
 from titan_hydra.launch.layouts import nodes_of, write_layouts
 from titan_hydra.runs import layout, manifest, rundir
+from titan_hydra.runs.code import USER
 from titan_hydra.runs.run import homes_of
 from titan_hydra.runs.rundir import State
 
@@ -162,7 +161,7 @@ def batch_of(
     if after:
         dependency = ",".join(filter(None, [str(cluster.sbatch.get("dependency") or ""), f"afterany:{after}"]))
         cluster = replace(cluster, sbatch={**cluster.sbatch, "dependency": dependency})
-    paths = [code, code / snapshot.USER] if any(cell.job.train.imports for cell in array.cells) else [code]
+    paths = [code, code / USER] if any(cell.job.train.imports for cell in array.cells) else [code]
     at_once = cluster.max_parallel * array.cells[0].job.fault_tolerance.replicas
     return SlurmBatch(folder, f"{name}-{array.token}", array.shape, lines, cluster, paths, array.packed, at_once)
 
@@ -191,12 +190,14 @@ def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
 
 
 def submit_line(
-    start: list[tuple[Cell, State]], folder: Path | None, states: list[State], interrupts: Interrupts
+    start: list[tuple[Cell, State]], folder: Path | None, code: Path, states: list[State], interrupts: Interrupts
 ) -> int:
-    """Submit the cells in `start`; `states` are the states of all cells of the command line. Return the exit status."""
+    """Submit the cells in `start`, which run the copy `code`; `states` are the states of all cells of the command line.
+    Return the exit status.
+    """
     if start[0][0].job.launch.packed:
         start = with_repeated_baseline(start, folder)
-    return submit(start, folder, interrupts, ArrayOrder(states))
+    return submit(start, folder, code, interrupts, ArrayOrder(states))
 
 
 def baseline_of(cells: list[Cell]) -> Cell | None:
@@ -220,14 +221,15 @@ def with_repeated_baseline(start: list[tuple[Cell, State]], folder: Path | None)
     return sorted(start, key=lambda pair: pair[0] is not baseline) + ([(again, state)] if again.wants(state) else [])
 
 
-def submit(start: list[tuple[Cell, State]], folder: Path | None, interrupts: Interrupts, order: ArrayOrder) -> int:
-    """Submit cells to SLURM; `start` has pairs (cell, its state). `folder` is the folder of their sweep, None for a single
-    cell. Return the exit status.
+def submit(
+    start: list[tuple[Cell, State]], folder: Path | None, code: Path, interrupts: Interrupts, order: ArrayOrder
+) -> int:
+    """Submit cells to SLURM; `start` has pairs (cell, its state), and `code` is the copy of the code that they run.
+    `folder` is the folder of their sweep, None for a single cell. Return the exit status.
     """
     states = {cell.directory: state for cell, state in start}
     cells = [cell for cell, _ in start]
-    modules = {module: None for cell in cells for module in cell.job.train.imports}
-    code, status = snapshot.take(cells[0].runs, sources(modules)), Exit.DONE
+    status = Exit.DONE
     try:
         for array in arrays_of(cells, cells[0].job.launch.packed, largest_array()):
             if interrupts.received:
