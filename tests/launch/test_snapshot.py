@@ -154,9 +154,8 @@ def test_a_search_goes_on_with_the_code_of_its_first_trial(checkout, tmp_path, c
     (runs / "one").mkdir()
     layout.ENV.write(runs / "one", {"code": first.name})
     driver = object.__new__(Driver)
-    driver.plan = SimpleNamespace(
-        folder=runs / "s", runs=runs, base=SimpleNamespace(job=job_of()), search=SimpleNamespace(seed=1)
-    )
+    driver.search = SimpleNamespace(seed=1)
+    driver.plan = SimpleNamespace(folder=runs / "s", runs=runs, base=SimpleNamespace(job=job_of()))
     driver.journal = SimpleNamespace(trials=lambda: [SimpleNamespace(runs={1: "one"})])
     driver.kind, driver.executor = SimpleNamespace(single=False), Processes()
     driver.keep_code()

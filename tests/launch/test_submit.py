@@ -115,7 +115,7 @@ seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l)))
             (bin / "calls").unlink(missing_ok=True)
             states = rundir.states([one.directory for one in cells])
             start = [(one, state) for one, state in zip(cells, states, strict=True) if one.wants(state)]
-            return submit.submit(start, tmp_path / "sweep", Interrupts(), submit.ArrayOrder(states))
+            return submit.submit(start, tmp_path / "sweep", tmp_path / "code", Interrupts(), submit.ArrayOrder(states))
 
         @property
         def scripts(self) -> dict[str, str]:

@@ -34,6 +34,7 @@ def test_the_map_has_every_file():
         layout.JOURNAL,
         layout.DRIVER,
         layout.CODE,
+        layout.CODE_STATE,
         *CERTIFICATE,
     } == set(ENTRIES)
 
