@@ -336,6 +336,8 @@ class Checkpointer:
 
     def _load(self, path: Path, parts: set[str], model: nn.Module) -> None:
         content = self._content(parts, model)
+        if "optimizer" in parts:
+            content["optimizer"] |= state.changeable(self.model, self.optimizers)
         try:
             safe.load_checkpoint(content, path, self.group)
         except (Exception, CheckpointException) as error:

@@ -18,6 +18,8 @@ from titan_hydra.kernels.split_masters import halve_into, join
 
 # parts of a state to save; a checkpoint never contains LOWER, as the halves are joined when they are written
 MODEL, LOWER = "model", "lower_halves"
+# how the names of options of parameter groups begin that an optimizer's steps have changed; most checkpoints have none
+CHANGED = "changed_options."
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
@@ -57,11 +59,14 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads into the tensors of a state dict. Other values (learning rates, flags) are unpickled without running code."""
+    """Reads into the tensors of a state dict. Other values are unpickled without running code."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Receive the state dict into whose tensors DCP reads."""
+        """Receive the state dict into whose tensors DCP reads. Options of parameter groups that the checkpoint lacks
+        keep the values of the state dict.
+        """
         content, self.lower = without_lower(state_dict)
+        content = {part: present(part, values, metadata.state_dict_metadata) for part, values in content.items()}
         super().set_up_planner(content, metadata, is_coordinator)
         self.original_state_dict = state_dict
 
@@ -81,6 +86,15 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """Read a value that is not a tensor into its place in the state dict."""
         place = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+
+
+def present(part: str, values: Any, saved: Mapping[str, Any]) -> Any:
+    """Return the values of a part of a state dict, without the CHANGED options that no step had changed when the
+    checkpoint was `saved`.
+    """
+    if not isinstance(values, dict):
+        return values
+    return {name: value for name, value in values.items() if not name.startswith(CHANGED) or f"{part}.{name}" in saved}
 
 
 def without_lower(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -4,6 +4,7 @@ file `rank_R.json` with the states of its data streams and its random generators
 
 import base64
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from titan_hydra.models.init import clean_name
 from titan_hydra.parallel import formats
 from titan_hydra.parallel.split_masters import is_split, lower_half
 
+from .planner import CHANGED
+
 # optimizer state is stored under parameter names, so that any layout can load it
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+GROUPS = "param_groups."  # how the names of all options of parameter groups begin in torch's flat state
 Optimizers = list[torch.optim.Optimizer]
 
 
@@ -41,18 +45,44 @@ def lower_halves(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def of_optimizers(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """Return this rank's shards of the optimizers' state."""
-    return get_optimizer_state_dict(model, optimizers, options=OPTIONS)
+    """Return this rank's shards of the optimizers' state, and the options of parameter groups that steps have changed.
+    All other options (decay, betas, rates) come from the configuration of the job that trains, and are not saved.
+    """
+    held = get_optimizer_state_dict(model, optimizers, options=OPTIONS)
+    return {name: value for name, value in held.items() if not name.startswith(GROUPS)} | {
+        name: value for name, value, first in _options(model, optimizers) if not _equal(value, first)
+    }
+
+
+def changeable(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    """Return the options of parameter groups that a checkpoint may have, with their present values. An optimizer of the
+    user's may have a part of its state there: a count of steps, or an estimate of the rate.
+    """
+    return {name: value for name, value, _ in _options(model, optimizers)}
 
 
 def into_optimizers(model: nn.Module, optimizers: Optimizers, state: dict[str, Any]) -> None:
-    """Load the optimizers' state, but not their learning rates, which come from this job's configuration."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    peaks = [group["peak_lr"] for group in groups]
-    set_optimizer_state_dict(model, optimizers, state, options=OPTIONS)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]  # loading replaced the groups
-    for group, peak in zip(groups, peaks, strict=True):
-        group["peak_lr"] = peak
+    """Load the optimizers' state. Options of parameter groups keep the values of this job, except those in `state`."""
+    held = get_optimizer_state_dict(model, optimizers, options=OPTIONS)
+    changed = {GROUPS + name.removeprefix(CHANGED): value for name, value in state.items() if name.startswith(CHANGED)}
+    set_optimizer_state_dict(model, optimizers, held | state | changed, options=OPTIONS)
+
+
+def _options(model: nn.Module, optimizers: Optimizers) -> Iterator[tuple[str, Any, Any]]:
+    """Yield for each trained parameter and option of its group: the name in a checkpoint, the value, and the value that
+    the option was built with.
+    """
+    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        options = [option for option in group if option not in ("params", "lr", "peak_lr", "built")]
+        for parameter in group["params"]:
+            for option in options:
+                yield f"{CHANGED}{names[parameter]}.{option}", group[option], group["built"].get(option)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return torch.equal(one, other) if both else one is other or bool(one == other)
 
 
 def of_rank(world_size: int, data: dict[str, Any]) -> str:

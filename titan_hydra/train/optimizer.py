@@ -2,6 +2,7 @@
 scheduler.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -24,7 +25,8 @@ def build_optimizers(
     model: nn.Module, config: Optimizer, mesh: Mesh, rules: Rules | None = None
 ) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a model's parameters, as the record of the chosen `optimizer.name` defines. `rules` are
-    those of the job's parametrization; without `rules`, the parametrization is standard.
+    those of the job's parametrization; without `rules`, the parametrization is standard. A group's option `built` has
+    all options that training must not change; what it changes nevertheless is state (checkpoint/state.py).
     """
     optimizers = resolve(OPTIMIZERS[config.name].build)(model, config, mesh)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -34,6 +36,7 @@ def build_optimizers(
                 part for group in optimizer.param_groups for part in groups_by_factors(group, names, rules)
             ]
         for group in optimizer.param_groups:
+            group["built"] = copy.deepcopy({key: group[key] for key in group if key not in ("params", "lr")})
             group["peak_lr"] = group["lr"]
     return optimizers
 

@@ -31,6 +31,9 @@ NOT_ON_OLD_TORCH = (
     "deepseek_v3, fsdp 4, pp 2, interleaved_zb, ep 2",
 )
 QUICK_STEPS = 3  # optimizer steps of a case in the tests
+# The smallest global batch of a case that may need a band: its draws cut the batch into as many as four parts and change
+# the order of the samples (judge.DRAWS).
+SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Case:
     empty_step: bool = False  # whether no label at all counts at step 2 (verify.vary)
     # whether the run is saved halfway and continued by a new trainer, and compared with an uninterrupted reference
     resumed: bool = False
-    then: tuple[str, ...] = ()  # further overrides of the trainer that continues after the restart
+    # further overrides of the trainer that continues after the restart; only a float64 reference follows keys that
+    # change what is learned
+    then: tuple[str, ...] = ()
     validated: bool = False  # whether the held-out loss is measured at the end (twice, if resumed) and compared too
     # whether the model is also exported, and the export's held-out loss compared; only with one process
     exported: bool = False

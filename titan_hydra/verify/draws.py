@@ -1,5 +1,5 @@
 """Run a reference with other rounding, to measure what rounding changes (judge.DRAWS). The initial weights get other
-last bits, and linears add up in another order.
+last bits, samples another order, and linears add up in another order.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from titan_hydra.data.batch import Batch
 from titan_hydra.kernels.split_masters import halve_into
 from titan_hydra.parallel.split_masters import is_split, lower_half, master_of
 from titan_hydra.train.trainer import Trainer
@@ -29,6 +30,14 @@ def disturb(trainer: Trainer, seed: int) -> None:
             halve_into(value, parameter.data, lower_half(parameter))
         else:
             parameter.data.copy_(value)
+
+
+def shuffled(batch: Batch, seed: int) -> Batch:
+    """Return a batch with its samples in an order that is chosen by `seed`, so that sums over samples have another order.
+    In bfloat16 this is what makes draws differ, as `disturb` changes bits that bfloat16 lacks.
+    """
+    order = torch.randperm(batch.samples, generator=torch.Generator().manual_seed(seed))
+    return batch.each(lambda tensor, dims: tensor.index_select(dims.samples, order))
 
 
 class CutLinears(TorchFunctionMode):

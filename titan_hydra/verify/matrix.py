@@ -409,16 +409,6 @@ MATRIX = [
           ("deepseek_v3", LATENT, {}),
           ("deepseek_v3, yarn, no latent of queries", (*LATENT, *YARN, "model.q_lora_rank=0", "model.norm_eps=1e-4"), {}))),
 
-    # A run that is saved in the middle and goes on in a new trainer learns what an uninterrupted one learns.
-    *(case(f"{name}, resumed", 2, "parallelism=fsdp", "data.local_batch=4", *more, resumed=True, **options)
-      for name, more, options in (
-          ("fsdp 2", (), {}), ("fsdp 2, muon", (), MUON), ("split masters, fsdp 2", (), SPLIT),
-          ("fsdp 2, documents", (), {"base": (*PACKED, "data.shuffle_buffer=3")}),
-          ("fsdp 2, a mixture", (), {"base": MIXTURE}),
-          ("whole masters, fsdp 2, then split masters, tp 2", ("optimizer.masters=whole",),
-           SPLIT | {"then": ("optimizer.masters=split", "parallelism=tp", "data.local_batch=8")}),
-          ("qwen3_moe, fsdp 2, ep 2", ("parallelism.ep=2",), {"base": MOE}))),
-
     # Head and loss in one kernel, chunk by chunk.
     case("linear_cross_entropy, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", *LINEAR, **SAME),
     *(case(f"linear_cross_entropy, fsdp 2, {what}", 2, "parallelism=fsdp", "data.local_batch=8", *LINEAR, *more, **SAME, **base)
@@ -441,8 +431,15 @@ def whole_matrix() -> list[Case]:
     """Return the cases of the package, and the cases that come with objectives: those of recipes and the user's own.
     With torch 2.11, leave out those that a rule refuses then.
     """
+    from .continued import CONTINUED
     from .many import MANY
     from .scaled import SCALED
 
-    cases = [*MATRIX, *SCALED, *MANY, *(one for record in OBJECTIVES.values() for one in resolve(record.cases) or ())]
+    cases = [
+        *MATRIX,
+        *CONTINUED,
+        *SCALED,
+        *MANY,
+        *(one for record in OBJECTIVES.values() for one in resolve(record.cases) or ()),
+    ]
     return [one for one in cases if not versions()["torch"].startswith("2.11.") or one.name not in NOT_ON_OLD_TORCH]

@@ -31,7 +31,7 @@ from .judge import MULTIPLE, Differences, differ, widen
 from .processes import spawn_ranks
 from .reference import Trace
 from .subject import Subject, load_subject
-from .verify import reductions
+from .sums import reductions
 
 # Differences that pass on any machine. A larger one is judged by the measured effect of rounding.
 FLOOR = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "weights": 1e-4}

@@ -31,6 +31,7 @@ from titan_hydra.job.pipeline import stage_count
 from titan_hydra.job.ranks import DEGREES, data_parallel, world_size
 from titan_hydra.runs.records import flat
 
+from .case import SAMPLES
 from .matrix import BF16, EIGHT_BITS, Case
 
 AT_ONCE = 3  # maximum number of degrees above 1 in one reduced job: three degrees of two make eight ranks
@@ -53,8 +54,6 @@ SIZES = {
     "v_head_dim": 16,
 }
 RATES = {"adamw": 2e-3, "muon": 2e-3, "sgd": 0.05}  # learning rates with which a few steps move the weights
-# The smallest global batch: a band is measured with the reference's batch cut into as many as four parts (judge.DRAWS).
-SAMPLES = 4
 # Keys that `reduced_keys` leaves out, as they change neither what is computed nor how.
 BESIDE = (
     "name",

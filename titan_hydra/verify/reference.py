@@ -49,10 +49,15 @@ class Trace:
 
 
 def train_in_float64(
-    job: Job, start: Weights, batches: Callable[[int], Batch], held_out: Sequence[Batch] = ()
+    job: Job,
+    start: Weights,
+    batches: Callable[[int], Batch],
+    held_out: Sequence[Batch] = (),
+    then: Job | None = None,
 ) -> Trace:
     """Train all steps of a job from the weights `start`, with the batches `batches(step)`. If there are `held_out`
-    batches, their mean loss follows those of the steps.
+    batches, their mean loss follows those of the steps. The second half of the steps has the optimizer and the schedule
+    of the job `then`.
     """
     trained = {name: value for name, value in start.items() if ".lora_" in name} or start
     weights = {name: value.double().requires_grad_() for name, value in trained.items()}
@@ -62,17 +67,18 @@ def train_in_float64(
     record = Trace([], [], {}, trained, {}, [], first_biases(start, job.model), odd=odd_starts(start, job))
     order = Order(job)
     for step in range(1, job.steps + 1):
+        now = then if then is not None and step > job.steps // 2 else job
         batch = batches(step)
         record.data += order.faults(batch)
         loss, imbalance, loads = mean_loss(merged(frozen | weights, job) | record.biases, batch, job)
         gradients = dict(zip(weights, torch.autograd.grad(loss + imbalance, list(weights.values())), strict=True))
         record.gradients = record.gradients or gradients
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
-        clip = min(1.0, job.optimizer.max_norm / max(norm, 1e-30)) if job.optimizer.max_norm else 1.0
-        factor = _rate(step, job.steps, job.lr_scheduler)
+        clip = min(1.0, now.optimizer.max_norm / max(norm, 1e-30)) if now.optimizer.max_norm else 1.0
+        factor = _rate(step, job.steps, now.lr_scheduler)
         with torch.no_grad():
             for name, weight in weights.items():
-                own = scaled_optimizer(name, tuple(weight.shape), job)
+                own = scaled_optimizer(name, tuple(weight.shape), now)
                 update(name, weight, gradients[name] * clip, state[name], step, factor, own)
         for name, bias in record.biases.items():
             load = loads[name.removesuffix(".router.bias")]

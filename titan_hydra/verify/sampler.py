@@ -10,7 +10,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.fault import divisors
 
-from .case import BASE, Case, later_wins
+from .case import BASE, SAMPLES, Case, later_wins
 from .matrix import LATENT, MOE, SCHEDULES
 
 # A float32 run differs from a float64 reference by rounding alone. Muon orthogonalizes in bfloat16, whose rounding
@@ -56,6 +56,8 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
         # Jobs with experts compute in float32, as rounding to bfloat16 would route some tokens to other experts.
         optimizer, precision = dice.choice(("adamw", "sgd")), "fp32"
         degrees["ep"] = dice.choice(divisors(degrees["dp_shard"] * degrees["cp"] * degrees["tp"])[1:] or (1,))
+    if precision == "bf16":
+        global_batch *= -(-SAMPLES // global_batch)
     layout = (
         f"gpus={ranks}",
         "parallelism=single",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from titan_hydra.base.private import op_dispatcher, private_handlers, threaded_groups
 from titan_hydra.base.threads import thread
 
-# Functions of torch.distributed that `verify.reductions` replaces while a rank computes gradients.
+# Functions of torch.distributed that `sums.reductions` replaces while a rank computes gradients.
 REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
 
 

@@ -12,6 +12,7 @@ EXACT, MASKED, MUON_EXACT = (
 MIXTURE_EXACT = "llama3, a mixture, validated, against float64"
 QWEN_MUON, FSDP = "qwen3_moe, fsdp 2, ep 2, muon", "fsdp 2"
 RESUMED, MUON_RESUMED, DOCUMENTS_RESUMED = "fsdp 2, resumed", "fsdp 2, muon, resumed", "fsdp 2, documents, resumed"
+FORKED = ("bf16, tp 2, other keys then, against float64", "sgd, fsdp 2, other keys then, against float64")
 RESUME = "tests/checkpoint/test_resume.py::test_a_resumed_run_goes_on_where_it_stopped"
 CLIPPED = "tests/train/test_optimizer.py::test_gradients_are_divided_by_the_clipping_factor_and_nothing_changes"
 LOADS, STREAM_TESTS = "tests/data/test_loader.py", "tests/data/test_streams.py"
@@ -81,9 +82,16 @@ MUTANTS = [
     Mutant("moments are not loaded", "resume", "checkpoint/checkpointer.py", "self._load(path, PARTS, self.model)",
            'self._load(path, {"model"}, self.model)',
            "A resumed run starts with optimizer moments of zero.", (RESUMED,), (RESUME,)),
-    Mutant("a resumed run has the last rate as its peak", "resume", STATE, '        group["peak_lr"] = peak\n',
-           '        group["peak_lr"] = group["lr"]\n', "The peak learning rate of a resumed run is the rate of the saved step.", (RESUMED,
-           MUON_RESUMED), (RESUME,)),
+    Mutant("a resumed run has the last rate as its peak", "resume", STATE, "    return {name: value for name, value in held.items() if",
+           "    return {name.replace('.lr', '.peak_lr'): value for name, value in held.items() if name.endswith('.lr')} | {\n"
+           "        name: value for name, value in held.items() if",
+           "The peak learning rate of a resumed run is the rate of the saved step.", (RESUMED, MUON_RESUMED), (RESUME,)),
+    Mutant("another run's optimizer brings its decay and betas", "resume", STATE, "if not name.startswith(GROUPS)} | {", "} | {",
+           "A run that loads the optimizer of another run trains with that run's options, not with its own.", FORKED,
+           ("tests/checkpoint/test_options.py::test_a_fork_has_its_own_options_of_the_optimizer",), "NVIDIA/Megatron-LM#5212"),
+    Mutant("state in parameter groups begins anew", "resume", STATE, "held | state | changed", "held | state",
+           "State that an optimizer of the user's keeps in its parameter groups begins anew.", (),
+           ("tests/checkpoint/test_options.py::test_state_in_parameter_groups_goes_on",)),
     Mutant("random numbers begin anew", "resume", STATE, '        torch.set_rng_state(_decode(random["cpu"]))\n', "",
            "A resumed run draws the random numbers of its first steps again.", (RESUMED,),
            ("tests/checkpoint/test_resume.py::test_random_numbers_go_on",), "ai2cm/ace#690"),

@@ -63,8 +63,10 @@ MUTANTS = [
            "The head's initial values shrink with the width, although its output is scaled.", (), (DRAWS,)),
     Mutant("a block starts as the base's of its number", "mup", RULES, "str(int(int(parts[1]) / self.depth))", "parts[1]",
            "Initial values of deep models do not follow those of the base.", (), (DRAWS, NUMBERS)),
-    Mutant("a resumed run loses the factors", "mup, resume", "checkpoint/state.py", '        group["peak_lr"] = peak\n',
-           '        group["peak_lr"] = max(peaks)\n', "A resumed run has one learning rate for all weights.", (RESUMED,)),
+    Mutant("a resumed run loses the factors", "mup, resume", "checkpoint/state.py", "held | state | changed",
+           "held | {key: max(value for name, value in held.items() if name.endswith('.peak_lr'))\n"
+           "                   for key in held if key.endswith('.peak_lr')} | state | changed",
+           "A resumed run has one learning rate for all weights.", (RESUMED,)),
     Mutant("an export has no scales", "mup", "checkpoint/reader.py", "(state[PREFIX + name] * factor).to(dtype)",
            "state[PREFIX + name].to(dtype)", "Exported weights lack the scales, which Hugging Face's model does not have.", (), (EXPORT,)),
 ]
