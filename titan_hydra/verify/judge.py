@@ -34,7 +34,7 @@ MULTIPLE = {"loss": 5.0, "norm": 5.0, "gradients": 3.0, "weights": 3.0}
 # The first words of the error if ranks refuse a case; ring attention, for example, refuses a user's attention kernel.
 REFUSED = "titan_hydra.base.errors.ConfigError: "
 # The runs that measure a band: (seed of the weights' new last bits, or None to keep the old bits; local batches per
-# global batch, see `parts_of`). Most cases need one run; cases in which tokens change experts need more.
+# global batch, see `whole_parts`). Most cases need one run; cases in which tokens change experts need more.
 DRAWS = ((2, 4), (1, 1), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))
 # Further runs, which are made only if a case is beyond its band by less than NEAR times. One layout of a hundred
 # differs by a little more than the largest of eight draws allows; faults differ by far more.
@@ -179,11 +179,20 @@ def rounds_alike(job: Job, reference: Job) -> bool:
     return precisions[0] == precisions[1] and job.optimizer.masters == reference.optimizer.masters
 
 
-def parts_of(global_batch: int, wanted: int) -> int:
+def whole_parts(global_batch: int, wanted: int) -> int:
     """Return the number of equal parts in which a draw cuts a global batch: the smallest divisor that is not below
     `wanted`, or one part for each sample. A batch of three, which has no half, is cut into three.
     """
     return next((parts for parts in range(wanted, global_batch) if global_batch % parts == 0), global_batch)
+
+
+def parts_of_linears(job: Job) -> int:
+    """Return the number of parts in which the draws for a layout compute each linear. Tensor-parallel ranks do so. Ranks
+    of context parallelism round parts of attention to the compute dtype before they merge them; parts of linears are
+    rounded in the same way.
+    """
+    parts, narrow = job.parallelism.tp, job.precision.compute_dtype != "float32"
+    return max(parts, 2) if job.parallelism.cp > 1 and narrow else parts
 
 
 def widen(spread: Differences, draw: Differences) -> Differences:

@@ -48,8 +48,9 @@ from .judge import (
     differ,
     flips,
     lost,
-    parts_of,
+    parts_of_linears,
     rounds_alike,
+    whole_parts,
     widen,
 )
 from .processes import Crashed, Raised, share_over_cores, spawn_ranks
@@ -122,9 +123,7 @@ def trace(
     if case is not None and case.exported:
         result.export = export_differs(trainer, held_out_of(job))
     result.weights = _of_all_stages(trainer, master_of)
-    stored = trainer.model.state_dict()
-    buffers = {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored}
-    result.biases = _join(trainer, buffers)
+    result.biases = _buffers(trainer)
     result.drift = drift(trainer)
     result.rounded += rounded(trainer, result.gradients)
     return result
@@ -166,6 +165,12 @@ def _of_all_stages(trainer: Trainer, value: Callable[[torch.nn.Parameter], torch
         trainer,
         {name: _whole(value(parameter)).clone() for name, parameter in trainer.masters.weights.named_parameters()},
     )
+
+
+def _buffers(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the buffers of all stages that a checkpoint has. A collective."""
+    stored = trainer.model.state_dict()
+    return _join(trainer, {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored})
 
 
 def _join(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
@@ -262,17 +267,18 @@ def prove(
         for (threads, ranks), own in sorted(by_ranks.items()):
             _run_all(1 if threads else ranks, _run_in_threads if threads else _run_cases, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
-        # Indices of the cases beyond the tight tolerances. Cases with the same reference and `tp` share a band.
+        # Indices of the cases beyond the tight tolerances. Cases with the same reference and the same parts of linears
+        # share a band.
         judged = defaultdict(list)
         for number, (outcome, job) in enumerate(zip(outcomes, jobs, strict=True)):
             case, alone = references[reference_key(outcome.case)]
             alike = case.reference == "process" and rounds_alike(job, alone)
             wanted = bands_of_failed or outcome.passed
             if wanted and not outcome.error and alike and beyond(outcome.differences, {}, {}) > 1:
-                judged[reference_key(case), job.parallelism.tp].append(number)
+                judged[reference_key(case), parts_of_linears(job)].append(number)
         if judged:
             draws = [
-                (numbers, tp, cases[numbers[0]], to_dict(references[key][1])) for (key, tp), numbers in judged.items()
+                (numbers, cut, cases[numbers[0]], to_dict(references[key][1])) for (key, cut), numbers in judged.items()
             ]
             share_over_cores(_run_draws, folder, draws)
         return [_read(folder, number, case) for number, case in enumerate(cases)]
@@ -359,17 +365,17 @@ def _run_in_threads(device: torch.device, folder: str, jobs: list[tuple[int, Cas
 
 
 def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], int, Case, dict]]) -> None:
-    """Measure the bands of cases that share a reference and `tp`, and judge the cases. Each draw can only widen a band,
+    """Measure the bands of cases that share a reference and the parts of linears, and judge the cases. Each draw can only widen a band,
     so no more draws are made once all cases are within their bands.
     """
-    for numbers, tp, case, config in jobs:
+    for numbers, cut, case, config in jobs:
         reference = Trace(**torch.load(f"{folder}/{reference_key(case)}.pt"))
         spread: Differences = {}
         once = flips(reference, config["optimizer"]["name"])
         for seed, parts in (*DRAWS, *MORE_DRAWS):
             job = from_dict(Job, config)
-            job.data.local_batch = job.data.global_batch // parts_of(job.data.global_batch, parts)
-            with CutLinears(tp, seed or 0) if tp > 1 else contextlib.nullcontext():
+            job.data.local_batch = job.data.global_batch // whole_parts(job.data.global_batch, parts)
+            with CutLinears(cut, seed or 0) if cut > 1 else contextlib.nullcontext():
                 spread = widen(spread, differ(trace(job, device, case, seed), reference, draw=True))
             outcomes = [_read(folder, number, case) for number in numbers]
             outcomes = [
@@ -377,7 +383,7 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
             ]
             for number, outcome in zip(numbers, outcomes, strict=True):
                 _write(folder, number, outcome)
-            _tell(f"band of {case.name}, tp {tp}: {' '.join(f'{outcome.band:.2g}' for outcome in outcomes)}")
+            _tell(f"band of {case.name}, linears in {cut}: {' '.join(f'{outcome.band:.2g}' for outcome in outcomes)}")
             wider = [outcome.band for outcome in outcomes if outcome.band > 1]
             if not wider or ((seed, parts) == DRAWS[-1] and max(wider) > NEAR):
                 break
