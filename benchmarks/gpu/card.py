@@ -1,5 +1,5 @@
-"""Describe what a measurement was made on: python benchmarks/gpu/card.py [cuda|cpu] prints the device, its limits and
-the versions as JSON.
+"""Describe what a measurement is made on: python benchmarks/gpu/card.py [cuda|cpu] prints the device, its limits, the
+versions, and the environment that its processes need, as JSON.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
 sys.path.insert(0, str(ROOT))  # a carried tree is not installed
 
 
-def main(device: str) -> None:
-    if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def main(device: str, *tried: str) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+    if device == "cuda" and not tried:
+        environment = {ALLOCATOR: "expandable_segments:True"}
+    os.environ.update(environment)
     import torch
 
     from titan_hydra.base.versions import versions
@@ -30,9 +33,16 @@ def main(device: str) -> None:
         **versions(),
         "torch": torch.__version__,
         "commit": commit(),
+        "environment": environment,
     }
     if device == "cuda":
-        torch.empty(2**20, device=where)  # this fails if the environment's allocator settings do not suit the card
+        try:
+            torch.empty(2**20, device=where)
+        except RuntimeError:
+            if tried or not torch.cuda.is_available():
+                raise
+            del os.environ[ALLOCATOR]  # in some virtual machines the driver does not support it
+            os.execv(sys.executable, [sys.executable, __file__, device, "again"])
         found |= {
             "memory_gib": torch.cuda.get_device_properties().total_memory / 2**30,
             "peak_flops": peak_flops(where),
@@ -72,4 +82,4 @@ def smi() -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cuda")
+    main(*sys.argv[1:] or ["cuda"])

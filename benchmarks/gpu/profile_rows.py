@@ -27,34 +27,42 @@ COLUMNS = ("matmul", "attention", "casts", "optimizer", "loss", "other", "commun
 def main() -> int:
     args = run.parse()
     until = time.monotonic() + args.seconds
-    rows = run.chosen(args)
-    header, environment = run.card(args.device)
+    header, environment = run.card(args.device, args.card)
+    rows = run.chosen(args, header)
     print(
         "command: " + " ".join(sys.argv),
         *(f"{name}: {value}" for name, value in header.items()),
         "",
-        f"{'tool':<12}{'row':<36}"
-        + "".join(f"{name if name != 'idle' else 'gaps':>14}" for name in (*COLUMNS, "ms a step")),
+        f"{'tool':<12}{'row':<48}"
+        + "".join(f"{name if name != 'idle' else 'gaps':>14}" for name in (*COLUMNS, "ms/step"))
+        + f"{'tokens/s':>10}{'GiB':>7}  losses",
         sep="\n",
     )
     failed = 0
     with (args.out / "profile.jsonl").open("a", buffering=1) as file, tempfile.TemporaryDirectory() as folder:
         file.write(json.dumps({"command": sys.argv, "card": header}) + "\n")
         for number, row in enumerate(rows):
-            if (left := until - time.monotonic()) < run.LEAST:
-                found: dict[str, Any] = {"name": row.name, "tool": row.tool, "status": "not run"}
-            else:
+            left = until - time.monotonic()
+            found: dict[str, Any] = {"name": row.name, "tool": row.tool, "status": run.omitted(row, left, header)}
+            if not found["status"]:
                 place = Path(folder) / f"{number}.json.gz"
                 found = run.measure(row, min(left, args.row_seconds), environment, args.out / "rows.log", place)
                 if found["status"] == "done":
                     found |= split(place)
-            failed += found["status"] != "done"
+            failed += found["status"] != "done" and not found["status"].startswith("needs")
             file.write(json.dumps(found) + "\n")
-            values = (
-                [f"{found[name]:.2f}" for name in (*COLUMNS, "ms")] if found["status"] == "done" else [found["status"]]
-            )
-            print(f"{row.tool:<12}{row.name:<36}" + "".join(f"{value:>14}" for value in values), flush=True)
+            print(f"{row.tool:<12}{row.name:<48}{line(found)}", flush=True)
     return int(failed > 0)
+
+
+def line(found: dict[str, Any]) -> str:
+    """Return the columns of a row, or its status and the end of its error."""
+    if found["status"] != "done":
+        return "\n    | ".join([found["status"], *found.get("error", "").splitlines()])
+    memory = "-" if found["reserved_gib"] is None else f"{found['reserved_gib']:.1f}"
+    times = "".join(f"{found[name]:>14.2f}" for name in (*COLUMNS, "ms"))
+    losses = f"{found['first_loss']:.4f} to {found['last_loss']:.4f}"
+    return f"{times}{found['tokens_per_second']:>10,.0f}{memory:>7}  {losses}"
 
 
 def split(file: Path) -> dict[str, Any]:

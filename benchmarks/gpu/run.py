@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import math
 import os
 import re
 import shutil
@@ -77,6 +78,7 @@ class Row:
     overrides: tuple[str, ...] = ()
     balanced: bool = False  # experts are chosen in turn: debug.balance_experts
     cpu: bool = False
+    needs: float = 0  # GiB of the card; read() sets it
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -90,13 +92,13 @@ class Row:
         return dim, self.layers or layers, *rest
 
 
-def read(name: str, changes: dict[str, Any]) -> list[Row]:
-    """Return the rows of a list. Raise SystemExit(2) if it cannot be read."""
+def read(name: str, changes: dict[str, Any], memory: float = math.inf) -> list[Row]:
+    """Return the rows of a list on a card with this memory, in GiB. Raise SystemExit(2) if it cannot be read."""
     file = Path(name) if name.endswith(".yaml") else HERE / "lists" / f"{name}.yaml"
     try:
         content = yaml.safe_load(file.read_text())
         rows = content.pop("rows")
-        found = [Row(**{**content, **row, **changes, "overrides": tuple(row.get("overrides", ()))}) for row in rows]
+        found = [Row(**on_card({**content, **row, **changes}, memory)) for row in rows]
         for row in found:
             if row.against and row.against not in [other.name for other in found]:
                 raise ValueError(f"{row.name}: no row is called {row.against}")
@@ -109,6 +111,19 @@ def read(name: str, changes: dict[str, Any]) -> list[Row]:
         )
         raise SystemExit(2) from None
     return found
+
+
+def on_card(settings: dict[str, Any], memory: float) -> dict[str, Any]:
+    """Choose each setting that follows the card's memory: {0: 6, 120: 12} is 6, and 12 from 120 GiB on. If the card has
+    less than the least of these numbers, the row needs this number.
+    """
+    found = settings | {"overrides": tuple(settings.get("overrides", ()))}
+    needs = 0
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            needs = max(needs, min(value))
+            found[key] = value[max((least for least in value if least <= memory), default=min(value))]
+    return found | {"needs": needs}
 
 
 def tiny(row: Row) -> Row:
@@ -126,7 +141,8 @@ def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
         more = {"dimensions": row.dimensions, "experts": row.experts, "trace": str(trace or "")}
         settings = json.dumps(dataclasses.asdict(row) | more)
         return [sys.executable, str(HERE / "torchtitan_row.py"), settings]
-    profiled = [] if trace is None else ["profiling=on", f"profiling.first_step={row.steps - 1}", "profiling.steps=2"]
+    profiled = ["profiling=on", f"profiling.first_step={row.steps - 1}", "profiling.steps=2", "profiling.memory=false"]
+    profiled *= trace is not None
     return [sys.executable, str(ROOT / "launch.py"), *overrides(row), *profiled, f"paths.runs={scratch}/runs"]
 
 
@@ -296,32 +312,28 @@ def measured(row: Row, scratch: Path, text: str) -> dict[str, Any]:
 # --- all rows ---------------------------------------------------------------------------------------------------------
 
 
-def card(device: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return card.py's description, and the environment of all rows: with expandable segments if the card supports
-    them.
-    """
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
-    for settings in ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}) if device == "cuda" else ({},):
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **hidden, **threads, **settings}
-        found = subprocess.run(
-            [sys.executable, str(HERE / "card.py"), device], capture_output=True, text=True, env=environment
-        )
-        if found.returncode == 0:
-            return json.loads(found.stdout) | settings, environment
-    print(f"no {device} here: {found.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-    raise SystemExit(2)
+def card(device: str, known: Path | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what card.py prints, or has printed into the file `known`, and the environment of all rows."""
+    if known is None:
+        found = subprocess.run([sys.executable, str(HERE / "card.py"), device], capture_output=True, text=True)
+        if found.returncode:
+            print(f"no {device} here: {found.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+            raise SystemExit(2)
+    header = json.loads(found.stdout if known is None else known.read_text())
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", **header["environment"]}
+    return header, environment
 
 
 def results(
-    rows: list[Row], until: float, limit: float, environment: dict[str, str], peak: float | None, out: Path
+    rows: list[Row], until: float, limit: float, environment: dict[str, str], header: dict[str, Any], out: Path
 ) -> Iterator[dict]:
     """Measure rows, and add to each its MFU and its ratio."""
     rates: dict[str, float] = {}
+    peak = header.get("peak_flops")
     for row in rows:
         left = until - time.monotonic()
-        if left < LEAST:
-            yield {"name": row.name, "tool": row.tool, "status": "not run"}
+        if reason := omitted(row, left, header):
+            yield {"name": row.name, "tool": row.tool, "status": reason}
             continue
         found = measure(row, min(left, limit), environment, out / "rows.log")
         if found["status"] == "done":
@@ -330,6 +342,13 @@ def results(
             found["mfu"] = rate * found["flops_per_token"] / peak if peak else None
             found["against"], found["ratio"] = row.against, rate / rates[row.against] if row.against in rates else None
         yield found | {"settings": dataclasses.asdict(row)}
+
+
+def omitted(row: Row, left: float, header: dict[str, Any]) -> str:
+    """Return why a row does not run: the card has too little memory, or too few seconds are left. Return "" if it runs."""
+    if row.needs > header.get("memory_gib", math.inf):
+        return f"needs {row.needs:g} GiB"
+    return "not run" if left < LEAST else ""
 
 
 def publish(row: Row, found: dict, header: dict[str, Any], out: Path) -> bool:
@@ -365,14 +384,14 @@ def as_published(row: Row, found: dict, header: dict[str, Any]) -> dict[str, Any
 
 
 HEADER = (
-    f"{'tool':<12}{'row':<36}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'from start':>11}"
+    f"{'tool':<12}{'row':<48}{'tokens/s':>10}{'spread':>8}{'MFU':>7}{'GiB':>7}{'first step':>11}{'from start':>11}"
     f"{'ratio':>7}  against"
 )
 
 
 def line(found: dict) -> str:
     """Return a result as a line of the table."""
-    start = f"{found['tool']:<12}{found['name']:<36}"
+    start = f"{found['tool']:<12}{found['name']:<48}"
     if found["status"] != "done":
         return f"{start}{found['status']}"
     rate, unknown = found["tokens_per_second"], "-"
@@ -395,8 +414,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes and few steps")
     parser.add_argument("--only", default="", help="only rows with this in their name")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of all rows: --set layers=6"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of all rows: --set batch=1"
     )
+    parser.add_argument("--card", type=Path, help="file that card.py has printed")
     parser.add_argument("--seconds", type=float, default=560, help="for all rows; one begins only if 25 are left")
     parser.add_argument("--row-seconds", type=float, default=170, help="deadline of a row")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the results")
@@ -405,13 +425,13 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def chosen(args: argparse.Namespace) -> list[Row]:
-    """Return the rows that the command line selects."""
+def chosen(args: argparse.Namespace, header: dict[str, Any]) -> list[Row]:
+    """Return the rows that the command line selects, as they fit the card."""
     changes = {key: yaml.safe_load(value) for key, _, value in (change.partition("=") for change in args.set)}
     rows = [
         row
         for name in args.lists
-        for row in read(name, {**changes, "cpu": args.device == "cpu"})
+        for row in read(name, {**changes, "cpu": args.device == "cpu"}, header.get("memory_gib", math.inf))
         if args.only in row.name
     ]
     return [tiny(row) for row in rows] if args.dry_run else rows
@@ -420,19 +440,20 @@ def chosen(args: argparse.Namespace) -> list[Row]:
 def main() -> int:
     args = parse()
     until = time.monotonic() + args.seconds
-    rows = chosen(args)
-    header, environment = card(args.device)
+    header, environment = card(args.device, args.card)
+    rows = chosen(args, header)
     text = ["command: " + " ".join(sys.argv), *(f"{name}: {value}" for name, value in header.items()), "", HEADER]
     print(*text, sep="\n", flush=True)
     failed = 0
     with (args.out / "rows.jsonl").open("a", buffering=1) as file:
         file.write(json.dumps({"command": sys.argv, "card": header}) + "\n")
-        for found in results(rows, until, args.row_seconds, environment, header.get("peak_flops"), args.out):
+        for found in results(rows, until, args.row_seconds, environment, header, args.out):
             file.write(json.dumps(found) + "\n")
             print(line(found), flush=True)
             text.append(line(found))
             done = found["status"] == "done"
-            failed += not (done and publish(Row(**found["settings"]), found, header, args.out))
+            if not found["status"].startswith("needs"):
+                failed += not (done and publish(Row(**found["settings"]), found, header, args.out))
             if "error" in found:
                 print(*(f"    | {words}" for words in found["error"].splitlines()), sep="\n", flush=True)
             (args.out / "table.txt").write_text("\n".join(text) + "\n")

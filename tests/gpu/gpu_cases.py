@@ -19,7 +19,8 @@ from titan_hydra.verify.matrix import Case as Layout
 class Case:
     """A check, its options, and the number of ranks. With `world`, the ranks have joined one process group, which
     several cases share. With `apart`, the case runs in processes of its own, as ring attention must: torch keeps the
-    options of a ring, and cuDNN's graphs of attention, for the whole process.
+    options of a ring, and cuDNN's graphs of attention, for the whole process. With `alone`, no other case may use the
+    device at the same time.
     """
 
     name: str
@@ -30,6 +31,14 @@ class Case:
     gpu: str = ""
     seconds: int = 90  # after which the case counts as hung
     apart: bool = False
+    alone: bool = False
+
+    @property
+    def shard(self) -> str:
+        """Return which of three shards the case belongs to, which run side by side: one process, several, compiled."""
+        if self.ranks > 1 or self.world or self.check in ("two_workers", "replicas", "times_out"):
+            return "several"
+        return "compiled" if set(BLOCK) & {*self.options.get("overrides", ())} else "one"
 
 
 def run(
@@ -44,6 +53,7 @@ def run(
 KERNEL = "the CPU has no such attention kernel"
 FLOAT8 = "the compiler refuses emulated Float8"
 CUDA = "about CUDA alone"
+BROAD = "a CPU would take minutes"
 MATH = ("model.attention=math",)
 DOCUMENTS = ("data.document_mask=true",)
 CHUNKED = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunk sizes that do not divide the number of tokens
@@ -68,24 +78,36 @@ FSDP = ("parallelism=fsdp", "data.local_batch=2")
 CHAT = ("data=embedded_chat", "data.seq_len=192", "validation=off")
 VALIDATED = ("name=validated", "validation=on", "validation.interval=2", "validation.steps=2")
 
-# Cases are ordered by importance: first those that have never run on a card and take seconds.
+# Cases are ordered by importance: first the main recipe, then what has never run on a card and takes seconds.
 ALONE = [
     Case("device and its memory", "device"),
     Case("order of attention kernels", "kernels"),
-    Case("attention of other widths, heads and masks", "attention"),
-    Case("experts without tokens", "empty_experts"),
     run("bf16"),
+    Case("float8 casts are those of torch", "float8_casts"),
+    run("float8 fused", *FUSED, like=ROWWISE, within=5e-3),
+    run("float8 rowwise", *ROWWISE, like=(), within=0.02),
+    Case("split masters step as whole ones", "split_masters"),
+    run("split masters", *SPLIT, like=(), within=2e-3),
+    run("chunked loss", *CHUNKED, like=(), within=2e-3),
+    Case("initial weights as on a CPU", "initial_weights"),
+    *(
+        run(f"resumes bitwise, checkpoint {kind}", f"checkpoint={kind}", check="resumes")
+        for kind in ("async_pinned", "sync")
+    ),
     run("attention cudnn", "model.attention=cudnn", like=MATH, within=5e-3, gpu=KERNEL),
+    Case("attention of other widths, heads and masks", "attention"),
+    run("documents", *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3),
+    *(run(f"ac {mode}", f"ac={mode}", like=(), within=2e-3) for mode in ("lean", "op")),
+    run("validation", *VALIDATED, like=(), within=1e-3),
+    Case("experts without tokens", "empty_experts"),
     run("attention flash", "model.attention=flash", like=MATH, within=5e-3),
     run("attention efficient", "model.attention=efficient", like=MATH, within=5e-3, gpu=KERNEL),
-    run("documents", *DOCUMENTS, like=(*DOCUMENTS, *MATH), within=5e-3),
     run("qwen3_moe", *EXPERTS, like=(*EXPERTS, "precision=fp32"), within=0.02),
     run("deepseek_v3", *DEEPSEEK, like=(*DEEPSEEK, "precision=fp32"), within=0.02),
     run("sft, documents", *CHAT, like=(*CHAT, *MATH), within=5e-3),
     run("lora", *LORA, falls=False),
     run("flux", *FLUX, falls=False),
     run("image_text", "model=llama3_vision_debug", "data=synthetic_image_text", falls=False),
-    run("resumes bitwise, checkpoint sync", "checkpoint=sync", check="resumes"),
     run(
         "out of memory is 76, allocations named",
         "data.local_batch=64",
@@ -93,12 +115,7 @@ ALONE = [
         check="out_of_memory",
         gpu=CUDA,
     ),
-    Case("float8 casts are those of torch", "float8_casts"),
-    run("float8 rowwise", *ROWWISE, like=(), within=0.02),
     run("float8 tensorwise", *TENSORWISE, like=(), within=0.02),
-    run("float8 fused", *FUSED, like=ROWWISE, within=5e-3),
-    Case("split masters step as whole ones", "split_masters"),
-    run("split masters", *SPLIT, like=(), within=2e-3),
     run("to Hugging Face's format and back; text", check="exported"),
     run("experts to Hugging Face's format and back; text", *EXPERTS, check="exported"),
     run("flux samples images", *FLUX, check="samples"),
@@ -106,13 +123,10 @@ ALONE = [
 ]
 # More cases of one rank, which run after the layouts.
 ALONE_TOO = [
-    Case("initial weights as on a CPU", "initial_weights"),
     Case("random generators in a checkpoint", "generators"),
     run("fp32", "precision=fp32", like=(), within=0.01),
     run("bf16_full", "precision=bf16_full", like=(), within=0.02),
     run("muon", "optimizer=muon"),
-    run("chunked loss", *CHUNKED, like=(), within=2e-3),
-    run("validation", *VALIDATED, like=(), within=1e-3),
     run("float8 rowwise_with_gw_hp", *ROWWISE, "precision.recipe=rowwise_with_gw_hp", like=(), within=0.02),
     run("float8 fused, ac lean", *FUSED, "ac=lean", like=FUSED, within=2e-3),
     run(
@@ -121,15 +135,9 @@ ALONE_TOO = [
         check="refuses",
         words="MXFP8 matmuls need a GPU of capability 10.0",
     ),
-    *(
-        run(f"ac {mode}", f"ac={mode}", like=(), within=2e-3, saves=mode == "full")
-        for mode in ("full", "layer", "op", "lean")
-    ),
+    *(run(f"ac {mode}", f"ac={mode}", like=(), within=2e-3, saves=mode == "full") for mode in ("full", "layer")),
     run("qwen3_moe, ac full", *EXPERTS, "ac=full", like=EXPERTS, within=2e-3),
-    *(
-        run(f"resumes bitwise, checkpoint {kind}", f"checkpoint={kind}", check="resumes")
-        for kind in ("async", "async_pinned")
-    ),
+    run("resumes bitwise, checkpoint async", "checkpoint=async", check="resumes"),
     run(
         "profile and memory snapshot",
         "seed=1",
@@ -216,6 +224,11 @@ def layout(
     )
 
 
+def base_of(case: Layout) -> tuple:
+    """Return what layouts with the same reference have in common."""
+    return case.base, case.uneven_mask, case.documents
+
+
 def agrees(case: Layout, gpu: str = "", seconds: int = 90, apart: bool = False) -> Case:
     """Return the case that compares this layout with one process."""
     return Case(case.name, "agrees", {"layout": case}, case.ranks, True, gpu, seconds, apart)
@@ -284,6 +297,23 @@ def ring(name: str, ranks: int, rotate: str, *overrides: str, gpu: str = "") -> 
 
 
 TOGETHER = [
+    layout("fsdp 2", 2, *SHARDED),
+    Case("collectives are recorded", "records", ranks=2, world=True),
+    layout("fsdp 2, accumulation 2", 2, *SHARDED, "data.local_batch=2"),
+    layout("fsdp 2, fused", 2, *SHARDED, "precision.kernels=fused", precision="float8_rowwise", **COARSE),
+    layout("fsdp 2", 2, *SHARDED, precision="float8_rowwise", **COARSE),
+    layout("split masters, fsdp 2", 2, *SHARDED, base=SPLIT),
+    layout("tp 2", 2, *TP),
+    layout("pp 2, zbv", 2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=8"),
+    layout("cp 2, ulysses", 2, *ULYSSES),
+    layout("fsdp 2, float8 all-gather", 2, *SHARDED, precision="float8_tensorwise", **COARSE),
+    layout("qwen3_moe, fsdp 2, ep 2", 2, *SHARDED, "parallelism.ep=2", **MOE),
+    layout("fsdp 2, documents", 2, *SHARDED, **PACKED),
+    layout("deepseek_v3, 192 and 128 wide, tp 2, ep 2", 2, *TP, "parallelism.ep=2", **LATENT),
+    layout("lora, fsdp 2", 2, *SHARDED, base=LORA),
+    layout("flux, fsdp 2", 2, *SHARDED, **AWAKE),
+    layout("cp 2, ulysses, documents", 2, *ULYSSES, **PACKED),
+    layout("tp 2", 2, *TP, precision="float8_tensorwise", **COARSE),
     # In both kinds of FLUX's blocks cuDNN gets the same q, k and v, but gradients with different strides.
     layout(
         "flux, attention auto against efficient",
@@ -293,37 +323,45 @@ TOGETHER = [
         "model.attention=auto",
         **AWAKE | {"base": (*AWAKE["base"], "model.attention=efficient")},
     ),
-    layout("fsdp 2", 2, *SHARDED),
-    Case("collectives are recorded", "records", ranks=2, world=True),
-    layout("qwen3_moe, fsdp 2, ep 2", 2, *SHARDED, "parallelism.ep=2", **MOE),
-    layout("deepseek_v3, 192 and 128 wide, tp 2, ep 2", 2, *TP, "parallelism.ep=2", **LATENT),
-    layout("lora, fsdp 2", 2, *SHARDED, base=LORA),
-    layout("split masters, fsdp 2", 2, *SHARDED, base=SPLIT),
-    layout("flux, fsdp 2", 2, *SHARDED, **AWAKE),
-    layout("tp 2", 2, *TP),
-    layout("pp 2, zbv", 2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=8"),
-    layout("fsdp 2, documents", 2, *SHARDED, **PACKED),
-    layout("fsdp 2, accumulation 2", 2, *SHARDED, "data.local_batch=2"),
-    layout("cp 2, ulysses", 2, *ULYSSES),
-    layout("cp 2, ulysses, documents", 2, *ULYSSES, **PACKED),
-    layout("fsdp 2", 2, *SHARDED, precision="float8_rowwise", **COARSE),
-    layout("fsdp 2, fused", 2, *SHARDED, "precision.kernels=fused", precision="float8_rowwise", **COARSE),
-    layout("fsdp 2, float8 all-gather", 2, *SHARDED, precision="float8_tensorwise", **COARSE),
-    layout("tp 2", 2, *TP, precision="float8_tensorwise", **COARSE),
     ring("", 2, "allgather"),
     ring(", efficient", 2, "allgather", "model.attention=efficient", gpu=KERNEL),
     ring("", 2, "alltoall"),
     ring(" in order", 2, "alltoall", "parallelism.cp_load_balance=false"),
     ring("", 4, "allgather"),
     *(agrees(on_gpu(BY_NAME[name])) for name in SHORT),
-    Case("a device that another process fills is unfit", "taken", ranks=2, world=True, gpu=CUDA),
+    Case("a device that another process fills is unfit", "taken", ranks=2, world=True, gpu=CUDA, alone=True),
     layout("hsdp 4", 4, "parallelism=hsdp", "data.local_batch=2"),
     layout("qwen3_moe, fsdp 4, tp 2, ep 2", 4, "parallelism=fsdp_tp", "parallelism.ep=2", "data.local_batch=4", **MOE),
     layout("fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=4", precision="float8_tensorwise", **COARSE),
 ]
+# Llama 3.1 8B's width, in two of its layers and with a small vocabulary
+WIDTH = (
+    "model=llama3_8b",
+    "model.n_layers=2",
+    "model.n_heads=32",
+    "model.n_kv_heads=8",
+    "model.vocab_size=4096",
+    "data.seq_len=1024",
+    "data.local_batch=2",
+    "optimizer.lr=3e-4",
+)
+LEAN = (*FUSED, *SPLIT, "ac=lean", "loss=linear_cross_entropy")
 # These cases run last, as they take longest.
 COMPILED = [
+    run("8B's width, compile", *WIDTH, *BLOCK, like=WIDTH, within=5e-3, falls=False, gpu=BROAD, seconds=240),
+    run(
+        "8B's width, compile, float8 fused, lean",
+        *(*WIDTH, *BLOCK, *LEAN),
+        like=WIDTH,
+        within=0.02,
+        falls=False,
+        gpu=BROAD,
+        seconds=240,
+    ),
     run("compile", *BLOCK, like=(), within=5e-3, seconds=180),
+    run("compile, float8 fused", *BLOCK, *FUSED, like=ROWWISE, within=5e-3, seconds=240),
+    run("compile, float8 rowwise", *BLOCK, *ROWWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
+    run("compile, ac lean", *BLOCK, "ac=lean", like=(), within=5e-3, seconds=180),
     run(
         "compile, chunked loss, documents",
         *BLOCK,
@@ -333,15 +371,14 @@ COMPILED = [
         within=5e-3,
         seconds=180,
     ),
+    run("compile, float8 tensorwise", *BLOCK, *TENSORWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
+    run("compile, ac op", *BLOCK, "ac=op", like=(), within=5e-3, seconds=180),
     run("compile, qwen3_moe", *EXPERTS, *BLOCK, like=EXPERTS, within=0.02, seconds=180),
+    run("compile, float8 fused, ac lean", *BLOCK, *FUSED, "ac=lean", like=ROWWISE, within=5e-3, seconds=240),
     *(
         run(f"compile, ac {mode}", *BLOCK, f"ac={mode}", like=(), within=5e-3, seconds=180)
-        for mode in ("full", "op", "lean", "memory_budget")
+        for mode in ("full", "memory_budget")
     ),
-    run("compile, float8 rowwise", *BLOCK, *ROWWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
-    run("compile, float8 fused", *BLOCK, *FUSED, like=ROWWISE, within=5e-3, seconds=240),
-    run("compile, float8 fused, ac lean", *BLOCK, *FUSED, "ac=lean", like=ROWWISE, within=5e-3, seconds=240),
-    run("compile, float8 tensorwise", *BLOCK, *TENSORWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
     layout("fsdp 2, compile=model", 2, *SHARDED, *SIMPLE, "compile=model", seconds=180),
     layout("tp 2, compile", 2, *TP, *BLOCK, seconds=180),
     layout("async tp 2", 2, *TP, *BLOCK, "parallelism.async_tp=true", gpu=TORCH, seconds=180),

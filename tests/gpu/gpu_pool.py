@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,14 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import Case
+from gpu_cases import Case, base_of
 
 from titan_hydra.config.files import read_json
 
 HERE = Path(__file__).parent
 PER_SET = 12  # cases that share one set of processes: each leaves process groups with the memory of their NCCL buffers
 SLOWER = 5  # a case may take this many times as long on a CPU
-START = 180  # seconds within which the first case of a set must begin
+START = 120  # seconds within which the first case of a set must begin
+GRACE = 30  # seconds after the end of the time, in which a case may end
+EQUAL = 3  # after as many equal errors in a row, sets of this kind start no more
 # Several ranks share one GPU: NCCL treats each rank as a host of its own, and symmetric memory allows it. For tests
 # only.
 ONE_GPU = {
@@ -53,62 +56,104 @@ class Row:
 
 
 def rows(
-    cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float, environment: dict[str, str] | None = None
+    cases: list[Case],
+    folder: Path,
+    gpu: bool,
+    dry: bool,
+    seconds: float,
+    environment: dict[str, str] | None = None,
+    beside: bool = False,
 ) -> Iterator[Row]:
     """Run cases in their order and yield rows as they end; after `seconds` no case begins. Adjacent cases with the same
     number of ranks share processes, unless they run apart. References, with which layouts are compared, run before the
-    first of these layouts.
+    layouts of a set. With `beside`, other processes use the device too.
     """
     until = time.monotonic() + seconds
     for case in cases:
         if case.gpu and not gpu:
             yield Row(case.name, case.ranks, "skipped", error=case.gpu)
     able = [case for case in cases if gpu or not case.gpu]
-    bases = {
-        (layout.base, layout.uneven_mask, layout.documents): case
-        for case in able
-        if (layout := case.options.get("layout"))
-    }
-    sets = [
-        (*kind, [case.name for case in some])
-        for kind, some in itertools.groupby(able, lambda case: (case.ranks, case.world, case.apart))
-    ]
-    first = next((number for number, (_, world, *_) in enumerate(sets) if world), 0)
-    sets.insert(first, (1, True, False, [f"reference of {case.name}" for case in bases.values()]))
     limits = {case.name: case.seconds * (1 if gpu else SLOWER) for case in cases}
-    for ranks, world, apart, names in sets:
-        size = 1 if apart else PER_SET if world else max(len(names), 1)
-        waiting = [names[first : first + size] for first in range(0, len(names), size)]
-        while waiting:
-            some = waiting.pop(0)
-            if some and time.monotonic() > until:
-                # time is up: report every remaining case as not run, and compute no references
-                yield from (Row(name, ranks, "not run", error="time was up") for name in some if name in limits)
-                continue
-            processes = Processes(folder, ranks, world, some, gpu, dry, environment or dict(os.environ))
+    errors = Errors()
+    for ranks, world, names in sets(able):
+        kind = (ranks, world)
+        while names:
+            reason = errors.reason(kind) or ("time was up" if time.monotonic() > until else "")
+            if reason:  # report every remaining case as not run, and compute no references
+                yield from (Row(name, ranks, "not run", error=reason) for name in names if name in limits)
+                break
+            processes = Processes(folder, ranks, world, names, gpu, dry, environment or dict(os.environ), beside)
             count = 0
             for row in processes.run(limits, until):
                 count += 1
+                errors.note(kind, row)
                 if row.name in limits or row.status != "passed":  # a reference has a row only if it failed
                     yield row
-            if count < len(some):
-                waiting.insert(0, some[count:])
+            names = names[count:]
+
+
+def sets(cases: list[Case]) -> Iterator[tuple[int, bool, list[str]]]:
+    """Yield the sets of processes that run the cases: their ranks, whether these join a process group, and the names of
+    what they run. The references that a set is the first to need are a set before it.
+    """
+    known: set[tuple] = set()
+    for (ranks, world, apart), group in itertools.groupby(cases, lambda case: (case.ranks, case.world, case.apart)):
+        shared = list(group)
+        size = 1 if apart else PER_SET if world else len(shared)
+        for first in range(0, len(shared), size):
+            some = shared[first : first + size]
+            layouts = {case.name: case.options["layout"] for case in some if "layout" in case.options}
+            bases = {base_of(one): name for name, one in reversed(layouts.items())}
+            if missing := [f"reference of {name}" for base, name in bases.items() if base not in known]:
+                yield 1, True, missing[::-1]
+            known |= bases.keys()
+            yield ranks, world, [case.name for case in some]
+
+
+class Errors:
+    """The errors with which the last cases of each kind of set ended. If they are equal, the kind itself is at fault, as
+    when NCCL does not start, and each further case would cost the start of a set.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[tuple[int, bool], list[str]] = {}
+
+    def note(self, kind: tuple[int, bool], row: Row) -> None:
+        """Keep the last line of the error of a row; a case that passes forgets those before it."""
+        lines = row.error.strip().splitlines() or [row.status]
+        end = "hung" if row.status == "hung" else re.sub(r"\S*/set_\d+\S*|0x[0-9a-f]+", "...", lines[-1])
+        self.last[kind] = [] if row.status == "passed" else [*self.last.get(kind, []), end][-EQUAL:]
+
+    def reason(self, kind: tuple[int, bool]) -> str:
+        """Return why no further set of this kind starts, or ""."""
+        last = self.last.get(kind, [])
+        return f"{EQUAL} cases in a row ended with: {last[0]}" if len(last) == EQUAL and len({*last}) == 1 else ""
 
 
 class Processes:
     """One set: a process for each rank, and the cases that they run in order, up to the first case that does not pass."""
 
     def __init__(
-        self, folder: Path, ranks: int, world: bool, names: list[str], gpu: bool, dry: bool, environment: dict[str, str]
+        self,
+        folder: Path,
+        ranks: int,
+        world: bool,
+        names: list[str],
+        gpu: bool,
+        dry: bool,
+        environment: dict[str, str],
+        beside: bool,
     ) -> None:
         self.folder = folder / f"set_{len(list(folder.glob('set_*')))}"
         self.folder.mkdir(parents=True)
         self.ranks, self.names = ranks, names
-        plan = {"cases": names, "ranks": ranks, "world": world, "gpu": gpu, "dry": dry, "shared": str(folder)}
+        plan = {"cases": names, "ranks": ranks, "world": world, "gpu": gpu, "dry": dry, "beside": beside}
+        plan["shared"] = str(folder)
         (self.folder / "plan.json").write_text(json.dumps(plan))
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         self.environment = environment | ONE_GPU | caches | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
-        self.processes = [self.start(rank) for rank in range(ranks if names else 0)]
+        self.patience = START * (1 if gpu else SLOWER)
+        self.processes = [self.start(rank) for rank in range(ranks)]
 
     def start(self, rank: int) -> subprocess.Popen:
         place = {
@@ -144,7 +189,11 @@ class Processes:
                     begun, since = True, time.monotonic()
                 took = time.monotonic() - since
                 failed = any(process.poll() for process in self.processes)
-                if failed or took > (limits.get(name, 90) if begun else START) or time.monotonic() > until + 30:
+                if (
+                    failed
+                    or took > (limits.get(name, 90) if begun else self.patience)
+                    or time.monotonic() > until + GRACE
+                ):
                     row = self.ended(name, took) if failed else self.hung(name, took)
                     self.keep_logs(name)
                     yield row

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from titan_hydra.config.files import write_json
 from titan_hydra.launch.worker import set_environment
+from titan_hydra.observe import health
 from titan_hydra.runs.run import Run
 from titan_hydra.train.world import world
 
@@ -46,6 +47,8 @@ def main(folder: Path, rank: int) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     if not plan["gpu"]:
         torch.set_num_threads(1)
+    if plan["beside"]:
+        health.TAKEN = 0.6  # of the device's memory, which other sets of cases use at the same time
     here = gpu_checks.Here(Path(plan["shared"]), plan["gpu"], plan["dry"], rank, plan["ranks"])
     known = {case.name: case for case in [*gpu_cases.CASES, *gpu_cases.FAULTS]}
     known |= {f"reference of {case.name}": case for case in known.values()}

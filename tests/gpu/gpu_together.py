@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_cases import base_of
 from gpu_checks import Here
 
 from titan_hydra.base.errors import Unhealthy
@@ -48,7 +49,7 @@ def adapted(here: Here, layout: Layout) -> Layout:
 
 def key(layout: Layout) -> str:
     """Return the name of the file of a layout's reference."""
-    return hashlib.sha256(repr((layout.base, layout.uneven_mask, layout.documents)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(base_of(layout)).encode()).hexdigest()[:16]
 
 
 def steps(here: Here) -> int:

@@ -1,8 +1,9 @@
-"""Tests on one GPU: python tests/gpu/run.py [--only TEXT ...] [--seconds 540] [--out FOLDER]
+"""Tests on one GPU: python tests/gpu/run.py [--shards] [--only TEXT ...] [--again FILE] [--seconds 540] [--out FOLDER]
 
 When a case ends, its row is printed and its line is written to FOLDER/tests.jsonl; if it failed, its ranks' logs are
 written to FOLDER/tests.log. A summary follows at the end. The exit status is 0 if no case failed. With --device cpu the
-cases that need no GPU run over gloo; with --dry-run models are smaller and have fewer steps.
+cases that need no GPU run over gloo; with --dry-run models are smaller and have fewer steps. With --shards, cases of one
+process, of several, and compiled ones run side by side: about six processes, most of which wait for their host.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from gpu_cases import CASES, FAULTS
+from gpu_cases import CASES, FAULTS, Case
 from gpu_pool import Row, rows
 
 
@@ -36,11 +39,17 @@ def main() -> int:
     parser.add_argument(
         "--faults", action="store_true", help="run cases that fail on purpose, to see what the kit makes of them"
     )
+    parser.add_argument("--shards", action="store_true", help="run three shards of the cases side by side")
+    parser.add_argument("--again", type=Path, help="only cases that did not pass, by a tests.jsonl")
+    parser.add_argument("--card", type=Path, help="file that benchmarks/gpu/card.py has printed")
     args = parser.parse_args()
     began = time.monotonic()
     cases = [case for case in (FAULTS if args.faults else CASES) if any(text in case.name for text in args.only)]
+    if args.again:
+        failed = failures(args.again)
+        cases = [case for case in cases if (case.name, case.ranks) in failed]
     args.out.mkdir(parents=True, exist_ok=True)
-    header = {"command": sys.argv, **card(args.device)}
+    header = {"command": sys.argv, **(json.loads(args.card.read_text()) if args.card else card(args.device))}
     print(*(f"{name}: {value}" for name, value in header.items()), sep="\n", flush=True)
     counts: Counter[str] = Counter()
     with (
@@ -48,14 +57,52 @@ def main() -> int:
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
     ):
         file.write(json.dumps(header) + "\n")
-        for row in rows(cases, Path(folder), args.device == "cuda", args.dry_run, args.seconds):
+        run = side_by_side if args.shards else rows
+        for row in run(cases, Path(folder), args.device == "cuda", args.dry_run, args.seconds):
             counts[row.status] += 1
             file.write(json.dumps(dataclasses.asdict(row)) + "\n")
             print(line(row), flush=True)
-            if (logs := Path(folder) / "logs.txt").exists():
-                shutil.copy(logs, args.out / "tests.log")
+            logs = sorted([*Path(folder).glob("logs.txt"), *Path(folder).glob("*/logs.txt")])
+            (args.out / "tests.log").write_text("".join(log.read_text(errors="replace") for log in logs))
     print(", ".join(f"{count} {status}" for status, count in counts.items()), f"in {time.monotonic() - began:.0f} s")
     return int(bool(set(counts) - {"passed", "skipped"}))
+
+
+def failures(file: Path) -> set[tuple[str, int]]:
+    """Return name and ranks of the cases in a tests.jsonl that ran and did not pass. Raise SystemExit(2) if it is none."""
+    try:
+        found = [json.loads(text) for text in file.read_text().splitlines()]
+        return {(row["name"], row["ranks"]) for row in found[1:] if row["status"] in ("failed", "crashed", "hung")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"--again={file}: it is no tests.jsonl ({type(error).__name__}: {error})", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def side_by_side(cases: list[Case], folder: Path, gpu: bool, dry: bool, seconds: float) -> Iterator[Row]:
+    """Run the shards of the cases at once, then the cases that need the device for themselves. Yield rows as they end."""
+    until = time.monotonic() + seconds
+    found: queue.Queue[Row | BaseException | None] = queue.Queue()
+    shards: dict[str, list[Case]] = {}
+    for case in cases:
+        if not case.alone:
+            shards.setdefault(case.shard, []).append(case)
+
+    def follow(shard: str) -> None:
+        try:
+            for row in rows(shards[shard], folder / shard, gpu, dry, seconds, beside=True):
+                found.put(row)
+        except BaseException as error:
+            found.put(error)
+        found.put(None)
+
+    for shard in shards:
+        threading.Thread(target=follow, args=(shard,), daemon=True).start()
+    for _ in shards:
+        for row in iter(found.get, None):  # until one of the shards ends
+            if isinstance(row, BaseException):
+                raise row
+            yield row
+    yield from rows([case for case in cases if case.alone], folder, gpu, dry, until - time.monotonic())
 
 
 def card(device: str) -> dict:

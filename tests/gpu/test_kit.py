@@ -3,7 +3,6 @@ dry run is slow.
 """
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import os
@@ -12,13 +11,10 @@ import subprocess
 import sys
 import time
 import traceback
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -26,34 +22,14 @@ import gpu_cases
 import gpu_checks
 import gpu_pool
 import gpu_rank
-from hydra._internal.config_repository import ConfigRepository
-from hydra.plugins.sweeper import Sweeper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra import models
-from titan_hydra.config.compose import compose_job, compose_unchecked
-from titan_hydra.job.freeze import freeze
 from titan_hydra.observe import memory
-from titan_hydra.plan.published import rows_of, score
-from titan_hydra.plan.time import speed
 from titan_hydra.runs.run import Run
 from titan_hydra.verify import verify
 
 ROOT = Path(__file__).parents[2]
-LISTS = sorted(file.stem for file in (ROOT / "benchmarks/gpu/lists").glob("*.yaml"))
-
-
-def program(name):
-    """Import a program of benchmarks/gpu as a module."""
-    loader = SourceFileLoader(f"gpu_{name.partition('.')[0]}", str(ROOT / "benchmarks/gpu" / name))
-    module = sys.modules[loader.name] = module_from_spec(spec_from_loader(loader.name, loader))
-    loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def bench():
-    return program("run.py")
 
 
 def dry_run(out, *arguments):
@@ -66,13 +42,6 @@ def dry_run(out, *arguments):
     header, *rows = map(json.loads, (out / "tests.jsonl").read_text().splitlines())
     assert header["torch"] and header["device"]
     return done.returncode, {row["name"]: row for row in rows}, done.stdout
-
-
-@pytest.fixture
-def quickly(monkeypatch):
-    """Let Hydra read each file only once."""
-    monkeypatch.setattr(ConfigRepository, "load_config", ConfigRepository.load_config)
-    monkeypatch.setattr(Sweeper, "validate_batch_is_legal", Sweeper.validate_batch_is_legal)
 
 
 def test_a_case_that_raises_dies_or_hangs_costs_itself(tmp_path):
@@ -127,11 +96,12 @@ def left_in(folder):
 
 def test_rings_run_in_processes_of_their_own(tmp_path, monkeypatch):
     """A ring runs in processes of its own, as torch keeps its options, and cuDNN's graphs, for the whole process."""
-    sets = []
+    sets, in_world = [], {case.name: case.world for case in gpu_cases.CASES}
 
     class Noted:
         def __init__(self, folder, ranks, world, names, *_):
             sets.append((ranks, names))
+            assert all(name.startswith("reference of ") or in_world[name] == world for name in names)
 
         def run(self, limits, until):
             return [gpu_pool.Row(name, 1, "passed") for name in sets[-1][1]]
@@ -173,6 +143,71 @@ def test_cases_that_had_no_time_are_rows_too(tmp_path):
     found = list(gpu_pool.rows(gpu_cases.CASES, tmp_path, gpu=True, dry=True, seconds=-1))
     assert sorted(row.name for row in found) == sorted(case.name for case in gpu_cases.CASES)
     assert {row.status for row in found} == {"not run"} and not list(tmp_path.iterdir())
+
+
+def test_three_equal_errors_in_a_row_end_a_kind_of_set(tmp_path, monkeypatch):
+    """A fault of NCCL costs the starts of three sets. Other kinds, other errors, and errors after a case that passes
+    cost only themselves.
+    """
+    started = []
+
+    class Failing:
+        def __init__(self, folder, ranks, world, names, *_):
+            self.names, self.ranks = names, ranks
+            started.append((ranks, names[0]))
+
+        def run(self, limits, until):
+            name = self.names[0]
+            error = f"at 0x{len(started):x} in {tmp_path}/set_{len(started)}/plan.json"
+            if self.ranks == 2:
+                yield gpu_pool.Row(name, 2, "crashed", error=f"{name}\nNCCL is broken: {error}")
+            elif self.ranks == 4:
+                yield gpu_pool.Row(name, 4, "failed", error=f"off by {len(started)}")
+            else:
+                yield from (gpu_pool.Row(name, 1, "passed") for name in self.names)
+
+    monkeypatch.setattr(gpu_pool, "Processes", Failing)
+    cases = [case for case in gpu_cases.CASES if case.world]
+    found = list(gpu_pool.rows(cases, tmp_path, gpu=True, dry=False, seconds=1000))
+    assert sorted(row.name for row in found) == sorted(case.name for case in cases)
+    two, four = ([row for row in found if row.ranks == ranks] for ranks in (2, 4))
+    assert [row.status for row in two] == ["crashed"] * 3 + ["not run"] * (len(two) - 3) and "NCCL is broken" in two[
+        3
+    ].error
+    assert {row.status for row in four} == {"failed"} and sum(ranks == 2 for ranks, _ in started) == 3
+    assert all(row.status == "passed" for row in found if row.ranks == 1)
+
+
+def test_references_run_before_the_layouts_that_need_them():
+    known = set()
+    for ranks, world, names in gpu_pool.sets(gpu_cases.CASES):
+        known |= {name for name in names if name.startswith("reference of ")}
+        assert not known & {*names} or (ranks, world) == (1, True)
+        for case in (case for case in gpu_cases.CASES if case.name in names and "layout" in case.options):
+            bases = {base_of_reference(name) for name in known}
+            assert gpu_cases.base_of(case.options["layout"]) in bases, case.name
+    assert len(known) == len(bases)
+
+
+def base_of_reference(name):
+    """Return what a reference has in common with its layouts."""
+    (case,) = [case for case in gpu_cases.CASES if f"reference of {case.name}" == name]
+    return gpu_cases.base_of(case.options["layout"])
+
+
+def test_shards_run_side_by_side_and_what_needs_the_device_runs_last(tmp_path):
+    """Failed cases of a dry run are repeated by their exact names, and nothing else is."""
+    status, rows, said = dry_run(
+        tmp_path, "--shards", "--only", "random generators", "fsdp 2, documents", "compile, ac lean"
+    )
+    assert status == 0 and len(rows) >= 3 and {row["status"] for row in rows.values()} == {"passed"}, said
+    assert {case.shard for case in gpu_cases.CASES if case.name in rows} == {"one", "several", "compiled"}
+    failed = tmp_path / "failed.jsonl"
+    header, *found = (tmp_path / "tests.jsonl").read_text().splitlines()
+    found[0] = json.dumps(json.loads(found[0]) | {"status": "hung"})
+    failed.write_text("\n".join([header, *found]))
+    status, again, _ = dry_run(tmp_path, "--shards", "--again", str(failed))
+    assert status == 0 and list(again) == [json.loads(found[0])["name"]]
 
 
 def test_every_case_names_a_check_and_its_options():
@@ -228,135 +263,3 @@ def test_the_readme_names_what_exists():
 def test_the_whole_dry_run_passes(tmp_path):
     status, rows, said = dry_run(tmp_path, "--seconds", "3000")
     assert status == 0 and {row["status"] for row in rows.values()} == {"passed", "skipped"}, said
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_every_row_of_a_list_is_legal(name, bench, quickly):
-    rows = bench.read(name, {"cpu": False})
-    assert len({row.name for row in rows}) == len(rows)
-    for row in rows:
-        if row.tool == "titan_hydra":
-            job = compose_job(*bench.overrides(row), "cluster=slurm")  # a cluster's memory is not that of this machine
-            assert (job.model.dim, job.model.n_layers, job.data.seq_len) == (
-                *row.dimensions[:2],
-                row.seq_len,
-            ) and row.against
-        else:
-            assert (
-                row.tool == "torchtitan"
-                and row.ac in ("none", "full", "op", "layer", "memory_budget")
-                and not row.overrides
-            )
-        assert bench.tiny(row).dimensions[1] == 2
-
-
-def test_a_list_that_cannot_be_read_is_one_line(bench, tmp_path, capsys):
-    unknown = "shape: 8b\nseq_len: 1\nbatch: 1\nrows: [{tool: x, name: y, against: z}]"
-    for text in ("rows: [{tool: titan_hydra, nmae: x}]", "rows: 3", "[", unknown):
-        (tmp_path / "list.yaml").write_text(text)
-        with pytest.raises(SystemExit) as ended:
-            bench.read(str(tmp_path / "list.yaml"), {})
-        error = capsys.readouterr().err
-        assert ended.value.code == 2 and "cannot be read as a list of rows" in error and "8b_block" in error
-
-
-@pytest.mark.slow
-def test_a_row_that_crashes_or_hangs_costs_itself(bench, tmp_path):
-    (tmp_path / "aborts.py").write_text("import os\nos.abort()\n")
-    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(1000)\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    fine = bench.tiny(bench.Row("fine", "titan_hydra", "debug", 64, 2, compile=False, cpu=True, against="first"))
-    crash, hang = (
-        dataclasses.replace(fine, name=name, overrides=(f"train.imports=[{name}]",)) for name in ("aborts", "sleeps")
-    )
-    log = tmp_path / "rows.log"
-    found = [bench.measure(crash, 100, environment, log), bench.measure(hang, 6, environment, log)]
-    assert [row["status"] for row in found] == ["crashed", "hung"] and "error" in found[0]
-    first = dataclasses.replace(fine, name="first")
-    (done,) = bench.results([fine], time.monotonic() + 100, 100, environment, 1e12, tmp_path)
-    (missing,) = bench.results([first], time.monotonic() + 10, 100, environment, 1e12, tmp_path)
-    assert done["status"] == "done" and 0 < done["mfu"] < 1 and done["ratio"] is None and done["tokens_per_second"] > 0
-    assert missing["status"] == "not run"
-    assert all(name in log.read_text() for name in ("aborts", "sleeps", "fine"))
-    assert bench.line(found[1]).endswith("hung") and f"{done['tokens_per_second']:,.0f}" in bench.line(done)
-
-
-@pytest.mark.parametrize(
-    ("device", "cpu", "tool"), [("AMD EPYC", True, "titan_hydra"), ("NVIDIA H100 80GB HBM3", False, "torchtitan")]
-)
-def test_a_measured_row_is_one_that_the_score_reads(bench, tmp_path, device, cpu, tool):
-    row = bench.tiny(bench.Row("one", tool, "debug", 64, 2, ac="op", cpu=cpu))
-    found = {"tokens_per_second": 1000.0, "reserved_gib": None if cpu else 1.5}
-    written = bench.as_published(row, found, {"device": device, "commit": "abc"})
-    (tmp_path / "rows.yaml").write_text(yaml.safe_dump([written]))
-    (read,) = rows_of(tmp_path / "rows.yaml")
-    scored = score(read)
-    job = freeze(compose_unchecked(*bench.overrides(row), f"hardware={'cpu' if cpu else 'h100'}"))
-    assert (
-        scored.speed == (1000.0, pytest.approx(speed(job).tokens_per_second))
-        and read["source"] == f"{'pytorch/' * (not cpu)}{tool}, benchmarks/gpu, abc"
-    )
-    assert scored.memory is None if cpu else scored.memory[0] == 1.5
-
-
-def test_a_row_that_cannot_be_read_or_published_stops_no_row(bench, tmp_path, monkeypatch, capsys):
-    """The three rows run; the results of the first cannot be read, and the second cannot be published."""
-    published = bench.as_published
-
-    def failing(row, *arguments):
-        if row.name == "ours 2":
-            raise ModuleNotFoundError("No module named 'planted'")
-        return published(row, *arguments)
-
-    def read(row, *_):
-        if row.name == "ours 1":
-            raise StopIteration
-        return {"status": "done", "tokens_per_second": 1.0, "slowest": 1.0, "fastest": 1.0, "active_gib": None} | {
-            "reserved_gib": None, "first_step_seconds": 1.0, "flops_per_token": 1, "first_loss": 1.0, "last_loss": 1.0
-        }  # fmt: skip
-
-    monkeypatch.setattr(bench, "card", lambda _: ({"device": "cpu", "commit": "abc"}, dict(os.environ)))
-    monkeypatch.setattr(bench, "as_published", failing)
-    monkeypatch.setattr(bench, "measured", read)
-    monkeypatch.setattr(bench, "command", lambda *_: [sys.executable, "-c", ""])
-    words = ["pairs", "--only", "ours", "--device", "cpu", "--dry-run", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["run.py", *words])
-    assert bench.main() == 1
-    _, *rows = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert [row["status"] for row in rows] == ["failed", "done", "done"] and "StopIteration" in rows[0]["error"]
-    (written,) = yaml.safe_load((tmp_path / "rows.yaml").read_text())
-    assert "ours 3" in str(written)
-    assert "No module named 'planted'" in capsys.readouterr().out
-
-
-def test_the_command_is_short_enough_for_every_part():
-    carry = program("carry")
-    words = carry.command(".gpu", ["tests", *LISTS, "profile=8b_block"], "--device cpu --dry-run")
-    assert len(words) <= 2000 and words.count("--seconds") == len(LISTS) + 2
-
-
-# the only packages besides those of the project that the device machine has
-BARE = "torch numpy triton filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy typing-extensions"
-ALONE = """
-import sys
-from importlib.machinery import PathFinder
-from importlib.metadata import packages_distributions
-
-owners = packages_distributions()
-
-class Carried:
-    def find_spec(self, name, path=None, target=None):
-        here = {{owner.lower().replace("_", "-") for owner in owners.get(name.partition(".")[0], ())}}
-        return None if here and not here & {carried} else PathFinder.find_spec(name, path, target)
-
-sys.meta_path = [Carried() if finder is PathFinder else finder for finder in sys.meta_path]
-import titan_hydra.launch.main, titan_hydra.launch.worker, titan_hydra.train.loop, titan_hydra.verify.verify
-import titan_hydra.checkpoint.convert, titan_hydra.train.generate, titan_hydra.recipes.flux.sample, titan_hydra.train.score
-"""
-
-
-def test_what_a_rank_imports_is_carried():
-    carry = program("carry")
-    wheels = (wheel.partition("==")[0].lower().replace("_", "-") for wheel in (*carry.WHEELS, carry.BUILT))
-    carried = {"titan-hydra", *BARE.split(), *wheels}
-    subprocess.run([sys.executable, "-c", ALONE.format(carried=carried)], check=True, cwd=ROOT)
