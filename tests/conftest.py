@@ -32,6 +32,7 @@ QUICK = (
     "models/test_moe.py",
     "kernels/",
     "parallel/",
+    "pretended_cuda/",
     "train/test_optimizer.py",
 )
 QUICK_LAYOUTS = (

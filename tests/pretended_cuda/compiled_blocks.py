@@ -4,7 +4,7 @@ registers and spills, and the operators that are called beside them.
     python tests/pretended_cuda/compiled_blocks.py                 # the table of docs/performance.md: every family in every precision
     python tests/pretended_cuda/compiled_blocks.py qwen3 fused     # only the rows with these words, and every kernel of theirs
 
-It needs torch's CUDA build with triton and a C compiler; `.ci/on-torch` makes such an environment. A step of the
+It needs torch's build for CUDA 13 with triton and a C compiler; `.ci/on-torch` makes such an environment. A step of the
 trainer runs on fake tensors, with a replacement of the driver (compiled_driver.c), so it compiles exactly what a run
 compiles. The compiler's graph is executed instead of the compiled code.
 """
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import files, version
 from pathlib import Path
 from typing import Any
 
@@ -232,16 +232,18 @@ def pretended() -> Iterator[dict[str, str]]:
     """Yield the environment of a process on the pretended device, with empty caches for its compilers."""
     import triton
 
+    # torch's own CUDA, as triton's headers may be older; only macros of the host's compiler come from triton's
+    runtime = next(file for file in files("nvidia-cuda-runtime") or () if file.name == "cuda_runtime_api.h").locate()
+    headers = runtime.parent, Path(triton.__file__).parent / "backends/nvidia/include"
     with tempfile.TemporaryDirectory() as folder:
         driver = Path(folder, "libcuda.so.1")
-        headers = Path(triton.__file__).parent / "backends/nvidia/include"
         subprocess.run(
             [
                 "cc",
                 "-shared",
                 "-fPIC",
                 f"-Wl,-soname,{driver.name}",
-                f"-I{headers}",
+                *(f"-I{path}" for path in headers),
                 HERE / "compiled_driver.c",
                 "-o",
                 driver,

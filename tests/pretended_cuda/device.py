@@ -72,7 +72,9 @@ def pretend(library: Path) -> None:
     guard = ctypes.CDLL(str(library))
     import torch
     import torch.utils._device
+    from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     from tests.pretended_cuda import streams
 
@@ -117,6 +119,9 @@ def pretend(library: Path) -> None:
     # A small constant that is copied to the device has no data there. This setter is needed for releases of torch that
     # set the option in each mode.
     FakeTensorMode.avoid_device_init = property(lambda mode: True, lambda mode, value: None)
+    # torch 2.11 initializes CUDA by creating a real tensor, whenever it creates a fake one
+    fake_tensor.init_gpu_context = lambda device: None
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen(ShardingPropagator._propagate_tensor_meta_non_cached)
     # keeps a reference to torch's own function, which `with torch.device("meta")` recognizes
     torch.utils._device._device_constructors()
     torch.empty = without_data(torch.empty)
@@ -127,6 +132,17 @@ def pin_memory(tensor, device=None):
     copy = tensor.clone()
     copy.pinned = True
     return copy
+
+
+def unseen(propagate):
+    """Let DTensor compute the shape of a result where no mode sees its operators, which are not those of the step."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def propagated(*args):
+        with _disable_current_modes():
+            return propagate(*args)
+
+    return propagated
 
 
 def without_data(make):
