@@ -2,18 +2,22 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.train.conftest import rows
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.text import finite_or_null
 from titan_hydra.config import schema
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.rules.checks import check
 from titan_hydra.data import tokenizer
 from titan_hydra.data.tasks import Request, Task, TaskQuestion, load_tasks, read_questions, requests_of
 from titan_hydra.models.init import init_weights
+from titan_hydra.observe.metrics import Metrics
 from titan_hydra.train.tasks import row_length, score_requests
 from titan_hydra.train.trainer import build
 
@@ -42,8 +46,8 @@ TARGETS = [
 
 @pytest.fixture
 def files(tmp_path):
-    for name, rows in (("choose", ROWS), ("follow", TARGETS)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, some in (("choose", ROWS), ("follow", TARGETS)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     return tmp_path
 
 
@@ -90,13 +94,21 @@ def likely(job, requests):
 
 @pytest.mark.parametrize("words", LAYOUTS, ids=" ".join)
 def test_every_layout_scores_as_one_process(files, on_ranks, words):
-    job = job_of(files)
+    compare_with_one_process(files, on_ranks, words)
+
+
+def test_ranks_that_do_not_divide_a_vocabulary_score_as_one_process(files, on_ranks):
+    compare_with_one_process(files, on_ranks, ("parallelism=tp", "data.local_batch=4"), ("model.vocab_size=4097",))
+
+
+def compare_with_one_process(files, on_ranks, words, of_both=()):
+    job = job_of(files, *of_both)
     requests = likely(job, [request for task in load_tasks(job) for request in task.requests])
     right = expected(job, requests)
     assert {hit for _, hit in right} == {False, True}
 
     def scored(rank):
-        trainer = build(job_of(files, "gpus=2", "data.global_batch=12", *words), torch.device("cpu"))
+        trainer = build(job_of(files, "gpus=2", "data.global_batch=12", *words, *of_both), torch.device("cpu"))
         sharpened(trainer.model)
         found = score_requests(trainer, requests)
         assert [hit for _, hit in found] == [hit for _, hit in right]
@@ -150,6 +162,53 @@ def test_the_numbers_of_a_task():
 
 
 @pytest.mark.parametrize(
+    ("logs", "nats", "perplexity"),
+    [
+        ([-1000.0, -900.0], 950.0, None),
+        ([-709.7], 709.7, math.exp(709.7)),
+        ([-math.inf, -1.0], None, None),
+        ([math.nan, -1.0], None, None),
+    ],
+)
+def test_a_number_that_is_none_is_null(logs, nats, perplexity):
+    task = Task("t", [TaskQuestion(line, "", ("a",), None) for line in range(len(logs))], [])
+    found = finite_or_null(task.results([(log, True) for log in logs]))
+    assert found["nats"] == nats and found["perplexity"] == (perplexity and pytest.approx(perplexity))
+    assert (found["acc"] is None) is any(map(math.isnan, logs)), "whatever a model answers whose scores are no numbers"
+
+
+def test_choices_whose_scores_are_no_numbers_are_neither_right_nor_wrong():
+    found = Task("t", [TaskQuestion(1, "", ("a", "b"), 0)], []).results([(math.nan, False), (-1.0, False)])
+    assert finite_or_null(found) == {"questions": 1} | dict.fromkeys(found.keys() - {"questions"})
+
+
+def test_an_evaluation_never_ends_a_run(files, run_job):
+    """A target of more nats than exp() can take, and held-out samples whose loss is not finite."""
+    row = {"prompt": "Once upon a time", "target": " there was a layout that learned what one process learns" * 12}
+    (files / "follow.jsonl").write_text(json.dumps(row) + "\n")
+    more = ("data=embedded", "model.vocab_size=4096", "data.seq_len=256", "model.n_layers=1", "validation.steps=1")
+    job = job_of(files, *more, "model.dim=32", "steps=2", "validation.interval=1", "checkpoint.keep_best=true")
+    job.validation.tasks = job.validation.tasks[1:]
+    events = [event for event in rows(run_job(job), "events") if event["event"] == "task"]
+    assert [event["step"] for event in events] == [1, 2]
+    assert all(event["nats"] > 709.8 and event["perplexity"] is None and event["acc"] == 0 for event in events)
+
+
+def test_a_validation_that_measures_nothing_is_null(capsys):
+    metrics = Metrics.__new__(Metrics)
+    metrics.events, metrics.trackers, written = SimpleNamespace(add=lambda row: written.append(row)), [], []
+    metrics.event("validation", 3, validation_loss=math.nan, seconds=1.0)
+    assert metrics.validation_loss is None and written[0]["validation_loss"] is None
+
+
+def test_a_file_that_has_changed_is_checked_again_before_the_first_step(files):
+    job = job_of(files)
+    (files / "follow.jsonl").write_text(json.dumps({"prompt": "a b " * 200, "target": "b"}) + "\n")
+    with pytest.raises(ConfigError, match="1: prompt and choice have"):
+        load_tasks(job)
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ('{"prompt": "a", "choices": ["b"]}', ":2: no field gold; a row has prompt, choices and gold, or prompt and"),
@@ -162,6 +221,8 @@ def test_the_numbers_of_a_task():
         ('{"prompt": 3, "choices": ["b", "c"], "gold": 0}', ":2: prompt is int, not str"),
         ('{"prompt": "a", "target": "b"}', ":2: some rows have choices, and others a target"),
         ("[1]", ":2: not a record but list"),
+        ("[" * 100_000, ":2: not a JSON line: "),
+        ('{"prompt": "a", "choices": ["b\\ud800", "c"], "gold": 0}', ":2: a text has half a surrogate pair"),
         ("{", ":2: not a JSON line: "),
         (json.dumps({"prompt": "a b " * 200, "choices": ["b"], "gold": 0}), ":2: prompt and choice have "),
     ],

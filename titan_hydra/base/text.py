@@ -26,14 +26,15 @@ def to_json(value: Any) -> str:
     """Return the document that a command prints with --json: keys in their order, null for a number that is not finite,
     which JSON lacks.
     """
-    return json.dumps(_finite_or_null(value), indent=2, allow_nan=False)
+    return json.dumps(finite_or_null(value), indent=2, allow_nan=False)
 
 
-def _finite_or_null(value: Any) -> Any:
+def finite_or_null(value: Any) -> Any:
+    """Return a value of JSON in which numbers that are not finite are None."""
     if isinstance(value, dict):
-        return {key: _finite_or_null(item) for key, item in value.items()}
+        return {key: finite_or_null(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite_or_null(item) for item in value]
+        return [finite_or_null(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

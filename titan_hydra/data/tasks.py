@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +23,7 @@ from .files import UNREADABLE, opened
 from .tokenizer import Tokenizer, load
 
 DELIMITER = " "  # text between a prompt and a choice; as in lm-eval, there is no text between a prompt and a target
+MOST_NATS = math.log(sys.float_info.max)  # exp() of more is no float
 FIELDS = {"prompt": str, "choices": list, "gold": int, "target": str, "target_delimiter": str}
 
 
@@ -61,7 +63,8 @@ class Task:
 
     def results(self, scores: Sequence[tuple[float, bool]]) -> dict[str, float | int]:
         """Return the task's numbers. The score of a request is a pair: the log-probability of its scored tokens, and
-        whether each of these tokens is the likeliest.
+        whether each of these tokens is the likeliest. A number that cannot be represented, or follows from a score that
+        is not a number, is NaN: an evaluation never ends a run.
         """
         rest, right, normed, by_bytes = iter(scores), [], [], []
         chosen = self.questions[0].gold is not None
@@ -77,18 +80,22 @@ class Task:
             for found, size in ((normed, len), (by_bytes, lambda choice: len(choice.encode()))):
                 lengths = map(size, question.choices)
                 found.append(_first_best([log / n for log, n in zip(logs, lengths, strict=True)]) == question.gold)
-        numbers = {"questions": len(self.questions), "acc": fmean(right), "acc_stderr": _error(right)}
+        numbers = {"acc": fmean(right), "acc_stderr": _error(right)}
         if chosen:
-            return numbers | {
-                "acc_norm": fmean(normed),
-                "acc_norm_stderr": _error(normed),
-                "acc_bytes": fmean(by_bytes),
-            }
-        return numbers | {"nats": -fmean(nats), "perplexity": math.exp(-fmean(nats))}
+            numbers |= {"acc_norm": fmean(normed), "acc_norm_stderr": _error(normed), "acc_bytes": fmean(by_bytes)}
+        else:
+            numbers |= {"nats": (mean := -fmean(nats)), "perplexity": math.exp(mean) if mean < MOST_NATS else math.nan}
+        if any(math.isnan(log) for log, _ in scores):
+            numbers = dict.fromkeys(numbers, math.nan)
+        return {"questions": len(self.questions)} | numbers
 
 
 def load_tasks(job: Job) -> list[Task]:
-    """Read the tasks of a job. Raises ConfigError, with file and line, if a file cannot be read."""
+    """Read the tasks of a job. Raises ConfigError, with file and line, if a file cannot be evaluated: it may have changed
+    since the job was checked, and no row may end the run at a validation.
+    """
+    if wrong := next(faults(job), None):
+        raise ConfigError(str(wrong))
     words = load(job.tokenizer)
     found = []
     for path in job.validation.tasks:
@@ -154,7 +161,7 @@ def requests_of(question: TaskQuestion, words: Tokenizer) -> list[Request]:
 def _question(text: bytes, line: int, where: str) -> TaskQuestion:
     try:
         row = json.loads(text)
-    except ValueError as error:  # the line is not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # the line is not JSON, or not UTF-8, or too deep
         raise ConfigError(f"{where}: not a JSON line: {error}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: not a record but {type(row).__name__}")
@@ -169,6 +176,10 @@ def _question(text: bytes, line: int, where: str) -> TaskQuestion:
     choices = row.get("choices", [row.get("target")])
     if not all(isinstance(choice, str) and choice for choice in choices):
         raise ConfigError(f"{where}: each choice, and a target, is a text that is not empty")
+    try:
+        "".join((row["prompt"], *choices, row.get("target_delimiter", ""))).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: a text has half a surrogate pair, which is no character: {error}") from error
     if "choices" in row and not 0 <= row["gold"] < len(choices):
         raise ConfigError(f"{where}: gold is {row['gold']}, and there are {len(choices)} choices, counted from 0")
     delimiter = row.get("target_delimiter", DELIMITER if "choices" in row else "")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_hydra.base.text import finite_or_null
 from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
@@ -228,7 +229,10 @@ class Metrics:
                 self._track(row)
 
     def event(self, name: str, step: int, **values: Any) -> None:
-        """Write a row to events.jsonl about an event: a validation, a checkpoint, bad files, ..."""
+        """Write a row to events.jsonl about an event: a validation, a checkpoint, bad files, ... A number that is not
+        finite is null.
+        """
+        values = finite_or_null(values)
         if name == "validation":
             self.validation_loss = values["validation_loss"]
         elif name == "task":

@@ -188,7 +188,9 @@ class ReportCell:
         """The last held-out loss; None for a failed run."""
         if self.state.failure:
             return None
-        return self.result.get("validation_loss") or ([*self.validation.values()] or [None])[-1]
+        if "validation_loss" in self.result:
+            return self.result["validation_loss"]
+        return ([*self.validation.values()] or [None])[-1]
 
     @property
     def lowest(self) -> tuple[float, int] | None:

@@ -123,8 +123,8 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, loader: Loader, steps: int) -> float:
-        """Return the objective's mean over `steps` held-out global batches. Every element counts once, whatever the
-        layout.
+        """Return the objective's mean over `steps` held-out global batches; NaN if no element counts. Every element counts
+        once, whatever the layout.
         """
         self.model.eval()
         self.prepare_weights()
@@ -139,7 +139,7 @@ class Trainer:
                     totals += torch.stack([summed.double(), self.objective.count(part.tensors).double()])
         dist.all_reduce(totals)
         self.model.train()
-        return (totals[0] / totals[1].masked_fill(totals[1] == 0, 1)).item()
+        return (totals[0] / totals[1]).item()
 
 
 @dataclass

@@ -88,5 +88,12 @@ MUTANTS = [
            "(document.unsqueeze(2) == document.unsqueeze(1))",
            "An attention kernel that takes a mask sees later tokens of the document.", (PACKED,),
            (f"{DOCUMENT_TESTS}::test_documents_see_what_a_mask_would_show_them",)),
+    Mutant("a rank's tokens are numbered by the floor", "tp", "train/tasks.py", "* -(-output.shape[-1] // mesh.size())",
+           "* (output.shape[-1] // mesh.size())",
+           "Ranks that do not divide a vocabulary number their tokens from the wrong row, so tasks score other tokens.", (),
+           ("tests/train/test_tasks.py::test_ranks_that_do_not_divide_a_vocabulary_score_as_one_process",)),
+    Mutant("a perplexity can overflow", "any", "data/tasks.py", "math.exp(mean) if mean < MOST_NATS else math.nan", "math.exp(mean)",
+           "A target of more than 709 nats ends the run at its first validation.", (),
+           ("tests/train/test_tasks.py::test_a_number_that_is_none_is_null",)),
 ]
 # fmt: on
