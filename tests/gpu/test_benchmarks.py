@@ -56,15 +56,13 @@ def test_every_row_of_a_list_is_legal(name, bench, quickly):
 
 @pytest.mark.parametrize("name", LISTS)
 def test_every_row_fits_the_card_for_which_it_is_chosen(name, bench, quickly):
-    """The layers of a row follow the card's memory, and rows that no number of layers fits are left out. On an H200
-    TorchTitan's measured rows reserved 0.88 to 0.96 of what is predicted.
-    """
-    for hardware, gib, least in (("h100", 79.1, 1), ("h200", 139.8, 0.88)):
+    """The layers of a row follow the card's memory, and rows that no number of layers fits are left out."""
+    for hardware, gib in (("h100", 79.1), ("h200", 139.8)):
         rows = [row for row in bench.read(name, {}, gib) if row.needs <= gib and row.tool == "titan_hydra"]
         assert rows
         for row in rows:
             job = freeze(compose_unchecked(*bench.overrides(row), f"hardware={hardware}"))
-            assert peak(job).gib * least <= gib, row.name
+            assert peak(job).gib <= gib, row.name
 
 
 def test_settings_follow_the_memory_of_the_card(bench, tmp_path):
