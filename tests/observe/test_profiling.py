@@ -2,6 +2,15 @@
 
 import gzip
 import json
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from titan_hydra.config.compose import compose_job
+from titan_hydra.observe import memory, profiling
+from titan_hydra.observe.watchdog import Watchdog
+from titan_hydra.runs.run import Run
 
 
 def test_a_run_is_profiled_without_disturbing_its_rates(run_job, tiny):
@@ -36,3 +45,20 @@ def test_a_run_is_profiled_without_disturbing_its_rates(run_job, tiny):
         spans = [(row["name"], row["args"]["step"]) for row in phases if row["ph"] == "X" and row["args"]["step"] == 5]
         assert [name for name, _ in spans] == ["data", "forward, backward", "optimizer", "checkpoint"]
         assert all(row["dur"] >= 0 and row["pid"] == rank for row in phases if row["ph"] == "X")
+
+
+@pytest.mark.parametrize("first_step", [1, 2, 5])
+def test_the_end_of_the_first_step_does_not_end_the_profilers_record_of_memory(monkeypatch, tmp_path, first_step):
+    """Both record on CUDA with the same function of torch."""
+    on = []
+    for module in (memory, profiling):
+        monkeypatch.setattr(module, "record_memory_history", lambda enabled="all", **_: on.append(enabled))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(profiling, "profile", MagicMock())
+    job, run = compose_job("debug=tiny", "profiling=on", f"profiling.first_step={first_step}"), Run(tmp_path, tmp_path)
+    with Watchdog(job, run) as watch:
+        profiler = profiling.Profiler(job.profiling, run, torch.device("cuda"), MagicMock(), watch)
+        profiler.clock.profiled = False
+        profiler.begins(1)
+        watch.settle(1)
+        assert on == (["state", None] if first_step == 5 else ["state", "all"])

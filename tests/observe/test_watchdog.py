@@ -17,7 +17,7 @@ from titan_hydra import data
 from titan_hydra.base.errors import Stopped
 from titan_hydra.config.compose import compose_job
 from titan_hydra.launch import worker
-from titan_hydra.observe import watchdog
+from titan_hydra.observe import flight, watchdog
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.runs.failure import Kind, guilty
 from titan_hydra.runs.run import Run
@@ -200,3 +200,14 @@ def test_a_rank_that_is_stuck_stops_within_its_grace(stuck, tmp_path):
     assert 0.8 < time.monotonic() - asked < 2.5
     assert "step 7 was not over 2 s after the run was asked to stop" in (tmp_path / "rank_0.json").read_text()
     assert (tmp_path / "stopped").read_text() == "blocked\n" and guilty(tmp_path) is None  # interrupted, not failed
+
+
+def test_each_run_of_a_process_has_the_trace_of_nccl_in_its_own_folder(monkeypatch, tmp_path):
+    """With cluster=inline several runs follow each other in one process."""
+    monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
+    monkeypatch.setattr(flight, "_set", {})
+    for name in ("first", "second"):
+        flight.configure(Run(tmp_path, tmp_path / name))
+        for variable in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            assert os.environ[variable] == str(tmp_path / name / "nccl_trace_")
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7", "the user's"

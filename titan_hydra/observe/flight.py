@@ -36,11 +36,12 @@ MESSAGES: collections.deque[dict[str, Any]] = collections.deque(maxlen=WRITTEN)
 # for each other rank, the numbers of sends to it and of receives from it
 _counts: collections.Counter[tuple[str, int]] = collections.Counter()
 _lock = threading.Lock()
+_set: dict[str, str] = {}  # the variables that `configure` has set, with their values
 
 
 def configure(run: Run) -> None:
-    """Set the variables that enable torch's recorder. Call this before creating a process group: torch reads them only
-    once.
+    """Set the variables that enable torch's recorder, unless the user has set them. Call this before creating a process
+    group, which reads them.
     """
     settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     settings["TORCH_NCCL_ENABLE_TIMING"] = "1"  # needed by observe/stragglers.py, which reads how long collectives took
@@ -51,7 +52,8 @@ def configure(run: Run) -> None:
         # torch appends the rank to this path; torch's tool torchfrtrace reads the file
         settings[name] = str(run.attempt / "nccl_trace_")
     for name, value in settings.items():
-        os.environ.setdefault(name, value)
+        if os.environ.get(name) == _set.get(name):  # not set, or set for an earlier run of this process
+            os.environ[name] = _set[name] = value
 
 
 def record_messages() -> None:

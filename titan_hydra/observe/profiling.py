@@ -34,7 +34,7 @@ class Profiler:
 
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
-        self.on, self.count = config.name == "on", 0
+        self.watch, self.on, self.count = watch, config.name == "on", 0
         self.memory = config.memory and device.type == "cuda"  # whether memory allocations are also recorded
         self.profiler: profile | None = None
         self.folder = layout.PROFILE.of(run.attempt)
@@ -75,6 +75,7 @@ class Profiler:
             turns = schedule(wait=0, warmup=warm_up, active=self.config.steps, repeat=1)
             self.profiler = profile(activities=activities, schedule=turns, on_trace_ready=self.write)
             if self.memory:
+                self.watch.records_memory = False
                 record_memory_history(max_entries=1_000_000, stacks="python")
             self.profiler.start()
 

@@ -76,6 +76,7 @@ class Watchdog:
         self.on_phase: Callable[[str, int, float], None] | None = None  # called when a phase begins (profiling=on)
         # for each of the last steps: (step, time at which the step began)
         self.steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=20)
+        self.records_memory = True  # False once the profiler records allocations: then only the profiler stops that
         # times (monotonic) of the first request to stop and of the last heartbeat; 0 if there was none
         self.asked = self.beaten = 0.0
         self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this rank checks
@@ -107,9 +108,10 @@ class Watchdog:
             flight.record_messages()
 
     def settle(self, timeout: float) -> None:
-        """Set the collectives' time-out in seconds for the steps after the first."""
+        """Set the collectives' time-out in seconds for the steps after the first, and stop the recording of allocations."""
         self.timeout, self.first = timeout, False
-        memory.record(False)
+        if self.records_memory:
+            memory.record(False)
 
     def __enter__(self) -> Watchdog:
         self.wakeup_reader, self.wakeup_writer = os.pipe()
