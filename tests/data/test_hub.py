@@ -66,7 +66,7 @@ def _decode(ids):
         ({"path": "/nowhere/at/all"}, r"data\.path=/nowhere/at/all subset=en split=train: "),
         ({"subset": "fr"}, r"subset=fr split=train: .*fr"),
         ({"split": "test"}, r"split=test: .*test"),
-        ({"text_key": "body"}, "no column 'body', but 'text'"),
+        ({"text_key": "body"}, "no column of this name"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(job, hub, changed, message):

@@ -15,6 +15,7 @@ from titan_hydra import data
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.files import missing
 from titan_hydra.config.rules import data as rules
+from titan_hydra.data.shards import ROW
 
 from .test_items import write
 from .test_mixture import read
@@ -50,22 +51,23 @@ def take(job, ranks, steps, state=None):
 
 
 def test_bad_shards_are_left_out_alike_on_every_layout_and_after_a_resume(job, shards):
-    one, state = take(job(**shards, max_bad_shards=3), 1, 60)
+    one, state = take(job(**shards, max_bad_shards=2, max_bad_rows=1), 1, 60)
     assert sorted(Path(name).name[3:8] for name in state["bad"]) == ["00002", "00005", "00007"]
+    assert [name.startswith(ROW) for name in sorted(state["bad"])] == [False, False, True]
     assert "No such file" in next(reason for shard, reason in state["bad"].items() if "00007" in shard)
-    four, of_four = take(job(**shards, max_bad_shards=3), 4, 60)
+    four, of_four = take(job(**shards, max_bad_shards=2, max_bad_rows=1), 4, 60)
     assert np.array_equal(four, one) and of_four["bad"] == state["bad"]
-    first, middle = take(job(**shards, max_bad_shards=3), 4, 33)
-    rest, end = take(job(**shards, max_bad_shards=3), 2, 27, middle)
+    first, middle = take(job(**shards, max_bad_shards=2, max_bad_rows=1), 4, 33)
+    rest, end = take(job(**shards, max_bad_shards=2, max_bad_rows=1), 2, 27, middle)
     assert np.array_equal(np.concatenate([first, rest]), one) and end["bad"] == state["bad"]
 
 
-@pytest.mark.parametrize(("limit", "so_far"), [(0, ""), (2, r"the last of 3 bad shards; ")])
+@pytest.mark.parametrize(("limit", "so_far"), [(0, ""), (1, r"the last of 2 bad shards; ")])
 def test_one_too_many_stops_with_its_name(job, shards, limit, so_far):
     with pytest.raises(
-        ConfigError, match=rf"c4-\d+-of-00012\.json\.gz: cannot be read: .*; {so_far}data\.max_bad_shards={limit}$"
+        ConfigError, match=rf"c4-\d+-of-00012\.json\.gz.*: cannot be read.*; {so_far}data\.max_bad_shards={limit}$"
     ):
-        take(job(**shards, max_bad_shards=limit), 1, 60)
+        take(job(**shards, max_bad_shards=limit, max_bad_rows=1), 1, 60)
 
 
 def test_gaps_in_a_numbered_set_are_known_before_anything_starts(job, shards):
@@ -95,7 +97,7 @@ def test_nothing_but_bad_shards_stops(job, tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.jsonl").write_text('{"text": ')
     with pytest.raises(ConfigError, match="no document with text"):
-        take(job(name="text_files", path=str(tmp_path), max_bad_shards=10), 1, 1)
+        take(job(name="text_files", path=str(tmp_path), max_bad_rows=10), 1, 1)
 
 
 def test_a_bad_token_file_keeps_its_numbers(job, tmp_path):
@@ -152,14 +154,14 @@ def test_many_small_shards_need_few_descriptors(job, tmp_path):
 
 
 def test_news_are_of_what_was_returned_and_told_once(job, shards):
-    loader = data.build(job(**shards, max_bad_shards=3), 0, 1)
+    loader = data.build(job(**shards, max_bad_shards=2, max_bad_rows=1), 0, 1)
     told = []
     for _ in range(60):
         loader.next()
         told += list(loader.news())
         loader.take_news(loader.news())
     assert len(told) == len(set(told)) == 3
-    with pytest.raises(ConfigError, match=r"from another rank; the last of 4 bad shards; data\.max_bad_shards=3"):
+    with pytest.raises(ConfigError, match=r"from another rank; the last of 3 bad shards; data\.max_bad_shards=2"):
         loader.take_news({"other": "from another rank"})
 
 

@@ -157,7 +157,7 @@ def _texts(args: argparse.Namespace) -> Iterator[str]:
         corpus = Embedded()
         return (text for unit in range(corpus.units) for _, text in corpus.rows(unit))
     paths = [file for path in args.files for file in files.require("FILES", path, files.TEXT_SUFFIXES)]
-    return (text for path in paths for _, text in files.rows(path, args.text_key) if text)
+    return (text for path in paths for _, text in files.good(files.rows(path, args.text_key)) if text)
 
 
 def _train(texts: Iterable[str], size: int):

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,8 @@ INSTALLED = Path(__file__).parents[1] / "conf"
 CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "conf"
 # suffixes of compressed files, and the suffixes of files that may be compressed
 PACKED, LINED = (".gz", ".zst"), (".txt", ".md", ".jsonl", ".json", ".csv")
+ROWS = (".jsonl", ".json", ".csv", ".parquet")  # suffixes of files of rows
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 FASTA = (
     "python -c \"import json; rows = ('\\n' + open('FILE').read()).split('\\n>')[1:]; open('FILE.jsonl', 'w').writelines("
     "json.dumps({'text': ''.join(row.split('\\n')[1:])}) + '\\n' for row in rows)\""
@@ -60,14 +63,44 @@ def expand(pattern: str) -> list[Path]:
     fixed, recursive, _ = str(path.absolute()).partition("/**")
     if (recursive or path.is_dir()) and os.path.normpath(fixed or "/") == "/":
         raise ConfigError("would be every file of this machine")
-    if path.is_dir():
-        found = (Path(folder, name) for folder, _, names in os.walk(path) for name in names if not name.startswith("."))
-    else:
-        found = map(Path, glob.iglob(str(path), recursive=True))
+    found = _walk(path) if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
     files = list(islice((file for file in found if file.is_file()), MOST_FILES + 1))
     if len(files) > MOST_FILES:
         raise ConfigError(f"names more than {MOST_FILES:,} files")
     return sorted(files)
+
+
+def _walk(top: Path) -> Iterator[Path]:
+    """Yield the files in a folder and in the folders that it links to, each folder once. A folder that the tree itself
+    holds is read under its own name. Files and folders whose names begin with a dot are left out.
+    """
+    seen, links = set[str](), [top]
+    while links:
+        for folder, folders, names in os.walk(links.pop(0)):
+            if (place := os.path.realpath(folder)) in seen:
+                folders.clear()
+                continue
+            seen.add(place)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            links += [Path(folder, name) for name in folders if os.path.islink(os.path.join(folder, name))]
+            yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def data_files(pattern: str, found: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    """Return those of the files that `pattern` names which hold data: those with one of the suffixes, if there are any.
+    In a folder, the descriptions that come with a data set (README.md, dataset_infos.json) hold none, nor do .md files
+    beside files of rows.
+    """
+    usable = [file for file in found if not suffixes or kind(file) in suffixes]
+    if not home(pattern).is_dir():
+        return usable
+    rows = any(kind(file) in ROWS for file in usable)
+    data = [
+        file
+        for file in usable
+        if file.name not in DESCRIPTIONS and not (kind(file) == ".md" and (rows or file.name.lower() == "readme.md"))
+    ]
+    return data or usable
 
 
 def home(path: str) -> Path:

@@ -290,6 +290,7 @@ for source in (
         TextSource,
         needs_path=True,
         suffixes=TEXT,
+        faults=f"{DATA}.first_rows:faults_of_text",
         warnings=f"{UNKNOWN}:in_files",
     ),
     DataSourceKind("tokens", f"{DATA}:open_tokens", FileSource, documents=False, needs_path=True, suffixes=(".bin",)),

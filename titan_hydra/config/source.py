@@ -65,7 +65,14 @@ class Data(Source):
     )
     max_bad_shards: int = key(
         0,
-        "number of missing or damaged files, shards or rows that may be left out, each with a warning",
+        "number of files or shards that may be left out because they are missing or damaged, each with a warning",
+        NATURAL,
+        identity=False,
+    )
+    max_bad_rows: int = key(
+        0,
+        "number of rows that may be left out because they cannot be used, each with a warning; counted over all ranks "
+        "and the whole run",
         NATURAL,
         identity=False,
     )

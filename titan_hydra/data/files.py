@@ -1,28 +1,28 @@
-"""Read text files: the rows of .txt, .jsonl, .csv and .parquet files, which may be compressed (.gz, .zst). Imports no
-torch, so that commands can use it on a login node.
+"""Read text files: the rows of .txt, .jsonl, .json, .csv and .parquet files, which may be compressed (.gz, .zst). Imports
+no torch, so that commands can use it on a login node.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.fault import did_you_mean
-from titan_hydra.config.files import expand, kind, missing, similar, unread
+from titan_hydra.config.files import data_files, expand, kind, missing, similar, unread
 from titan_hydra.config.registry import DATA_SOURCES
 
-from .shards import BadShard
+from .opening import UNREADABLE, broken_off, elements, is_array, lines, mapped, opened, unreadable
+from .shards import BadRow, BadShard
 
-Rows = Iterator[tuple[int, str]]
+Rows = Iterator[tuple[int, str | BadRow]]
+BATCH = 1 << 20  # bytes of text that are read at a time from a .parquet
 
 
 def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
@@ -35,7 +35,7 @@ def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[
     files = expand(path)
     if not files:
         raise ConfigError(f"{key}={path}: no such file" + did_you_mean(similar(path)))
-    usable = [file for file in files if not suffixes or kind(file) in suffixes]
+    usable = data_files(path, files, suffixes)
     if not usable:
         raise ConfigError(f"{key}={path}: {unread(files[0], suffixes)}")
     if not any(file.stat().st_size for file in usable):
@@ -57,130 +57,203 @@ def place_in(ends: list[int], number: int) -> tuple[int, int]:
 
 
 def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> Rows:
-    """Yield number and text of the rows start, start + every, ... A row is a whole .txt file, a line of a .jsonl, or a
-    record of a .csv or .parquet. Raises BadShard, with file and line, if a row cannot be read, and ConfigError if a row
-    has no column `text_key`.
+    """Yield number and text of the rows start, start + every, ... A row is a whole .txt file, a record of JSON (on a line
+    or in an array), or a record of a .csv or .parquet. A row that cannot be used is yielded as a BadRow. Raises BadShard
+    if all rows behind one are lost, and ConfigError if the file has no column `text_key`.
     """
     try:
         yield from READERS[kind(file)](file, text_key, start, every)
     except (*UNREADABLE, UnicodeDecodeError) as error:
-        raise BadShard(file, f"{file}: cannot be read: {error}") from error
+        raise BadShard(file, unreadable(file, error)) from error
 
 
-def texts(file: Path, text_key: str) -> Rows:
-    """Yield number (from 1) and text of each row of a file. Here a row of a .txt file is a line that is not empty. Raises
-    ConfigError if there is no such file, or it cannot be read to the end.
+def good(found: Rows) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each row. Raises the first BadRow."""
+    for number, text in found:
+        if isinstance(text, BadRow):
+            raise text
+        yield number, text
+
+
+def texts(file: Path, text_key: str) -> Iterator[tuple[int, str]]:
+    """Yield number (from 1) and text of each row of a file. Here a row of a .txt file is a line that is not empty; lines
+    end at \\n, as for editors. Raises ConfigError if there is no such file, or if a row cannot be used.
     """
     if not file.is_file():
         raise ConfigError(f"{file}: no such file{did_you_mean(similar(str(file)))}")
     if kind(file) not in TEXT_SUFFIXES:
         raise ConfigError(f"{file}: {unread(file, TEXT_SUFFIXES)}")
-    if kind(file) == ".txt":
-        for _, text in rows(file):
-            yield from ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+    if kind(file) in WHOLE:
+        for _, text in good(rows(file)):
+            for number, line in enumerate(text.split("\n"), 1):
+                if line.strip():
+                    yield number, line.removesuffix("\r")
     else:
-        yield from ((number + 1, text) for number, text in rows(file, text_key))
+        yield from ((number + 1, text) for number, text in good(rows(file, text_key)))
 
 
 def _text(file: Path, text_key: str, start: int, every: int) -> Rows:
     if start == 0:
         with opened(file) as stream:
-            yield 0, stream.read().decode()
+            yield 0, stream.read().decode("utf-8-sig")
 
 
-def _lines(file: Path, text_key: str, start: int, every: int) -> Rows:
-    with opened(file) as stream:
-        for number, line in islice(enumerate(stream), start, None, every):
-            if not line.strip():
-                continue
+def _json(file: Path, text_key: str, start: int, every: int) -> Rows:
+    """Yield the texts of JSON records, one a line or in an array."""
+    for number, line, content in _array(file, start, every) if is_array(file) else _lines(file, start, every):
+        if isinstance(content, BadRow):
+            yield number, content
+        elif not content.isspace():
             try:
-                record = json.loads(line)
-            except ValueError as error:  # the line is not JSON, or not UTF-8
-                raise BadShard(file, f"{file}:{number + 1}: not a JSON line: {error}") from error
-            yield number, column(record, text_key, f"{file}:{number + 1}")
+                yield number, text_of(record_of(content), text_key)
+            except ValueError as error:
+                yield number, BadRow(f"{file}:{line}", error)
+
+
+def _lines(file: Path, start: int, every: int) -> Iterator[tuple[int, int, bytes | BadRow]]:
+    return ((number, number + 1, line) for number, line in lines(file, start, every))
+
+
+def _array(file: Path, start: int, every: int) -> Iterator[tuple[int, int, bytes | BadRow]]:
+    content, bad = mapped(file)
+    for number, (line, begin, end) in islice(enumerate(elements(content)), start, None, every):
+        yield number, line, content[begin:end]
+    if bad:
+        raise bad
 
 
 def _csv(file: Path, text_key: str, start: int, every: int) -> Rows:
     csv.field_size_limit(2**31 - 1)  # maximum bytes of a text; the default is 128 KiB
     with opened(file) as stream:
-        reader = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
-        try:
-            for number, record in islice(enumerate(reader), start, None, every):
-                yield number, column(record, text_key, f"{file}:{reader.line_num}")
-        except csv.Error as error:
-            raise BadShard(file, f"{file}:{reader.reader.line_num}: not CSV: {error}") from error
+        # a byte that is not UTF-8 becomes half of a surrogate pair, and so its row cannot be used
+        reader = csv.DictReader(
+            io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=""), strict=True
+        )
+        require_column(file, reader.fieldnames or (text_key,), text_key)
+        for number in count():
+            row: str | BadRow
+            try:
+                record = next(reader, None)
+                if record is None:
+                    return
+                if number < start or (number - start) % every:
+                    continue
+                row = text_of(record, text_key)
+            except csv.Error as error:
+                row = BadRow(f"{file}:{reader.reader.line_num}", f"not CSV: {error}")
+            except ValueError as error:
+                row = BadRow(f"{file}:{reader.line_num}", error)
+            except UNREADABLE as error:
+                bad = broken_off(file, reader.reader.line_num, error)
+                if not isinstance(bad, BadRow):
+                    raise bad from error
+                yield number, bad
+                return
+            yield number, row
 
 
 def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
+    number = 0
+    for values in column_of_parquet(file, text_key):
+        first = start + -(-max(number - start, 0) // every) * every
+        for place in range(first - number, len(values), every):
+            try:
+                yield number + place, text_of({text_key: values[place].as_py()}, text_key)
+            except ValueError as error:
+                yield number + place, BadRow(f"{file}: row {number + place + 1}", error)
+        number += len(values)
+
+
+def column_of_parquet(file: Path, name: str) -> Iterator[Any]:
+    """Yield the values of a column, some at a time, so that a large row group is not in memory as a whole."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-        if text_key not in table.schema_arrow.names:
-            column(dict.fromkeys(table.schema_arrow.names), text_key, str(file))
-        first = 0  # index of the first row in this row group
+        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)
+        require_column(file, table.schema_arrow.names, name)
         for group in range(table.num_row_groups):
-            size = table.metadata.row_group(group).num_rows
-            wanted = range(start + -(-max(first - start, 0) // every) * every, first + size, every)
-            if wanted:
-                values = table.read_row_group(group, columns=[text_key])[text_key]
-                for number in wanted:
-                    yield number, column({text_key: values[number - first].as_py()}, text_key, f"{file}: row {number}")
-            first += size
+            size = _size(table.metadata.row_group(group), name)
+            for batch in table.iter_batches(size, row_groups=[group], columns=[name], use_threads=False):
+                yield batch.column(0)
     except pyarrow.ArrowException as error:
         raise BadShard(file, f"{file}: not a Parquet file: {error}") from error
 
 
-def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[str]:
+def _size(group: Any, name: str) -> int:
+    """Return how many rows of a row group have about BATCH bytes."""
+    chunks = (group.column(place) for place in range(group.num_columns))
+    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.partition(".")[0] == name)
+    return max(1, min(10_000, BATCH * group.num_rows // max(size, 1)))
+
+
+def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[str | BadRow]:
     """Yield the first `number` texts of a file, or the first `length` bytes of a .txt. A large file is not read as a
     whole.
     """
-    if kind(file) in (".txt", ".md"):
+    if kind(file) in WHOLE:
         with opened(file) as stream:
             yield stream.read(length).decode(errors="ignore")
-    elif kind(file) == ".parquet":
-        import pyarrow.parquet
-
-        # By default pyarrow would read a whole row group.
-        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)
-        for batch in islice(table.iter_batches(number, columns=[text_key]), 1):
-            yield from batch[text_key].to_pylist()
     else:
         yield from (text for _, text in islice(rows(file, text_key), number))
 
 
+WHOLE = (".txt", ".md")  # suffixes of files that are one row
 READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
-    ".txt": _text,
-    ".md": _text,
-    ".jsonl": _lines,
-    ".json": _lines,
+    **dict.fromkeys(WHOLE, _text),
+    ".jsonl": _json,
+    ".json": _json,
     ".csv": _csv,
     ".parquet": _parquet,
 }
 TEXT_SUFFIXES = DATA_SOURCES["text_files"].suffixes
 
 
-UNREADABLE = (OSError, EOFError, zlib.error)  # errors that reading a file can raise; EOFError: a truncated .gz
+def record_of(content: bytes | dict[str, Any]) -> dict[str, Any]:
+    """Return a row as a dict. Raises ValueError if the row is not a JSON object."""
+    if isinstance(content, dict):
+        return content
+    try:
+        row = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("not a JSON line: nested too deeply") from error
+    except ValueError as error:  # also raised for a line that is not UTF-8
+        raise ValueError(f"not a JSON line: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"not a record but {type(row).__name__}")
+    return row
 
 
-def opened(file: Path) -> IO[bytes]:
-    """Open a file for reading; .gz and .zst are unpacked."""
-    if file.suffix == ".zst":
-        import pyarrow
+def require_column(file: Path, names: Sequence[str], name: str) -> None:
+    """Raise ConfigError if the columns of a file do not include exactly one of this name."""
+    if name not in names:
+        raise ConfigError(f"{file}: {_no_column(name, names)}")
+    if names.count(name) > 1:
+        raise ConfigError(f"{file}: {names.count(name)} columns have the name {name!r}")
 
-        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd"))
-    return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else open(file, "rb")
+
+def _no_column(name: str, names: Iterable[str]) -> str:
+    return f"no column {name!r}, but {', '.join(map(repr, names))}: set data.text_key (--text-key)"
 
 
-def column(record: object, text_key: str, where: str) -> str:
-    """Return the text of a record. Raises ConfigError, with the columns that the record has, if it has no text."""
-    if not isinstance(record, dict):
-        raise ConfigError(f"{where}: not a record but {type(record).__name__}")
+def text_of(record: dict[str, Any], text_key: str) -> str:
+    """Return the text of a record. Raises ValueError, with the columns that the record has, if it has no text, or one
+    that UTF-8 cannot encode.
+    """
     if text_key not in record:
-        raise ConfigError(
-            f"{where}: no column {text_key!r}, but {', '.join(map(repr, record))}: set data.text_key (--text-key)"
-        )
-    if not isinstance(record[text_key], str):
-        raise ConfigError(f"{where}: column {text_key!r} holds {type(record[text_key]).__name__}, not text")
-    return record[text_key]
+        raise ValueError(_no_column(text_key, record))
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise ValueError(f"column {text_key!r} holds {type(text).__name__}, not text")
+    check_unicode(text)
+    return text
+
+
+def check_unicode(text: str) -> None:
+    """Raise ValueError if a text holds half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start + 1} is half of a surrogate pair, or a byte that is not UTF-8"
+        ) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -95,8 +96,9 @@ class Loader:
 
     def take_news(self, news: dict[str, str]) -> None:
         """Add the bad shards that any rank has found; all ranks call this. Raises ConfigError if there are too many."""
+        before = dict.fromkeys(self.known, "")
         self.known |= set(news)
-        BadShards(self.bad.limit, dict.fromkeys(sorted(self.known), "") | news).check()
+        replace(self.bad, found=before | news).check()
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state that `merge` has made of the states of any number of ranks. The state contains this

@@ -19,7 +19,7 @@ import numpy as np
 from titan_hydra.base.errors import ConfigError
 
 from .permutation import permute
-from .shards import BadShard, BadShards
+from .shards import BadRow, BadShard, BadShards
 from .tokenizer import Tokenizer
 
 
@@ -28,8 +28,10 @@ class Documents(Protocol):
 
     units: int
 
-    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield row number and text of a unit's rows from `start` on, ascending. Each call yields the same rows."""
+    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str | BadRow]]:
+        """Yield row number and text of a unit's rows from `start` on, ascending; a BadRow for a row that cannot be used.
+        Each call yields the same rows.
+        """
 
 
 START = {"turn": 0, "row": 0, "place": 0, "token": 0}
@@ -157,7 +159,9 @@ class Stream:
         for turn in count(first):
             try:
                 for number, text in self.source.rows(self._unit(turn), row):
-                    if text:
+                    if isinstance(text, BadRow):
+                        self.bad.add(text)
+                    elif text:
                         empty = -1
                         yield turn, number, text
             except BadShard as error:
@@ -181,6 +185,6 @@ class Stream:
 
     def _has_text(self, unit: int) -> bool:
         try:
-            return any(text for _, text in self.source.rows(unit))
+            return any(text and not isinstance(text, BadRow) for _, text in self.source.rows(unit))
         except BadShard:
             return False

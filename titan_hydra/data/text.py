@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from itertools import islice
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.fault import Fault
 from titan_hydra.config.parts import HubSource
 
 from . import files
-from .shards import BadShard
+from .shards import BadRow, BadShard
 
 C4 = {"path": "allenai/c4", "subset": "en"}
 
@@ -27,7 +28,7 @@ class TextFiles:
         self.every = 1 if whole else -(-slots // len(self.files))
         self.units = len(self.files) * self.every
 
-    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
+    def rows(self, unit: int, start: int = 0) -> files.Rows:
         file, first = divmod(unit, self.every)
         return files.rows(self.files[file], self.text_key, max(start, first), self.every)
 
@@ -51,15 +52,23 @@ class Hub:
             raise ConfigError(
                 f"{key}.path={path} subset={subset} split={split}: {str(error).splitlines()[0]}"
             ) from error
+        names = self.dataset.column_names
+        if names and data.text_key not in names:
+            raise ConfigError(
+                str(Fault(f"{key}.text_key", data.text_key, f"{path} has no column of this name", legal=tuple(names)))
+            )
         self.text_key, self.where = data.text_key, f"{key}.path={path}"
         self.every = -(-slots // self.dataset.num_shards)
         self.units = self.dataset.num_shards * self.every
 
-    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str]]:
+    def rows(self, unit: int, start: int = 0) -> files.Rows:
         shard, first = divmod(unit, self.every)
         where = f"{self.where}: shard {shard}"
         for number, row in self._read(where, shard, max(start, first)):
-            yield number, files.column(row, self.text_key, f"{where}, row {number}")
+            try:
+                yield number, files.text_of(row, self.text_key)
+            except ValueError as error:
+                yield number, BadRow(f"{where}, row {number + 1}", error)
 
     def _read(self, where: str, shard: int, start: int) -> Iterator[tuple[int, dict]]:
         """Yield the number and the content of every n-th row of a shard. Raises BadShard for any error of the library."""

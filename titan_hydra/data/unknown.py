@@ -11,7 +11,8 @@ from pathlib import Path
 
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
-from titan_hydra.config.files import expand, home, kind
+from titan_hydra.config.files import ROWS as ROWS_OF_TEXT
+from titan_hydra.config.files import data_files, expand, home
 from titan_hydra.config.parts import HubSource, TextSource
 from titan_hydra.config.source import FileSource
 
@@ -22,8 +23,6 @@ from .tokenizer import Tokenizer, load
 # maximum number of files that are read, of rows in each file, and of characters in each row
 FILES, ROWS, LENGTH = 8, 32, 10_000
 SHARE = 0.01  # share of unknown tokens, or characters, above which there is a warning
-# suffixes of the files of a local data set; a .md beside them is a note, not data
-ROWS_OF_TEXT = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,11 @@ def warning(
     try:
         found = count(
             tokenizer.path,
-            tuple(text[:LENGTH].encode(errors="ignore").decode() for text in islice(read(), FILES * ROWS)),
+            tuple(
+                text[:LENGTH].encode(errors="ignore").decode()
+                for text in islice(read(), FILES * ROWS)
+                if isinstance(text, str)
+            ),
         )
     except Exception:  # files can be damaged in any way
         return
@@ -89,8 +92,13 @@ def warning(
 
 def of_some(path: str | None, suffixes: tuple[str, ...], texts: Callable[[Path], Iterable[str]]) -> Iterable[str]:
     """Return the texts that `texts(file)` reads from at most FILES files of a source, evenly spaced."""
-    found = [file for file in expand(path or "") if kind(file) in suffixes and file.stat().st_size]
-    return chain.from_iterable(map(texts, found[:: -(-len(found) // FILES) or 1]))
+    return chain.from_iterable(map(texts, some_files(path, suffixes)))
+
+
+def some_files(path: str | None, suffixes: tuple[str, ...], number: int = FILES) -> list[Path]:
+    """Return at most `number` files of a source that are not empty, evenly spaced."""
+    found = [file for file in data_files(path or "", expand(path or ""), suffixes) if file.stat().st_size]
+    return found[:: -(-len(found) // number) or 1]
 
 
 def in_files(key: str, source: TextSource, job: schema.Job) -> Iterator[Fault]:

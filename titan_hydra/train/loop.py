@@ -23,6 +23,7 @@ from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.schema import Job
 from titan_hydra.data.loader import Loader
+from titan_hydra.data.shards import ROW
 from titan_hydra.data.tasks import Task, load_tasks
 from titan_hydra.job.batches import local_batches
 from titan_hydra.job.parametrization import rules_of
@@ -245,14 +246,17 @@ class Loop:
 
 
 def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
-    """Report each shard that a rank has left out since the last report. This is a collective."""
+    """Report each shard and row that a rank has left out since the last report. This is a collective."""
     parts: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, loader.news())
-    news = dict(sorted((shard, reason) for part in parts for shard, reason in part.items()))
-    for count, (shard, reason) in enumerate(news.items(), start=len(loader.known) + 1):
-        metrics.event("bad_shard", step, bad_shards=count, shard=shard, reason=reason)
-        if metrics.events:
-            print(f"warning: a shard is left out: {reason}", flush=True)
+    news = dict(sorted((name, reason) for part in parts for name, reason in part.items()))
+    for kind, own in (("shard", False), ("row", True)):
+        known = sum(name.startswith(ROW) is own for name in loader.known)
+        found = [(name.removeprefix(ROW), reason) for name, reason in news.items() if name.startswith(ROW) is own]
+        for count, (name, reason) in enumerate(found, start=known + 1):
+            metrics.event(f"bad_{kind}", step, **{f"bad_{kind}s": count, kind: name, "reason": reason})
+            if metrics.events:
+                print(f"warning: a {kind} is left out: {reason}", flush=True)
     loader.take_news(news)
 
 

@@ -7,9 +7,9 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import (
     PACKED,
+    data_files,
     expand,
     home,
-    kind,
     missing,
     similar,
     tokenizer_file,
@@ -87,7 +87,7 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
     except (ConfigError, OSError) as error:
         yield Fault(key, path, str(getattr(error, "strerror", error)))
         return
-    usable = [file for file in found if kind(file) in suffixes]
+    usable = data_files(path, found, suffixes)
     if not found:
         yield (
             Fault(key, path, "no file in it", ())
