@@ -18,14 +18,14 @@ SIX = (
     "checkpoint.keep_latest_k=0",
     "data=mixture",
     "data.global_batch=8",
-    "data.max_bad_shards=1",
+    "data.max_bad_rows=1",
     "data.shuffle_buffer=3",
 )
 
 
 @pytest.fixture
 def mixture(tmp_path):
-    """Return overrides that mix the embedded corpus with shards, of which one is truncated."""
+    """Return overrides that mix the embedded corpus with shards, of which one has a bad row."""
     shards = tmp_path / "shards"
     shards.mkdir()
     for number in range(4):
@@ -44,16 +44,17 @@ def test_a_mixture_goes_on_on_other_ranks(run_job, mixture, tmp_path):
     resumed = run_job(compose_job(*SIX, mixture, "parallelism=tp", "data.local_batch=8"), cut)
     for run in (whole, two, resumed):
         assert run_job.losses(run) == pytest.approx(run_job.losses(whole), rel=1e-5)
-        (event,) = [row for row in run_job.rows(run, "events") if row["event"] == "bad_shard"]
+        (event,) = [row for row in run_job.rows(run, "events") if row["event"] == "bad_row"]
         assert (
-            event["shard"].endswith("2.jsonl")
+            event["row"].endswith("2.jsonl:4")
             and "2.jsonl:4: not a JSON line" in event["reason"]
-            and event["bad_shards"] == 1
+            and event["bad_rows"] == 1
         )
-    assert "warning: a shard is left out: " in (two / "attempts/1/rank_0.log").read_text()
+    assert "warning: a row is left out: " in (two / "attempts/1/rank_0.log").read_text()
 
 
-def test_one_bad_shard_too_many_stops_every_rank(run_job, mixture):
-    job = compose_job(*SIX, mixture, "parallelism=tp", "data.local_batch=8", "data.max_bad_shards=0")
+def test_one_bad_row_too_many_stops_every_rank(run_job, mixture):
+    job = compose_job(*SIX, mixture, "parallelism=tp", "data.local_batch=8")
+    job.data.max_bad_rows = 0  # on the command line, the launcher would refuse it
     run = run_job(job, expect=2)
     assert "2.jsonl:4: not a JSON line" in (run / "attempts/1/error_1").read_text()

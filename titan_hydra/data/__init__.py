@@ -38,7 +38,13 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loade
 
     data = job.data
     global_batch, share = data.global_batch, data.global_batch // ranks
-    wanted = Wanted(job, split, range(rank * share, (rank + 1) * share), global_batch, BadShards(data.max_bad_shards, data.max_bad_rows))
+    wanted = Wanted(
+        job,
+        split,
+        range(rank * share, (rank + 1) * share),
+        global_batch,
+        BadShards(data.max_bad_shards, data.max_bad_rows),
+    )
     seed = job.seed if split == "train" else VALIDATION_SEED
     signature = {
         "data.name": data.name,

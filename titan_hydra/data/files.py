@@ -18,7 +18,7 @@ from titan_hydra.config.fault import did_you_mean
 from titan_hydra.config.files import data_files, expand, kind, missing, similar, unread
 from titan_hydra.config.registry import DATA_SOURCES
 
-from .opening import UNREADABLE, broken_off, elements, is_array, lines, mapped, opened, unreadable
+from .opening import UNREADABLE, broken_off, elements_of_array, is_array, numbered_lines, mapped, opened, unreadable
 from .shards import BadRow, BadShard
 
 Rows = Iterator[tuple[int, str | BadRow]]
@@ -105,18 +105,18 @@ def _json(file: Path, text_key: str, start: int, every: int) -> Rows:
             yield number, content
         elif not content.isspace():
             try:
-                yield number, text_of(record_of(content), text_key)
+                yield number, text_in(record_of(content), text_key)
             except ValueError as error:
                 yield number, BadRow(f"{file}:{line}", error)
 
 
 def _lines(file: Path, start: int, every: int) -> Iterator[tuple[int, int, bytes | BadRow]]:
-    return ((number, number + 1, line) for number, line in lines(file, start, every))
+    return ((number, number + 1, line) for number, line in numbered_lines(file, start, every))
 
 
 def _array(file: Path, start: int, every: int) -> Iterator[tuple[int, int, bytes | BadRow]]:
     content, bad = mapped(file)
-    for number, (line, begin, end) in islice(enumerate(elements(content)), start, None, every):
+    for number, (line, begin, end) in islice(enumerate(elements_of_array(content)), start, None, every):
         yield number, line, content[begin:end]
     if bad:
         raise bad
@@ -138,7 +138,7 @@ def _csv(file: Path, text_key: str, start: int, every: int) -> Rows:
                     return
                 if number < start or (number - start) % every:
                     continue
-                row = text_of(record, text_key)
+                row = text_in(record, text_key)
             except csv.Error as error:
                 row = BadRow(f"{file}:{reader.reader.line_num}", f"not CSV: {error}")
             except ValueError as error:
@@ -154,36 +154,43 @@ def _csv(file: Path, text_key: str, start: int, every: int) -> Rows:
 
 def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
     number = 0
-    for values in column_of_parquet(file, text_key):
+    for batch in batches_of_parquet(file, text_key):
+        values = batch.column(0)
         first = start + -(-max(number - start, 0) // every) * every
         for place in range(first - number, len(values), every):
             try:
-                yield number + place, text_of({text_key: values[place].as_py()}, text_key)
+                yield number + place, text_in({text_key: values[place].as_py()}, text_key)
             except ValueError as error:
                 yield number + place, BadRow(f"{file}: row {number + place + 1}", error)
         number += len(values)
 
 
-def column_of_parquet(file: Path, name: str) -> Iterator[Any]:
-    """Yield the values of a column, some at a time, so that a large row group is not in memory as a whole."""
+def batches_of_parquet(file: Path, name: str | None, size: int | None = None) -> Iterator[Any]:
+    """Yield the record batches of a column, or of all columns: small ones, so that a large row group is not in memory as
+    a whole.
+    """
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)
-        require_column(file, table.schema_arrow.names, name)
-        for group in range(table.num_row_groups):
-            size = _size(table.metadata.row_group(group), name)
-            for batch in table.iter_batches(size, row_groups=[group], columns=[name], use_threads=False):
-                yield batch.column(0)
+        if name:
+            require_column(file, table.schema_arrow.names, name)
+        for number in range(table.num_row_groups):
+            group = table.metadata.row_group(number)
+            yield from table.iter_batches(
+                size or _batch(group, name), row_groups=[number], columns=[name] if name else None, use_threads=False
+            )
     except pyarrow.ArrowException as error:
         raise BadShard(file, f"{file}: not a Parquet file: {error}") from error
 
 
-def _size(group: Any, name: str) -> int:
+def _batch(group: Any, name: str | None) -> int:
     """Return how many rows of a row group have about BATCH bytes."""
     chunks = (group.column(place) for place in range(group.num_columns))
-    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.partition(".")[0] == name)
+    size = sum(
+        chunk.total_uncompressed_size for chunk in chunks if name in (None, chunk.path_in_schema.partition(".")[0])
+    )
     return max(1, min(10_000, BATCH * group.num_rows // max(size, 1)))
 
 
@@ -236,7 +243,7 @@ def _no_column(name: str, names: Iterable[str]) -> str:
     return f"no column {name!r}, but {', '.join(map(repr, names))}: set data.text_key (--text-key)"
 
 
-def text_of(record: dict[str, Any], text_key: str) -> str:
+def text_in(record: dict[str, Any], text_key: str) -> str:
     """Return the text of a record. Raises ValueError, with the columns that the record has, if it has no text, or one
     that UTF-8 cannot encode.
     """

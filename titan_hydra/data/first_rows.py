@@ -4,6 +4,7 @@ no torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -30,38 +31,59 @@ def faults_of_text(key: str, source: TextSource, job: schema.Job) -> Iterator[Fa
     def read(file: Path) -> Iterable[Any]:
         return files.beginnings(file, source.text_key, ROWS, LENGTH)
 
-    yield from faults_of_files(f"{key}.path", source.path, job, files.TEXT_SUFFIXES, read)
+    yield from faults_in_files(f"{key}.path", source.path, job, files.TEXT_SUFFIXES, read)
 
 
-def faults_of_files(
+def faults_in_files(
     key: str, path: str | None, job: schema.Job, suffixes: tuple[str, ...], read: Callable[[Path], Iterable[Any]]
 ) -> Iterator[Fault]:
-    """Yield a fault if more files are of another kind than their names say, or more of the first rows cannot be used,
+    """Yield a fault if more files are of another kind than their suffixes say, or more of the first rows cannot be used,
     than the job may leave out; or if none of these rows can be used. `read(file)` returns the first rows; those that
     cannot be used are BadRows.
     """
-    bad = BadShards(job.data.max_bad_shards, job.data.max_bad_rows)
-    usable = 0
     try:
-        for file in some_files(path, suffixes, MANY):
-            if reason := other_kind(file):
-                bad.add(BadShard(file, f"{file}: {reason}"))
-        for file in some_files(path, suffixes, FILES):
+        found = some_files(path, suffixes, MANY) if path else []
+    except (ConfigError, OSError):
+        return  # another rule yields this fault
+    wrong = [BadShard(file, f"{file}: {reason}") for file in found if (reason := other_kind(file))]
+    some = found[:: -(-len(found) // FILES) or 1]
+    if found:
+        yield from _faults(key, path, job, wrong, [functools.partial(read, file) for file in some], len(found) > FILES)
+
+
+def faults_in_rows(key: str, path: str, job: schema.Job, read: Callable[[], Iterable[Any]]) -> Iterator[Fault]:
+    """Yield a fault if more of the rows that `read()` returns are BadRows than the job may leave out, or all."""
+    return _faults(key, path, job, [], [read], False)
+
+
+def _faults(
+    key: str,
+    path: str | None,
+    job: schema.Job,
+    wrong: list[BadShard],
+    reads: list[Callable[[], Iterable[Any]]],
+    more: bool,
+) -> Iterator[Fault]:
+    bad, usable = BadShards(job.data.max_bad_shards, job.data.max_bad_rows), 0
+    try:
+        for error in wrong:
+            bad.add(error)
+        for read in reads:
             try:
-                for row in islice(read(file), ROWS):
+                for row in islice(read(), ROWS):
                     usable += not isinstance(row, BadRow)
                     if isinstance(row, BadRow):
                         bad.add(row)
             except BadShard as error:
                 bad.add(error)
             except UNREADABLE as error:
-                bad.add(BadShard(file, files.unreadable(file, error)))
+                bad.add(BadShard(path, files.unreadable(Path(path or ""), error)))
         if bad.found and not usable:
             raise ConfigError(f"none of the first rows can be used: {next(iter(bad.found.values()))}")
+        if not usable and not more:
+            raise ConfigError("no row in it")
     except ConfigError as error:
         yield Fault(key, path, str(error))
-    except OSError:
-        return  # the path cannot be read, which another rule reports
 
 
 def other_kind(file: Path) -> str | None:

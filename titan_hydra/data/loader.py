@@ -116,7 +116,7 @@ class Loader:
             )
         self._halt()
         self.step, self.known = state["step"], set(state.get("bad", {}))
-        self.bad.found = state.get("bad", {}) | self.bad.found
+        self.bad.restore(state.get("bad", {}))
         for slot in self.slots:
             self.samples.load(slot, saved[slot])
         self.returned = self._snapshot()

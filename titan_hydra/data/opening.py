@@ -76,7 +76,9 @@ def broken_off(file: Path, line: int, error: Exception) -> BadShard:
     """
     if line and isinstance(error, EOFError):
         return BadRow(f"{file}:{line + 1}", f"the file is cut off here: {error}")
-    return BadShard(file, f"{file}:{line + 1}: cannot be read from here on: {error}" if line else unreadable(file, error))
+    return BadShard(
+        file, f"{file}:{line + 1}: cannot be read from here on: {error}" if line else unreadable(file, error)
+    )
 
 
 def unreadable(file: Path, error: Exception) -> str:
@@ -84,7 +86,7 @@ def unreadable(file: Path, error: Exception) -> str:
     return f"{file}: cannot be read: {error}"
 
 
-def lines(file: Path, start: int = 0, every: int = 1) -> Iterator[tuple[int, bytes | BadRow]]:
+def numbered_lines(file: Path, start: int = 0, every: int = 1) -> Iterator[tuple[int, bytes | BadRow]]:
     """Yield number and content of the lines start, start + every, ... Raises BadShard if all behind a line is lost."""
     numbers = count()
     try:
@@ -133,7 +135,7 @@ def is_array(file: Path) -> bool:
         return False
 
 
-def elements(content: Content) -> Iterator[tuple[int, int, int]]:
+def elements_of_array(content: Content) -> Iterator[tuple[int, int, int]]:
     """Yield line (from 1), begin and end of each element of a JSON array. What is no record of its own, such as a number
     between records or a record without end, is yielded too.
     """

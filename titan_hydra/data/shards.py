@@ -39,19 +39,34 @@ class BadShards:
     rows: int = 0  # data.max_bad_rows
     found: dict[str, str] = field(default_factory=dict)  # reason for each name
 
+    def __post_init__(self) -> None:
+        self.bad_rows = sum(name.startswith(ROW) for name in self.found)
+        self.bad_shards = sum(not name.startswith((ROW, UNLIMITED)) for name in self.found)
+
+    def restore(self, found: dict[str, str]) -> None:
+        """Add what a run had found before it was resumed."""
+        self.found = found | self.found
+        self.__post_init__()
+
     def add(self, error: BadShard) -> None:
         """Record a bad shard or row. Raises ConfigError if there are more than the limit."""
-        self.found.setdefault(error.shard, str(error))
+        if error.shard not in self.found:
+            self.found[error.shard] = str(error)
+            self.bad_rows += error.shard.startswith(ROW)
+            self.bad_shards += not error.shard.startswith((ROW, UNLIMITED))
         self.check()
 
     def check(self) -> None:
-        """Raise ConfigError if there are more bad shards, or more bad rows, than the limit."""
-        rows = [reason for name, reason in self.found.items() if name.startswith(ROW)]
-        shards = [reason for name, reason in self.found.items() if not name.startswith((ROW, UNLIMITED))]
-        for key, limit, what, bad in (
-            ("data.max_bad_shards", self.limit, "shards", shards),
-            ("data.max_bad_rows", self.rows, "rows", rows),
+        """Raise ConfigError, with the last reason, if there are more bad shards, or more bad rows, than the limit."""
+        for key, limit, what, number in (
+            ("data.max_bad_shards", self.limit, "shards", self.bad_shards),
+            ("data.max_bad_rows", self.rows, "rows", self.bad_rows),
         ):
-            if len(bad) > limit:
-                so_far = f"the last of {len(bad)} bad {what}; " if limit else ""
-                raise ConfigError(f"{bad[-1]}; {so_far}{key}={limit}")
+            if number > limit:
+                reasons = [
+                    reason
+                    for name, reason in self.found.items()
+                    if not name.startswith(UNLIMITED) and name.startswith(ROW) is (what == "rows")
+                ]
+                so_far = f"the last of {number} bad {what}; " if limit else ""
+                raise ConfigError(f"{reasons[-1]}; {so_far}{key}={limit}")

@@ -66,7 +66,7 @@ class Hub:
         where = f"{self.where}: shard {shard}"
         for number, row in self._read(where, shard, max(start, first)):
             try:
-                yield number, files.text_of(row, self.text_key)
+                yield number, files.text_in(row, self.text_key)
             except ValueError as error:
                 yield number, BadRow(f"{where}, row {number + 1}", error)
 

@@ -18,10 +18,10 @@ from titan_hydra.config import Fault
 from titan_hydra.config.compose import compose_job, compose_unchecked
 from titan_hydra.config.rules import checks
 from titan_hydra.data import loader as loaders
-from titan_hydra.data.shards import BadShards
+from titan_hydra.data.records import Records
+from titan_hydra.data.shards import ROW, BadShards
 from titan_hydra.job.freeze import freeze
 from titan_hydra.recipes.chat import rows
-from titan_hydra.recipes.chat.conversations import ConversationFiles
 from titan_hydra.recipes.chat.rows import Turns, first_fit
 from titan_hydra.train.objectives.language import IGNORED
 
@@ -284,10 +284,10 @@ def damaged(tmp_path):
 
 
 def test_every_malformed_row_is_counted_with_its_line(talk, tmp_path, damaged):
-    loader = data.build(talk(path=str(tmp_path / "damaged.jsonl"), max_bad_shards=500), 0, 1)
+    loader = data.build(talk(path=str(tmp_path / "damaged.jsonl"), max_bad_rows=500), 0, 1)
     for _ in range(10):
         loader.next()
-    found = loader.state()["bad"]
+    found = {name.removeprefix(ROW): reason for name, reason in loader.state()["bad"].items()}
     assert found.keys() == damaged.keys() and len(found) == 500
     for place, reason in damaged.items():
         assert found[place].startswith(f"{place}: ") and reason in found[place] and "\n" not in found[place], (
@@ -301,7 +301,7 @@ def test_the_first_malformed_row_is_refused_where_none_may_be_left_out(talk, tmp
     with pytest.raises(ConfigError) as error:
         data.build(talk(path=str(tmp_path / "damaged.jsonl"), shuffle=False), 0, 1).next()
     first = min(damaged, key=lambda place: int(place.rpartition(":")[2]))
-    assert str(error.value).startswith(f"{first}: ") and str(error.value).endswith("data.max_bad_shards=0")
+    assert str(error.value).startswith(f"{first}: ") and str(error.value).endswith("data.max_bad_rows=0")
 
 
 def faults(*words):
@@ -328,8 +328,8 @@ def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path, mon
     os.mkfifo(own)  # opening it would block
     assert faults(*words)[0].startswith(f"data.chat_template={own}: not a file")
     file.write_text('{"text": "Hi"}\n')
-    reason = "its first conversation: no list of messages under 'messages' (or 'conversations'), but 'text'"
-    assert faults(*words[:2]) == [str(Fault("data.path", str(file), reason))]
+    reason = "no list of messages under 'messages' (or 'conversations'), but 'text'; data.max_bad_rows=0"
+    assert faults(*words[:2]) == [str(Fault("data.path", str(file), f"{file}:1: {reason}"))]
     assert faults("data=chat")[0].startswith("data.path=null: data=chat needs it")
     words = ("data=chat", f"data.path={file}", "tokenizer=hf", "tokenizer.path=gone.json")
     assert faults(*words)[0].startswith("tokenizer.path=gone.json: no such file")
@@ -397,8 +397,8 @@ def test_chats_are_read_from_packed_files_as_from_plain_ones(tmp_path):
     content = b'{"messages": [{"role": "user", "content": "a"}]}\n\n' * 3
     for name, written in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content)), ("a.jsonl.zst", zst(content))):
         (tmp_path / name).write_bytes(written)
-        lines = ConversationFiles([tmp_path / name], BadShards())
+        lines = Records([tmp_path / name], BadShards())
         assert [lines.row(number)[1] for number in range(len(lines))] == [content[: content.index(b"\n") + 1]] * 3, name
     (tmp_path / "a.jsonl.zst").write_bytes(zst(content * 1000)[:-9])
-    with pytest.raises(ConfigError, match=r"a\.jsonl\.zst: cannot be read"):
-        ConversationFiles([tmp_path / "a.jsonl.zst"], BadShards())
+    with pytest.raises(ConfigError, match=r"a\.jsonl\.zst:\d+: the file is cut off here"):
+        Records([tmp_path / "a.jsonl.zst"], BadShards())

@@ -360,7 +360,7 @@ def test_a_damaged_image_is_black_where_that_is_allowed(tmp_path):
         "data=image_text",
         f"data.path={tar(tmp_path / 'a.tar', members)}",
         "data.seq_len=256",
-        "data.max_bad_shards=1",
+        "data.max_bad_rows=1",
     )
     loader = data.build(job, 0, 1)
     batch = loader.next()

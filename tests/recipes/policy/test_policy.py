@@ -248,7 +248,7 @@ def test_a_row_that_is_no_pair_is_one_line(tmp_path, row, reason):
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(ConfigError) as error:
         compose_job("debug=tiny", *base("preference", file))
-    assert str(error.value) == f"data.path={file}: its first row: {reason}"
+    assert str(error.value) == f"data.path={file}: {file}:1: {reason}; data.max_bad_rows=0"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_row_that_is_no_rollout_is_one_line(tmp_path, row, reason):
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(ConfigError) as error:
         data.build(compose_job("debug=tiny", *base("rollouts", file)), 0, 1).next()
-    assert str(error.value).startswith(f"{file}:1: {reason}")
+    assert str(error.value) == f"data.path={file}: {file}:1: {reason}; data.max_bad_rows=0"
 
 
 def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tmp_path, capsys):

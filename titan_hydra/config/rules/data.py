@@ -56,6 +56,10 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
         record = DATA_SOURCES[source.name]
         if record.needs_path and not source.path:
             yield Fault(f"{key}.path", None, f"data={source.name} needs it")
+        elif getattr(source, "hub_split", None):
+            if job.validation.name == "on" and not getattr(source, "hub_validation_split", None):
+                yield Fault(f"{key}.hub_validation_split", None, f"validation=on with data={source.name} needs it")
+            continue
         elif record.suffixes and source.path:
             yield from _are_there(f"{key}.path", source.path, record.suffixes, job.data.max_bad_shards)
         if record.suffixes and hasattr(source, "validation_path") and job.validation.name == "on":

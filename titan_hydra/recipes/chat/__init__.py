@@ -10,7 +10,7 @@ COMMANDS = {
 }
 RENAMED = {"generate --chat": "chat"}
 TURNS = ("tokens", "trained", "documents")  # the arrays of a sample of packed rows
-LINES = (".jsonl", ".json")
+LINES = (".jsonl", ".json", ".parquet")
 TEMPLATE = f"{__name__}.template_of_run:files_of_export"
 ROWS = f"{__name__}.rows"
 register(

@@ -1,122 +1,117 @@
-"""Conversations in files of JSON lines: find where each row begins, and check what a row contains. Imports no torch."""
+"""What a row of conversations contains: check it, and bring it into the form that templates use. Imports no torch."""
 
 import functools
 import json
-import mmap
-from dataclasses import dataclass
-from itertools import accumulate, islice
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from titan_hydra.data.files import record_of
+from titan_hydra.data.records import Record
 
-from titan_hydra.config.files import PACKED
-from titan_hydra.data.files import UNREADABLE, opened, place_in
-from titan_hydra.data.shards import BadShard, BadShards
-
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of the roles
+# other names of the roles, as in ShareGPT's files
+ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "function"), "tool"),
+}
+CALLS = ("function_call", "tool_call")  # roles of messages whose content is a call of the assistant's
 # keys of a message's reasoning in data files; templates use one of the first two
 REASONING = ("reasoning_content", "thinking", "reasoning")
+FLAGS = ("weight", "train", "training")  # keys of whether a message is learned
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+OWN = ("role", "from", "content", "value", "tool_calls", "function_call", *REASONING, *FLAGS)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, each a dict with `role` and `content`, and the functions that the assistant may call."""
+    """Messages, each a dict with `role` and `content`, and the functions that the assistant may call. `learned` has for
+    each message whether the row states that it is learned, or is not; `options` are arguments of the template.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    learned: tuple[bool | None, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def everything(self) -> str:
-        """Messages and tools as one JSON text."""
-        return json.dumps([self.messages, self.tools], ensure_ascii=False)
+        """Messages, tools and options as one JSON text."""
+        return json.dumps([self.messages, self.tools, self.options], ensure_ascii=False, default=str)
+
+    def before(self, message: int) -> "Conversation":
+        """Return the conversation up to a message."""
+        return Conversation(self.messages[:message], self.tools, self.learned[:message], self.options)
 
 
-class ConversationFiles:
-    """The rows of some files, numbered over all files; blank lines do not count. Files are mapped into memory; compressed
-    files are decompressed.
-
-    With `most`, at most that many lines of each file are read.
-    """
-
-    def __init__(self, files: list[Path], bad: BadShards, most: int | None = None):
-        self.files, self.contents, self.starts, self.numbers = files, [], [], []
-        for file in files:
-            try:
-                content, ends = _open(file, most)
-            except UNREADABLE as error:
-                bad.add(BadShard(file, f"{file}: cannot be read: {error}"))
-                content, ends = b"", np.zeros(1, dtype=np.int64)
-            rows = [row for row in range(len(ends) - 1) if not content[ends[row] : ends[row + 1]].isspace()]
-            self.contents.append(content)
-            self.starts.append(ends)
-            self.numbers.append(np.array(rows, dtype=np.int64))
-        self.ends = list(accumulate(map(len, self.numbers)))
-
-    def __len__(self) -> int:
-        return self.ends[-1]
-
-    def row(self, number: int) -> tuple[str, bytes]:
-        """Return the place of a row, as file:line, and its bytes."""
-        file, place = place_in(self.ends, number)
-        line = self.numbers[file][place]
-        start, end = self.starts[file][line : line + 2]
-        return f"{self.files[file]}:{line + 1}", self.contents[file][start:end]
-
-
-def _open(file: Path, most: int | None) -> tuple[bytes | mmap.mmap, np.ndarray]:
-    """Return the content of a file and the offsets of its lines, with the end of the last line."""
-    with opened(file) as stream:
-        packed = file.suffix in PACKED
-        lines = [*islice(stream, most)] if packed else islice(stream, most)
-        ends = np.fromiter(accumulate(map(len, lines), initial=0), dtype=np.int64)
-        if packed:
-            return b"".join(lines), ends
-        return (mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if ends[-1] else b""), ends
-
-
-def parse(line: bytes) -> Conversation:
+def parse(record: Record) -> Conversation:
     """Return the conversation of a row. Raises ValueError if the row has none; the message states what is wrong.
 
-    A row has `messages` of `role` and `content`, or ShareGPT's `conversations` of `from` and `value`; `tools` is
-    optional.
+    A row has `messages` of `role` and `content`, or ShareGPT's `conversations` of `from` and `value`; `tools`, `system`
+    and `chat_template_kwargs` are optional.
     """
-    row = record_of(line)
-    messages = row.get("messages", row.get("conversations"))
+    row = record_of(record)
+    messages = next((row[key] for key in ("messages", "conversations") if row.get(key) is not None), None)
     if not isinstance(messages, list) or not messages:
         raise ValueError(
             "no list of messages under 'messages' (or 'conversations')"
             + (", but " + ", ".join(map(repr, row))) * bool(row)
         )
-    return conversation(messages, row.get("tools"))
+    return conversation(messages, row)
 
 
-def record_of(line: bytes) -> dict[str, Any]:
-    """Return a row as a dict. Raises ValueError if the row is not a JSON object."""
-    try:
-        row = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("not a JSON line: nested too deeply") from error
-    except ValueError as error:  # also raised for a line that is not UTF-8
-        raise ValueError(f"not a JSON line: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"not a record but {type(row).__name__}")
-    return row
+def conversation(messages: list[Any], row: dict[str, Any]) -> Conversation:
+    """Return a conversation from messages, and from what a row has beside them. Raises ValueError if one of these is
+    unusable.
+    """
+    _refuse_media(row, "the row")
+    found = [_message(message, number) for number, message in enumerate(messages, start=1)]
+    learned = [_learned(message, number) for number, message in enumerate(messages, start=1)]
+    if (system := _system(row)) and not (found and found[0] == system):
+        if found and found[0]["role"] == "system":
+            raise ValueError("its 'system' is another text than its first message, the system's")
+        found, learned = [system, *found], [None, *learned]
+    options = row.get("chat_template_kwargs") or {}
+    if isinstance(options, str):
+        options = _json(options, "its chat_template_kwargs are not JSON")
+    if not isinstance(options, dict):
+        raise ValueError(f"its chat_template_kwargs are {type(options).__name__}, not a record")
+    return Conversation(found, _tools(row.get("tools")), tuple(learned), options)
 
 
-def conversation(messages: list[Any], tools: Any = None) -> Conversation:
-    """Return a conversation from the `messages` and `tools` of a row. Raises ValueError if one of these is unusable."""
-    return Conversation([_message(message, number) for number, message in enumerate(messages, start=1)], _tools(tools))
+def _system(row: dict[str, Any]) -> dict[str, Any] | None:
+    text = row.get("system")
+    if not isinstance(text, str | None):
+        raise ValueError(f"its 'system' is {type(text).__name__}, not text")
+    return {"role": "system", "content": text} if text and text.strip() else None
+
+
+def _refuse_media(record: dict[str, Any], where: str) -> None:
+    if found := next((key for key in MEDIA if record.get(key)), None):
+        raise ValueError(f"{where} has {found!r}, which no template prints as text; data=image_text reads images")
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """Return a message with role, content and, if present, reasoning and calls, under the keys that templates use."""
+    """Return a message with role, content and, if present, reasoning and calls, under the keys that templates use. Other
+    keys are kept for the template.
+    """
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is {type(message).__name__}, not a record")
-    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    role, content = (
+        message.get("role", message.get("from")),
+        message.get("content", message.get("value")),
+    )
     if not isinstance(role, str) or not role:
         raise ValueError(f"message {number} has no role")
-    calls = message.get("tool_calls") or []
+    _refuse_media(message, f"message {number}")
+    calls, call = message.get("tool_calls") or [], message.get("function_call")
+    if role in CALLS:
+        role, call, content = "assistant", content, None
+    calls, call = (
+        _json(given, f"message {number} has a call that is not JSON") if isinstance(given, str) else given
+        for given in (calls, call)
+    )
+    if call:  # a message's only call, or a list of all its calls
+        calls = call if isinstance(call, list) else [call]
     if isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
@@ -132,8 +127,30 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         found |= {"reasoning_content": reasoning, "thinking": reasoning}
     if not isinstance(calls, list):
         raise ValueError(f"message {number} has {type(calls).__name__} as tool_calls, not a list")
-    others = {key: value for key, value in message.items() if key in ("name", "tool_call_id")}
+    others = {key: value for key, value in message.items() if key not in OWN and value is not None}
     return found | others | ({"tool_calls": [_call(call, number) for call in calls]} if calls else {})
+
+
+def _learned(message: dict[str, Any], number: int) -> bool | None:
+    """Return whether a message states that it is learned, or is not; None: it states nothing."""
+    if message.get("train_detail") or message.get("training_detail"):
+        raise ValueError(
+            f"message {number} has 'train_detail'; only whole messages can be left out, by 'train' or 'weight'"
+        )
+    stated = {key: message[key] for key in FLAGS if message.get(key) is not None}
+    for key, value in stated.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(f"message {number} has {key!r} {value!r}, neither 0 (not learned) nor 1")
+    if len(set(map(bool, stated.values()))) > 1:
+        raise ValueError(f"message {number} states both that it is learned and that it is not")
+    return next(map(bool, stated.values()), None)
+
+
+def _json(text: str, otherwise: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(otherwise) from error
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
@@ -143,20 +160,14 @@ def _call(call: Any, number: int) -> dict[str, Any]:
         raise ValueError(f"message {number} has a call without the name of a function")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"message {number} calls {function['name']} with arguments that are not JSON") from error
+        arguments = _json(arguments, f"message {number} calls {function['name']} with arguments that are not JSON")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
     """Return the functions (tools) of a row; some files hold them as JSON text."""
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise ValueError("its tools are not JSON") from error
+        tools = _json(tools, "its tools are not JSON") if tools.strip() else []
     if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
         raise ValueError("its tools are not a list of records")
     return tools or []

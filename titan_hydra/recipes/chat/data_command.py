@@ -56,9 +56,12 @@ def main(args: argparse.Namespace) -> int:
     if not found:
         reason = "only sources that pack rows into samples can be shown"
         raise ConfigError(str(Fault("data.name", job.data.name, reason, legal=tuple(shown))))
+    job.data.max_bad_rows = 2**31 - 1  # those that cannot be used are shown
     if faults := check(job):
         raise ConfigError("\n".join(map(str, faults)))
-    wanted = Wanted(job, args.split, range(0), job.data.global_batch, BadShards(job.data.max_bad_shards))
+    wanted = Wanted(
+        job, args.split, range(0), job.data.global_batch, BadShards(job.data.max_bad_shards, job.data.max_bad_rows)
+    )
     for key, source in found.items():
         _show(resolve(DATA_SOURCES[source.name].build)(key, source, wanted, job.seed), job, args.row)
     for warning in sources_find_little_wrong(job):

@@ -22,22 +22,25 @@ import numpy as np
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault, counted
-from titan_hydra.config.files import expand
-from titan_hydra.data import files, unknown
+from titan_hydra.config.files import home
+from titan_hydra.data import files, tokenizer, unknown
+from titan_hydra.data.first_rows import faults_in_files, faults_in_rows
 from titan_hydra.data.permutation import permute
-from titan_hydra.data.shards import UNLIMITED, BadShard, BadShards
+from titan_hydra.data.records import SUFFIXES, HubRecords, Record, Records
+from titan_hydra.data.shards import UNLIMITED, BadRow, BadShard, BadShards
 from titan_hydra.data.tokenizer import Tokenizer
 
 from . import template
-from .conversations import Conversation, ConversationFiles, parse
-from .sources import ConversationSource, TemplateSource
+from .conversations import Conversation, parse
+from .printed import forgotten
+from .sources import ConversationSource, RowSource, TemplateSource
 
 if TYPE_CHECKING:
     from titan_hydra.data import Wanted
 
+READING = 2  # changes whenever the same row gives other tokens than before, so that an older run is not resumed
 # number of conversations that are packed together; with 200 tokens each, in samples of 8,192 tokens, 2 % is padding
 WINDOW = 1000
-SUFFIXES = (".jsonl", ".json")
 TRIED = 10  # seconds that a template may take for the first row when the launcher checks it
 MARK = re.compile(r"<\|?[\w-]+\|?>")  # special tokens in a template, such as <|im_end|> and <start_of_turn>
 
@@ -64,7 +67,7 @@ class ConversationReader:
 
     rows = "conversations"
 
-    def __init__(self, lines: ConversationFiles, template: template.Template, tokenizer: Tokenizer, train_on: str):
+    def __init__(self, lines: Records | HubRecords, template: template.Template, tokenizer: Tokenizer, train_on: str):
         self.lines, self.template, self.tokenizer, self.train_on = lines, template, tokenizer, train_on
         self.special = re.compile("|".join(map(re.escape, tokenizer.special)) or "(?!)")
 
@@ -72,19 +75,21 @@ class ConversationReader:
     def signature(self) -> dict[str, Any]:
         """Everything that determines the tokens of the rows."""
         source = hashlib.sha256(self.template.source.encode()).hexdigest()
-        return {"tokenizer": self.tokenizer.sha256, "chat_template": source, "train_on": self.train_on}
+        options = {"chat_template_kwargs": self.template.options} if self.template.options else {}
+        found = {"tokenizer": self.tokenizer.sha256, "chat_template": source, "train_on": self.train_on} | options
+        return found | {"reading": READING}
 
     def turns(self, number: int) -> Turns:
-        """Return the tokens of a conversation. Raises BadShard, with file and line, if the conversation cannot be used."""
+        """Return the tokens of a conversation. Raises BadRow, with file and line, if the conversation cannot be used."""
         where, line = self.lines.row(number)
         try:
             return self.read(line)
         except ValueError as error:
-            raise BadShard(where, f"{where}: {error}") from error
+            raise BadRow(where, error) from error
         except ConfigError as error:
             raise ConfigError(f"{error} ({where})") from error
 
-    def read(self, line: bytes) -> Turns:
+    def read(self, line: Record) -> Turns:
         """Encode a row."""
         return self.encode(parse(line))
 
@@ -95,10 +100,8 @@ class ConversationReader:
         if name := self.special.search(conversation.everything):
             raise ValueError(f"it holds {name[0]}, whose characters would be encoded as that special token")
         text, spans = self.template.spans(conversation, self.train_on)
-        try:
-            found = self.tokenizer.locate(text)
-        except UnicodeEncodeError as error:
-            raise ValueError("it holds half of a surrogate pair, which UTF-8 cannot encode") from error
+        files.check_unicode(text)
+        found = self.tokenizer.locate(text)
         trained = np.zeros(len(found.ids), dtype=bool)
         for begin, end in spans:
             trained |= (found.begins < end) & (found.ends > begin)
@@ -235,13 +238,24 @@ def place_of_rows(key: str, source: schema.Source, split: str) -> tuple[str, str
     return files.path_of(key, source, split)
 
 
-def open_rows(key: str, source: schema.Source, wanted: Wanted) -> ConversationFiles:
-    """Open the files of a split. Raises ConfigError if there is no row in them."""
+def open_rows(key: str, source: schema.Source, wanted: Wanted) -> Records | HubRecords:
+    """Open the files, or the dataset, of a split. Raises ConfigError if there is no row in them."""
+    lines = of_hub(key, source, wanted.split)
     place = place_of_rows(key, source, wanted.split)
-    lines = ConversationFiles(files.require(*place, SUFFIXES), wanted.bad)
+    lines = lines or Records(files.require(*place, SUFFIXES), wanted.bad)
     if not len(lines):
         raise ConfigError("{}={}: no row in it".format(*place))
     return lines
+
+
+def of_hub(key: str, source: schema.Source, split: str) -> HubRecords | None:
+    """Return the rows of a dataset; None if `path` names files."""
+    if not (isinstance(source, RowSource) and source.hub_split):
+        return None
+    name = source.hub_split if split == "train" else source.hub_validation_split
+    if not name or not source.path:
+        raise ConfigError(f"{key}.{'path' if name else 'hub_validation_split'}=null: data={source.name} needs it")
+    return HubRecords(f"{key}.path", source.path, source.hub_subset, name)
 
 
 def faults(key: str, source: ConversationSource, job: schema.Job) -> Iterator[Fault]:
@@ -254,53 +268,70 @@ def warnings_of_chat(key: str, source: ConversationSource, job: schema.Job) -> I
     return warnings_of_first(key, source, job, _texts)
 
 
-def _texts(own: template.Template, source: ConversationSource, line: bytes) -> list[str]:
-    return [own.spans(parse(line), source.train_on)[0]]
+def _texts(own: template.Template, source: ConversationSource, line: Record) -> list[Rendered]:
+    conversation = parse(line)
+    return [(conversation, *own.spans(conversation, source.train_on))]
 
 
-Texts = Callable[[template.Template, Any, bytes], list[str]]
+Rendered = tuple[Conversation, str, template.Spans]
+Texts = Callable[[template.Template, Any, Record], list[Rendered]]
 
 
 def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str, texts: Texts) -> Iterator[Fault]:
-    """Yield what is wrong with the template, or with the first row. `what` is the word for a row in messages, and
+    """Yield what is wrong with the template, or with the first rows. `what` is the word for a row in messages, and
     `texts` applies the template to a row.
     """
-    _, path = place_of_rows(key, source, "train")
-    try:
-        found = [file for file in expand(path) if file.stat().st_size] if path else []
-    except (ConfigError, OSError):
-        found = []
-    if not found:
-        return  # another rule yields this fault
-    value = source.chat_template
+    value, refused = source.chat_template, list[str]()
+
+    def read(lines: Records | HubRecords) -> Iterator[str | BadRow]:
+        for number in range(min(len(lines), unknown.ROWS)):
+            where, line = lines.row(number)
+            try:
+                for _, text, _ in texts(own, source, line):
+                    if not number:
+                        _refuse_unknown_marks(key, source, job, own, text)
+                    yield text
+            except ValueError as error:
+                yield BadRow(where, error)
+            except ConfigError as error:
+                refused.append(str(error))
+                return
+
     try:
         own = template.load_template(key, source, job.tokenizer)
-        bad = BadShards(job.data.max_bad_shards)
-        lines = ConversationFiles(found[:1], bad, unknown.ROWS)
-        # if the first lines are blank, read the whole file
-        lines = lines if len(lines) else ConversationFiles(found[:1], bad)
-        if len(lines):
-            with template.time_limit(TRIED):
-                first = texts(own, source, lines.row(0)[1])
-            _refuse_unknown_marks(key, source, job, own, first)
-        elif len(found) == 1:
-            yield Fault(f"{key}.path", path, "no row in it")
+        with template.time_limit(TRIED):
+            found = list(_faults_of_rows(key, source, job, read))
+        yield from found if not refused else ()
     except template.TookTooLong:
-        yield Fault(
-            f"{key}.chat_template",
-            value,
-            f"it has not ended after {TRIED} s on the first {what}; does it loop for ever?",
-        )
+        refused.append(f"it has not ended after {TRIED} s on the first {what}; does it loop for ever?")
     except ConfigError as error:
-        yield Fault(f"{key}.chat_template", value, str(error).removeprefix(f"{key}.chat_template={value}: "))
-    except ValueError as error:
-        if not job.data.max_bad_shards:
-            yield Fault(f"{key}.path", path, f"its first {what}: {error}")
+        refused.append(str(error))
+    for reason in refused[:1]:
+        yield Fault(f"{key}.chat_template", value, reason.removeprefix(f"{key}.chat_template={value}: "))
 
 
-def _refuse_unknown_marks(
-    key: str, source: TemplateSource, job: schema.Job, own: template.Template, texts: list[str]
-) -> None:
+def _faults_of_rows(
+    key: str, source: TemplateSource, job: schema.Job, read: Callable[[Any], Iterator[str | BadRow]]
+) -> Iterator[Fault]:
+    """Yield what is wrong with the first rows of a source. A dataset that is not in a local folder is not read here."""
+    if isinstance(source, RowSource) and source.hub_split:
+        if source.path and home(source.path).is_dir():
+            try:
+                rows = of_hub(key, source, "train")
+            except ConfigError as error:
+                yield Fault(f"{key}.path", source.path, str(error))
+            else:
+                yield from faults_in_rows(f"{key}.path", source.path, job, lambda: read(rows))
+        return
+    where, path = place_of_rows(key, source, "train")
+    yield from faults_in_files(where, path, job, SUFFIXES, lambda file: read(_first(file)))
+
+
+def _first(file: Path) -> Records:
+    return Records([file], BadShards(), unknown.ROWS)
+
+
+def _refuse_unknown_marks(key: str, source: TemplateSource, job: schema.Job, own: template.Template, text: str) -> None:
     """Raise ConfigError if the tokenizer does not know a mark of the template (such as `<|im_end|>`). Otherwise mostly
     unknown tokens would be learned.
     """
@@ -311,7 +342,7 @@ def _refuse_unknown_marks(
     except ConfigError:
         return  # another rule yields this fault
     for mark in dict.fromkeys(MARK.findall(own.source)):
-        if mark in known.special or not any(mark in text for text in texts):
+        if mark in known.special or mark not in text:
             continue
         if count := [token == known.unknown for token in known.locate(mark).ids].count(True):
             raise ConfigError(
@@ -321,16 +352,46 @@ def _refuse_unknown_marks(
 
 
 def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: Texts) -> Iterator[Fault]:
-    """Yield a warning if the tokenizer encodes much of the first rows as unknown tokens. Unusable rows are skipped."""
+    """Yield warnings about the first rows: text that the tokenizer encodes as unknown tokens, answers whose end is not
+    learned, and reasoning that the template leaves out. Unusable rows are skipped.
+    """
 
-    def of_file(file: Path) -> Iterator[str]:
-        own, lines = (
-            template.load_template(key, source, job.tokenizer),
-            ConversationFiles([file], BadShards(1), unknown.ROWS),
-        )
+    def of_file(file: Path) -> Iterator[Rendered]:
+        lines = _first(file)
         for number in range(len(lines)):
             with contextlib.suppress(ValueError):
                 yield from texts(own, source, lines.row(number)[1])
 
     where, path = place_of_rows(key, source, "train")
-    return unknown.warning(where, path, job.tokenizer, lambda: unknown.of_some(path, SUFFIXES, of_file))
+    try:
+        own = template.load_template(key, source, job.tokenizer)
+        words = tokenizer.load(job.tokenizer)
+        found = [] if of_hub_named(source) else [*unknown.of_some(path, SUFFIXES, of_file)]
+    except Exception:  # files and templates can be wrong in any way, which other rules report
+        return
+    yield from unknown.warning(where, path, job.tokenizer, lambda: (text for _, text, _ in found))
+    value = source.chat_template
+    if reason := found and getattr(source, "train_on", "last") != "all" and _unlearned_end(*found[0][1:], words):
+        yield Fault(f"{key}.chat_template", value, reason)
+    if lost := sum(forgotten(conversation, text) > 0 for conversation, text, _ in found):
+        reason = (
+            f"it leaves out the reasoning of earlier answers, in {lost} of the first {len(found)} rows; "
+            "the answers behind it are learned without it"
+        )
+        yield Fault(f"{key}.chat_template", value, reason)
+
+
+def of_hub_named(source: schema.Source) -> bool:
+    """Whether the rows are those of a dataset, and not of files."""
+    return isinstance(source, RowSource) and bool(source.hub_split)
+
+
+def _unlearned_end(text: str, spans: template.Spans, words: Tokenizer) -> str | None:
+    """Return why a model would not learn where its answer ends; None if the last learned token is a special one."""
+    located, end = words.locate(text), spans[-1][1]
+    learned = [token for token, begin in zip(located.ids, located.begins, strict=True) if begin < end]
+    if learned and learned[-1] in {words.eos_id, *words.special.values()}:
+        return None
+    behind = next((name for name in words.special if text[end:].lstrip().startswith(name)), None)
+    what = f"{behind} behind them is not learned" if behind else "no special token ends them"
+    return f"answers are learned without their end, so that the model will not learn to stop: {what}"

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from titan_hydra.config.field import key
 from titan_hydra.config.ranges import PATH
 from titan_hydra.config.source import FileSource, Source
+
+
+@dataclass
+class RowSource(FileSource):
+    hub_split: str | None = key(
+        None,
+        "split of the dataset of the Hugging Face hub, or of the folder in its layout, that `path` names; null: `path` "
+        "names files",
+        identity="if set",
+    )
+    hub_subset: str | None = key(None, "configuration of that dataset", identity="if set")
+    hub_validation_split: str | None = key(
+        None, "split of that dataset that is held out for validation", identity=False, changes="held-out loss"
+    )
 
 
 @dataclass
@@ -16,6 +31,11 @@ class TemplateSource(Source):
         "template that makes text of a conversation: a Jinja file, or one of chatml, gemma, llama3, mistral, phi and "
         "qwen3; null: the tokenizer's own",
         PATH,
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        dict,
+        "further variables of the template, such as {enable_thinking: false}; a row may have its own under the same name",
+        identity="if set",
     )
 
 
@@ -29,5 +49,5 @@ class ConversationSource(TemplateSource):
 
 
 @dataclass
-class ChatSource(ConversationSource, FileSource):
+class ChatSource(ConversationSource, RowSource):
     pass

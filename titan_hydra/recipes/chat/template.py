@@ -9,11 +9,13 @@ the second.
 
 import contextlib
 import errno
+import functools
 import json
 import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from titan_hydra.config.files import home, similar, tokenizer_file
 from titan_hydra.data.tokenizer import BOS_NAMES, EOS_NAMES
 
 from .conversations import Conversation
+from .printed import END_OF_THINK, THINK, inline_reasoning, refuse_unprinted
 from .sources import TemplateSource
 
 BUILT_IN = {file.stem: file for file in sorted((Path(__file__).parent / "assets/templates").glob("*.jinja"))}
@@ -103,13 +106,14 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 class Template:
-    """A chat template, with the special tokens of its tokenizer by name."""
+    """A chat template, with the special tokens of its tokenizer by name, and further arguments."""
 
-    def __init__(self, where: str, source: str, names: dict[str, str]):
+    def __init__(self, where: str, source: str, names: dict[str, str], options: dict[str, Any] | None = None):
         """Compile the template. `where`, its key and value, is for messages. Raises ConfigError if the template is not
         Jinja.
         """
         self.where, self.source, self.names, self.tagged = where, source, names, bool(TAG.search(source))
+        self.options = options or {}
         extensions = [Generation, "jinja2.ext.loopcontrols"]
         environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
@@ -126,13 +130,13 @@ class Template:
         Raises ValueError if the template does not accept the conversation, ConfigError if the template violates the
         sandbox.
         """
+        own = {
+            "messages": conversation.messages,
+            "tools": conversation.tools or None,
+            "add_generation_prompt": prompt,
+        }
         try:
-            return self.compiled.render(
-                messages=conversation.messages,
-                tools=conversation.tools or None,
-                add_generation_prompt=prompt,
-                **self.names,
-            )
+            return self.compiled.render(self.options | conversation.options | self.names | own)
         except jinja2.sandbox.SecurityError as error:
             raise ConfigError(f"{self.where}: it is not allowed in a template: {error}") from error
         except Exception as error:  # a template is a program, which may raise anything
@@ -144,31 +148,72 @@ class Template:
 
     def spans(self, conversation: Conversation, train_on: str) -> tuple[str, Spans]:
         """Return the text of a conversation and the ranges of characters to learn. Raises ValueError if the
-        conversation cannot be used, ConfigError if the template does not show which text is the assistant's.
+        conversation cannot be used or the text lacks a part of it, ConfigError if the template does not show which text
+        is the assistant's.
         """
         if BEGIN in conversation.everything or END in conversation.everything:
             raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
+        conversation = self.fitted(conversation)
         marked = self.render(conversation)
         text = _plain(marked)
+        turns, learned = _turns(conversation, train_on)
         if train_on == "all":
-            return text, [(0, len(text))]
-        turns = [place for place, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if not turns:
-            raise ValueError("it has no message of the assistant")
-        if self.tagged:
-            before = _spans(self.render(_beginning(conversation, turns[-1]))) if train_on == "last" else []
-            return text, _spans(marked)[len(before) :]
-        return text, [
-            self._difference(conversation, turn, text) for turn in (turns[-1:] if train_on == "last" else turns)
-        ]
+            spans = [(0, len(text))]
+        elif self.tagged:
+            spans = self._tagged(conversation, marked, turns, learned)
+        else:
+            spans = [self._difference(conversation, turn, text) for turn in learned]
+        refuse_unprinted(conversation, text)
+        return text, spans
+
+    def _tagged(self, conversation: Conversation, marked: str, turns: list[int], learned: list[int]) -> Spans:
+        """Return the ranges between tags that belong to the learned ones of the assistant's turns."""
+        spans = _spans(marked)
+        if learned != turns:
+            # the number of ranges up to each turn, as a turn may have several
+            ends = [len(_spans(self.render(conversation.before(turn)))) for turn in turns] + [len(spans)]
+            spans = [
+                span
+                for place, turn in enumerate(turns)
+                if turn in learned
+                for span in spans[ends[place] : ends[place + 1]]
+            ]
+        return spans
+
+    def fitted(self, conversation: Conversation) -> Conversation:
+        """Return a conversation with reasoning beside the content instead of in it, if the template needs that."""
+        if not self.splits_reasoning:
+            return conversation
+        messages = []
+        for message in conversation.messages:
+            inline = inline_reasoning(message["content"]) if message["role"] == "assistant" else None
+            if inline and not message.get("reasoning_content"):
+                message = message | {"reasoning_content": inline[0], "thinking": inline[0], "content": inline[1]}
+            messages.append(message)
+        return replace(conversation, messages=messages)
+
+    @functools.cached_property
+    def splits_reasoning(self) -> bool:
+        """Whether the template prints reasoning that is beside the content, but not as it is in the content."""
+        thought, said = "One of many.", "Said."
+        beside = {"content": said, "reasoning_content": thought, "thinking": thought}
+        inline = {"content": f"{THINK}\n{thought}\n{END_OF_THINK}\n\n{said}"}
+        try:
+            texts = [
+                _plain(self.render(Conversation([{"role": "user", "content": "?"}, {"role": "assistant"} | one], [])))
+                for one in (beside, inline)
+            ]
+        except (ValueError, ConfigError):
+            return False
+        return thought in texts[0] and (thought not in texts[1] or texts[1].count(END_OF_THINK) != 1)
 
     def _difference(self, conversation: Conversation, turn: int, text: str) -> tuple[int, int]:
         """Return the range of a turn's message in the text of the conversation, by comparison of two texts. The range
         excludes the whitespace after the end mark.
         """
         messages = conversation.messages
-        before = self.render(_beginning(conversation, turn), prompt=True)
-        through = text if turn == len(messages) - 1 else self.render(_beginning(conversation, turn + 1))
+        before = self.render(conversation.before(turn), prompt=True)
+        through = text if turn == len(messages) - 1 else self.render(conversation.before(turn + 1))
         if not (text.startswith(through) and through.startswith(before)):
             built_in = ", ".join(BUILT_IN)
             raise ConfigError(
@@ -179,8 +224,23 @@ class Template:
         return len(before), len(through.rstrip())
 
 
-def _beginning(conversation: Conversation, messages: int) -> Conversation:
-    return Conversation(conversation.messages[:messages], conversation.tools)
+def _turns(conversation: Conversation, train_on: str) -> tuple[list[int], list[int]]:
+    """Return the places of the assistant's messages, and of those that are learned. Raises ValueError if there is none,
+    or if a message states something else than `train_on` allows.
+    """
+    messages, stated = conversation.messages, dict(enumerate(conversation.learned))
+    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for place, message in enumerate(messages):
+        if stated.get(place) and place not in turns:
+            raise ValueError(f"message {place + 1} states that it is learned, and is the {message['role']}'s")
+        if stated.get(place) is False and train_on == "all":
+            raise ValueError(f"message {place + 1} states that it is not learned, and train_on=all learns every token")
+    if not turns and train_on != "all":
+        raise ValueError("it has no message of the assistant")
+    learned = [turn for turn in (turns[-1:] if train_on == "last" else turns) if stated.get(turn) is not False]
+    if not learned and train_on != "all":
+        raise ValueError("nothing to learn in it: the assistant's messages state that they are not learned")
+    return turns, learned
 
 
 def _plain(marked: str) -> str:
@@ -222,7 +282,13 @@ def load_template(key: str, source: TemplateSource, tokenizer: schema.Tokenizer)
         name, text = _of_tokenizer(key, tokenizer_file(tokenizer))
     else:
         text = _read(key, name)
-    return Template(f"{key}.chat_template={name}", text, special_names(tokenizer))
+    names, options = special_names(tokenizer), source.chat_template_kwargs
+    for option in options:
+        reserved = option in (*names, "messages", "tools", "add_generation_prompt")
+        if reserved or not re.search(rf"\b{re.escape(option)}\b", text):
+            reason = "is set by the data" if reserved else f"the template {name} has no such variable"
+            raise ConfigError(f"{key}.chat_template_kwargs.{option}: {reason}")
+    return Template(f"{key}.chat_template={name}", text, names, options)
 
 
 def special_names(config: schema.Tokenizer) -> dict[str, str]:

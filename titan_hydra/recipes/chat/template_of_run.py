@@ -14,10 +14,11 @@ def read_template(checkpoint: Path, config_file: Path | None = None) -> Template
     """
     file, section = find_section("data", checkpoint, config_file)
     sources = [source for source in sources_of(section) if "chat_template" in source]
-    name = max(sources, key=lambda source: source.get("weight", 1)).get("chat_template") if sources else None
+    chosen = max(sources, key=lambda source: source.get("weight", 1)) if sources else {}
+    name, options = chosen.get("chat_template"), chosen.get("chat_template_kwargs", {})
     if name and name not in BUILT_IN:
         name = as_started(file, name)
-    return load_template("data", TemplateSource("chat", name), read_tokenizer_config(checkpoint, config_file))
+    return load_template("data", TemplateSource("chat", name, options), read_tokenizer_config(checkpoint, config_file))
 
 
 def files_of_export(checkpoint: Path, config_file: Path | None) -> dict[str, str]:

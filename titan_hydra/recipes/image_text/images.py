@@ -27,7 +27,7 @@ from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.source import FileSource
 from titan_hydra.data import files, unknown
-from titan_hydra.data.shards import BadShard, BadShards
+from titan_hydra.data.shards import BadRow, BadShard, BadShards
 from titan_hydra.data.tokenizer import Tokenizer
 from titan_hydra.recipes.chat.rows import Chat, ConversationReader, Turns
 
@@ -67,7 +67,7 @@ class Picture:
             image = (ImageOps.exif_transpose(image) if image.format == "JPEG" else image).convert("RGB")
             image = image.resize((self.columns * side, self.rows * side))
         except Exception as error:  # pillow raises many kinds of errors for damaged files
-            raise BadShard(self.where, f"{self.where}: cannot be decoded: {error}") from error
+            raise BadRow(self.where, f"cannot be decoded: {error}") from error
         pixels = np.asarray(image).reshape(self.rows, side, self.columns, side, 3)
         return pixels.swapaxes(1, 2).reshape(self.rows * self.columns, -1)
 
@@ -157,7 +157,7 @@ class ImageReader(ConversationReader):
         try:
             return self.document(parts_of(members), where)
         except (ValueError, OSError) as error:
-            raise BadShard(where, f"{where}: {error}") from error
+            raise BadRow(where, error) from error
 
     def document(self, parts: list[str | Callable[[], Image]], where: str) -> Illustrated:
         """Encode texts and images. Only text is learned. The ids at an image's tokens have no meaning, as the tower's
@@ -274,7 +274,7 @@ class DrawnReader(ImageReader):
 class ImageSamples(Chat):
     """Packed samples: the arrays of `Chat`, and those of images: `patches`, `cells`, `images`, `places` (model.py).
 
-    An image that is damaged behind its header becomes black, if data.max_bad_shards allows that. It cannot be left out,
+    An image that is damaged behind its header becomes black, if data.max_bad_rows allows that. It cannot be left out,
     as all ranks have reserved its place.
     """
 

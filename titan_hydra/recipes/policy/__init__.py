@@ -1,8 +1,8 @@
 """Learning from whole answers: pairs with a preferred answer (dpo), and sampled tokens with advantages (policy)."""
 
 from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
-from titan_hydra.config.source import FileSource
 from titan_hydra.recipes.chat import LINES, TEMPLATE, TURNS
+from titan_hydra.recipes.chat.sources import RowSource
 
 from .config import DirectPreference, PairSource, PolicyGradient
 
@@ -61,11 +61,12 @@ register(
     DataSourceKind(
         "rollouts",
         f"{ROWS}:open_rollouts",
-        FileSource,
+        RowSource,
         documents=False,
         needs_path=True,
         suffixes=LINES,
         gives=OF_ROLLOUTS,
         encodes=True,
+        faults=f"{ROWS}:faults_of_rollouts",
     )
 )

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from titan_hydra.config.field import key
 from titan_hydra.config.ranges import POSITIVE
 from titan_hydra.config.schema import Objective
-from titan_hydra.config.source import FileSource
-from titan_hydra.recipes.chat.sources import TemplateSource
+from titan_hydra.recipes.chat.sources import RowSource, TemplateSource
 
 
 @dataclass
-class PairSource(TemplateSource, FileSource):
+class PairSource(TemplateSource, RowSource):
     pass
 
 

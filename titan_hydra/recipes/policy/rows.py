@@ -9,15 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
+from titan_hydra.data.files import record_of
+from titan_hydra.data.first_rows import faults_in_files
+from titan_hydra.data.records import SUFFIXES, HubRecords, Record, Records
+from titan_hydra.data.shards import BadRow, BadShards
 from titan_hydra.data.tokenizer import Tokenizer
-from titan_hydra.recipes.chat.conversations import Conversation, ConversationFiles, conversation, record_of
-from titan_hydra.recipes.chat.rows import Chat, ConversationReader, Turns, faults_of_first, open_rows, warnings_of_first
+from titan_hydra.data.unknown import ROWS
+from titan_hydra.recipes.chat.conversations import Conversation, conversation
+from titan_hydra.recipes.chat.rows import (
+    Chat,
+    ConversationReader,
+    Rendered,
+    Turns,
+    faults_of_first,
+    open_rows,
+    warnings_of_first,
+)
+from titan_hydra.recipes.chat.sources import RowSource
 from titan_hydra.recipes.chat.template import Template, load_template
 
 from .config import PairSource
@@ -33,11 +48,11 @@ class PairReader(ConversationReader):
 
     rows = "pairs"
 
-    def __init__(self, lines: ConversationFiles, template: Template, tokenizer: Tokenizer, scored: bool = True):
+    def __init__(self, lines: Records | HubRecords, template: Template, tokenizer: Tokenizer, scored: bool = True):
         super().__init__(lines, template, tokenizer, train_on="last")
         self.scored = scored
 
-    def read(self, line: bytes) -> Turns:
+    def read(self, line: Record) -> Turns:
         """Encode a pair. A document's reference log-probability is stored at its last token, as only sums over
         documents are used.
         """
@@ -58,9 +73,9 @@ def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """Return the conversations with the preferred and the rejected answer. Raises ValueError if the row has no pair.
 
     A row has `chosen` and `rejected`: each a text, or messages, the last of which is the answer. The messages of
-    `prompt` come before both answers.
+    `prompt` come before both answers, unless these begin with them.
     """
-    prompt = row.get("prompt", [])
+    prompt = row.get("prompt") or []
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     sides = []
     for name in ("chosen", "rejected"):
@@ -68,11 +83,25 @@ def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
         answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         if not isinstance(prompt, list) or not isinstance(answer, list) or not answer:
             raise ValueError("no pair in it: 'chosen', 'rejected' and 'prompt' must be texts or lists of messages")
-        side = conversation([*prompt, *answer], row.get("tools"))
-        if side.messages[-1]["role"] != "assistant":
+        if conversation(answer, {}).messages[-1]["role"] != "assistant":
             raise ValueError(f"the last message of {name!r} is not the assistant's")
-        sides.append(side)
+        sides.append(conversation(_joined(prompt, answer, name), row))
     return sides[0], sides[1]
+
+
+def _joined(prompt: list[Any], answer: list[Any], name: str) -> list[Any]:
+    """Return the messages of a question and its answer. The question may stand in both, with the system's text in either
+    of them. Raises ValueError if the answer begins with another question.
+    """
+    before, after = (conversation(messages, {}).messages for messages in (prompt, answer))
+    asked = [message for message in before if message["role"] != "system"]
+    said = [message for message in after if message["role"] != "system"]
+    if asked and said[: len(asked)] == asked:
+        systems = [message for message in before if message["role"] == "system" and message not in after]
+        return [*systems, *answer]
+    if asked and asked[-1]["role"] == "user" and said and said[0]["role"] == "user":
+        raise ValueError(f"{name!r} begins with a question of the user that is not the one of 'prompt'")
+    return [*prompt, *answer]
 
 
 def _number(row: dict[str, Any], column: str) -> float:
@@ -91,40 +120,41 @@ class RolloutReader(ConversationReader):
 
     rows = "rollouts"
 
-    def __init__(self, lines: ConversationFiles, tokenizer: Tokenizer, vocab_size: int):
+    def __init__(self, lines: Records | HubRecords, tokenizer: Tokenizer, vocab_size: int):
         self.lines, self.tokenizer, self.vocab_size = lines, tokenizer, vocab_size
 
     @property
     def signature(self) -> dict[str, Any]:
         return {"tokenizer": self.tokenizer.sha256}
 
-    def read(self, line: bytes) -> Turns:
-        """Read a row of `tokens`. `old_logprobs` and `advantages` belong to the last tokens; the tokens before those
-        are the prompt. A single advantage applies to all tokens. Rows contain ids and not text, as encoding a text
-        again can give other ids.
-        """
-        row = record_of(line)
-        tokens, old, advantages = row.get("tokens"), row.get("old_logprobs"), row.get("advantages")
-        if not isinstance(tokens, list) or not all(
-            type(token) is int and 0 <= token < self.vocab_size for token in tokens
-        ):
-            raise ValueError(f"'tokens' is not a list of ids below model.vocab_size={self.vocab_size}")
-        if not _numbers(old) or not 0 < len(old) < len(tokens):
-            raise ValueError(
-                f"'old_logprobs' must be a list of numbers, one for each sampled token, and shorter than all {len(tokens)}"
-            )
-        advantages = advantages if isinstance(advantages, list) else [advantages] * len(old)
-        if not _numbers(advantages) or len(advantages) != len(old):
-            raise ValueError(
-                f"'advantages' is neither a number nor a list of {len(old)}, one for each of 'old_logprobs'"
-            )
-        prompt = len(tokens) - len(old)
-        values = {"old_logprobs": old, "advantages": advantages}
-        return Turns(
-            np.array(tokens, dtype=np.int32),
-            np.arange(len(tokens)) >= prompt,
-            values={name: np.array([0.0] * prompt + numbers, dtype=np.float32) for name, numbers in values.items()},
+    def read(self, line: Record) -> Turns:
+        """Read a row."""
+        return rollout(line, self.vocab_size)
+
+
+def rollout(line: Record, vocab_size: int) -> Turns:
+    """Read a row of `tokens`. `old_logprobs` and `advantages` belong to the last tokens; the tokens before those
+    are the prompt. A single advantage applies to all tokens. Rows contain ids and not text, as encoding a text
+    again can give other ids.
+    """
+    row = record_of(line)
+    tokens, old, advantages = row.get("tokens"), row.get("old_logprobs"), row.get("advantages")
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        raise ValueError(f"'tokens' is not a list of ids below model.vocab_size={vocab_size}")
+    if not _numbers(old) or not 0 < len(old) < len(tokens):
+        raise ValueError(
+            f"'old_logprobs' must be a list of numbers, one for each sampled token, and shorter than all {len(tokens)}"
         )
+    advantages = advantages if isinstance(advantages, list) else [advantages] * len(old)
+    if not _numbers(advantages) or len(advantages) != len(old):
+        raise ValueError(f"'advantages' is neither a number nor a list of {len(old)}, one for each of 'old_logprobs'")
+    prompt = len(tokens) - len(old)
+    values = {"old_logprobs": old, "advantages": advantages}
+    return Turns(
+        np.array(tokens, dtype=np.int32),
+        np.arange(len(tokens)) >= prompt,
+        values={name: np.array([0.0] * prompt + numbers, dtype=np.float32) for name, numbers in values.items()},
+    )
 
 
 def _numbers(value: Any) -> bool:
@@ -145,9 +175,9 @@ def open_rollouts(key: str, source: schema.Source, wanted: Wanted, seed: int) ->
 
 
 def faults_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield what is wrong with the template or with the first pair. Imports no torch."""
+    """Yield what is wrong with the template or with the first pairs. Imports no torch."""
 
-    def scored(template: Template, source: schema.Source, line: bytes) -> list[str]:
+    def scored(template: Template, source: schema.Source, line: Record) -> list[Rendered]:
         texts = _texts(template, source, line)
         for column in REFERENCE:
             _number(record_of(line), column)
@@ -157,9 +187,25 @@ def faults_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[F
 
 
 def warnings_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield a warning about text that the tokenizer encodes as unknown tokens."""
+    """Yield warnings about the text of the first pairs."""
     return warnings_of_first(key, source, job, _texts)
 
 
-def _texts(template: Template, source: schema.Source, line: bytes) -> list[str]:
-    return [template.spans(side, "last")[0] for side in pair_of(record_of(line))]
+def _texts(template: Template, source: schema.Source, line: Record) -> list[Rendered]:
+    return [(side, *template.spans(side, "last")) for side in pair_of(record_of(line))]
+
+
+def faults_of_rollouts(key: str, source: RowSource, job: schema.Job) -> Iterator[Fault]:
+    """Yield what is wrong with the first rollouts. Imports no torch."""
+
+    def read(file: Path) -> Iterator[Turns | BadRow]:
+        lines = Records([file], BadShards(), ROWS)
+        for number in range(len(lines)):
+            where, line = lines.row(number)
+            try:
+                yield rollout(line, job.model.vocab_size)
+            except ValueError as error:
+                yield BadRow(where, error)
+
+    if not source.hub_split:
+        yield from faults_in_files(f"{key}.path", source.path, job, SUFFIXES, read)

@@ -10,8 +10,9 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint.convert import read_model_config, read_tokenizer_config, reader_of
 from titan_hydra.config.files import write_text
 from titan_hydra.data import tokenizer
+from titan_hydra.data.files import record_of
+from titan_hydra.data.records import Records
 from titan_hydra.data.shards import BadShards
-from titan_hydra.recipes.chat.conversations import ConversationFiles, record_of
 from titan_hydra.recipes.chat.rows import Turns
 from titan_hydra.recipes.chat.template_of_run import read_template
 from titan_hydra.train.generate import load_model
@@ -26,7 +27,7 @@ def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
     """
     config = read_model_config(checkpoint)
     words = tokenizer.load(read_tokenizer_config(checkpoint))
-    reader = PairReader(ConversationFiles([pairs], BadShards()), read_template(checkpoint), words, scored=False)
+    reader = PairReader(Records([pairs], BadShards()), read_template(checkpoint), words, scored=False)
     rows = [reader.turns(number) for number in range(len(reader.lines))]
     longest = max((length for row in rows for length in row.documents), default=0)
     if not rows or longest > config.max_seq_len:
@@ -38,7 +39,9 @@ def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
     lines = []
     for number, row in enumerate(rows):
         scores = dict(zip(REFERENCE, log_probabilities(model, row), strict=True))
-        lines.append(json.dumps(record_of(reader.lines.row(number)[1]) | scores, ensure_ascii=False) + "\n")
+        lines.append(
+            json.dumps(record_of(reader.lines.row(number)[1]) | scores, ensure_ascii=False, default=str) + "\n"
+        )
     write_text(out, "".join(lines))
     return len(rows)
 
