@@ -18,7 +18,7 @@ from titan_hydra.config.fault import did_you_mean
 from titan_hydra.config.files import data_files, expand, kind, missing, similar, unread
 from titan_hydra.config.registry import DATA_SOURCES
 
-from .opening import UNREADABLE, broken_off, elements_of_array, is_array, numbered_lines, mapped, opened, unreadable
+from .opening import UNREADABLE, broken_off, elements_of_array, is_array, mapped, numbered_lines, opened, unreadable
 from .shards import BadRow, BadShard
 
 Rows = Iterator[tuple[int, str | BadRow]]

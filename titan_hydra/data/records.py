@@ -17,7 +17,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.files import home, kind
 
 from .files import batches_of_parquet, place_in
-from .opening import UNREADABLE, Content, elements_of_array, is_array, numbered_lines, mapped
+from .opening import UNREADABLE, Content, elements_of_array, is_array, mapped, numbered_lines
 from .shards import BadShard, BadShards
 
 Record = bytes | dict[str, Any]  # a JSON text, or the record itself
