@@ -62,12 +62,12 @@ correct() {
     step 90 "kernels at 8B's widths" python3 benchmarks/gpu/wide_kernels.py "${ON[1]}"
     step 240 "main recipe" python3 benchmarks/gpu/profile_rows.py recipe "${ON[@]}" --card "$CARD" --out "$OUT" \
         --seconds "$(left 5 230)" --row-seconds "$(left 5 120)"
-    step 3600 "tests" python3 tests/gpu/run.py --shards "${ON[@]}" --card "$CARD" --out "$OUT" --seconds "$(left 35)"
+    step 3600 "tests" python3 tests/gpu/run.py --shards "${ON[@]}" --card "$CARD" --out "$OUT" --seconds "$(left 45)"
 }
 
 again() {
     step 3600 "failed cases" python3 tests/gpu/run.py --shards --again "$CARRIED/again.jsonl" "${ON[@]}" --card "$CARD" --out "$OUT" \
-        --seconds "$(left 35)"
+        --seconds "$(left 45)"
 }
 
 speed() {

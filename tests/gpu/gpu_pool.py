@@ -189,14 +189,14 @@ class Processes:
                     begun, since = True, time.monotonic()
                 took = time.monotonic() - since
                 failed = any(process.poll() for process in self.processes)
-                if (
-                    failed
-                    or took > (limits.get(name, 90) if begun else self.patience)
-                    or time.monotonic() > until + GRACE
-                ):
+                overdue = took > (limits.get(name, 90) if begun else self.patience)
+                if failed or overdue:
                     row = self.ended(name, took) if failed else self.hung(name, took)
                     self.keep_logs(name)
                     yield row
+                    return
+                if time.monotonic() > until + GRACE:
+                    yield Row(name, self.ranks, "not run", round(took, 1), error="time was up while it ran")
                     return
                 time.sleep(0.05)
         finally:

@@ -64,7 +64,9 @@ def main() -> int:
             print(line(row), flush=True)
             logs = sorted([*Path(folder).glob("logs.txt"), *Path(folder).glob("*/logs.txt")])
             (args.out / "tests.log").write_text("".join(log.read_text(errors="replace") for log in logs))
-    print(", ".join(f"{count} {status}" for status, count in counts.items()), f"in {time.monotonic() - began:.0f} s")
+        took = time.monotonic() - began
+        # before the folder is removed, which takes seconds
+        print(", ".join(f"{count} {status}" for status, count in counts.items()), f"in {took:.0f} s", flush=True)
     return int(bool(set(counts) - {"passed", "skipped"}))
 
 
