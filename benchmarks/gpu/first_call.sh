@@ -10,7 +10,8 @@
 set -uo pipefail
 TREE=$(cd "$(dirname "$0")/../.." && pwd)
 CARRIED=$(dirname "$TREE")  # has wheels/ beside the tree, if `carry` made it
-export OUT=${OUT:-$PWD/first_call} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+OUT=$(realpath -m "${OUT:-first_call}")
+export OUT PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo  # without a name service, gloo would wait for the address of the host's name
 ON=(--device "${CPU:+cpu}" ${CPU:+--dry-run})
 ON[1]=${ON[1]:-cuda}
@@ -53,7 +54,7 @@ install() {
 
 facts() {
     say "facts"
-    { python3 -V; nvidia-smi -L; ls /dev/nvidia[0-9]*; nproc; free -g; df -h /tmp /dev/shm; hostname; cat /etc/hosts; ulimit -n; } 2>&1
+    { python3 -V; timeout 30 nvidia-smi -L; ls /dev/nvidia[0-9]*; nproc; free -g; df -h /tmp /dev/shm; hostname; cat /etc/hosts; ulimit -n; } 2>&1
     timeout 90 python3 benchmarks/gpu/card.py "${ON[1]}" > "$CARD" || exit 1  # nothing can be measured here
     cat "$CARD"
 }
@@ -88,9 +89,6 @@ main() {
     return $STATUS
 }
 
-for ((word = 1; word < $#; word += 2)); do
-    [[ ${!word} =~ ^(correct|again|speed)$ ]] || set --
-done
-[ $# -gt 1 ] && [ $(($# % 2)) = 0 ] || { sed -n 2,10p "$0" >&2; exit 2; }
+[[ "$* " =~ ^((correct|again|speed)\ [1-9][0-9]*\ )+$ ]] || { sed -n 2,10p "$0" >&2; exit 2; }
 mkdir -p "$OUT"
 main "$@" 2>&1 | tee -a "$OUT/call.log"

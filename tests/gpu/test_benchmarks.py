@@ -199,7 +199,7 @@ def test_what_carry_cannot_do_is_one_line(words, tmp_path):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not folder.exists(), done.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["correct"], ["correct", "390", "sped", "290"]])
+@pytest.mark.parametrize("words", [[], ["correct"], ["correct", "390", "sped", "290"], ["speed", "soon"]])
 def test_words_that_the_first_call_does_not_know_start_nothing(words, tmp_path):
     script = ROOT / "benchmarks/gpu/first_call.sh"
     done = subprocess.run(["bash", str(script), *words], capture_output=True, text=True, cwd=tmp_path)
