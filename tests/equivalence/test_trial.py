@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import pytest
 import titan_hydra
 from titan_hydra import cli
 from titan_hydra.verify.matrix import whole_matrix
+from titan_hydra.verify.mutants import copy, trial
 from titan_hydra.verify.mutants import corpus as module
-from titan_hydra.verify.mutants import trial
 from titan_hydra.verify.mutants.corpus import corpus
 from titan_hydra.verify.mutants.mutant import Mutant
 
@@ -103,3 +104,21 @@ def test_what_fails_without_a_mutant_finds_nothing(monkeypatch, capsys):
     monkeypatch.setattr(trial.Copy, "planted", lambda *_: contextlib.nullcontext())
     status, content = planted(monkeypatch, capsys, other, wrong)
     assert status == 1 and content["summary"]["missed"] == 2
+
+
+def test_a_test_that_has_no_end_finds_nothing(monkeypatch):
+    """On a busy machine any test can run out of time."""
+    one = Mutant(**vars(HARMLESS) | {"cases": (), "tests": ("tests/train/test_step.py",)})
+    monkeypatch.setattr(trial.Copy, "__init__", lambda _: None)
+    monkeypatch.setattr(trial.Copy, "close", lambda _: None)
+    monkeypatch.setattr(trial.Copy, "planted", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(copy.subprocess, "run", lambda command, **_: no_end(command))
+    monkeypatch.setattr(trial.Copy, "folder", PACKAGE, raising=False)
+    monkeypatch.setattr(trial.Copy, "environment", {}, raising=False)
+    told: list[str] = []
+    (finding,) = trial.Trial(False, told.append).run([one])
+    assert not finding.found and "no verdict on nothing" in told[0]
+
+
+def no_end(command):
+    raise subprocess.TimeoutExpired(command, 1)

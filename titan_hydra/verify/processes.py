@@ -3,7 +3,9 @@
 import logging
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +85,22 @@ def spawn_ranks(ranks: int, function: Callable[..., Any], folder: str, *worlds: 
         raise Raised(text)
 
 
+def end_with_caller() -> None:
+    """End this rank when the process that started it has ended, by whatever signal. Its parent is the fork server, which
+    lives as long as its ranks: they would go on with their cases.
+    """
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+
+    def wait() -> None:
+        caller.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
+    end_with_caller()
     os.dup2(2, 1)  # the output of a rank's libraries, such as gloo, does not belong to the command's output
     if rank:
         logging.getLogger("torch").setLevel(logging.ERROR)  # warnings would repeat those of rank 0

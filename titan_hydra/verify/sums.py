@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_hydra.base.private import functional_collectives
 from titan_hydra.job.batches import local_batches, microbatches
+from titan_hydra.models.init import clean_name
 from titan_hydra.train.trainer import Trainer
 
 
@@ -63,12 +64,17 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     parts = trainer.mesh.data_ranks * job.parallelism.cp * microbatches(job) * local_batches(job)
     if job.precision.reduce_dtype != "float32" or job.precision.param_dtype != "float32" or parts == 1:
         return 0
-    # If expert parallelism uses all these ranks, an expert's gradient comes from one rank and is not a sum.
-    alone = ".experts." if trainer.mesh.experts is not None and parts == job.parallelism.ep else None
+    # Only sums are asked. If expert parallelism uses all these ranks, an expert's gradient comes from one rank. A row of
+    # a table comes from the ranks that look it up, and with few tokens this is one rank for each row.
+    alone = trainer.mesh.experts is not None and parts == job.parallelism.ep
+    left_out = [".experts."] if alone else []
+    if not getattr(job.model, "tie_embeddings", False):
+        modules = trainer.model.named_modules()
+        left_out += [clean_name(f"{name}.weight") for name, one in modules if isinstance(one, torch.nn.Embedding)]
     # A zero gradient, such as that of an adapter's A in the first step, proves nothing.
     moving = {name: gradient for name, gradient in gradients.items() if gradient.any()}
     return sum(
         torch.equal(gradient, gradient.bfloat16().float())
         for name, gradient in moving.items()
-        if not alone or alone not in name
+        if not any(part in name for part in left_out)
     )

@@ -90,8 +90,10 @@ class Copy:
         self.server.stdin.flush()
         return json.loads(self.server.stdout.readline())
 
-    def fails(self, test: str) -> bool:
-        """Whether a test fails in the copy, or cannot be run."""
+    def fails(self, test: str) -> bool | None:
+        """Whether a test fails in the copy, or cannot be run; None if it has not ended after PER_TEST seconds, which proves
+        nothing on a busy machine.
+        """
         command = [
             sys.executable,
             "-m",
@@ -114,4 +116,4 @@ class Copy:
         try:
             return subprocess.run([*command, "--tb=no", test], **options).returncode != 0
         except subprocess.TimeoutExpired:
-            return True
+            return None

@@ -42,9 +42,10 @@ def main() -> None:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Run a request in a fork, and return its answer. A fork that needs more than `seconds` is ended together with its
-    ranks. Otherwise, if one rank did not enter a collective, the ranks that have entered it would wait for minutes.
+    ranks. Otherwise, if one rank did not enter a collective, the ranks that have entered it would wait for minutes. They
+    also end if the process that started this server has ended.
     """
-    out = Path(request["out"])
+    out, caller = Path(request["out"]), os.getppid()
     out.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
@@ -53,7 +54,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         _write(out, request)
         os._exit(0)
     deadline = time.monotonic() + request["seconds"]
-    while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline:
+    while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline and os.getppid() == caller:
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)

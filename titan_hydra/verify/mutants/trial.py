@@ -17,7 +17,7 @@ from typing import Any, Literal
 from titan_hydra.verify.case import QUICK_STEPS
 from titan_hydra.verify.matrix import whole_matrix
 
-from .copy import Copy
+from .copy import PER_TEST, Copy
 from .mutant import Mutant
 
 STEPS = 10  # optimizer steps of the cases of the whole matrix, as `titan verify` makes them
@@ -104,13 +104,15 @@ class Trial:
         for test in () if self.quick_only else mutant.tests:
             with copy.planted(mutant):
                 failed = copy.fails(test)
+            if failed is None:
+                self.tell(f"no verdict on {mutant.name}: {test} has not ended after {PER_TEST} s")
             if failed and self._passes_alone(copy, test):
                 return finding("tests", test, "test", float("inf"))
         return finding("missed", *nearest)
 
     def _passes_alone(self, copy: Copy, test: str) -> bool:
         if test not in self.sound:
-            self.sound[test] = not copy.fails(test)
+            self.sound[test] = copy.fails(test) is False
             if not self.sound[test]:
                 self.tell(f"without any mutant: {test} fails")
         return self.sound[test]
