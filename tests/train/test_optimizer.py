@@ -31,6 +31,7 @@ TABLES = [
     ({"name": "constant", "warmup_steps": 3}, [1 / 3, 2 / 3, 1, 1, 1]),
     ({"name": "wsd", "warmup_steps": 1, "decay_ratio": 0.0}, [1, 1, 1, 1, 1]),
     ({"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.4}, [1, 1, 1, 1, 0.5]),
+    ({"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.52}, [1, 1, 1, 2 / 3, 1 / 3]),  # 2.6 steps are three
     ({"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.8}, [1, 1, 0.75, 0.5, 0.25]),
     ({"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.8, "min_factor": 0.5}, [1, 1, 0.875, 0.75, 0.625]),
     (

@@ -39,7 +39,7 @@ DRAWS = ((2, 4), (1, 1), (None, 2), (3, 2), (4, 1), (5, 1), (6, 4), (7, 2))
 # Further runs, which are made only if a case is beyond its band by less than NEAR times. One layout of a hundred
 # differs by a little more than the largest of eight draws allows; faults differ by far more.
 MORE_DRAWS = tuple((seed, (4, 2, 4, 1)[seed % 4]) for seed in range(8, 24))
-NEAR = 2.0
+NEAR = 3.0
 
 
 @dataclass(frozen=True, repr=False)

@@ -80,7 +80,7 @@ def in_bf16(
     The model is small. The optimizer is SGD, as AdamW moves an element by the whole learning rate even if rounding
     alone decides the sign of its gradient.
     """
-    small = (*base, "precision=bf16", "optimizer=sgd", "optimizer.lr=0.1", "data.global_batch=8", "model.n_layers=2")
+    small = ("precision=bf16", "optimizer=sgd", "optimizer.lr=0.1", "data.global_batch=8", "model.n_layers=2", *base)
     batches = {"tp": 8, "pp": 8, "cp": 8, "fsdp": 4, "fsdp_tp": 4, "hsdp": 2}
     return [
         case(
@@ -273,6 +273,10 @@ MATRIX = [
     case("bf16 against fp32, one process", 1, "parallelism=single", "data.local_batch=16", "precision=bf16", loss=1e-3, norm=5e-3,
          gradients=0.03, weights=0.1),
 
+    # Copies in bf16 that are one step old have another held-out loss, in layouts and in one process alike.
+    case("bf16, validated, against fp32", 1, "parallelism=single", "data.local_batch=16", "precision=bf16", validated=True, loss=1e-3,
+         norm=2e-2, gradients=0.03, weights=0.2, base=("optimizer=sgd", "optimizer.lr=1.0", "model.n_layers=2", "lr_scheduler=constant")),
+
     # bf16 layouts against one process in bf16
     case("bf16, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", **BF16),
     *(case(f"bf16, {layout} {ranks}, accumulation 2", ranks, f"parallelism={layout}", f"data.local_batch={8 // ranks}", **BF16)
@@ -390,9 +394,10 @@ MATRIX = [
     # One process against separate arithmetic in float64. A small max_norm clips every step.
     *(case(f"{name}, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | {"base": base} | more)
       for name, base, more in (
-          ("llama3", ("optimizer.max_norm=0.1", "optimizer.weight_decay=0.5", "model.norm_eps=1e-4", *STRETCHED), {}),
+          ("llama3", ("optimizer.max_norm=0.1", "optimizer.weight_decay=0.5", "lr_scheduler.decay_ratio=0.56", "model.norm_eps=1e-4",
+                      *STRETCHED), {}),
           ("llama3, tied, documents, uneven mask", ("model.tie_embeddings=true", "lr_scheduler=cosine", "lr_scheduler.warmup_steps=0",
-                                                    "optimizer.decay_matrices_only=true"),
+                                                    "optimizer.decay_matrices_only=true", "model.rope_theta=2e4"),
            {"uneven_mask": True, "documents": True, "empty_step": True, "validated": True, "exported": True}),
           ("llama3, packed documents", (*PACKED, "model.n_layers=2", "model.attention=math"), {}),
           ("llama3, a mixture, validated", (*MIXTURE, "model.n_layers=2"), {"validated": True}),

@@ -67,7 +67,12 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
         f"data.local_batch={local_batch}",
     )
     shape = _experts(dice) if sparse else _shape(dice)
-    base = (*shape, *learning(dice, optimizer), f"precision={precision}", f"data.global_batch={global_batch}")
+    base = (
+        *shape,
+        *learning(dice, optimizer, precision),
+        f"precision={precision}",
+        f"data.global_batch={global_batch}",
+    )
     tolerances = (
         dice.choice((BF16, BF16_COARSE))
         if precision == "bf16"
@@ -137,12 +142,17 @@ def _experts(dice: random.Random) -> tuple[str, ...]:
     )
 
 
-def learning(dice: random.Random, optimizer: str) -> tuple[str, ...]:
-    """Draw the keys of an optimizer, and a learning rate schedule."""
+def learning(dice: random.Random, optimizer: str, precision: str) -> tuple[str, ...]:
+    """Draw the keys of an optimizer, and a learning rate schedule.
+
+    With the larger rate, SGD would move the weight of a norm, which is about 1, by about one bfloat16 number. Rounding
+    would then decide for a few elements which number the model computes with.
+    """
+    rate = {"sgd": 0.01 if precision == "bf16" else 0.05}.get(optimizer, 0.002)
     return (
         f"optimizer={optimizer}",
         f"optimizer.max_norm={dice.choice((0.1, 1.0, 0.0))}",
-        f"optimizer.lr={'0.05' if optimizer == 'sgd' else '0.002'}",
+        f"optimizer.lr={rate}",
         # AdamW moves an element by the whole rate even if rounding alone decides the sign of its gradient, unless the
         # gradient is below epsilon.
         "optimizer.sgd_momentum=0.9" if optimizer == "sgd" else "optimizer.eps=1e-5",

@@ -43,6 +43,7 @@ SCALED: list[Case] = [
           ("deepseek_v3", (*LATENT, "optimizer.eps=1e-4"), {}),
           ("llama3, muon", ("optimizer=muon", "lr_scheduler.warmup_steps=1"), MUON_IN_BF16),
           ("qwen3_moe, muon", (*MOE, "optimizer=muon"), MUON_IN_BF16 | {"weights": 0.8, "routing": False, "slow": True}))),
+    case("mup, linear_cross_entropy, against float64", 1, "parallelism=single", "data.local_batch=4", *LINEAR, **EXACT | {"base": MUP}),
     *(case(f"mup, {layout} 2", 2, f"parallelism={layout}", f"data.local_batch={batch}", *more, base=MUP)
       for layout, batch, *more in (("fsdp", 8), ("tp", 16), ("pp", 16), ("cp", 16, "parallelism.cp_rotate=ulysses"))),
     case("mup, fsdp 2, against float64", 2, "parallelism=fsdp", "data.local_batch=4", **EXACT | {"base": (*MUP, "optimizer.eps=1e-4")}),

@@ -1,7 +1,7 @@
 """The cases of `titan verify` for FLUX."""
 
 from titan_hydra.verify.case import case
-from titan_hydra.verify.matrix import EXACT
+from titan_hydra.verify.matrix import EXACT, in_bf16
 
 BASE = (
     "model=flux_debug",
@@ -21,4 +21,5 @@ CASES = [
         )
     ),
     case("flux, against float64", 1, "parallelism=single", "data.local_batch=8", **EXACT | {"base": BASE}),
+    *in_bf16("flux", *BASE, "model.double_layers=1", layouts=(("fsdp 2", 2, "fsdp"), ("cp 2", 2, "cp"))),
 ]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from titan_hydra.verify.case import Case, case
-from titan_hydra.verify.matrix import EXACT
+from titan_hydra.verify.matrix import EXACT, in_bf16
 
 ASSETS = Path(__file__).parent / "assets"
 LAYOUTS = (
@@ -16,7 +16,8 @@ QUICK = ("dpo, fsdp 2", "policy, fsdp 2", "policy, cp 2")
 
 
 def of(name: str, source: str, seq_len: int, layouts: tuple = LAYOUTS) -> list[Case]:
-    """Return the cases of an objective on a file of the package: against one process, and against float64."""
+    """Return the cases of an objective on a file of the package: against one process, also in bf16, and
+    against float64."""
     base = (f"data={source}", f"data.path={ASSETS / source}.jsonl", f"data.seq_len={seq_len}", "model.vocab_size=4096")
     against_one_process = [
         case(
@@ -33,6 +34,8 @@ def of(name: str, source: str, seq_len: int, layouts: tuple = LAYOUTS) -> list[C
     return [
         *against_one_process,
         case(f"{name}, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | {"base": base}),
+        # the rate is small, as rounding decides to which bfloat16 number a large update moves the weight of a norm
+        *in_bf16(name, *base, "optimizer.lr=0.01", layouts=(("fsdp 2", 2, "fsdp"), ("tp 2", 2, "tp")), loss=2e-3),
     ]
 
 

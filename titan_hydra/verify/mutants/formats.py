@@ -13,6 +13,9 @@ SPLIT_TESTS, MASTER_TESTS = "tests/parallel/test_split_masters.py", "tests/paral
 MUTANTS = [
     Mutant("copies are never updated", "bf16", MASTERS, "        if self.pairs:\n", "        if False:\n",
            "Modules go on computing with the initial weights.", (BF16_TP, "bf16 against fp32, one process"), (MASTER_TESTS,)),
+    Mutant("a validation reads the copies of the step before", "bf16", "train/trainer.py",
+           "        self.model.eval()\n        self.prepare_weights()\n", "        self.model.eval()\n",
+           "The held-out loss is that of weights that are one step old.", ("bf16, validated, against fp32",)),
     Mutant("copies keep the gradients of earlier steps", "bf16", MASTERS, "master.grad, copy.grad = copy.grad, None",
            "master.grad = copy.grad", "Gradients of all steps pile up in the copies.", (BF16_TP, "bf16 against fp32, one process"),
            (MASTER_TESTS,)),

@@ -71,6 +71,8 @@ MUTANTS = [
     Mutant("the last step has a rate of zero", "any", OPTIMIZER, "left = (steps + 1 - step) / decay_steps",
            "left = (steps - step) / decay_steps",
            "The learning rate reaches zero one step early.", (MASKED,), ("tests/train/test_optimizer.py",)),
+    Mutant("wsd's decay is rounded down", "any", OPTIMIZER, "round(steps * config.decay_ratio)", "int(steps * config.decay_ratio)",
+           "A decay whose share of the steps is no whole number is one step shorter.", (EXACT,), ("tests/train/test_optimizer.py",)),
     Mutant("a cosine is a line", "any", OPTIMIZER, 'steps - config.warmup_steps, "cosine")', 'steps - config.warmup_steps, "linear")',
            "The learning rate falls linearly, not along a cosine.", (MASKED,), ("tests/train/test_optimizer.py",)),
     Mutant("the second optimizer keeps its first rate", "muon", OPTIMIZER,
@@ -86,7 +88,7 @@ MUTANTS = [
            "    return {name.replace('.lr', '.peak_lr'): value for name, value in held.items() if name.endswith('.lr')} | {\n"
            "        name: value for name, value in held.items() if",
            "The peak learning rate of a resumed run is the rate of the saved step.", (RESUMED, MUON_RESUMED), (RESUME,)),
-    Mutant("another run's optimizer brings its decay and betas", "resume", STATE, "if not name.startswith(GROUPS)} | {", "} | {",
+    Mutant("another run's optimizer brings its decay and betas", "resume", STATE, " if not _equal(value, first)\n", "\n",
            "A run that loads the optimizer of another run trains with that run's options, not with its own.", FORKED,
            ("tests/checkpoint/test_options.py::test_a_fork_has_its_own_options_of_the_optimizer",), "NVIDIA/Megatron-LM#5212"),
     Mutant("state in parameter groups begins anew", "resume", STATE, "held | state | changed", "held | state",

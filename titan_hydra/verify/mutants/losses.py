@@ -95,5 +95,8 @@ MUTANTS = [
     Mutant("a perplexity can overflow", "any", "data/tasks.py", "math.exp(mean) if mean < MOST_NATS else math.nan", "math.exp(mean)",
            "A target of more than 709 nats ends the run at its first validation.", (),
            ("tests/train/test_tasks.py::test_a_number_that_is_none_is_null",)),
+    Mutant("an export has the rotary base of Llama 3", "any", "models/hf.py", '"rope_theta": config.rope_theta,',
+           '"rope_theta": 500000.0,', "An exported model rotates by another base than the trained one.", (MASKED,),
+           ("tests/checkpoint/test_convert_experts.py",)),
 ]
 # fmt: on
