@@ -1,12 +1,17 @@
 """Searches with real runs: what is drawn, carried on, refused and confirmed, and that a killed driver loses nothing."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from titan_hydra.runs import rundir
 
 from .conftest import HALVING, SPACE, TINY, Searches
 
@@ -141,3 +146,25 @@ def test_bad_input_is_one_line_and_nothing_is_written(searches, words, line):
     text = searches.run(*TINY, *words, status=2)
     assert line in text and len(text.splitlines()) == 1, text
     assert not (searches.folder / "runs").exists()
+
+
+@pytest.mark.parametrize("asked", ["by a signal", "by titan cancel"])
+def test_a_search_stops_while_the_parent_of_its_ranks_still_starts(searches, monkeypatch, asked):
+    """Until the ranks run, the attempt is the driver's own, and the driver lives: the attempt must not count as active."""
+    start = "titan_hydra.launch.executors.ranks.start"
+    monkeypatch.setattr(start, lambda *_: subprocess.Popen(["sleep", "600"], start_new_session=True))
+    process = searches.start(*TINY, *SPACE, "cluster=local", "search.trials=2")
+    deadline = time.monotonic() + 300
+    while not (claims := list(searches.folder.glob("runs/*/attempts/1/attempt.json"))):
+        assert time.monotonic() < deadline and process.is_alive()
+        time.sleep(0.01)
+    if asked == "by a signal":
+        os.kill(process.pid, signal.SIGTERM)
+    else:
+        rundir.mark_cancelled(claims[0].parent)
+    process.join(60)
+    hangs = process.is_alive()
+    if hangs:
+        os.killpg(process.pid, signal.SIGKILL)
+    assert not hangs and process.exitcode == 128 + signal.SIGTERM, searches.out.read_text()
+    assert rundir.state(claims[0].parents[2]).kind == "interrupted"

@@ -75,16 +75,19 @@ def attach(
             echo.more()
             show.progress(directory, attempt)
             now = time.monotonic()
-            if interrupts.received and asked is None:
+            # `titan cancel` cannot signal ranks that have not started, so it relies on its mark in the attempt
+            wanted = interrupts.received or layout.CANCELLED.of(attempt).exists()
+            if wanted and asked is None and (ranks := stop(attempt, parent)):
                 asked = now
-                show.line(
-                    f"asking {stop(attempt, parent)} to save and stop at the end of this step; Ctrl-C again kills"
-                )
+                show.line(f"asking {ranks} to save and stop at the end of this step; Ctrl-C again kills")
             too_long = asked is not None and now - asked > STOP_LIMIT and not saving(directory)
-            if killed is None and (len(interrupts.received) > 1 or too_long):
-                killed = now
-                show.line("killing all ranks" + (f": they did not stop within {STOP_LIMIT} s" if too_long else ""))
-                kill(attempt, parent)
+            if len(interrupts.received) > 1 or too_long:
+                if killed is None:
+                    killed = now
+                    show.line("killing all ranks" + (f": they did not stop within {STOP_LIMIT} s" if too_long else ""))
+                kill(
+                    attempt, parent
+                )  # again and again, as ranks of another launcher's attempt may not have started yet
             time.sleep(POLL)
         echo.more()
     kill(attempt, parent)  # if the parent itself was killed, some of its processes may remain; this call ends them
@@ -101,15 +104,18 @@ def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
 
 def stop(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> str:
     """Send SIGTERM to every rank, through the ranks' parent process if there is one. Return which ranks got the signal,
-    such as "all 8 ranks".
+    such as "all 8 ranks"; "" if another launcher has not started any rank yet, so that there is nothing to signal.
     """
     owner = layout.RANKS.read(attempt)
     ranks = rundir.running_ranks(attempt)
     if alive(owner):
         os.kill(owner["pid"], signal.SIGTERM)
-    elif parent is None or ranks:
+    elif ranks:
         for rank in ranks:
-            os.kill(rank["pid"], signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank["pid"], signal.SIGTERM)
+    elif parent is None:
+        return ""
     else:  # the parent has not started any rank yet
         kill(attempt, parent)
     count = len(owner.get("ranks", ranks))

@@ -231,20 +231,30 @@ class Driver:
         directories = list(self.active)
         for directory, state in zip(directories, rundir.states(directories), strict=True):
             one = self.active[directory]
-            if state.active or (one.parent is not None and one.parent.poll() is None):
-                continue
             attempt = layout.ATTEMPT.of(directory, state.attempt)
             if one.parent is not None:
+                # Only the parent process tells whether the attempt is over: before its ranks have started, the attempt
+                # is this process's own, and so it is active for as long as this process lives.
+                if one.parent.poll() is None:
+                    self.note_cancelled(attempt)
+                    continue
                 kill(attempt, one.parent)  # if the parent itself was killed, this ends the processes that remain
                 rundir.end_attempt(attempt)
-                one.parent = None
-            if state.kind != "done" and one.starts and layout.CANCELLED.of(attempt).exists():
-                self.interrupts.received.append(signal.SIGTERM)  # `titan cancel` ends the search, not a trial
+                one.parent, state = None, rundir.state(directory)
+            if state.active:
+                continue
+            if state.kind != "done" and one.starts:
+                self.note_cancelled(attempt)
             if self.interrupts.received and state.kind != "done":
                 del self.active[directory]
             elif state.kind == "done" or not self.start(one, state):
                 self.ended(one, state)
                 del self.active[directory]
+
+    def note_cancelled(self, attempt: Path) -> None:
+        """Stop the search if `titan cancel` has marked an attempt: it ends the search, not a trial."""
+        if not self.interrupts.received and layout.CANCELLED.of(attempt).exists():
+            self.interrupts.received.append(signal.SIGTERM)
 
     def ended(self, one: Active, state: State) -> None:
         """Record the end of a run in the journal."""
@@ -314,17 +324,18 @@ class Driver:
 
     def stop(self) -> int:
         """Ask the runs on this machine to save and stop, and await them; jobs of a cluster go on. Return the exit status."""
-        began = time.monotonic()
-        for directory, one in self.active.items() if self.kind.here else ():
-            attempt = layout.ATTEMPT.of(directory, rundir.state(directory).attempt)
-            print(f"{one.label}: asked {stop(attempt, one.parent)} to save and stop", flush=True)
+        began, asked = time.monotonic(), set()
         while self.kind.here and self.active:
-            self.look()
             for directory, one in self.active.items():
+                attempt = layout.ATTEMPT.of(directory, rundir.state(directory).attempt)
+                if directory not in asked and (ranks := stop(attempt, one.parent)):
+                    asked.add(directory)
+                    print(f"{one.label}: asked {ranks} to save and stop", flush=True)
                 if len(self.interrupts.received) > 1 or (
                     time.monotonic() - began > STOP_LIMIT and not saving(directory)
                 ):
-                    kill(layout.ATTEMPT.of(directory, rundir.state(directory).attempt), one.parent)
+                    kill(attempt, one.parent)
             time.sleep(POLL_HERE)
+            self.look()
         print("stopped; the same command line continues", file=sys.stderr)
         return self.interrupts.status

@@ -96,8 +96,10 @@ class Processes(Executor):
                     os.kill(launcher["pid"], signal.SIGTERM)
                     told.add(launcher["pid"])
                 whom = "its launcher"
-            else:
-                whom = stop(attempt) if started(attempt) else None
+            elif started(attempt):
+                whom = stop(attempt)
+            else:  # the launcher sees the mark as soon as it can signal the ranks
+                whom = "its launcher" if rundir.host_of_running(attempt) else None
             print(
                 f"{row.cell}: asked {whom} to save and stop at the end of this step"
                 if whom

@@ -115,6 +115,10 @@ class Ranks(Controller):
 
     asked = False  # whether the ranks were asked to stop
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.told: set[int] = set()  # processes that were asked to stop after they had begun to listen
+
     def wait(self, freq: int = 20) -> list[int]:
         """Wait for all ranks and return their exit codes. submitit's `run` calls this once the ranks are started."""
         self.ranks = [process(task.pid) for task in self.tasks]
@@ -132,8 +136,8 @@ class Ranks(Controller):
                 self.lighthouse = lighthouse(self.folder.parent, config["timeout_seconds"])
             for group in groups:
                 self.note_ends(group, now)
-            if not self.asked and now > started + self.timeout_s - self.signal_delay_s:
-                self._forward_signal(signal.SIGTERM)
+            if self.asked or now > started + self.timeout_s - self.signal_delay_s:
+                self.ask()
             for group in groups:
                 if now > min(group.deadline, started + self.timeout_s):
                     self.end_others(group)
@@ -191,6 +195,18 @@ class Ranks(Controller):
             )
             self.ranks[number] = {**process(self.tasks[number].pid), "restarts": group.restarts}
         self.record()
+
+    def ask(self) -> None:
+        """Ask each rank once to save and stop, as soon as the rank listens. While a rank starts, submitit's handler ignores
+        the signal; a rank has its own handler when its record exists.
+        """
+        self.asked = True
+        records = layout.RANK.read_all(self.folder.parent)
+        for number, task in enumerate(self.tasks):
+            listens = records.get(number, {}).get("pid") == task.pid
+            if listens and task.pid not in self.told and task.poll() is None:
+                self.told.add(task.pid)
+                task.send_signal(signal.SIGTERM)
 
     def _forward_signal(self, signum: signal.Signals, *_: object) -> None:
         self.asked = True
