@@ -140,7 +140,10 @@ def test_tokens_are_drawn_by_their_probability():
     generator, logits = torch.Generator().manual_seed(0), torch.tensor([1.0, 3.0, 2.0, -1.0])
     for temperature, top_k in ((2.0, 0), (1.0, 2)):
         counts = torch.bincount(
-            torch.tensor([generate.pick(logits, temperature, top_k, generator) for _ in range(4_000)]), minlength=4
+            torch.tensor(
+                [generate.pick(logits, generate.Sampling(temperature, top_k), generator) for _ in range(4_000)]
+            ),
+            minlength=4,
         )
         expected = (logits / temperature).where(logits >= 2, -torch.inf if top_k else logits / temperature).softmax(-1)
         torch.testing.assert_close(counts / 4_000, expected, atol=0.025, rtol=0)

@@ -9,10 +9,12 @@ from safetensors.torch import save_file
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.models.hf import hf_of, meta_state
+from titan_hydra.runs.base import initial_weights
 
-from .convert import find_checkpoint, find_section, make_target, read_model_config, reader_of
+from .convert import make_target, read_model_config, reader_of
 from .folder import write_content
 from .reader import Merged
+from .sections import as_started, find_checkpoint, find_section
 
 
 def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Path | None = None) -> int:
@@ -24,7 +26,8 @@ def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Pat
     if not isinstance(reader, Merged):
         raise ConfigError(f"{source}: was trained without adapters; export it with --to hf")
     _, adapter = find_section("adapter", checkpoint, config_file)
-    _, section = find_section("checkpoint", checkpoint, config_file)
+    file, section = find_section("checkpoint", checkpoint, config_file)
+    base = initial_weights(file.parent, as_started(file, section["initial_load_path"]))
     hf, tensors, targets = hf_of(config), {}, set()
     for name in meta_state(config):
         if found := reader.adapter(name):
@@ -39,7 +42,7 @@ def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Pat
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": section["initial_load_path"],
+        "base_model_name_or_path": str(base),
         "r": adapter["rank"],
         "lora_alpha": adapter["alpha"],
         "lora_dropout": 0.0,

@@ -33,6 +33,7 @@ from titan_hydra.config.operation import Checkpoint
 from titan_hydra.job.parametrization import Rules
 from titan_hydra.models.init import clean_name
 from titan_hydra.runs import checkpoints, layout
+from titan_hydra.runs.base import initial_weights, is_hf, record_weights
 from titan_hydra.runs.run import Run
 
 from . import initial, safe, state
@@ -290,13 +291,16 @@ class Checkpointer:
         folder. Return the step and the merged data state to continue from; (0, None) to begin at step 1. Raises
         ConfigError if the weights were trained with other scales than those of `rules`.
         """
-        found = [initial.find(path)]
-        # All ranks load what rank 0 has found, as the other run may complete a step meanwhile.
+        # All ranks load what rank 0 has found; the others do not read it from the run directory, which may lag there.
+        found: list[Any] = [None]
+        if self.run.rank == 0:
+            record_weights(self.run.home, path)
+            found = [initial_weights(self.run.home, path)]
         dist.broadcast_object_list(found, src=0, group=self.group)
         source, left_out = found[0], set(self.config.exclude_from_loading)
         if rules is not None:
             check_scales(source, rules)
-        if initial.is_hf(source):
+        if is_hf(source):
             initial.load_hf(self.base, model, source)
             return 0, None
         if problems := self._problems(source) if layout.MANIFEST.of(source).exists() else []:

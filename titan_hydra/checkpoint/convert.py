@@ -9,9 +9,9 @@ without that file counts as incomplete, so an interrupted conversion is never ta
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,19 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import from_dict, to_dict
 from titan_hydra.config.family import family_of
-from titan_hydra.config.files import read_json
 from titan_hydra.config.model import Model
-from titan_hydra.config.registry import DATA_SOURCES, resolve
-from titan_hydra.config.schema import Parametrization, Tokenizer
+from titan_hydra.config.schema import Parametrization
 from titan_hydra.config.user_code import require_user_modules
 from titan_hydra.job.parametrization import Rules, rules_of
 from titan_hydra.models.hf import folded, hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout
+from titan_hydra.runs.base import initial_weights, is_hf
 
-from . import initial
+from .carried import facts_at
 from .folder import Folder, content_of, write_content
 from .reader import PREFIX, Merged, Reader
-from .tokenizer import write_tokenizer
+from .sections import as_started, config_files, find_checkpoint, find_section
+from .tokenizer import write_facts
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -79,27 +79,11 @@ def export_hf(
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_content(target / f"{hf.files}.safetensors.index.json", index)
-    encodes = family_of(config).takes == "tokens"
-    ids = _export_tokenizer(checkpoint, config_file, target, config.max_seq_len) if encodes else {}
+    ids: dict[str, Any] = {}
+    if family_of(config).takes == "tokens":
+        ids = write_facts(facts_at(checkpoint, config_file), target, config.max_seq_len)
     write_content(target / "config.json", content | ids)
     return files, common
-
-
-def _export_tokenizer(
-    checkpoint: Path, config_file: Path | None, target: Path, max_length: int
-) -> dict[str, int | None]:
-    """Write the run's tokenizer, the files that its data sources add, and generation_config.json. Return the ids of begin
-    and end of text. If the run has no tokenizer, print a warning and return {}.
-    """
-    try:
-        ids = write_tokenizer(read_tokenizer_config(checkpoint, config_file), target, max_length)
-        for name, text in _files_of_sources(checkpoint, config_file).items():
-            (target / name).write_text(text)
-    except ConfigError as error:
-        print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
-        return {}
-    write_content(target / "generation_config.json", ids | {"pad_token_id": ids["eos_token_id"]})
-    return ids
 
 
 def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, imports: Sequence[str] = ()) -> None:
@@ -124,25 +108,12 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
 
     make_target(target)
     content = {"model": to_dict(folder.config), "train": {"imports": list(imports)}}
-    tokenizer_file = source / "tokenizer.json"
-    if tokenizer_file.is_file():
-        content["tokenizer"] = {"name": "hf", "path": str(tokenizer_file.absolute())}
+    facts = facts_at(source.absolute())
+    if facts.tokenizer:
+        content["tokenizer"] = {name: facts.tokenizer[name] for name in ("name", "path")}
+    layout.FACTS.write(target, asdict(facts))
     write_content(target / "config.json", content)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(target), planner=LazySavePlanner(read), no_dist=True)
-
-
-def find_checkpoint(source: Path) -> Path:
-    """Return `source` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest
-    checkpoint. Raises ConfigError if there is none.
-    """
-    if not source.is_dir():
-        raise ConfigError(f"{source}: no such folder")
-    found = initial.complete_at(source)
-    if found is None:
-        raise ConfigError(
-            f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*"
-        )
-    return found
 
 
 def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Model:
@@ -162,25 +133,6 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
         raise ConfigError(f"{file}: not the config.json of a run ({error})") from error
 
 
-def read_tokenizer_config(checkpoint: Path, config_file: Path | None = None) -> Tokenizer:
-    """Read the tokenizer section of the run that wrote a checkpoint. Raises ConfigError if no config.json names a
-    tokenizer.
-    """
-    file, section = find_section("tokenizer", checkpoint, config_file)
-    if not section:
-        raise ConfigError(f"{file}: names no tokenizer")
-    config = from_dict(Tokenizer, section)
-    if config.path:
-        config.path = as_started(file, config.path)
-    return config
-
-
-def as_started(config_file: Path, path: str) -> str:
-    """Resolve a path in a run's configuration against the folder in which the run was started."""
-    started = layout.ENV.read(config_file.parent).get("folder", "")
-    return str(Path(started, Path(path).expanduser()))
-
-
 def rules_of_weights(checkpoint: Path, config_file: Path | None = None) -> Rules | None:
     """Return the rules of the parametrization in which a checkpoint's weights were trained; None if its config.json names
     none.
@@ -195,7 +147,7 @@ def check_scales(source: Path, rules: Rules) -> None:
     """Raise ConfigError if the weights of a checkpoint or Hugging Face folder were trained with other scales of the
     forward than those of `rules`.
     """
-    theirs = None if initial.is_hf(source) else rules_of_weights(source)
+    theirs = None if is_hf(source) else rules_of_weights(source)
     there = theirs.scales if theirs else (1.0, 1.0, 1.0)
     if there != rules.scales:
         raise ConfigError(
@@ -218,42 +170,9 @@ def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Mer
         raise ConfigError(
             f"{file}: checkpoint.initial_load_path=null: the adapters belong to weights that were drawn from the seed and not saved"
         )
-    base = initial.find(as_started(file, section["initial_load_path"]))
-    beside = Folder(base, hf_of(read_model_config(checkpoint, config_file))) if initial.is_hf(base) else Reader(base)
+    base = initial_weights(file.parent, as_started(file, section["initial_load_path"]))
+    beside = Folder(base, hf_of(read_model_config(checkpoint, config_file))) if is_hf(base) else Reader(base)
     return Merged(beside, Reader(checkpoint), adapter["alpha"] / adapter["rank"])
-
-
-def _files_of_sources(checkpoint: Path, config_file: Path | None) -> dict[str, str]:
-    """Return the content of each file that the data sources of a run add to an export, by the file's name."""
-    _, section = find_section("data", checkpoint, config_file)
-    kinds = [DATA_SOURCES.get(source.get("name")) for source in sources_of(section)]
-    files: dict[str, str] = {}
-    for exports in dict.fromkeys(kind.exports for kind in kinds if kind and kind.exports):
-        files |= resolve(exports)(checkpoint, config_file)
-    return files
-
-
-def sources_of(section: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the sources in a data section: the parts of a mixture, or the section itself."""
-    return [*section["mixture"].values()] if section.get("name") == "mixture" else [section]
-
-
-def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:
-    """Return the path of the checkpoint's config.json that has a section, and the section. If no file has it, the
-    section is {}.
-    """
-    candidates = [config_file] if config_file else config_files(checkpoint)
-    for file in candidates:
-        if section := (read_json(file) or {}).get(name):
-            return file, section
-    return candidates[-1], {}
-
-
-def config_files(checkpoint: Path) -> list[Path]:
-    """Return the paths at which a checkpoint's config.json may lie: in the checkpoint itself (from `import_hf`), one
-    folder up (for the export/ of a run), or two folders up (for a step).
-    """
-    return [layout.CONFIG.of(folder) for folder in (checkpoint, *checkpoint.absolute().parents[:2])]
 
 
 class LazySavePlanner(dcp.DefaultSavePlanner):

@@ -1,6 +1,4 @@
-"""Find the initial weights of a new run, in another run's checkpoint or in a Hugging Face folder. From a Hugging Face
-folder, load weights slice by slice into this rank's shards.
-"""
+"""Load the initial weights of a new run from a Hugging Face folder, slice by slice, into this rank's shards."""
 
 from pathlib import Path
 
@@ -13,32 +11,9 @@ from titan_hydra.kernels.split_masters import halve_into
 from titan_hydra.models.hf import hf_of, meta_state
 from titan_hydra.models.init import local_box
 from titan_hydra.parallel.mesh import local_part
-from titan_hydra.runs import layout
-from titan_hydra.runs.checkpoints import newest
 
 from . import state
 from .folder import Folder
-
-
-def find(path: str) -> Path:
-    """Return the folder that checkpoint.initial_load_path names: `path` itself or, if it is a run, its newest step."""
-    source = Path(path).expanduser()
-    found = source if is_hf(source) else complete_at(source)
-    if found is None:
-        raise ConfigError(f"checkpoint.initial_load_path={path}: no checkpoint, no run with one, and no *.safetensors")
-    return found
-
-
-def complete_at(place: Path) -> Path | None:
-    """Return `place` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest step.
-    None if the folder holds no step.
-    """
-    return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)
-
-
-def is_hf(source: Path) -> bool:
-    """Whether a folder has weights in Hugging Face's format."""
-    return any(source.glob("*.safetensors"))
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
-"""Export a job's tokenizer as Hugging Face's files: tokenizer.json and tokenizer_config.json, with the same ids for the
-same text.
+"""Export what a run carries beside its weights as Hugging Face's files. The tokenizer gives the same ids for the same
+text.
 
 The exported tokenizer follows Hugging Face in two points. It puts begin-of-text before each text, as this package does
 before each document. And if a text contains the name of a special token, it encodes this name as that token's id.
@@ -7,12 +7,14 @@ before each document. And if a text contains the name of a special token, it enc
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
-from titan_hydra.config.files import read_json, tokenizer_file
 from titan_hydra.data import tokenizer
+from titan_hydra.data.facts import DEFAULT, GENERATION, TEMPLATE, TEMPLATES, TOKENIZER, Facts
 
 from .folder import write_content
 
@@ -20,36 +22,48 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-def write_tokenizer(config: schema.Tokenizer, folder: Path, max_length: int) -> dict[str, int | None]:
-    """Write a tokenizer's two files into a folder. Return the ids of begin-of-text and end-of-text, by their names in a
-    config.json. Raises ConfigError if the job has no tokenizer.
+def write_facts(facts: Facts, folder: Path, max_length: int, file: Path | None = None) -> dict[str, Any]:
+    """Write what a run carries beside its weights: the tokenizer's two files, chat templates, generation_config.json.
+    Return the token ids for config.json. If the tokenizer cannot be had, print a warning and leave its files out.
+    `file` is the tokenizer's file, if the user has named one.
     """
-    ours = tokenizer.load(config)
-    theirs = _read(config)
-    if ours.bos_id is not None and theirs.encode("").ids[:1] != [ours.bos_id]:
-        _begin_with(theirs, ours.bos_id)
-    theirs.save(str(folder / "tokenizer.json"))
-    beside = read_json(tokenizer_file(config).with_name("tokenizer_config.json")) if config.name == "hf" else None
-    bos = {} if ours.bos_id is None else {"bos_token": theirs.id_to_token(ours.bos_id)}
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **(beside or {}),
-        **bos,
-        "eos_token": theirs.id_to_token(ours.eos_id),
-        "model_max_length": max_length,
-    }
-    write_content(folder / "tokenizer_config.json", about)
-    return {"bos_token_id": ours.bos_id, "eos_token_id": ours.eos_id}
+    for name, text in facts.templates.items():
+        path = folder / (TEMPLATE if name == DEFAULT else f"{TEMPLATES}/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    try:
+        words = facts.words | write_tokenizer(facts, folder, file)
+        length = max(max_length, words.get("model_max_length") or 0)
+        write_content(folder / TOKENIZER, dict(sorted((words | {"model_max_length": length}).items())))
+    except ConfigError as error:
+        print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
+    if facts.generation:
+        write_content(folder / GENERATION, dict(sorted(facts.generation.items())))
+    return facts.ids
 
 
-def _read(config: schema.Tokenizer) -> tokenizers.Tokenizer:
+def write_tokenizer(facts: Facts, folder: Path, file: Path | None) -> dict[str, Any]:
+    """Write tokenizer.json: a run's own file unchanged, if it puts begin-of-text before a text as the run does. Return
+    further keys of tokenizer_config.json. Raises ConfigError if the tokenizer cannot be had.
+    """
     import tokenizers
 
+    ours = tokenizer.of_facts(facts, file)
+    name = facts.tokenizer["name"] if file is None else "hf" if file.suffix == ".json" else "tiktoken"
+    config = schema.Tokenizer(name, facts.tokenizer.get("path") if file is None else str(file))
     path, content = tokenizer.read_content(config)
-    if config.name == "hf":
-        return tokenizers.Tokenizer.from_buffer(content)
-    return _of_ranks(tokenizer.read_ranks(path, content))
+    theirs = (
+        tokenizers.Tokenizer.from_buffer(content) if name == "hf" else _of_ranks(tokenizer.read_ranks(path, content))
+    )
+    begins = ours.bos_id is None or theirs.encode("").ids[:1] == [ours.bos_id]
+    if not begins:
+        _begin_with(theirs, ours.bos_id)
+    if begins and name == "hf":
+        (folder / "tokenizer.json").write_bytes(content)
+    else:
+        theirs.save(str(folder / "tokenizer.json"))
+    defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {key: value for key, value in defaults.items() if key not in facts.words}
 
 
 def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:

@@ -19,6 +19,13 @@ def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (default: float32)"
     )
+    if further:  # the model takes text
+        parser.add_argument(
+            "--tokenizer",
+            type=Path,
+            metavar="FILE",
+            help="the model's tokenizer.json or tokenizer.model (default: the one that the run or the folder has)",
+        )
     add_runs(parser)
 
 
@@ -30,8 +37,13 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def model_at(args: argparse.Namespace) -> Path:
+    """Return the run, checkpoint or Hugging Face folder that RUN and --step name."""
+    return asked_for(place_of(args.cell, args.runs), args.step)
+
+
 def checkpoint_of(args: argparse.Namespace) -> Path:
     """Return the checkpoint that RUN and --step name. Raises ConfigError if there is no such checkpoint."""
-    from titan_hydra.checkpoint.convert import find_checkpoint
+    from titan_hydra.checkpoint.sections import find_checkpoint
 
-    return find_checkpoint(asked_for(place_of(args.cell, args.runs), args.step))
+    return find_checkpoint(model_at(args))

@@ -12,10 +12,8 @@ from typing import TextIO
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault
 from titan_hydra.config.fault import counted
-from titan_hydra.runs.checkpoints import asked_for
-from titan_hydra.runs.view import place_of
 
-from .model import add_model
+from .model import add_model, model_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +51,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out={args.out}: exists already")
     from titan_hydra.train.score import score_texts
 
-    place = asked_for(place_of(args.cell, args.runs), args.step)
     texts = nats = tokens = 0
     with contextlib.ExitStack() as opened:
         out = sys.stdout
-        for found in score_texts(place, args.texts, args.text_key, args.context, args.dtype):
+        for found in score_texts(model_at(args), args.texts, args.text_key, args.context, args.dtype, args.tokenizer):
             if (
                 args.out and not texts
             ):  # the file is opened only at the first line, so that an earlier error leaves no empty file

@@ -37,8 +37,9 @@ class DataSourceKind:
     # (key, Source, Job) -> the faults of the source's files; runs on the launcher and imports no torch
     faults: Reference | None = None
     warnings: Reference | None = None  # like `faults`, but for files that are legal and probably a mistake
-    # (checkpoint, config.json or None) -> files by name that an export writes beside those of the tokenizer
-    exports: Reference | None = None
+    # (keys of the source, function that makes a path absolute, Tokenizer) -> (chat template of its conversations, id of
+    # the token that ends an answer or None); imports no torch
+    template: Reference | None = None
     beside: str | None = None  # what the source keeps in each device's memory, which predictions do not count
 
 

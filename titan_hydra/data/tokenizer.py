@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,11 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.files import LLAMA3_SPECIALS, size_of_hf, tokenizer_file
 
+from .facts import Facts, listed, read_facts, token_of
+
 if TYPE_CHECKING:
     import numpy as np
+    import tokenizers
 
 # How Llama 3 cuts text into words before it merges bytes.
 LLAMA3_SPLIT = (
@@ -60,6 +63,9 @@ class Tokenizer:
     sha256: str  # SHA-256 of the tokenizer's file
     locate: Callable[[str], Located]  # encodes a text; the names of special tokens in the text become special tokens
     special: dict[str, int] = field(default_factory=dict)  # ids of the special tokens by name
+    added: dict[str, int] = field(default_factory=dict)  # ids of all tokens beside the vocabulary, special or not
+    id_of: Callable[[str], int | None] = lambda name: None  # the id of a token by its name
+    name_of: Callable[[int], str | None] = lambda id: None  # the name of a token that is no plain text
     unknown: int | None = None  # id of text that has no token; None if all text has tokens
 
     def document(self, text: str) -> list[int]:
@@ -67,12 +73,33 @@ class Tokenizer:
         return [*([] if self.bos_id is None else [self.bos_id]), *self.encode(text), self.eos_id]
 
 
-def load(config: schema.Tokenizer) -> Tokenizer:
-    """Load the tokenizer of a job. Raises ConfigError if its file is missing, or is not of the kind that tokenizer.name
-    states.
+def load(config: schema.Tokenizer, facts: Facts | None = None) -> Tokenizer:
+    """Load the tokenizer of a job. `facts` names the special tokens of a tokenizer.json (default: the files beside it).
+    Raises ConfigError if its file is missing, or is not of the kind that tokenizer.name states.
     """
     path, content = read_content(config)
-    return _load_hf(path, content) if config.name == "hf" else _load_tiktoken(path, content)
+    if config.name == "hf":
+        return _load_hf(path, content, facts or read_facts(path.parent))
+    return _load_tiktoken(path, content)
+
+
+def of_facts(facts: Facts, file: Path | None = None) -> Tokenizer:
+    """Load the tokenizer whose ids a model has learned. `file` is its file, if the user has named one. Raises
+    ConfigError if the file is not known, or is another tokenizer's.
+    """
+    learned = facts.tokenizer
+    name = learned.get("name") if file is None else "hf" if file.suffix == ".json" else "tiktoken"
+    digest = learned.get("sha256")
+    if name is None:
+        which = f"of SHA-256 {digest}" if digest else "is not known"
+        raise ConfigError(f"the tokenizer whose ids the model has learned {which}: name its file with --tokenizer")
+    words = load(
+        schema.Tokenizer(name, learned.get("path") if file is None else str(file)), facts if file is None else None
+    )
+    if digest and words.sha256 != digest:
+        key = f"--tokenizer={file}" if file else f"tokenizer.path={learned.get('path')}"
+        raise ConfigError(f"{key}: SHA-256 {words.sha256}; the model has learned the ids of another one, of {digest}")
+    return replace(words, bos_id=learned["bos_id"], eos_id=learned["eos_id"]) if "eos_id" in learned else words
 
 
 def read_content(config: schema.Tokenizer) -> tuple[Path, bytes]:
@@ -121,6 +148,9 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
         sha256=hashlib.sha256(content).hexdigest(),
         locate=locate,
         special=specials,
+        added=specials,
+        id_of=specials.get,
+        name_of={id: name for name, id in specials.items()}.get,
     )
 
 
@@ -143,7 +173,7 @@ def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     return ranks
 
 
-def _load_hf(path: Path, content: bytes) -> Tokenizer:
+def _load_hf(path: Path, content: bytes, facts: Facts) -> Tokenizer:
     import numpy as np
     import tokenizers
 
@@ -156,7 +186,9 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: id for id, token in added.items() if token.special}
+    _check_added(facts, tokenizer, path)
 
     @functools.cache
     def with_specials() -> tokenizers.Tokenizer:
@@ -170,9 +202,7 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
         begins, ends = np.array(found.offsets, dtype=np.int64).reshape(-1, 2).T
         return Located(found.ids, begins, ends)
 
-    bos, eos = (
-        _special(tokenizer, names, path, key) for names, key in ((BOS_NAMES, "bos_token"), (EOS_NAMES, "eos_token"))
-    )
+    bos, eos = _begin(tokenizer, facts), _end(tokenizer, facts)
     if eos is None:
         raise ConfigError(
             f"tokenizer.path={path}: no end-of-text token: none of {', '.join(EOS_NAMES)}, "
@@ -191,21 +221,50 @@ def _load_hf(path: Path, content: bytes) -> Tokenizer:
         sha256=hashlib.sha256(content).hexdigest(),
         locate=locate,
         special=special,
+        added={token.content: id for id, token in added.items()},
+        id_of=tokenizer.token_to_id,
+        name_of=tokenizer.id_to_token,
         unknown=unknown,
     )
 
 
-def _special(tokenizer, names: tuple[str, ...], path: Path, key: str) -> int | None:
-    """Return the id of the first of `names` that the vocabulary has, else the id of the name in tokenizer_config.json;
-    None if both are missing.
+def _begin(tokenizer: tokenizers.Tokenizer, facts: Facts) -> int | None:
+    """Return the id of begin-of-text: the one that the folder names, None if it names none or does not put it before
+    texts. Without a word of the folder, it is the first of BOS_NAMES that the vocabulary has.
     """
-    for name in names:
-        if tokenizer.token_to_id(name) is not None:
-            return tokenizer.token_to_id(name)
-    beside = path.with_name("tokenizer_config.json")
-    token = json.loads(beside.read_text()).get(key) if beside.is_file() else None
-    token = token["content"] if isinstance(token, dict) else token
-    return tokenizer.token_to_id(token) if token else None
+    if facts.words.get("add_bos_token") is False:
+        return None
+    if "bos_token" in facts.words:
+        token = token_of(facts.words, "bos_token")
+        return None if token is None else tokenizer.token_to_id(token)
+    return next((id for name in BOS_NAMES if (id := tokenizer.token_to_id(name)) is not None), None)
+
+
+def _end(tokenizer: tokenizers.Tokenizer, facts: Facts) -> int | None:
+    """Return the id of end-of-text, which ends documents. The folder's words come first: its eos_token and the ids that
+    end a generation. A chat model's also end turns, so among several the first is taken that has a usual name.
+    """
+    named = token_of(facts.words, "eos_token")
+    first = None if named is None else tokenizer.token_to_id(named)
+    stated = [id for id in listed(first, facts.stops) if tokenizer.id_to_token(id) is not None]
+    if not stated:
+        return next((id for name in EOS_NAMES if (id := tokenizer.token_to_id(name)) is not None), None)
+    padding = token_of(facts.words, "pad_token")  # chat models often pad with what ended a document before
+    candidates = {padding, *map(tokenizer.id_to_token, stated)}
+    usual = next((name for name in EOS_NAMES if name in candidates), "")
+    found = tokenizer.token_to_id(usual)
+    return stated[0] if found is None else found
+
+
+def _check_added(facts: Facts, tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+    """Raise ConfigError if tokenizer_config.json has added tokens that tokenizer.json has not, or under another id."""
+    for number, token in (facts.words.get("added_tokens_decoder") or {}).items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if tokenizer.token_to_id(content) != int(number):
+            raise ConfigError(
+                f"tokenizer.path={path}: tokenizer_config.json has {content!r} as id {number}, and tokenizer.json as "
+                f"{tokenizer.token_to_id(content)}; save both anew with transformers"
+            )
 
 
 def _json(path: Path, content: bytes) -> dict:

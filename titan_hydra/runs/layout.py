@@ -129,6 +129,10 @@ OVERRIDES = Entry("overrides.txt", LAUNCHER, "the overrides that were typed, a l
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt's folder has such a file too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "code": str, "versions": dict[str, str], "host": str,
     "platform": str}))
+BASE = Entry("base.json", LAUNCHER, "the folder of the weights from which the run started, and a digest of them", Fields(
+    {"folder": str, "digest": str}))
+FACTS = Entry("facts.json", FIRST, "what came with the run's weights and tokenizer: stop tokens, generation settings, chat templates",
+              Fields(dict.fromkeys(("words", "generation", "ids", "templates", "tokenizer"), dict)))
 SBATCH = Entry("sbatch.sh", LAUNCHER, "the batch script that was submitted")
 JOB_FILE = Entry("job.yaml", LAUNCHER, "the job that was submitted, if it is no batch script")
 METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](metrics.md)", Fields(
@@ -160,7 +164,7 @@ MEETINGS = Entry("meetings/", GROUPS, "files by which the groups find each other
 TENSORBOARD = Entry("tensorboard/", FIRST, "copies of the rows")
 WANDB = Entry("wandb/", FIRST, "copies of the rows")
 ATTEMPT = Entry("attempts/<n>/", "", "one start of the run:")
-OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, ENV, SBATCH, JOB_FILE, METRICS, EVENTS, RESULT,
+OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, ENV, BASE, FACTS, SBATCH, JOB_FILE, METRICS, EVENTS, RESULT,
           CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA, MEETINGS, TENSORBOARD, WANDB, ATTEMPT)
 
 CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, its executor, where it runs, its job", (SUBMITTER, OWNER))

@@ -29,6 +29,7 @@ from titan_hydra.config.files import write_text
 from titan_hydra.config.user_code import digest_of_code, sources
 
 from . import layout
+from .base import record_weights
 from .code import code_here, describe_code
 from .failure import Failure, guilty
 from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of
@@ -309,6 +310,8 @@ def _write_run(directory: Path, job: Job, owner: dict[str, Any]) -> None:
     layout.CONFIG.write(directory, to_dict(job))
     write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in owner["overrides"]))
     environment = describe_environment(job, owner.get("code"))
+    if job.checkpoint.initial_load_path:
+        record_weights(directory, job.checkpoint.initial_load_path)
     for folder in (directory, layout.ATTEMPT.of(directory, newest_attempt(directory))):
         layout.ENV.write(folder, environment)
 

@@ -2,53 +2,74 @@
 over all tokens before it.
 """
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from titan_hydra import models
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import DTYPES, read_model_config, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.convert import DTYPES
 from titan_hydra.checkpoint.folder import Folder
+from titan_hydra.checkpoint.opened import Opened
 from titan_hydra.checkpoint.reader import Merged, Reader
 from titan_hydra.config.model import Model
-from titan_hydra.data import tokenizer
-from titan_hydra.data.tokenizer import Tokenizer
+from titan_hydra.data.facts import Facts
 from titan_hydra.models.hf import in_dtype
 from titan_hydra.models.init import reset_buffers
 
 from .world import exact_float32
 
 
-def generate(
-    checkpoint: Path,
-    beginning: Callable[[Path, Tokenizer], list[int]],
-    ends: Callable[[Tokenizer], set[int]],
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    dtype: str,
-) -> Iterator[str]:
-    """Yield the text that follows the tokens from `beginning(checkpoint, tokenizer)`, in pieces of whole characters.
-    The text ends before the first token in `ends(tokenizer)`, or after `max_tokens` tokens.
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: from softmax(logits / temperature) over the `top_k` likeliest tokens (0: all), and of these
+    over the fewest whose probabilities add up to `top_p`. With temperature 0, the likeliest token is taken.
     """
-    config = read_model_config(checkpoint)
-    words = tokenizer.load(read_tokenizer_config(checkpoint))
-    ids, last = beginning(checkpoint, words), ends(words)
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def sampling_of(facts: Facts, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
+    """Return how to draw tokens: as given, else as the model's generation settings say, if they are for sampling. Print
+    which other settings are not applied.
+    """
+    own = facts.generation if facts.generation.get("do_sample") else {}
+    if others := [key for key in own if key.endswith("_penalty") or key in ("min_p", "typical_p")]:
+        print(f"warning: not applied of the model's generation settings: {', '.join(others)}", file=sys.stderr)
+    plain = Sampling()
+    return Sampling(
+        own.get("temperature", plain.temperature) if temperature is None else temperature,
+        own.get("top_k") or plain.top_k if top_k is None else top_k,
+        own.get("top_p") or plain.top_p if top_p is None else top_p,
+    )
+
+
+def generate(
+    opened: Opened, ids: list[int], max_tokens: int, sampling: Sampling, seed: int, dtype: str, special: bool = True
+) -> Iterator[str]:
+    """Yield the text that follows the tokens `ids`, in pieces of whole characters. The text ends before the first token
+    that ends a generation of the model, or after `max_tokens` tokens. Without `special`, special tokens are left out.
+    """
+    config, words = opened.config, opened.words
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
         raise ConfigError(
             f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}"
         )
-    model = load_model(reader_of(checkpoint), config, seq_len, dtype)
+    model = load_model(opened.reader, config, seq_len, dtype)
+    ends, left_out = {words.eos_id, *opened.facts.stops}, set() if special else set(words.special.values())
     new: list[int] = []
     text = ""
-    for token in continuation(model, ids, max_tokens, temperature, top_k, seed):
-        if token in last:
+    for token in continuation(model, ids, max_tokens, sampling, seed, words.vocab_size):
+        if token in ends:
             break
+        if token in left_out:
+            continue
         new.append(token)
         if not (longer := words.decode(new)).endswith("\ufffd"):  # U+FFFD: the last character lacks bytes
             yield longer[len(text) :]
@@ -82,22 +103,22 @@ def device_here() -> torch.device:
 
 @torch.no_grad()
 def continuation(
-    model: nn.Module, ids: list[int], count: int, temperature: float, top_k: int, seed: int
+    model: nn.Module, ids: list[int], count: int, sampling: Sampling, seed: int, vocab_size: int
 ) -> Iterator[int]:
-    """Yield the tokens that follow `ids`, one by one."""
+    """Yield the tokens that follow `ids`, one by one. Rows of the head beyond `vocab_size` stand for no token."""
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        token = pick(model(tokens)[0, -1].float().cpu(), temperature, top_k, generator)
+        token = pick(model(tokens)[0, -1, :vocab_size].float().cpu(), sampling, generator)
         yield token
         tokens = torch.cat([tokens, tokens.new_tensor([[token]])], dim=1)
 
 
-def pick(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw a token from softmax(logits / temperature) over the `top_k` likeliest tokens (0: over all). With temperature
-    0, take the likeliest.
-    """
-    if temperature == 0:
+def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw a token as `sampling` says."""
+    if sampling.temperature == 0:
         return int(logits.argmax())
-    values, tokens = logits.topk(min(top_k or len(logits), len(logits)))
-    return int(tokens[torch.multinomial((values / temperature).softmax(-1), 1, generator=generator)])
+    values, tokens = logits.topk(min(sampling.top_k or len(logits), len(logits)))
+    chances = (values / sampling.temperature).softmax(-1)
+    chances[chances.cumsum(-1) - chances >= sampling.top_p] = 0  # the likeliest token always stays
+    return int(tokens[torch.multinomial(chances, 1, generator=generator)])

@@ -18,7 +18,9 @@ from titan_hydra import data
 from titan_hydra.base.errors import NotFinite, Stopped
 from titan_hydra.base.threads import cores
 from titan_hydra.base.versions import versions
+from titan_hydra.checkpoint.carried import record_facts
 from titan_hydra.checkpoint.checkpointer import Checkpointer
+from titan_hydra.config import to_dict
 from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.config.schema import Job
@@ -52,6 +54,8 @@ def train(job: Job, run: Run, open_groups: Callable[[Trainer, Run, Watchdog], Gr
     """
     with contextlib.ExitStack() as opened:
         loop = _begin(job, run, open_groups, opened)
+        if run.rank == 0:
+            record_facts(run.home, to_dict(job))
         checkpointer = loop.checkpointer
         with breaks_refused(job):
             loop.run()

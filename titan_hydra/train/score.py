@@ -10,18 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint import initial
-from titan_hydra.checkpoint.convert import (
-    find_checkpoint,
-    find_section,
-    read_model_config,
-    read_tokenizer_config,
-    reader_of,
-)
-from titan_hydra.checkpoint.folder import Folder
-from titan_hydra.config.family import family_of
-from titan_hydra.config.schema import Tokenizer
-from titan_hydra.data import tokenizer
+from titan_hydra.checkpoint.opened import open_model
 from titan_hydra.data.files import texts
 
 from .generate import load_model
@@ -31,27 +20,20 @@ TOGETHER = 1000
 LOGITS = 2**28  # maximum number of logits in a forward, unless a single text needs more
 
 
-def score_texts(place: Path, file: Path, text_key: str, context: int | None, dtype: str) -> Iterator[dict[str, float]]:
+def score_texts(
+    place: Path, file: Path, text_key: str, context: int | None, dtype: str, tokenizer_file: Path | None = None
+) -> Iterator[dict[str, float]]:
     """Yield for each text of a file: the number of its row (from 1), the negative log-probability in nats of its tokens
-    and of the end-of-text after them, and the number of these tokens. `place` is a run, a checkpoint or an export.
+    and of the end-of-text after them, and the number of these tokens. `place` is a run, a checkpoint or an export;
+    `tokenizer_file` its tokenizer's file, if the user has named one.
 
     A text of more than `context` tokens (default: the run's data.seq_len, or an export's model.max_seq_len) is scored
     in windows of that length. Each window begins in the middle of the previous one, so that a token is predicted from
     at least half a context. Raises ConfigError for a file without text, or with a row that cannot be read.
     """
-    if initial.is_hf(place):
-        reader, at_most = Folder(place), None
-        config, words = reader.config, tokenizer.load(Tokenizer("hf", str(place / "tokenizer.json")))
-    else:
-        checkpoint = find_checkpoint(place)
-        config, reader = read_model_config(checkpoint), reader_of(checkpoint)
-        words, at_most = (
-            tokenizer.load(read_tokenizer_config(checkpoint)),
-            find_section("data", checkpoint)[1].get("seq_len"),
-        )
-    if family_of(config).takes != "tokens":
-        raise ConfigError(f"{place}: model.family={config.family}: takes {family_of(config).takes}, not text alone")
-    context = context or at_most or config.max_seq_len
+    opened = open_model(place, tokenizer_file)
+    config, words = opened.config, opened.words
+    context = context or opened.seq_len or config.max_seq_len
     if context > config.max_seq_len:
         raise ConfigError(f"--context={context}: is more than model.max_seq_len; nearest legal: {config.max_seq_len}")
     # as in training, a text without begin-of-text follows the end-of-text of the previous document
@@ -59,7 +41,7 @@ def score_texts(place: Path, file: Path, text_key: str, context: int | None, dty
     rows = ((row, before + words.document(text)) for row, text in texts(file, text_key))
     model = None
     while some := list(islice(rows, TOGETHER)):
-        model = model or load_model(reader, config, context, dtype)
+        model = model or load_model(opened.reader, config, context, dtype)
         nats = _score([np.array(ids) for _, ids in some], model, context, LOGITS // config.vocab_size)
         yield from (
             {"row": row, "nats": total, "tokens": len(ids) - 1} for (row, ids), total in zip(some, nats, strict=True)

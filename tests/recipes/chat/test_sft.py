@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from tests.checkpoint.steps import cut_back, tensors
 from tests.config.test_load import validations_are_short
 from titan_hydra import cli, data, models
+from titan_hydra.checkpoint.carried import facts_at
 from titan_hydra.config.compose import compose_job
 from titan_hydra.data import tokenizer
 from titan_hydra.job.freeze import freeze
 from titan_hydra.models import layers
 from titan_hydra.models.init import init_weights
 from titan_hydra.recipes.chat.rows import ConversationReader
-from titan_hydra.recipes.chat.template_of_run import read_template
+from titan_hydra.recipes.chat.template_of_run import template_of_facts
 from titan_hydra.runs.checkpoints import newest
 from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.language import IGNORED, cross_entropy
@@ -265,7 +266,7 @@ def test_the_template_is_that_of_the_heaviest_source_with_one(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"data": {"name": "mixture", "mixture": parts}, "tokenizer": {"name": "embedded"}})
     )
-    assert read_template(tmp_path).source == "own"
+    assert template_of_facts(facts_at(tmp_path)).source == "own"
 
 
 def learned(job, batch):

@@ -11,7 +11,7 @@ COMMANDS = {
 RENAMED = {"generate --chat": "chat"}
 TURNS = ("tokens", "trained", "documents")  # the arrays of a sample of packed rows
 LINES = (".jsonl", ".json", ".parquet")
-TEMPLATE = f"{__name__}.template_of_run:files_of_export"
+TEMPLATE = f"{__name__}.template_of_run:template_and_stop"
 ROWS = f"{__name__}.rows"
 register(
     ObjectiveKind(
@@ -37,7 +37,7 @@ register(
         encodes=True,
         faults=f"{ROWS}:faults",
         warnings=f"{ROWS}:warnings_of_chat",
-        exports=TEMPLATE,
+        template=TEMPLATE,
     )
 )
 register(
@@ -50,6 +50,6 @@ register(
         encodes=True,
         faults=f"{ROWS}:faults",
         warnings=f"{ROWS}:warnings_of_chat",
-        exports=TEMPLATE,
+        template=TEMPLATE,
     )
 )

@@ -1,10 +1,14 @@
 """`titan chat`: answer a question with the model of a run or checkpoint."""
 
+from __future__ import annotations
+
 import argparse
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_hydra.commands.generate import add_options, print_continuation
-from titan_hydra.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from titan_hydra.checkpoint.opened import Opened
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,11 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the answer, token by token. The answer ends at the first special token."""
+    """Print the answer, token by token. The answer ends where the model's answers end; special tokens are not printed."""
 
-    def question(checkpoint: Path, tokenizer: Tokenizer) -> list[int]:
-        from .template_of_run import read_template
+    def question(opened: Opened) -> list[int]:
+        from .template_of_run import template_of_facts
 
-        return tokenizer.locate(read_template(checkpoint).prompt([{"role": "user", "content": args.prompt}])).ids
+        asked = template_of_facts(opened.facts).prompt([{"role": "user", "content": args.prompt}])
+        return opened.words.locate(asked).ids
 
-    return print_continuation(args, question, lambda tokenizer: {tokenizer.eos_id, *tokenizer.special.values()})
+    return print_continuation(args, question, special=False)

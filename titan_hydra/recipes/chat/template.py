@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.files import home, similar, tokenizer_file
+from titan_hydra.data.facts import read_facts, special_tokens
 from titan_hydra.data.tokenizer import BOS_NAMES, EOS_NAMES
 
 from .conversations import Conversation
@@ -295,14 +296,8 @@ def special_names(config: schema.Tokenizer) -> dict[str, str]:
     """Return the special tokens by the names that templates use: `bos_token`, `eos_token` and others."""
     if config.name != "hf":
         return {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
-    beside = tokenizer_file(config).with_name("tokenizer_config.json")
-    if beside.is_file():
-        named = {
-            key: value
-            for key, value in json.loads(beside.read_text(encoding="utf-8")).items()
-            if key.endswith("_token") and value
-        }
-        return {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+    if named := special_tokens(read_facts(tokenizer_file(config).parent).words):
+        return named
     added = {
         token["content"]
         for token in json.loads(tokenizer_file(config).read_text(encoding="utf-8")).get("added_tokens", [])

@@ -1,26 +1,63 @@
-"""The chat template with which a run was trained."""
+"""The chat template of a run: the one that its weights have learned, or that came with them."""
 
-from pathlib import Path
+import json
+from collections.abc import Callable
+from typing import Any
 
-from titan_hydra.checkpoint.convert import as_started, find_section, read_tokenizer_config, sources_of
+import numpy as np
 
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import schema
+from titan_hydra.data import tokenizer
+from titan_hydra.data.facts import DEFAULT, Facts, special_tokens
+
+from .conversations import Conversation
 from .sources import TemplateSource
 from .template import BUILT_IN, Template, load_template
 
+ASKED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
-def read_template(checkpoint: Path, config_file: Path | None = None) -> Template:
-    """Load the chat template of the run that wrote a checkpoint. In a mixture, take the template of the source with the
-    largest weight among those with a template. Raises ConfigError if there is none.
+
+def template_of_facts(facts: Facts) -> Template:
+    """Return the chat template that a run carries. Raises ConfigError if it has none."""
+    if DEFAULT not in facts.templates:
+        raise ConfigError(
+            "the model has no chat template: neither its training data nor the folder that it came from has one"
+        )
+    return Template("the model's chat template", facts.templates[DEFAULT], special_tokens(facts.words))
+
+
+def template_and_stop(
+    source: dict[str, Any], located: Callable[[str], str], keys: schema.Tokenizer
+) -> tuple[str, int | None]:
+    """Return the chat template of a source, and the id of the token that ends an answer in it; None if an answer ends
+    with plain text. `located` makes the source's paths absolute.
     """
-    file, section = find_section("data", checkpoint, config_file)
-    sources = [source for source in sources_of(section) if "chat_template" in source]
-    chosen = max(sources, key=lambda source: source.get("weight", 1)) if sources else {}
-    name, options = chosen.get("chat_template"), chosen.get("chat_template_kwargs", {})
+    name, options = source.get("chat_template"), source.get("chat_template_kwargs") or {}
     if name and name not in BUILT_IN:
-        name = as_started(file, name)
-    return load_template("data", TemplateSource("chat", name, options), read_tokenizer_config(checkpoint, config_file))
+        name = located(name)
+    template = load_template("data", TemplateSource("chat", name, options), keys)
+    return _set(options) + template.source, _last_learned(template, tokenizer.load(keys))
 
 
-def files_of_export(checkpoint: Path, config_file: Path | None) -> dict[str, str]:
-    """Return {file name: chat template}: transformers looks for a file of this name beside a tokenizer."""
-    return {"chat_template.jinja": read_template(checkpoint, config_file).source}
+def _set(options: dict[str, Any]) -> str:
+    """Return the beginning of a template that gives its further variables the values that the run has learned."""
+    return "".join(
+        f"{{%- if {name} is not defined -%}}{{%- set {name} = {'none' if value is None else json.dumps(value)} -%}}{{%- endif -%}}"
+        for name, value in options.items()
+    )
+
+
+def _last_learned(template: Template, words: tokenizer.Tokenizer) -> int | None:
+    """Return the last token of an answer that is learned, if it is one of the tokenizer's added tokens."""
+    try:
+        text, spans = template.spans(Conversation(ASKED, []), "assistant")
+    except (ValueError, ConfigError):  # the template wants other conversations
+        return None
+    found = words.locate(text)
+    end = max((end for _, end in spans if text[:end].strip()), default=0)
+    end = len(text[:end].rstrip())
+    last = np.flatnonzero((found.begins < end) & (found.ends <= end))
+    if not len(last) or found.ids[last[-1]] not in (words.eos_id, *words.added.values()):
+        return None
+    return int(found.ids[last[-1]])

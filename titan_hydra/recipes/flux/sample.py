@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import find_section, read_model_config, reader_of
+from titan_hydra.checkpoint.convert import read_model_config, reader_of
+from titan_hydra.checkpoint.sections import find_section
 from titan_hydra.config.family import family_of
 from titan_hydra.config.files import home
 from titan_hydra.data.items import dice_of

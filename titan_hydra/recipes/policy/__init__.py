@@ -54,7 +54,7 @@ register(
         encodes=True,
         faults=f"{ROWS}:faults_of_pairs",
         warnings=f"{ROWS}:warnings_of_pairs",
-        exports=TEMPLATE,
+        template=TEMPLATE,
     )
 )
 register(

@@ -7,27 +7,26 @@ import torch
 from torch import nn
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import read_model_config, read_tokenizer_config, reader_of
+from titan_hydra.checkpoint.opened import open_model
 from titan_hydra.config.files import write_text
-from titan_hydra.data import tokenizer
 from titan_hydra.data.files import record_of
 from titan_hydra.data.records import Records
 from titan_hydra.data.shards import BadShards
 from titan_hydra.recipes.chat.rows import Turns
-from titan_hydra.recipes.chat.template_of_run import read_template
+from titan_hydra.recipes.chat.template_of_run import template_of_facts
 from titan_hydra.train.generate import load_model
 from titan_hydra.train.score import token_losses
 
 from .rows import REFERENCE, PairReader
 
 
-def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
+def score_pairs(place: Path, pairs: Path, out: Path, dtype: str, tokenizer_file: Path | None = None) -> int:
     """Copy the pairs of a file into another file, with the columns REFERENCE added. Return the number of pairs. Raises
     ConfigError, and writes nothing, for a row that is not a pair, or is longer than the model's sequence length.
     """
-    config = read_model_config(checkpoint)
-    words = tokenizer.load(read_tokenizer_config(checkpoint))
-    reader = PairReader(Records([pairs], BadShards()), read_template(checkpoint), words, scored=False)
+    opened = open_model(place, tokenizer_file)
+    config, template = opened.config, template_of_facts(opened.facts)
+    reader = PairReader(Records([pairs], BadShards()), template, opened.words, scored=False)
     rows = [reader.turns(number) for number in range(len(reader.lines))]
     longest = max((length for row in rows for length in row.documents), default=0)
     if not rows or longest > config.max_seq_len:
@@ -35,7 +34,7 @@ def score_pairs(checkpoint: Path, pairs: Path, out: Path, dtype: str) -> int:
             f"an answer with its question has {longest:,} tokens, more than model.max_seq_len={config.max_seq_len:,}"
         )
         raise ConfigError(f"{pairs}: {reason if rows else 'no row in it'}")
-    model = load_model(reader_of(checkpoint), config, longest, dtype)
+    model = load_model(opened.reader, config, longest, dtype)
     lines = []
     for number, row in enumerate(rows):
         scores = dict(zip(REFERENCE, log_probabilities(model, row), strict=True))

@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.commands.model import add_model, checkpoint_of
+from titan_hydra.commands.model import add_model, model_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    add_model(parser, "a folder of `titan convert --to hf`")
     parser.add_argument(
         "pairs", type=Path, metavar="FILE", help="JSONL file of pairs: prompt, chosen and rejected on each line"
     )
@@ -29,6 +29,6 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out={args.out}: exists already")
     from .score import score_pairs
 
-    rows = score_pairs(checkpoint_of(args), args.pairs, args.out, args.dtype)
+    rows = score_pairs(model_at(args), args.pairs, args.out, args.dtype, args.tokenizer)
     print(f"{args.out}: {rows:,} pairs")
     return Exit.DONE

@@ -1,0 +1,148 @@
+"""The facts that a run carries: what came with its weights and its tokenizer, and what its own training adds. Rank 0
+writes them into the run directory at the first start, as the folders that they come from may change later. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import from_dict, schema
+from titan_hydra.config.files import read_json
+from titan_hydra.config.registry import DATA_SOURCES, resolve
+from titan_hydra.data import tokenizer
+from titan_hydra.data.facts import DEFAULT, Facts, listed, read_facts, token_of
+from titan_hydra.runs import layout
+from titan_hydra.runs.base import initial_weights, is_hf
+
+from .sections import as_started, config_files, sources_of
+
+
+def facts_at(place: Path, config_file: Path | None = None) -> Facts:
+    """Return the facts of a Hugging Face folder, or those that the run of a checkpoint carries. Those of a run of an
+    earlier version are read from the folders that its config.json names.
+    """
+    if is_hf(place):
+        return facts_of_folder(place)
+    candidates = [config_file] if config_file else config_files(place)
+    for folder in [file.parent for file in candidates]:
+        if stored := layout.FACTS.read(folder):
+            return Facts(**{field.name: stored[field.name] for field in fields(Facts)})
+    merged: dict[str, Any] = {}
+    for file in reversed(candidates):
+        sections = read_json(file) or {}
+        merged |= {name: section for name, section in sections.items() if section}
+    owner = next((file for file in candidates if "tokenizer" in (read_json(file) or {})), candidates[-1])
+    return facts_of_config(merged, lambda path: as_started(owner, path), owner.parent)
+
+
+def record_facts(directory: Path, config: dict[str, Any]) -> None:
+    """Write down the facts of a run, whose configuration is `config`, unless that is done already."""
+    if not layout.FACTS.read(directory):
+        facts = facts_of_config(config, lambda path: str(Path(path).expanduser().absolute()), directory)
+        layout.FACTS.write(directory, asdict(facts))
+
+
+def facts_of_folder(folder: Path) -> Facts:
+    """Return the facts of a Hugging Face folder, with its tokenizer's if there is one that this package can load."""
+    facts, file = read_facts(folder), folder / "tokenizer.json"
+    if not file.is_file():
+        return facts
+    keys = schema.Tokenizer("hf", str(file))
+    return replace(facts, tokenizer=_learned(keys, tokenizer.load(keys, facts)))
+
+
+def facts_of_config(config: dict[str, Any], located: Callable[[str], str], directory: Path) -> Facts:
+    """Return the facts of a run from its configuration. `located` makes its paths absolute; `directory` is the run's."""
+    load_path = (config.get("checkpoint") or {}).get("initial_load_path")
+    base = facts_at(initial_weights(directory, located(load_path))) if load_path else Facts()
+    if not config.get("tokenizer"):
+        return base
+    keys = from_dict(schema.Tokenizer, config["tokenizer"])
+    if keys.path:
+        keys.path = located(keys.path)
+    beside = read_facts(Path(keys.path).parent) if keys.name == "hf" and keys.path else Facts()
+    try:
+        words = tokenizer.load(keys, beside)
+    except ConfigError:  # a run that needs the tokenizer has been refused; this one may do without
+        return replace(base, tokenizer={"name": keys.name, "path": keys.path})
+    same = base.tokenizer.get("sha256") == words.sha256
+    learned = _learned(keys, words)
+    facts = replace(base, words=beside.words or (base.words if same else {}), tokenizer=learned)
+    if not facts.templates:
+        facts.templates = beside.templates
+    template, stop = _own_template(config, located, keys)
+    if template is not None:
+        facts.templates = facts.templates | {DEFAULT: template}
+    return _completed(facts, words, beside, template, stop)
+
+
+def _learned(keys: schema.Tokenizer, words: tokenizer.Tokenizer) -> dict[str, Any]:
+    return {
+        "name": keys.name,
+        "path": keys.path,
+        "sha256": words.sha256,
+        "bos_id": words.bos_id,
+        "eos_id": words.eos_id,
+    }
+
+
+def _completed(
+    facts: Facts, words: tokenizer.Tokenizer, beside: Facts, template: str | None, stop: int | None
+) -> Facts:
+    """Return facts with everything that an export writes: the ends of a generation, and the special tokens' names and
+    ids. `stop` is the last token of an answer in the run's own template.
+    """
+    named = token_of(beside.words, "eos_token") or token_of(facts.words, "eos_token")
+    stops = listed(stop, facts.stops, words.id_of(named or ""), words.eos_id)
+    begin, end, padding = facts.ids.get("bos_token_id"), facts.ids.get("eos_token_id"), facts.ids.get("pad_token_id")
+    ids = {
+        "bos_token_id": facts.generation.get("bos_token_id", begin if "bos_token_id" in facts.ids else words.bos_id),
+        "eos_token_id": stops if len(stops) > 1 else stops[0],
+        "pad_token_id": facts.generation.get("pad_token_id", padding),
+    }
+    if ids["pad_token_id"] is None:
+        ids["pad_token_id"] = words.id_of(token_of(facts.words, "pad_token") or "")
+        if ids["pad_token_id"] is None:
+            ids["pad_token_id"] = words.eos_id
+    of_model = facts.ids | {
+        "bos_token_id": begin if "bos_token_id" in facts.ids else words.bos_id,
+        "eos_token_id": end if end is not None and (stop is None or stop in listed(end)) else ids["eos_token_id"],
+    }
+    tokens: dict[str, Any] = {}
+    if "bos_token" not in facts.words and words.bos_id is not None:
+        tokens["bos_token"] = words.name_of(words.bos_id)
+    if token_of(facts.words, "eos_token") is None:
+        # a template that prints eos_token has printed the end of a document while the run learned
+        printed = template is not None and "eos_token" in template
+        tokens["eos_token"] = words.name_of(words.eos_id if stop is None or printed else stop)
+    named_tokens = {key: name for key, name in tokens.items() if name is not None}
+    return replace(
+        facts, words=facts.words | named_tokens, generation=ids | _others(facts.generation, ids), ids=of_model
+    )
+
+
+def _others(content: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key not in known}
+
+
+def _own_template(
+    config: dict[str, Any], located: Callable[[str], str], keys: schema.Tokenizer
+) -> tuple[str | None, int | None]:
+    """Return the chat template of the run's own data and the token that ends an answer in it; (None, None) without one.
+    In a mixture, the source with the largest weight counts, among those with a template.
+    """
+    sources = [
+        (source.get("weight") or 1, template, source)
+        for source in sources_of(config.get("data") or {})
+        if (kind := DATA_SOURCES.get(source.get("name"))) and (template := kind.template)
+    ]
+    if not sources:
+        return None, None
+    _, template, source = max(sources, key=lambda one: one[0])
+    found: tuple[str, int | None] = resolve(template)(source, located, keys)
+    return found
