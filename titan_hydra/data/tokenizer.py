@@ -208,10 +208,6 @@ def _load_hf(path: Path, content: bytes, facts: Facts) -> Tokenizer:
             f"tokenizer.path={path}: no end-of-text token: none of {', '.join(EOS_NAMES)}, "
             "and no eos_token in a tokenizer_config.json beside it"
         )
-    model = spec["model"]
-    unknown = (
-        model["unk_id"] if model.get("unk_id") is not None else tokenizer.token_to_id(model.get("unk_token") or "")
-    )
     return Tokenizer(
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
@@ -224,8 +220,13 @@ def _load_hf(path: Path, content: bytes, facts: Facts) -> Tokenizer:
         added={token.content: id for id, token in added.items()},
         id_of=tokenizer.token_to_id,
         name_of=tokenizer.id_to_token,
-        unknown=unknown,
+        unknown=_unknown(tokenizer, spec["model"]),
     )
+
+
+def _unknown(tokenizer: tokenizers.Tokenizer, model: dict) -> int | None:
+    """Return the id of unknown text, which the model of a tokenizer.json names by its id or by its text."""
+    return model["unk_id"] if model.get("unk_id") is not None else tokenizer.token_to_id(model.get("unk_token") or "")
 
 
 def _begin(tokenizer: tokenizers.Tokenizer, facts: Facts) -> int | None:
