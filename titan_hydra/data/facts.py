@@ -42,18 +42,18 @@ class Facts:
 
 def read_facts(folder: Path) -> Facts:
     """Read what a folder says, except about the tokenizer's ids. Raises ConfigError if a file is not JSON."""
-    words, of_map = content_of(folder / TOKENIZER), content_of(folder / "special_tokens_map.json")
+    words, of_map = said_in(folder / TOKENIZER), said_in(folder / "special_tokens_map.json")
     words = {key: value for key, value in of_map.items() if key not in words} | words
-    templates = _templates(words.pop("chat_template", None) or content_of(folder / "chat_template.json"))
+    templates = _templates(words.pop("chat_template", None) or said_in(folder / "chat_template.json"))
     for file in [folder / TEMPLATE, *sorted((folder / TEMPLATES).glob("*.jinja"))]:
         if file.is_file():
             templates[DEFAULT if file.name == TEMPLATE else file.stem] = file.read_text(encoding="utf-8")
-    model, generation = content_of(folder / MODEL), content_of(folder / GENERATION)
+    model, generation = said_in(folder / MODEL), said_in(folder / GENERATION)
     ids: dict[str, Any] = {key: model[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in model}
     return Facts(words, {key: generation[key] for key in generation if key not in OF_LIBRARY}, ids, templates)
 
 
-def content_of(file: Path) -> dict[str, Any]:
+def said_in(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; {} if it does not exist. Raises ConfigError if it holds no JSON object."""
     if not file.is_file():
         return {}
