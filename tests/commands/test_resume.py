@@ -14,7 +14,8 @@ from titan_hydra.config.load import changes_of, known_keys
 from titan_hydra.config.relayout import KEYS, SECTIONS
 from titan_hydra.launch.layouts import relaid
 from titan_hydra.launch.worker import load_job
-from titan_hydra.runs import layout
+from titan_hydra.runs import layout, rundir
+from titan_hydra.runs.run import newest_attempt
 
 # Each attempt stops after three steps while the file `stop` exists.
 THREE_STEPS = """
@@ -228,6 +229,22 @@ def test_only_the_layout_may_differ_from_what_the_hash_says(a_run):
     layout.CONFIG.write(directory, to_dict(new))
     with pytest.raises(ConfigError, match="it was changed after it was submitted"):
         load_job(directory)
+
+
+def test_a_wrong_first_configuration_is_named_and_the_line_mends_it(a_run):
+    directory = a_run()
+    first = load_job(directory)
+    good = layout.CONFIG.read(directory)
+    layout.CONFIG.write(directory, to_dict(relaid(first, ["gpus=2", "ac=full"])))
+    for wrong in (good | {"data": good["data"] | {"local_batch": 5}}, good | {"gpus": None}, {"model": {}}, None):
+        layout.FIRST_CONFIG.of(directory).write_text("" if wrong is None else json.dumps(wrong))
+        with pytest.raises(ConfigError, match=r"config_first\.json: its hash is"):
+            load_job(directory)
+        number = newest_attempt(directory)
+        rundir.end_attempt(layout.ATTEMPT.of(directory, number))
+        assert rundir.claim(directory, number + 1, first, [])
+        assert load_job(directory) == first and layout.FIRST_CONFIG.read(directory) == good
+        layout.CONFIG.write(directory, to_dict(relaid(first, ["gpus=2", "ac=full"])))
 
 
 def test_no_key_that_may_change_changes_what_is_learned():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import identity, to_dict
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.load import from_dict
@@ -12,7 +13,9 @@ from titan_hydra.config.relayout import with_layout_of
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.schema import Job
 from titan_hydra.job.freeze import freeze
-from titan_hydra.launch.layouts import checked_layouts, kept_layouts, nodes_of, write_layouts
+from titan_hydra.launch.executors.slurm.keys import SlurmCluster
+from titan_hydra.launch.layouts import checked_layouts, kept_layouts, nodes_of, with_one_layout, write_layouts
+from titan_hydra.launch.worker import load_job
 from titan_hydra.runs import layout
 
 from .test_submit import cell, script
@@ -87,6 +90,34 @@ def test_what_does_not_go_with_elastic_is_refused(overrides, key):
     assert [fault.key for fault in faults] == [key], faults
 
 
+@pytest.mark.parametrize("key", SlurmCluster.__dataclass_fields__)
+def test_no_key_of_the_cluster_is_left_behind_by_elastic(key):
+    """`titan resume` and `titan extend` go on with one layout of an elastic run."""
+    value = {"nodes_min": "2", "grow_minutes": "1"}.get(key, "")
+    own = job(listed("gpus=8"))
+    if value:
+        setattr(own.cluster, key, int(value))
+    assert not check(with_one_layout(own)) and with_one_layout(own).elastic == []
+
+
+def test_a_wrong_layout_file_is_named(tmp_path):
+    own = job(listed(*WORDS))
+    directory = tmp_path / f"{own.name}-{identity(own)}"
+    directory.mkdir()
+    layout.CONFIG.write(directory, to_dict(own))
+    write_layouts(directory, checked_layouts(own)[0])
+    assert len(kept_layouts(directory)) == 4
+    good = layout.LAYOUT.read(directory, 3)
+    for wrong in ({"gpus": 7}, {"seed": 5}, {"steps": "x"}, {"data": good["data"] | {"local_batch": 5}}):
+        layout.LAYOUT.write(directory, good | wrong, 3)
+        layout.CONFIG.write(directory, good | wrong)
+        with pytest.raises(ConfigError, match=r"layout_3\.json: was changed"):
+            kept_layouts(directory)
+        if wrong.keys() & {"seed"}:
+            with pytest.raises(ConfigError, match=r"layout_3\.json: its hash is"):
+                load_job(directory)
+
+
 def test_growth_without_elastic_is_refused():
     assert [fault.key for fault in check(job("cluster.grow_minutes=5"))] == ["cluster.grow_minutes"]
 
@@ -111,13 +142,15 @@ def test_the_planner_gives_a_layout_for_each_number_of_nodes():
 
 def test_layouts_are_kept_in_the_run_and_former_ones_go(tmp_path):
     own = job(listed(*WORDS))
+    directory = tmp_path / f"{own.name}-{identity(own)}"
+    directory.mkdir()
     layouts, _ = checked_layouts(own)
-    layout.CONFIG.write(tmp_path, to_dict(own))
-    write_layouts(tmp_path, layouts)
-    assert kept_layouts(tmp_path) == layouts and layout.FIRST_CONFIG.read(tmp_path) == to_dict(own)
-    layout.CONFIG.write(tmp_path, to_dict(layouts[1]))
-    write_layouts(tmp_path, layouts[:2])
-    assert kept_layouts(tmp_path) == layouts[:2] and layout.FIRST_CONFIG.read(tmp_path) == to_dict(own)
+    layout.CONFIG.write(directory, to_dict(own))
+    write_layouts(directory, layouts)
+    assert kept_layouts(directory) == layouts and layout.FIRST_CONFIG.read(directory) == to_dict(own)
+    layout.CONFIG.write(directory, to_dict(layouts[1]))
+    write_layouts(directory, layouts[:2])
+    assert kept_layouts(directory) == layouts[:2] and layout.FIRST_CONFIG.read(directory) == to_dict(own)
 
 
 def test_the_script_asks_for_a_range_of_nodes_and_takes_the_largest_layout_that_fits(tmp_path):

@@ -15,7 +15,7 @@ from titan_hydra.config.change import change
 from titan_hydra.config.operation import Launch, Paths, Sweep
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
-from titan_hydra.launch.layouts import checked_layouts
+from titan_hydra.launch.layouts import checked_layouts, with_one_layout
 from titan_hydra.launch.longer import longer_overrides, origin
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs import checkpoints, rundir
@@ -45,8 +45,7 @@ def main(args: argparse.Namespace) -> int:
     run = choose_one(args.cell, args.runs)
     old = load_job(run.directory)
     old = dataclasses.replace(
-        old,
-        elastic=[],
+        with_one_layout(old),
         launch=Launch(require_card=old.launch.require_card),
         sweep=Sweep(),
         paths=Paths(str(run.directory.parent)),

@@ -14,7 +14,7 @@ from titan_hydra.config.operation import Launch, Paths
 from titan_hydra.config.user_code import edited_sources
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
-from titan_hydra.launch.layouts import checked_layouts, in_words, keep_first, relaid
+from titan_hydra.launch.layouts import checked_layouts, in_words, keep_first, relaid, with_one_layout
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.view import add_runs, choose_one
@@ -47,8 +47,7 @@ def main(args: argparse.Namespace) -> int:
         )
     new = relaid(
         dataclasses.replace(
-            old,
-            elastic=[],
+            with_one_layout(old),
             launch=Launch(retry="all", require_card=old.launch.require_card),
             paths=Paths(str(args.runs.absolute())),
         ),

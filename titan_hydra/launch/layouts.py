@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import Fault, Job, from_dict, to_dict
+from titan_hydra.config import Fault, Job, from_dict, identity, to_dict
 from titan_hydra.config.change import change
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.fault import counted
 from titan_hydra.config.load import known_keys
-from titan_hydra.config.relayout import KEYS, SECTIONS
+from titan_hydra.config.relayout import KEYS, SECTIONS, with_layout_of
 from titan_hydra.config.rules.checks import check
 from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import predict
 from titan_hydra.plan.search import search
 from titan_hydra.plan.shape import NotPredictable
 from titan_hydra.runs import layout
+from titan_hydra.runs.run import hash_of
 from titan_hydra.runs.stretches import layout_in_words, values_of_layout
 
 # this entry of `elastic` stands for the planner's layouts, one for each number of nodes that no listed layout has
@@ -44,6 +45,12 @@ def relaid(job: Job, values: Sequence[str]) -> Job:
     if "gpus" not in typed and -1 not in (new.parallelism.dp_shard, new.parallelism.dp_replicate):
         new.gpus = None  # `freeze` sets it to the product of the degrees
     return freeze(new)
+
+
+def with_one_layout(job: Job) -> Job:
+    """Return a job without `elastic`, and without the keys of its cluster that apply only to elastic jobs."""
+    own = {name: None for name in ("nodes_min", "grow_minutes") if hasattr(job.cluster, name)}
+    return dataclasses.replace(job, elastic=[], cluster=dataclasses.replace(job.cluster, **own))
 
 
 def in_words(job: Job) -> str:
@@ -122,10 +129,25 @@ def write_layouts(directory: Path, layouts: Sequence[Job]) -> None:
 
 
 def kept_layouts(directory: Path) -> tuple[Job, ...]:
-    """Return the layouts that `write_layouts` wrote, from the most nodes to the fewest."""
-    return tuple(
-        from_dict(Job, content) for _, content in sorted(layout.LAYOUT.read_all(directory).items(), reverse=True)
-    )
+    """Return the layouts that `write_layouts` wrote, from the most nodes to the fewest. Raises ConfigError for a file that
+    was changed since: one that cannot be read, is for another number of nodes, fails the checks or is another experiment.
+    """
+    first, found = layout.FIRST_CONFIG.read(directory), []
+    for nodes, content in sorted(layout.LAYOUT.read_all(directory).items(), reverse=True):
+        try:
+            job = from_dict(Job, content)
+            same = identity(from_dict(Job, with_layout_of(content, first or content))) == hash_of(directory)
+            reason = "" if same and nodes_of(job) == nodes else "it is not of this run"
+            reason = reason or "; ".join(map(str, check(job)))
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"it cannot be read ({error})"
+        if reason:
+            file = layout.LAYOUT.of(directory, nodes)
+            raise ConfigError(
+                f"{file}: was changed after it was submitted: {reason}; the command line that started the run writes it anew"
+            )
+        found.append(job)
+    return tuple(found)
 
 
 def keep_first(directory: Path) -> None:

@@ -249,13 +249,37 @@ def load_job(directory: Path) -> Job:
     expected = hash_of(directory)
     # this file exists if the run's layout has changed (`titan resume`, `elastic`)
     first = layout.FIRST_CONFIG.read(directory)
-    found = identity(from_dict(Job, with_layout_of(content, first)) if first else job)
+    found = _hash_of_content(content, first)
     if found != expected:
+        file, found = _changed_file(directory, content, found, expected)
         raise ConfigError(
-            f"{file}: its hash is {found}, and the directory's is {expected}: "
-            "it was changed after it was submitted, or another version of titan_hydra has written it"
+            f"{file}: its hash is {found}, and the directory's is {expected}: it was changed after it was submitted, or "
+            "another version of titan_hydra has written it; the command line that started the run writes it anew"
         )
     return job
+
+
+def _changed_file(directory: Path, content: dict[str, Any], found: str, expected: str) -> tuple[Path, str]:
+    """Return which of a run's configurations has a wrong hash, and that hash: the first attempt's, one of the layouts of
+    an elastic run, from which its batch script has copied config.json, or config.json itself.
+    """
+    first = layout.FIRST_CONFIG.of(directory)
+    if first.exists() and (own := _hash_of_content(layout.FIRST_CONFIG.read(directory))) != expected:
+        return first, own
+    for number, one in layout.LAYOUT.read_all(directory).items():
+        if one == content:
+            return layout.LAYOUT.of(directory, number), found
+    return layout.CONFIG.of(directory), found
+
+
+def _hash_of_content(content: dict[str, Any], first: dict[str, Any] | None = None) -> str:
+    """Return the hash of a configuration as config.json has it, with the layout of `first` if that is given; "unknown" if
+    one of the two is damaged.
+    """
+    try:
+        return identity(from_dict(Job, with_layout_of(content, first) if first else content))
+    except (KeyError, TypeError, ValueError):
+        return "unknown"
 
 
 def _check_claim(attempt: Path, place: Place) -> str:

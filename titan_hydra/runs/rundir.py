@@ -34,7 +34,7 @@ from .code import code_here, describe_code
 from .failure import Failure, guilty
 from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of
 from .records import alive, this_process
-from .run import homes_of, newest_attempt
+from .run import hash_of, homes_of, newest_attempt
 
 REPLACED = ".replaced"  # the folder into which launch.force moves a run directory before deleting it
 # a run on another host counts as interrupted if nothing was written into its attempt's folder for this many seconds
@@ -308,6 +308,8 @@ def _write_run(directory: Path, job: Job, owner: dict[str, Any]) -> None:
     those of the attempt before.
     """
     layout.CONFIG.write(directory, to_dict(job))
+    if layout.FIRST_CONFIG.of(directory).exists() and identity(job) == hash_of(directory):
+        layout.FIRST_CONFIG.write(directory, to_dict(job))  # it may be damaged, and this job has the first layout
     write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in owner["overrides"]))
     environment = describe_environment(job, owner.get("code"))
     if job.checkpoint.initial_load_path:

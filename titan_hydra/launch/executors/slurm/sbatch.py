@@ -87,7 +87,7 @@ take_layout() {{
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     echo "$(date +%T) $SLURM_JOB_NODELIST: layout of $nodes nodes, $ranks ranks; idle: ${{hosts[*]:nodes}}" >>"$attempt/job.log"
     [ "$nodes" = "${{#hosts[@]}}" ] || place=(--nodelist="$(IFS=,; echo "${{hosts[*]:0:nodes}}")")
-    cp "$3/layout_$nodes.json" "$3/.config-$job" && mv -T "$3/.config-$job" "$3/config.json" || return {unhealthy}
+    cp "$3/layout_$nodes.json" "$3/.config" && mv -T "$3/.config" "$3/config.json" || return {unhealthy}
 }}
 # Asks the ranks to stop once enough nodes are free for a larger layout, for the requeued job. $1 the nodes of each layout, $2 run
 grow() {{
