@@ -1,19 +1,27 @@
 """Measure how fast one process makes batches: python benchmarks/data.py [--seconds 3] [--seq-len 2048] [--global-batch
-16]
+16]; and how much memory large files cost: --large 1000 (megabytes)
 
 Text is tokenized during the measurement, .bin files were encoded before. No step uses the batches, and prefetch is off,
 so the numbers are the most that one core can deliver; with prefetch this work runs while steps run.
 """
 
 import argparse
+import multiprocessing
+import resource
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
+
 from titan_hydra import cli, data
+from titan_hydra.checkpoint.tokenizer import write_tokenizer
 from titan_hydra.config import from_dict, schema
 from titan_hydra.config.registry import DATA_SOURCES
 from titan_hydra.data.embedded import Embedded
+from titan_hydra.data.tokenizer import load
 
 
 def main() -> None:
@@ -21,7 +29,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--global-batch", type=int, default=16)
+    parser.add_argument("--large", type=int, default=0, help="megabytes of a .txt, and of a Parquet row group")
     args = parser.parse_args()
+    if args.large:
+        print_memory(args)
+        return
     with tempfile.TemporaryDirectory() as folder:
         text, tokens = write_corpus(Path(folder))
         measure(make_job(args, name="synthetic"), 0)  # imports torch
@@ -59,6 +71,60 @@ def write_corpus(folder: Path) -> tuple[str, str]:
         ]
     )
     return f"{folder}/*.txt", f"{folder}/corpus.bin"
+
+
+def print_memory(args: argparse.Namespace) -> None:
+    """Print, for each kind of large file and both kinds of tokenizer, the first batch's seconds and the peak memory of a
+    process with its whole global batch in it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tokenizer.json"
+        write_tokenizer(schema.Tokenizer(name="embedded"), file.parent, 4096)
+        print(f"{'source':<9} {'tokenizer':<9} {'first batch, s':>14} {'MiB':>6}")
+        for path in (large_text(Path(folder), args.large), large_parquet(Path(folder), args.large)):
+            for name in ("embedded", "hf"):
+                job = make_job(args, name="text_files", path=str(path))
+                job.tokenizer = schema.Tokenizer(name, str(file) if name == "hf" else None)
+                with multiprocessing.get_context("spawn").Pool(1) as pool:  # a peak can only be measured once
+                    first, peak = pool.apply(measure_memory, (job,))
+                print(f"{path.suffix:<9} {name:<9} {first:>14.2f} {peak:>6,.0f}", flush=True)
+
+
+def measure_memory(job: schema.Job) -> tuple[float, float]:
+    """Return the seconds until the first batch, and by how many MiB ten batches raise the process's peak memory."""
+    measure(make_job(argparse.Namespace(seq_len=64, global_batch=1), name="embedded"), 0)  # imports torch
+    load(job.tokenizer).document("a")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    loader = data.build(job, rank=0, ranks=1)
+    loader.next()
+    first = time.perf_counter() - start
+    for _ in range(9):
+        loader.next()
+    return first, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def large_text(folder: Path, megabytes: int) -> Path:
+    """Write one .txt of the embedded corpus again and again, in other orders."""
+    with (folder / "large.txt").open("w") as stream:
+        for text in texts_of(megabytes):
+            stream.write(text)
+    return folder / "large.txt"
+
+
+def large_parquet(folder: Path, megabytes: int) -> Path:
+    """Write one .parquet with a single row group, as pandas does."""
+    table = pyarrow.table({"text": pyarrow.array(texts_of(megabytes), pyarrow.large_string())})
+    pyarrow.parquet.write_table(table, folder / "large.parquet", row_group_size=len(table))
+    return folder / "large.parquet"
+
+
+def texts_of(megabytes: int) -> Iterator[str]:
+    pieces, size, number = Embedded().pieces, 0, 0
+    while size < megabytes << 20:
+        text = f"{number} {pieces[number * 7919 % len(pieces)]}"
+        size, number = size + len(text), number + 1
+        yield text
 
 
 def make_job(args: argparse.Namespace, **keys) -> schema.Job:

@@ -165,7 +165,9 @@ def test_trained_tokenizer_is_of_llama3s_kind(trained):
 
 def test_tiktoken_encodes_as_the_trained_tokenizer_does():
     """The text has every kind of character and code, not only the text from which the merges were learned."""
-    corpus = [text for _, text in zip(range(40), tokenizer_cli._texts(argparse.Namespace(files=[])), strict=False)]
+    corpus = [
+        piece.text for _, piece in zip(range(40), tokenizer_cli._texts(argparse.Namespace(files=[])), strict=False)
+    ]
     learnt = tokenizer_cli._train(corpus, 800)
     bytes_of = tokenizer_cli._bytes_of_ids(learnt)
     ranks = [bytes([byte]) for byte in range(256)] + [token for _, token in sorted(bytes_of.items()) if len(token) > 1]

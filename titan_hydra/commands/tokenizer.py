@@ -24,6 +24,7 @@ from titan_hydra.config import schema
 from titan_hydra.data import files
 from titan_hydra.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.data.embedded import Embedded
+from titan_hydra.data.long_text import LongText, Piece, is_long
 from titan_hydra.data.unknown import share_of_unknown
 
 BATCH_CHARACTERS = 1 << 20  # number of characters of text in a worker's batch
@@ -84,7 +85,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--vocab={args.vocab}: 256 bytes and {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens need 512"
         )
-    trained = _train(_texts(args), 256 + merges)
+    trained = _train((piece.text for piece in _texts(args)), 256 + merges)
     bytes_of = _bytes_of_ids(trained)
     tokens = [bytes([byte]) for byte in range(256)] + [token for _, token in sorted(bytes_of.items()) if len(token) > 1]
     if len(tokens) < 256 + merges:
@@ -92,7 +93,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     model = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
     _write(args.out, model.encode())
     ours = tokenizers_of_jobs.load(schema.Tokenizer(name="tiktoken", path=str(args.out)))
-    sample = list(islice(_texts(args), 1000))
+    sample = [piece.text for piece in islice(_texts(args), 1000)]
     for text in sample:
         if [bytes_of[id] for id in trained.encode(text).ids] != [tokens[id] for id in ours.encode(text)]:
             raise RuntimeError(f"tiktoken does not encode as the trained tokenizer does: {text[:80]!r}")
@@ -151,13 +152,20 @@ def encode(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _texts(args: argparse.Namespace) -> Iterator[str]:
-    """Return the documents of the files. All paths are checked before the first document is read."""
+def _texts(args: argparse.Namespace) -> Iterator[Piece]:
+    """Return the documents of the files, long ones in pieces. All paths are checked before the first document is read."""
     if not args.files:
         corpus = Embedded()
-        return (text for unit in range(corpus.units) for _, text in corpus.rows(unit))
+        return (Piece(text) for unit in range(corpus.units) for _, text in corpus.rows(unit))
     paths = [file for path in args.files for file in files.require("FILES", path, files.TEXT_SUFFIXES)]
-    return (text for path in paths for _, text in files.good(files.rows(path, args.text_key)) if text)
+    return (piece for path in paths for piece in _pieces(path, args.text_key))
+
+
+def _pieces(file: Path, text_key: str) -> Iterator[Piece]:
+    if is_long(file):
+        yield from (piece for _, piece in LongText(file).pieces())
+    else:
+        yield from (Piece(text) for _, text in files.good(files.rows(file, text_key)) if text)
 
 
 def _train(texts: Iterable[str], size: int):
@@ -196,7 +204,7 @@ def _tokenizer_config(name: str) -> schema.Tokenizer:
 
 
 def _encode_in_order(
-    config: schema.Tokenizer, texts: Iterator[str], dtype: str, workers: int
+    config: schema.Tokenizer, texts: Iterator[Piece], dtype: str, workers: int
 ) -> Iterator[tuple[bytes, int]]:
     """Yield for each batch its encoded tokens and its number of documents, in the order of `texts`. At most 2 * workers
     batches are encoded ahead of the writer.
@@ -235,17 +243,17 @@ def _end_with(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-def _encode_batch(texts: list[str]) -> tuple[bytes, int]:
-    return np.array(
-        [token for text in texts for token in WORKER["tokenizer"].document(text)], dtype=WORKER["dtype"]
-    ).tobytes(), len(texts)
+def _encode_batch(pieces: list[Piece]) -> tuple[bytes, int]:
+    """Return the tokens of some documents or parts of one, and the number of documents that end in them."""
+    ids = [token for piece in pieces for token in piece.encode(WORKER["tokenizer"])]
+    return np.array(ids, dtype=WORKER["dtype"]).tobytes(), sum(piece.last for piece in pieces)
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+def _batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:
     batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for piece in texts:
+        batch.append(piece)
+        size += len(piece.text)
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0

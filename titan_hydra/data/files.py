@@ -8,7 +8,7 @@ import csv
 import io
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from titan_hydra.config.files import data_files, expand, kind, missing, similar,
 from titan_hydra.config.registry import DATA_SOURCES
 
 from .opening import UNREADABLE, broken_off, elements_of_array, is_array, mapped, numbered_lines, opened, unreadable
+from .parquet import PageReaders, no_column, require_column
 from .shards import BadRow, BadShard
 
 Rows = Iterator[tuple[int, str | BadRow]]
-BATCH = 1 << 20  # bytes of text that are read at a time from a .parquet
 
 
 def require(key: str, path: str | None, suffixes: tuple[str, ...] = ()) -> list[Path]:
@@ -153,45 +153,16 @@ def _csv(file: Path, text_key: str, start: int, every: int) -> Rows:
 
 
 def _parquet(file: Path, text_key: str, start: int, every: int) -> Rows:
-    number = 0
-    for batch in batches_of_parquet(file, text_key):
-        values = batch.column(0)
-        first = start + -(-max(number - start, 0) // every) * every
-        for place in range(first - number, len(values), every):
-            try:
-                yield number + place, text_in({text_key: values[place].as_py()}, text_key)
-            except ValueError as error:
-                yield number + place, BadRow(f"{file}: row {number + place + 1}", error)
-        number += len(values)
+    return of_parquet(file, text_key, start, every, PageReaders(1, kept=1))
 
 
-def batches_of_parquet(file: Path, name: str | None, size: int | None = None) -> Iterator[Any]:
-    """Yield the record batches of a column, or of all columns: small ones, so that a large row group is not in memory as
-    a whole.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 16)
-        if name:
-            require_column(file, table.schema_arrow.names, name)
-        for number in range(table.num_row_groups):
-            group = table.metadata.row_group(number)
-            yield from table.iter_batches(
-                size or _batch(group, name), row_groups=[number], columns=[name] if name else None, use_threads=False
-            )
-    except pyarrow.ArrowException as error:
-        raise BadShard(file, f"{file}: not a Parquet file: {error}") from error
-
-
-def _batch(group: Any, name: str | None) -> int:
-    """Return how many rows of a row group have about BATCH bytes."""
-    chunks = (group.column(place) for place in range(group.num_columns))
-    size = sum(
-        chunk.total_uncompressed_size for chunk in chunks if name in (None, chunk.path_in_schema.partition(".")[0])
-    )
-    return max(1, min(10_000, BATCH * group.num_rows // max(size, 1)))
+def of_parquet(file: Path, text_key: str, start: int, every: int, readers: PageReaders) -> Rows:
+    """Yield the texts of every n-th row of a Parquet file."""
+    for number, value in readers.column(file, text_key, start, every):
+        try:
+            yield number, text_in({text_key: value}, text_key)
+        except ValueError as error:
+            yield number, BadRow(f"{file}: row {number + 1}", error)
 
 
 def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[str | BadRow]:
@@ -231,24 +202,12 @@ def record_of(content: bytes | dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def require_column(file: Path, names: Sequence[str], name: str) -> None:
-    """Raise ConfigError if the columns of a file do not include exactly one of this name."""
-    if name not in names:
-        raise ConfigError(f"{file}: {_no_column(name, names)}")
-    if names.count(name) > 1:
-        raise ConfigError(f"{file}: {names.count(name)} columns have the name {name!r}")
-
-
-def _no_column(name: str, names: Iterable[str]) -> str:
-    return f"no column {name!r}, but {', '.join(map(repr, names))}: set data.text_key (--text-key)"
-
-
 def text_in(record: dict[str, Any], text_key: str) -> str:
     """Return the text of a record. Raises ValueError, with the columns that the record has, if it has no text, or one
     that UTF-8 cannot encode.
     """
     if text_key not in record:
-        raise ValueError(_no_column(text_key, record))
+        raise ValueError(no_column(text_key, record))
     text = record[text_key]
     if not isinstance(text, str):
         raise ValueError(f"column {text_key!r} holds {type(text).__name__}, not text")

@@ -105,12 +105,17 @@ class Loader:
         rank's slots. Raises ConfigError if it belongs to other data or to another global batch.
         """
         for key, value in self.signature.items():
-            if state["signature"].get(key) != value:
+            saved = state["signature"].get(key)
+            if saved is None and not key.startswith("data."):
                 raise ConfigError(
-                    f"{key}={value}: the saved order of the data has {key}={state['signature'].get(key)}; set it back, or start a new run"
+                    f"these data are read in another way since the state was saved ({key}={value}): start a new run"
                 )
-        saved = {int(slot): value for slot, value in state["slots"].items()}
-        if missing := [slot for slot in self.slots if slot not in saved]:
+            if saved != value:
+                raise ConfigError(
+                    f"{key}={value}: the saved order of the data has {key}={saved}; set it back, or start a new run"
+                )
+        slots = {int(slot): value for slot, value in state["slots"].items()}
+        if missing := [slot for slot in self.slots if slot not in slots]:
             raise ConfigError(
                 f"the saved state of the data lacks slots {missing} of {self.signature['data.global_batch']}"
             )
@@ -118,7 +123,7 @@ class Loader:
         self.step, self.known = state["step"], set(state.get("bad", {}))
         self.bad.restore(state.get("bad", {}))
         for slot in self.slots:
-            self.samples.load(slot, saved[slot])
+            self.samples.load(slot, slots[slot])
         self.returned = self._snapshot()
 
     def rewind(self) -> None:

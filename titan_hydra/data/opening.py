@@ -101,26 +101,33 @@ def numbered_lines(file: Path, start: int = 0, every: int = 1) -> Iterator[tuple
         yield number, bad
 
 
-def mapped(file: Path) -> tuple[Content, BadShard | None]:
-    """Return the content of a file, in mapped memory, and the error that ends it too early, if there is one. A
-    compressed file is unpacked into a temporary file.
+def unpacked(file: Path) -> tuple[IO[bytes], Exception | None]:
+    """Open a file for reading at any place, and return the error that ends it too early, if there is one. A compressed
+    file is unpacked into a temporary file.
     """
-    error: Exception | None = None
-    with tempfile.TemporaryFile() if file.suffix in PACKED else open(file, "rb") as content:
-        if file.suffix in PACKED:
-            try:
-                with opened(file) as stream:
-                    # unlike `read`, `read1` returns what there is before an error
-                    content.writelines(iter(lambda: cast(Any, stream).read1(1 << 16), b""))
-            except UNREADABLE as found:
-                error = found
-            content.flush()
+    if file.suffix not in PACKED:
+        return open(file, "rb"), None
+    content: Any = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+    error = None
+    try:
+        with opened(file) as stream:
+            # unlike `read`, `read1` returns what there is before an error
+            content.writelines(iter(lambda: cast(Any, stream).read1(1 << 16), b""))
+    except UNREADABLE as found:
+        error = found
+    content.flush()
+    return content, error
+
+
+def mapped(file: Path) -> tuple[Content, BadShard | None]:
+    """Return the content of a file, in mapped memory, and the error that ends it too early, if there is one."""
+    content, error = unpacked(file)
+    with content:
         size = content.seek(0, io.SEEK_END)
         memory: Content = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     if not error:
         return memory, None
-    line = memory[:].count(b"\n")
-    bad = broken_off(file, line, error)
+    bad = broken_off(file, memory[:].count(b"\n"), error)
     return memory[: memory.rfind(b"\n") + 1], bad
 
 

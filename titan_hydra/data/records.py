@@ -16,8 +16,9 @@ import numpy as np
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.files import home, kind
 
-from .files import batches_of_parquet, place_in
+from .files import place_in
 from .opening import UNREADABLE, Content, elements_of_array, is_array, mapped, numbered_lines
+from .parquet import batches_of_rows
 from .shards import BadShard, BadShards
 
 Record = bytes | dict[str, Any]  # a JSON text, or the record itself
@@ -101,7 +102,7 @@ class _Table:
         import pyarrow
 
         self.file = file
-        batches = islice(batches_of_parquet(file, None, most), 1) if most else batches_of_parquet(file, None)
+        batches = islice(batches_of_rows(file, most), 1) if most else batches_of_rows(file)
         with tempfile.NamedTemporaryFile(suffix=".arrow") as copy:
             if (first := next(iter(batches), None)) is None:
                 self.table = pyarrow.table({})

@@ -18,9 +18,12 @@ import numpy as np
 
 from titan_hydra.base.errors import ConfigError
 
+from .long_text import LongText
 from .permutation import permute
 from .shards import BadRow, BadShard, BadShards
 from .tokenizer import Tokenizer
+
+Row = str | LongText | BadRow
 
 
 class Documents(Protocol):
@@ -28,13 +31,13 @@ class Documents(Protocol):
 
     units: int
 
-    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, str | BadRow]]:
+    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, Row]]:
         """Yield row number and text of a unit's rows from `start` on, ascending; a BadRow for a row that cannot be used.
         Each call yields the same rows.
         """
 
 
-START = {"turn": 0, "row": 0, "place": 0, "token": 0}
+START = {"turn": 0, "row": 0, "place": 0, "piece": 0, "token": 0}
 
 
 @dataclass
@@ -43,7 +46,9 @@ class Document:
     turn: int
     row: int  # row of that unit at which the block begins
     place: int  # index of the document in the shuffled block
+    piece: int  # the piece of a long text; 0 for a whole document
     tokens: np.ndarray
+    text: LongText | None = None  # the long text that the piece is of
 
 
 class Streams:
@@ -63,7 +68,8 @@ class Streams:
         bad: BadShards,
     ):
         """Create the streams. Without a `seed`, units are read in their order."""
-        self.signature = {"units": source.units, "tokenizer": tokenizer.sha256}
+        own = getattr(source, "signature", {})
+        self.signature = {"units": source.units, "tokenizer": tokenizer.sha256} | own
         self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
         self.streams = {
             slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots
@@ -132,28 +138,48 @@ class Stream:
         """
         self.begun.append(next(self.coming))
         if self.state == START and self.source.units < self.slots:
-            sharers = -(-self.slots // self.source.units)
-            self.state["token"] = len(self.begun[0].tokens) * (self.slot // self.source.units) // sharers
+            sharers, number = -(-self.slots // self.source.units), self.slot // self.source.units
+            if text := self.begun[0].text:
+                first = self.begun[0]
+                place = {"turn": first.turn, "row": first.row, "place": first.place}
+                self.load(place | {"piece": text.at(number, sharers)})
+                self.begun.append(next(self.coming))
+            else:
+                self.state["token"] = len(self.begun[0].tokens) * number // sharers
 
     def _advance(self) -> None:
         token = self.state["token"] + self.seq_len
         while token >= len(self.begun[0].tokens):
             token -= len(self.begun.pop(0).tokens)
         document = self.begun[0]
-        self.state = {"turn": document.turn, "row": document.row, "place": document.place, "token": token}
+        self.state = {key: getattr(document, key) for key in ("turn", "row", "place", "piece")} | {"token": token}
 
-    def _documents(self, turn: int, row: int, place: int) -> Iterator[Document]:
-        """Yield the documents of all blocks from a position on, without end."""
+    def _documents(self, turn: int, row: int, place: int, piece: int = 0) -> Iterator[Document]:
+        """Yield the documents of all blocks from a position on, without end; a long text piece by piece."""
         texts = self._texts(turn, row)
         while True:
             block = list(islice(texts, self.block))
             turn, row, _ = block[0]
             for number in range(place, len(block)):
                 text = block[permute(number, len(block), self.seed, self.slot, turn, row)][2]
-                yield Document(turn, row, number, np.array(self.tokenizer.document(text), dtype=np.int32))
+                if isinstance(text, str):
+                    tokens = np.array(self.tokenizer.document(text), dtype=np.int32)
+                    yield Document(turn, row, number, 0, tokens)
+                else:
+                    for begin, ids in self._pieces(text, piece):
+                        yield Document(turn, row, number, begin, ids, text)
+                piece = 0
             place = 0
 
-    def _texts(self, first: int, row: int) -> Iterator[tuple[int, int, str]]:
+    def _pieces(self, text: LongText, begin: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield offset and tokens of the pieces of a long text."""
+        try:
+            for place, piece in text.pieces(begin):
+                yield place, np.array(piece.encode(self.tokenizer), dtype=np.int32)
+        except BadShard as error:
+            self.bad.add(error)
+
+    def _texts(self, first: int, row: int) -> Iterator[tuple[int, int, str | LongText]]:
         """Yield turn, row and text of the documents from a position on, without end."""
         empty = 0  # number of units in a row that have no text
         for turn in count(first):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import islice
 
@@ -10,7 +11,10 @@ from titan_hydra.config.fault import Fault
 from titan_hydra.config.parts import HubSource
 
 from . import files
+from .long_text import PIECE, LongText, is_long
+from .parquet import PageReaders
 from .shards import BadRow, BadShard
+from .streams import Row
 
 C4 = {"path": "allenai/c4", "subset": "en"}
 
@@ -23,14 +27,23 @@ class TextFiles:
     def __init__(self, key: str, path: str | None, text_key: str, slots: int):
         self.files = files.require(key, path, files.TEXT_SUFFIXES)
         self.text_key = text_key
+        self.long = {file for file in self.files if is_long(file)}
+        self.open_long = functools.lru_cache(64)(LongText)
+        self.signature = {"long_texts": PIECE} if self.long else {}
+        self.readers = PageReaders()
         # A .txt file is a single row, so each slot that shares the file reads all of it.
         whole = all(files.kind(file) in (".txt", ".md") for file in self.files)
         self.every = 1 if whole else -(-slots // len(self.files))
         self.units = len(self.files) * self.every
 
-    def rows(self, unit: int, start: int = 0) -> files.Rows:
-        file, first = divmod(unit, self.every)
-        return files.rows(self.files[file], self.text_key, max(start, first), self.every)
+    def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, Row]]:
+        number, first = divmod(unit, self.every)
+        file = self.files[number]
+        if file in self.long:
+            return iter([] if max(start, first) else [(0, self.open_long(file))])
+        if files.kind(file) == ".parquet":
+            return files.of_parquet(file, self.text_key, max(start, first), self.every, self.readers)
+        return files.rows(file, self.text_key, max(start, first), self.every)
 
 
 class Hub:

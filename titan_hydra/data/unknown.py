@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
@@ -22,6 +23,7 @@ from .tokenizer import Tokenizer, load
 
 # maximum number of files that are read, of rows in each file, and of characters in each row
 FILES, ROWS, LENGTH = 8, 32, 10_000
+Read = TypeVar("Read")
 SHARE = 0.01  # share of unknown tokens, or characters, above which there is a warning
 
 
@@ -61,7 +63,7 @@ def tokenizer_at(path: str) -> Tokenizer:
 
 
 def warning(
-    key: str, value: str | None, tokenizer: schema.Tokenizer, read: Callable[[], Iterable[str]]
+    key: str, value: str | None, tokenizer: schema.Tokenizer, read: Callable[[], Iterable[Any]]
 ) -> Iterator[Fault]:
     """Yield a warning if more than SHARE of the texts that `read` returns is unknown to a tokenizer. Texts that cannot
     be read give no warning, as another rule reports them.
@@ -90,8 +92,8 @@ def warning(
         )
 
 
-def of_some(path: str | None, suffixes: tuple[str, ...], texts: Callable[[Path], Iterable[str]]) -> Iterable[str]:
-    """Return the texts that `texts(file)` reads from at most FILES files of a source, evenly spaced."""
+def of_some(path: str | None, suffixes: tuple[str, ...], texts: Callable[[Path], Iterable[Read]]) -> Iterable[Read]:
+    """Return what `texts(file)` reads from at most FILES files of a source, evenly spaced."""
     return chain.from_iterable(map(texts, some_files(path, suffixes)))
 
 
