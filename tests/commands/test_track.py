@@ -76,7 +76,7 @@ def test_wandb_has_all_that_was_recorded_and_what_its_keys_say(run, capsys):
     }
     about = next(record.run for record in records(file) if record.HasField("run"))
     assert (about.run_id, about.display_name, about.entity) == (run.name.rpartition("-")[2], run.name, "team")
-    assert (list(about.tags), about.notes) == (["wsd", "small"], "a try")
+    assert (list(about.tags), about.notes) == (["wsd", "small", run.name.rpartition("-")[2]], "a try")
 
 
 def test_what_cannot_be_is_one_line(run, capsys, monkeypatch):

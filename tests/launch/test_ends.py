@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests import wandb_file
+from titan_hydra.runs.run import tracked_id
 
 
 def rows(launcher):
@@ -227,7 +228,7 @@ def test_wandb_sees_one_run_with_rising_steps_after_kills(launcher, kills):
     done = launcher.run(*line)
     assert done.returncode == 0, done.stderr
     (folder,) = (launcher.run_directory / "wandb").glob("offline-run-*")
-    assert folder.name.rpartition("-")[2] == launcher.run_directory.name.rpartition("-")[2]
+    assert folder.name.rpartition("-")[2] == tracked_id(launcher.run_directory)
 
     def steps():
         rows = (row["_step"] for file in folder.glob("*.wandb") for row in wandb_file.rows(file))

@@ -1,6 +1,7 @@
 """TensorBoard and wandb: copies of metrics.jsonl. A tracker that fails never stops a run."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from titan_hydra.config import to_dict
 from titan_hydra.config.registry import TRACKERS, resolve
 from titan_hydra.config.schema import Job
 from titan_hydra.runs import layout
-from titan_hydra.runs.run import Run, hash_of
+from titan_hydra.runs.run import Run, draw_tracked_id, hash_of, tracked_id
 
 
 class Tracker(Protocol):
@@ -49,8 +50,8 @@ class TensorBoard:
 
 
 class WandB:
-    """Writes to a wandb run whose id is the run's hash, so that a resumed run continues it. The sweep is the run's
-    group in wandb.
+    """Writes to a wandb run whose id belongs to the run directory (`tracked_id`), so that a resumed run continues it, and
+    one that is started anew does not. The run's hash is one of its tags. The sweep is the run's group in wandb.
 
     When a process is killed in offline mode, wandb loses the rows that it has not yet written. So each start writes all
     recorded rows again, into a new folder, and deletes older folders that were not sent. The newest folder in wandb/
@@ -70,20 +71,26 @@ class WandB:
         for folder in layout.WANDB.of(run.directory).glob("offline-run-*") if offline else ():
             if not any(folder.glob("*.synced")):
                 shutil.rmtree(folder, ignore_errors=True)
-        self.run = wandb.init(
-            project=keys.project,
-            entity=keys.entity,
-            mode=keys.mode,
-            id=hash_of(run.home),
-            name=run.directory.name,
-            resume="allow",
-            group=job.sweep.name,
-            tags=keys.tags,
-            notes=job.notes or None,
-            dir=run.directory,
-            config=to_dict(job),
-            settings=wandb.Settings(console="off"),
-        )
+        given = {
+            "project": keys.project,
+            "entity": keys.entity,
+            "mode": keys.mode,
+            "name": run.directory.name,
+            "resume": "allow",
+            "group": job.sweep.name,
+            "tags": list(dict.fromkeys([*keys.tags, hash_of(run.home)])),
+            "notes": job.notes or None,
+            "dir": run.directory,
+            "config": to_dict(job),
+            "settings": wandb.Settings(console="off"),
+        }
+        try:
+            self.run = wandb.init(id=tracked_id(run.home), **given)
+        except Exception as error:  # wandb's classes of errors differ from version to version
+            if not re.search(r"\b409\b|previously created and deleted", str(error)):
+                raise
+            draw_tracked_id(run.home, run.home.name)  # the server never takes the id of a deleted run again
+            self.run = wandb.init(id=tracked_id(run.home), **given)
 
     def log(self, row: dict[str, Any]) -> None:
         if row["step"] < self.run.step:  # in online mode, the server already has the rows of earlier processes

@@ -126,6 +126,8 @@ FIRST_CONFIG = Entry("config_first.json", LAUNCHER, "of a run whose layout chang
 LAYOUT = Entry("layout_<n>.json", LAUNCHER, "of an elastic run: the config.json that its batch script takes on n nodes",
                CONFIG.shape)
 OVERRIDES = Entry("overrides.txt", LAUNCHER, "the overrides that were typed, a line each")
+RUN_ID = Entry("id.json", LAUNCHER, "the run's id for trackers: its hash and four digits, drawn when this directory was created", Fields(
+    {"id": str}))
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt's folder has such a file too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "code": str, "versions": dict[str, str], "host": str,
     "platform": str}))
@@ -164,7 +166,7 @@ MEETINGS = Entry("meetings/", GROUPS, "files by which the groups find each other
 TENSORBOARD = Entry("tensorboard/", FIRST, "copies of the rows")
 WANDB = Entry("wandb/", FIRST, "copies of the rows")
 ATTEMPT = Entry("attempts/<n>/", "", "one start of the run:")
-OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, ENV, BASE, FACTS, SBATCH, JOB_FILE, METRICS, EVENTS, RESULT,
+OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, RUN_ID, ENV, BASE, FACTS, SBATCH, JOB_FILE, METRICS, EVENTS, RESULT,
           CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA, MEETINGS, TENSORBOARD, WANDB, ATTEMPT)
 
 CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, its executor, where it runs, its job", (SUBMITTER, OWNER))

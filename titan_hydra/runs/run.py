@@ -1,5 +1,6 @@
 """What the worker passes to the trainer in addition to the job: the rank, and the rank's folders in the run directory."""
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def hash_of(directory: Path) -> str:
     the first attempt, even if the layout has changed since.
     """
     return directory.name.rpartition("-")[2]
+
+
+def tracked_id(directory: Path) -> str:
+    """Return the id of a run for trackers, which no other run directory has, not even one with the same hash: a run that
+    was started anew, or another person's. A directory from before there was such an id has its hash.
+    """
+    return layout.RUN_ID.read(directory).get("id") or hash_of(directory)
+
+
+def draw_tracked_id(directory: Path, name: str) -> None:
+    """Give a run directory, whose final name is `name`, a new id for trackers."""
+    layout.RUN_ID.write(directory, {"id": hash_of(Path(name)) + secrets.token_hex(2)})
 
 
 def newest_attempt(directory: Path) -> int:

@@ -34,7 +34,7 @@ from .code import code_here, describe_code
 from .failure import Failure, guilty
 from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of
 from .records import alive, this_process
-from .run import hash_of, homes_of, newest_attempt
+from .run import draw_tracked_id, hash_of, homes_of, newest_attempt
 
 REPLACED = ".replaced"  # the folder into which launch.force moves a run directory before deleting it
 # a run on another host counts as interrupted if nothing was written into its attempt's folder for this many seconds
@@ -277,6 +277,7 @@ def _create(directory: Path, job: Job, owner: dict[str, Any]) -> Path | None:
         run = Path(scratch) / directory.name
         _write_attempt(layout.ATTEMPT.of(run, 1), owner)
         _write_run(run, job, owner)
+        draw_tracked_id(run, directory.name)
         try:
             run.rename(directory)
         except OSError:
