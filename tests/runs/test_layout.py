@@ -35,6 +35,8 @@ def test_the_map_has_every_file():
         layout.DRIVER,
         layout.CODE,
         layout.CODE_STATE,
+        layout.FILES,
+        layout.FILES_TABLE,
         *CERTIFICATE,
     } == set(ENTRIES)
 

@@ -181,6 +181,12 @@ def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
     _, mine, theirs = rows[-1]
     if mine == theirs and a.get("git_diff") != b.get("git_diff"):
         rows[-1] = ("not committed", mine, f"{theirs}, other lines")
+    both = [side.get("files") or {} for side in (a, b)]
+    rows += [
+        (f"files of {key}", *(f"{files[key]['bytes']:,} bytes, digest {files[key]['digest']}" for files in both))
+        for key in sorted(both[0].keys() & both[1].keys())
+        if both[0][key]["digest"] != both[1][key]["digest"]
+    ]
     versions = [side.get("versions") or {} for side in (a, b)]
     rows += [
         (name, *(str(side.get(name, "-")) for side in versions))

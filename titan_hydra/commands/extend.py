@@ -18,8 +18,10 @@ from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.layouts import checked_layouts, with_one_layout
 from titan_hydra.launch.longer import longer_overrides, origin
 from titan_hydra.launch.worker import load_job
-from titan_hydra.runs import checkpoints, rundir
+from titan_hydra.runs import checkpoints, inputs, rundir
 from titan_hydra.runs.view import add_runs, choose_one
+
+WEIGHTS = "checkpoint.initial_load_path"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,4 +75,9 @@ def main(args: argparse.Namespace) -> int:
         f"{cell.directory.name}: continues from step {checkpoints.step_of(step)} of {run.directory.name}{note}",
         flush=True,
     )
-    return dispatch.begin([cell])
+    with inputs.at_first_folder(new, run.directory):
+        # the new run goes on with the data of the old one; its initial weights are another checkpoint
+        if faults := inputs.check_files({run.directory: new}, cell.runs, without=WEIGHTS):
+            print(*faults, sep="\n", file=sys.stderr)
+            return Exit.CONFIG
+        return dispatch.begin([cell])

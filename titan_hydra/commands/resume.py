@@ -16,7 +16,7 @@ from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.layouts import checked_layouts, in_words, keep_first, relaid, with_one_layout
 from titan_hydra.launch.worker import load_job
-from titan_hydra.runs import checkpoints, layout, rundir
+from titan_hydra.runs import checkpoints, inputs, layout, rundir
 from titan_hydra.runs.view import add_runs, choose_one
 
 
@@ -62,7 +62,8 @@ def main(args: argparse.Namespace) -> int:
     print(f"{directory.name}: goes on {after} with {in_words(new)}; it had {in_words(old)}", flush=True)
     if new.launch.mode != "dry":
         keep_first(directory)
-    return dispatch.begin([Cell(1, run.overrides, new, directory, 1, layouts=layouts)])
+    with inputs.at_first_folder(new, directory):
+        return dispatch.begin([Cell(1, run.overrides, new, directory, 1, layouts=layouts)])
 
 
 def refuse_state(directory: Path) -> None:

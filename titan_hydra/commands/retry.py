@@ -19,6 +19,7 @@ from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell, without_card
 from titan_hydra.launch.layouts import kept_layouts
 from titan_hydra.launch.worker import load_job
+from titan_hydra.runs import inputs, layout
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.hints import hint
 from titan_hydra.runs.view import RunRow, add_target, choose, look
@@ -84,12 +85,19 @@ def main(args: argparse.Namespace) -> int:
         )
         for number, (_, cell) in enumerate(again, 1)
     ]
-    if faults := list(without_card(cells)):
+    faults = list(without_card(cells))
+    for cell in cells:
+        with inputs.at_first_folder(cell.job, cell.directory):
+            faults += inputs.check_files({cell.directory: cell.job}, cell.runs)
+    if faults:
         print(*faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    # cells are submitted separately for each cluster, as the runs of a folder may belong to several clusters
-    clusters = groupby(sorted(cells, key=cluster_of), key=cluster_of)
-    statuses = [dispatch.go(list(group), selection.manifest) for _, group in clusters]
+    # cells are submitted separately for each cluster, as the runs of a folder may belong to several clusters, and for
+    # each folder in which runs began
+    statuses = []
+    for _, group in groupby(sorted(cells, key=shared_line), key=shared_line):
+        with inputs.at_first_folder((part := list(group))[0].job, part[0].directory):
+            statuses.append(dispatch.go(part, selection.manifest))
     return next((status for status in statuses if status), Exit.DONE)
 
 
@@ -111,9 +119,9 @@ def advise(row: RunRow, cell: RunCell) -> None:
         print(f"          try {advice}")
 
 
-def cluster_of(cell: Cell) -> str:
+def shared_line(cell: Cell) -> str:
     """Return a text that is equal for cells that can be submitted by one command line."""
-    return repr((cell.job.cluster, cell.job.launch))
+    return repr((cell.job.cluster, cell.job.launch, layout.ENV.read(cell.directory).get("folder")))
 
 
 def _job_of(directory: Path, runs: Path) -> Job:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from .ranges import Range
 
 Changes = Literal["learning", "work", "learning and work", "held-out loss", "technique"]
+READS = ("data", "validation", "tasks", "tokenizer", "weights", "schedule")  # what files can be
+Reads = Literal["data", "validation", "tasks", "tokenizer", "weights", "schedule"]
 
 
 def key(
@@ -20,6 +22,7 @@ def key(
     choices: Sequence[str] = (),
     changes: Changes | None = None,
     entry: type | None = None,
+    reads: Reads | None = None,
 ) -> Any:
     """Define a described configuration field. A callable default is a factory; `...` means that conf/ must give the
     value.
@@ -30,7 +33,8 @@ def key(
     If the key is a list or a table, range and choices apply to each element; `entry` is the dataclass of a table's
     values. `changes` states what changes with the value of the key: what is learned, the work of a step (what it
     computes, or how long it takes), both, the samples of the held-out loss, or only the technique. `changes_of`
-    (load.py) defines what None means.
+    (load.py) defines what None means. `reads` is for a key that names files: what these files are. Their contents are
+    then part of what a run is (job/inputs.py).
     """
     metadata = {
         "help": help,
@@ -40,6 +44,7 @@ def key(
         "choices": choices,
         "changes": changes,
         "entry": entry,
+        "reads": reads,
     }
     if default is ...:
         return field(default="???", metadata=metadata)

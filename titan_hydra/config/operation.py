@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .field import key
+from .field import READS, key
 from .ranges import ADDRESS, BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, PATH, POSITIVE, Interval
 from .registry import EXECUTORS, SEARCHES, TRACKERS, Names
 
@@ -49,7 +49,10 @@ class Checkpoint:
         choices=("float32", "bfloat16"),
     )
     initial_load_path: str | None = key(
-        None, "start from this checkpoint, run, or Hugging Face folder instead of drawing the weights", PATH
+        None,
+        "start from this checkpoint, run, or Hugging Face folder instead of drawing the weights",
+        PATH,
+        reads="weights",
     )
     exclude_from_loading: list[str] = key(
         lambda: [*LOADED],
@@ -77,6 +80,7 @@ class Validation:
         PATH,
         only=("on",),
         identity=False,
+        reads="tasks",
     )
 
 
@@ -331,6 +335,12 @@ class Launch:
         "refuse a cell if the folder of runs has no certificate (titan certify) of its layout that was made "
         "with the present code",
         identity=False,
+    )
+    accept_changed: list[str] = key(
+        list,
+        "kinds of files that may hold other bytes than when the run began; otherwise such a run is refused",
+        identity=False,
+        choices=READS,
     )
     skip_invalid: bool = key(False, "leave out cells with faults instead of stopping", identity=False)
 

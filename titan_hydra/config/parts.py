@@ -44,7 +44,7 @@ class TextSource(FileSource):
 
 @dataclass
 class HubSource(Source):
-    path: str | None = key(None, "name of a dataset of the Hugging Face hub, or a folder", PATH)
+    path: str | None = key(None, "name of a dataset of the Hugging Face hub, or a folder", PATH, reads="data")
     subset: str | None = key(None, "configuration of the dataset, for example `en`")
     split: str = key("train", "split of the dataset")
     text_key: str = key("text", "name of the column that holds the text")
@@ -152,7 +152,7 @@ class MemoryBudget(ActivationCheckpoint):
 
 @dataclass
 class WrittenSchedule(PipelineSchedule):
-    csv: str | None = key(None, "file with the schedule's actions, one line per rank", PATH)
+    csv: str | None = key(None, "file with the schedule's actions, one line per rank", PATH, reads="schedule")
 
 
 @dataclass

@@ -217,7 +217,9 @@ class Loss:
 @dataclass
 class Tokenizer:
     name: str = key("embedded", "kind of tokenizer", choices=("embedded", "tiktoken", "hf"))
-    path: str | None = key(None, "tokenizer.model (tiktoken) or tokenizer.json (hf)", PATH, only=("tiktoken", "hf"))
+    path: str | None = key(
+        None, "tokenizer.model (tiktoken) or tokenizer.json (hf)", PATH, only=("tiktoken", "hf"), reads="tokenizer"
+    )
 
 
 @dataclass

@@ -17,10 +17,17 @@ class Source:
 
 @dataclass
 class FileSource(Source):
-    path: str | None = key(None, "files; a glob may be used", PATH)
+    path: str | None = key(None, "files; a glob may be used", PATH, reads="data")
     validation_path: str | None = key(
-        None, "files held out for validation", PATH, identity=False, changes="held-out loss"
+        None, "files held out for validation", PATH, identity=False, changes="held-out loss", reads="validation"
     )
+
+
+@dataclass
+class DigestedSource(FileSource):
+    """A source whose samples are the experiment itself: other contents of the same files are another run."""
+
+    digest: str | None = key(None, "digest of the files in `path`; filled in by launch.py")
 
 
 @dataclass

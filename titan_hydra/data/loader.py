@@ -14,6 +14,7 @@ import numpy as np
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.base.threads import thread
+from titan_hydra.job.inputs import DATA_FILES
 
 from .batch import Batch
 from .shards import BadShards
@@ -106,6 +107,8 @@ class Loader:
         """
         for key, value in self.signature.items():
             saved = state["signature"].get(key)
+            if saved is None and key == DATA_FILES:
+                continue  # saved before files were recorded
             if saved is None and not key.startswith("data."):
                 raise ConfigError(
                     f"these data are read in another way since the state was saved ({key}={value}): start a new run"

@@ -3,23 +3,29 @@
 import copy
 import math
 
-from titan_hydra.config.registry import EXECUTORS
+from titan_hydra.config.registry import DATA_SOURCES, EXECUTORS
 from titan_hydra.config.schema import Job
+from titan_hydra.config.source import DigestedSource
 from titan_hydra.config.user_code import digest
 
 from .batches import samples_at_once
+from .inputs import digest_of_files
 from .ranks import DEGREES, data_parallel, devices_here, runs_here
+from .sources import data_sources
 
 
 def freeze(job: Job) -> Job:
     """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch, the
-    digest of the user's modules.
+    digests of the user's modules and of rollouts.
 
     Values that do not divide evenly are left as they are; `check` reports them.
     """
     job = copy.deepcopy(job)
     if job.train.imports and job.train.sources is None:
         job.train.sources = digest(job.train.imports)
+    for source in data_sources(job.data).values():
+        if isinstance(source, DigestedSource) and source.digest is None and source.path:
+            source.digest = digest_of_files(source.path, DATA_SOURCES[source.name].suffixes)
     degrees = job.parallelism
     free = [name for name in ("dp_replicate", "dp_shard") if getattr(degrees, name) == -1]
     fixed = math.prod(max(getattr(degrees, name), 1) for name in DEGREES)

@@ -18,7 +18,7 @@ from titan_hydra.config.rules.checks import warnings
 from titan_hydra.config.sweep import named
 from titan_hydra.job.freeze import freeze
 from titan_hydra.plan import predict
-from titan_hydra.runs import manifest, rundir
+from titan_hydra.runs import inputs, manifest, rundir
 from titan_hydra.runs.rundir import State
 
 from . import show
@@ -143,8 +143,9 @@ def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
 
 
 def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-    """Return the reasons why these cells cannot be started now: a run to be replaced is running or queued, the executor
-    finds a fault, the GPU-hours exceed the limit, or a folder cannot be written. A dry run creates nothing.
+    """Return the reasons why these cells cannot be started now: a run to be replaced is running or queued, the files of a
+    run have changed since it began, the executor finds a fault, the GPU-hours exceed the limit, or a folder cannot be
+    written. A dry run creates nothing.
     """
     launch, faults = cells[0].job.launch, []
     for cell, state in zip(cells, states, strict=True):
@@ -156,6 +157,8 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
                     f"{cell.directory.name} is {state.kind}; stop it first (titan cancel {cell.directory.name})",
                 )
             )
+    began = {cell.directory: cell.job for cell, state in zip(cells, states, strict=True) if state.kind != "new"}
+    faults += [] if launch.force else inputs.check_files(began, cells[0].runs)
     faults += without_card(to_start(cells, states))
     faults += _executor(cells).check(cells, states)
     if launch.max_gpu_hours is not None:

@@ -18,6 +18,7 @@ from titan_hydra.config.describe import help_text
 from titan_hydra.config.files import CONF, default_options, load_yaml
 from titan_hydra.config.registry import SEARCHES, resolve
 from titan_hydra.config.sweep import Composed, expand_sweep, warn_once
+from titan_hydra.job.inputs import look_anew
 
 from .dispatch import dispatch
 
@@ -107,5 +108,6 @@ def clear_earlier_line() -> None:
     """Forget what an earlier command line of this process has collected, as a notebook runs several of them."""
     for collected in (cells, faults, questions):
         collected.clear()
+    look_anew()
     for remembered in (load_yaml, default_options, warn_once):
         remembered.cache_clear()

@@ -28,10 +28,11 @@ from titan_hydra.config.files import write_json, write_text
 from titan_hydra.config.relayout import with_layout_of
 from titan_hydra.config.user_code import digest_of_code, edited_sources
 from titan_hydra.job.ranks import processes
-from titan_hydra.runs import layout
+from titan_hydra.runs import inputs, layout
 from titan_hydra.runs.failure import describe
 from titan_hydra.runs.records import this_process
 from titan_hydra.runs.run import Run, folders_of, group_at, hash_of, newest_attempt
+from titan_hydra.runs.rundir import runs_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -156,6 +157,8 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
         WORLD_SIZE=str(group.ranks),
         LOCAL_WORLD_SIZE=str(place.local_ranks),
     )
+    if place.rank == 0 and (faults := inputs.check_files({directory: job}, runs_of(job))):
+        raise ConfigError("\n".join(map(str, faults)))
     home, attempt = (folder, attempt) if submission else folders_of(replica, directory, attempt)
     attempt.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)

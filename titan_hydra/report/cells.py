@@ -242,7 +242,20 @@ class ReportCell:
         for key, spec in known_keys().items():
             if not spec.metadata["identity"] and spec.metadata["changes"] != "held-out loss":
                 outside.add(key)
-        return json.dumps({key: value for key, value in self.config.items() if key not in outside}, sort_keys=True)
+        files = {key: value for key, value in self.files.items() if key not in without}
+        return json.dumps(
+            [{key: value for key, value in self.config.items() if key not in outside}, files], sort_keys=True
+        )
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """The digests of the files that the run has read, by key; after a change that was accepted, of all versions."""
+        recorded = self.env.get("files") or {}
+        earlier = self.env.get("accepted") or []
+        return {
+            key: " ".join([*(one["was"] for one in earlier if one["key"] == key), facts["digest"]])
+            for key, facts in recorded.items()
+        }
 
     @property
     def gpus(self) -> int | None:

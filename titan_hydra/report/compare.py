@@ -4,7 +4,7 @@ The schema states for each key what it changes (`changes`, config/field.py). Key
 job is split, its schedule, precision, activation checkpointing, compilation, and local batch.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from operator import methodcaller
@@ -89,7 +89,20 @@ def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> 
             shown = {_shown(key, value, values): of for value, of in values.items()}
             purpose = on_purpose(key, swept) or (key == "data.global_batch" and even(cells, swept))
             found.append(Difference(key, shown, key in WORK, key in LEARNING, purpose))
-    return found
+    return found + list(differences_of_files(cells, labels))
+
+
+def differences_of_files(cells: list[ReportCell], labels: list[str]) -> Iterator[Difference]:
+    """Yield a difference for each key whose path is the same in cells that have read other bytes there."""
+    for key in sorted({key for cell in cells for key in cell.files}):
+        read: dict[str, dict[object, list[str]]] = {}
+        for cell, label in zip(cells, labels, strict=True):
+            if key in cell.files:
+                read.setdefault(str(cell.config.get(key)), {}).setdefault(cell.files[key], []).append(label)
+        for path, values in read.items():
+            if len(values) > 1:
+                shown = {f"{path} with digest {digest}": of for digest, of in values.items()}
+                yield Difference(key, shown, False, key not in HELD_OUT, False)
 
 
 def on_purpose(key: str, swept: set[str]) -> bool:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.files import home
+from titan_hydra.job.inputs import digest_of_file
 
 from . import layout
 from .checkpoints import newest
-
-SAMPLES, SAMPLE = 16, 1 << 16  # number of pieces of a file that its digest reads, and bytes of a piece
 
 
 def is_hf(source: Path) -> bool:
@@ -48,19 +47,8 @@ def digest_of_weights(folder: Path) -> str:
     files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".distcp")]
     whole = hashlib.sha256()
     for file in files:
-        whole.update(f"{file.name} {digest_of_file(file)}\n".encode())
+        whole.update(f"{file.name} {digest_of_file(file, file.stat().st_size)}\n".encode())
     return whole.hexdigest()
-
-
-def digest_of_file(file: Path) -> str:
-    """Return a digest of a file's size and of SAMPLES pieces of it; of the whole file if it is small."""
-    size = file.stat().st_size
-    found = hashlib.sha256(str(size).encode())
-    with file.open("rb") as stream:
-        for place in range(SAMPLES):
-            stream.seek((size - SAMPLE) * place // (SAMPLES - 1) if size > SAMPLES * SAMPLE else place * SAMPLE)
-            found.update(stream.read(SAMPLE))
-    return found.hexdigest()
 
 
 def initial_weights(directory: Path, path: str) -> Path:

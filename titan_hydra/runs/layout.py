@@ -130,7 +130,8 @@ RUN_ID = Entry("id.json", LAUNCHER, "the run's id for trackers: its hash and fou
     {"id": str}))
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt's folder has such a file too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "code": str, "versions": dict[str, str], "host": str,
-    "platform": str}))
+    "platform": str, "folder": Place, "accepted": list, "files": Each(Fields(
+        {"word": str, "path": str, "count": int, "bytes": int, "digest": str, "sampled": bool}), named=True)}))
 BASE = Entry("base.json", LAUNCHER, "the folder of the weights from which the run started, and a digest of them", Fields(
     {"folder": str, "digest": str}))
 FACTS = Entry("facts.json", FIRST, "what came with the run's weights and tokenizer: stop tokens, generation settings, chat templates",
@@ -211,6 +212,8 @@ DRIVER = Entry("driver.lock", "the search's driver", "the process that draws the
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that runs import")
 CODE_STATE = Entry("<hash>.json", LAUNCHER, "in `_code/`, beside a snapshot: its commit and uncommitted changes, for env.json", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str]}))
+FILES = Entry("_files/", LAUNCHER, "sizes, times and digests of large sets of files that runs read")
+FILES_TABLE = Entry("<path>.json", LAUNCHER, "in `_files/`: the table of one set of files", Fields({"path": str, "entries": dict}))
 CARDS = Entry("cards/", "`titan certify`", "a folder for each certificate: the layout's hash and the code's digest")
 CARD = Entry("card.json", "`titan certify`", "in the folder of a certificate: what was proven, and what runs measured", Fields(
     {"passed": bool, "layout": str, "code": str, "versions": dict[str, str], "measured": Each(Fields({"run": str}))}))

@@ -28,7 +28,7 @@ from titan_hydra.config import Job, identity, to_dict
 from titan_hydra.config.files import write_text
 from titan_hydra.config.user_code import digest_of_code, sources
 
-from . import layout
+from . import inputs, layout
 from .base import record_weights
 from .code import code_here, describe_code
 from .failure import Failure, guilty
@@ -312,10 +312,13 @@ def _write_run(directory: Path, job: Job, owner: dict[str, Any]) -> None:
     if layout.FIRST_CONFIG.of(directory).exists() and identity(job) == hash_of(directory):
         layout.FIRST_CONFIG.write(directory, to_dict(job))  # it may be damaged, and this job has the first layout
     write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in owner["overrides"]))
-    environment = describe_environment(job, owner.get("code"))
+    attempt = newest_attempt(directory)
+    environment = describe_environment(job, owner.get("code")) | inputs.record_files(
+        job, directory, runs_of(job), attempt
+    )
     if job.checkpoint.initial_load_path:
         record_weights(directory, job.checkpoint.initial_load_path)
-    for folder in (directory, layout.ATTEMPT.of(directory, newest_attempt(directory))):
+    for folder in (directory, layout.ATTEMPT.of(directory, attempt)):
         layout.ENV.write(folder, environment)
 
 

@@ -29,7 +29,7 @@ from titan_hydra.launch.attach import STOP_LIMIT, Interrupts, kill, saving, stop
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.dispatch import faults_of_the_place
 from titan_hydra.launch.snapshot import intact
-from titan_hydra.runs import layout, manifest, rundir
+from titan_hydra.runs import inputs, layout, manifest, rundir
 from titan_hydra.runs.code import code_here, code_in, edited, fingerprints
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.rundir import State
@@ -139,6 +139,15 @@ class Driver:
             print(f"search.budget_gpu_hours={self.search.budget_gpu_hours:g} is used; more of it continues the search")
         return Exit.DONE if any(trial.state == COMPLETE for trial in self.journal.trials()) else Exit.BUG
 
+    def keep_files(self) -> None:
+        """Raise ConfigError if the files that trials read have changed since the first trial began, as then its result
+        cannot be compared with further ones.
+        """
+        runs = [self.plan.runs / run for trial in self.journal.trials() for run in trial.runs.values()]
+        first = next((run for run in runs if inputs.files_at_start(run)), None)
+        if first and (faults := inputs.check_files({first: self.plan.base.job}, self.plan.runs)):
+            raise ConfigError("\n".join(map(str, faults)))
+
     def keep_code(self) -> None:
         """Let all further trials run the code of the first one, also if an earlier driver has started it. Raises
         ConfigError if that code is not here any more, as trials of two versions of the code cannot be compared.
@@ -195,6 +204,7 @@ class Driver:
 
     def begin(self, trial: SearchTrial, steps: int, seed: int | None = None) -> bool:
         """Start the run of a trial, or attach to it; a trial whose cell is refused costs nothing. Returns True."""
+        self.keep_files()
         cell, reason = self.plan.cell(trial, steps) if seed is None else self.plan.repeat(trial, seed)
         if cell is None:
             print(f"trial {trial.number}: refused: {reason}", flush=True)

@@ -36,6 +36,7 @@ from titan_hydra.observe.profiling import Profiler
 from titan_hydra.observe.watchdog import Watchdog
 from titan_hydra.parallel.compile import breaks_refused
 from titan_hydra.runs import checkpoints, layout
+from titan_hydra.runs.inputs import data_signature
 from titan_hydra.runs.run import Run, hash_of
 from titan_hydra.runs.stretches import values_of_layout
 
@@ -93,6 +94,7 @@ def _begin(
     rank, ranks = trainer.mesh.data_rank, trainer.mesh.data_ranks
     loader = data.build(job, run.replica * ranks + rank, job.fault_tolerance.replicas * ranks)
     opened.enter_context(contextlib.closing(loader))
+    loader.signature.update({} if "data" in job.launch.accept_changed else data_signature(run.home))
     if data_state is not None:
         loader.load(data_state)
     held_out, tasks = None, []

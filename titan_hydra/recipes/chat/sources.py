@@ -31,6 +31,7 @@ class TemplateSource(Source):
         "template that makes text of a conversation: a Jinja file, or one of chatml, gemma, llama3, mistral, phi and "
         "qwen3; null: the tokenizer's own",
         PATH,
+        reads="tokenizer",
     )
     chat_template_kwargs: dict[str, Any] = key(
         dict,

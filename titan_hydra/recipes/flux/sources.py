@@ -27,5 +27,8 @@ class EncodedImagesSource(CaptionSource, FileSource):
 @dataclass
 class ImageFilesSource(CaptionSource, FileSource):
     encoders: str | None = key(
-        None, "folder of FLUX in Hugging Face's format: text_encoder, text_encoder_2, vae and two tokenizers", PATH
+        None,
+        "folder of FLUX in Hugging Face's format: text_encoder, text_encoder_2, vae and two tokenizers",
+        PATH,
+        reads="data",
     )

@@ -2,9 +2,8 @@
 
 from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 from titan_hydra.recipes.chat import LINES, TEMPLATE, TURNS
-from titan_hydra.recipes.chat.sources import RowSource
 
-from .config import DirectPreference, PairSource, PolicyGradient
+from .config import DirectPreference, PairSource, PolicyGradient, RolloutSource
 
 COMMANDS = {
     "score-pairs": (
@@ -61,7 +60,7 @@ register(
     DataSourceKind(
         "rollouts",
         f"{ROWS}:open_rollouts",
-        RowSource,
+        RolloutSource,
         documents=False,
         needs_path=True,
         suffixes=LINES,

@@ -14,6 +14,11 @@ class PairSource(TemplateSource, RowSource):
 
 
 @dataclass
+class RolloutSource(RowSource, DigestedSource):
+    """Rollouts: their contents are part of the hash, as a loop writes each cycle's under the same name."""
+
+
+@dataclass
 class DirectPreference(Objective):
     beta: float = key(
         0.1, "DPO's beta: a larger value keeps the model closer to the reference model", POSITIVE, changes="learning"
