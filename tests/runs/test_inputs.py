@@ -120,14 +120,14 @@ def test_a_run_keeps_the_checkpoint_from_which_it_began(desk):
     steps = [layout.CHECKPOINTS.of(desk / "origin") / f"step-{step}" for step in (1, 2)]
     for step in steps:
         step.mkdir(parents=True)
-        (step / "weights").write_text(step.name)
+        (step / "weights.distcp").write_text(step.name)
         (step / ".metadata").touch()
         layout.MANIFEST.of(step).write_text(json.dumps({"format": 1, "step": 1, "files": {}}))
         if step == steps[0]:
             directory = begun(desk, job)
     assert inputs.files_at_start(directory)["checkpoint.initial_load_path"]["path"] == str(steps[0])
     assert not list(inputs.changes(job, directory, desk / "runs"))
-    (steps[0] / "weights").write_text("other")
+    (steps[0] / "weights.distcp").write_text("other")
     assert [fault.key for fault in faults(job, directory)] == ["checkpoint.initial_load_path"]
 
 

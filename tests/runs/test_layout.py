@@ -18,6 +18,7 @@ OTHERS = {
     "checkpoint/convert.py",
     "checkpoint/folder.py",
     "checkpoint/initial.py",
+    "data/facts.py",
     "recipes/flux/encoders.py",
     "verify/export.py",
 }
