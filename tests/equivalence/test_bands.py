@@ -5,8 +5,11 @@ lie within the band, larger ones outside it.
 import pytest
 import torch
 
+from titan_hydra.config.compose import compose_job
+from titan_hydra.data.batch import Batch, Dims
 from titan_hydra.verify.case import case
-from titan_hydra.verify.judge import MULTIPLE, TIGHT, beyond, flips, widen
+from titan_hydra.verify.draws import shuffled
+from titan_hydra.verify.judge import MULTIPLE, TIGHT, beyond, flips, parts_of_linears, whole_parts, widen
 from titan_hydra.verify.matrix import ROWWISE
 from titan_hydra.verify.reference import Trace
 from titan_hydra.verify.verify import verify
@@ -59,3 +62,35 @@ def test_eight_bits_are_within_the_band_and_what_is_learned_otherwise_is_not():
     assert same.passed, same
     assert other.weights <= other.case.weights and other.gradients <= other.case.gradients
     assert other.band > 1 and not other.passed, other
+
+
+@pytest.mark.parametrize(
+    ("samples", "wanted", "parts"),
+    [(16, 4, 4), (16, 1, 1), (3, 2, 3), (3, 4, 3), (9, 2, 3), (10, 4, 5), (5, 2, 5), (2, 4, 2), (1, 2, 1)],
+)
+def test_a_draw_cuts_a_batch_of_any_size(samples, wanted, parts):
+    """A batch of three, which eight draws left whole, made the band of a layout that adds up three parts too narrow."""
+    assert whole_parts(samples, wanted) == parts
+
+
+def test_draws_shuffle_whole_samples():
+    batch = Batch(
+        {"tokens": torch.arange(12).view(4, 3), "noise": torch.arange(4)}, {"tokens": Dims(), "noise": Dims()}
+    )
+    one, other = shuffled(batch, 1), shuffled(batch, 2)
+    assert not torch.equal(one["noise"], other["noise"])
+    for some in (one, other):
+        assert torch.equal(some["tokens"][:, 0], 3 * some["noise"]) and set(some["noise"].tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        (("gpus=2", "parallelism=cp", "precision=bf16"), 2),
+        (("gpus=2", "parallelism=cp", "precision=fp32"), 1),
+        (("gpus=4", "parallelism=tp", "parallelism.tp=4", "precision=bf16"), 4),
+        (("gpus=2", "parallelism=fsdp", "precision=bf16"), 1),
+    ],
+)
+def test_draws_round_parts_where_a_layout_does(layout, parts):
+    assert parts_of_linears(compose_job("debug=tiny", "model.n_kv_heads=4", *layout)) == parts

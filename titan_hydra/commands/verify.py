@@ -217,7 +217,7 @@ def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:
 
 
 def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
-    from titan_hydra.verify.judge import DRAWS, MULTIPLE, TIGHT
+    from titan_hydra.verify.judge import DRAWS, MORE_DRAWS, MULTIPLE, NEAR, TIGHT
 
     lines = [
         "# Acceptance",
@@ -234,9 +234,11 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
         "",
         "How much rounding changes a run in these steps depends on the processor, so it is measured on the machine that runs the cases.",
         f"A loss or norm within {TIGHT['loss']:.0e}, a gradient within {TIGHT['gradients']:.0e} and a parameter within",
-        f"{TIGHT['weights']:.0e} pass at once. If a difference is larger, the reference is run again, at most {len(DRAWS)} times: with",
-        "every initial weight moved to the next float32 above or below it, with its sums in another order (the batch in several parts;",
-        "for tensor parallelism, each linear in parts that are rounded before they are added), or with both. A gradient or a parameter",
+        f"{TIGHT['weights']:.0e} pass at once. If a difference is larger, the reference is run again, at most {len(DRAWS)} times, and",
+        f"{len(MORE_DRAWS)} times more if the difference is too large by less than {NEAR:.0f} times: with every initial weight moved to",
+        "the next float32 above or below it, with its sums in another order (the samples shuffled, the batch in several parts; for tensor",
+        "parallelism, and for context parallelism in bfloat16, each linear in parts that are rounded before they are added), or with both.",
+        "A gradient or a parameter",
         f"may then differ by {MULTIPLE['weights']:.0f} times the largest difference that it had in these runs, loss and norm by",
         f"{MULTIPLE['loss']:.0f} times. No more runs are made than are needed.",
         "`band` is the largest ratio of a difference to what is allowed: if it is above 1, the case has not passed. It is empty if no",
