@@ -2,17 +2,21 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from titan_hydra.verify import reference
 from titan_hydra.verify import verify as program
+from titan_hydra.verify.judge import Outcome
 from titan_hydra.verify.matrix import MATRIX
 from titan_hydra.verify.sampler import draw_jobs
-from titan_hydra.verify.verify import verify
+from titan_hydra.verify.verify import verify, verify_drawn
 
 
 def check(cases):
-    wrong = [outcome for outcome in verify(cases, steps=4) if not outcome.passed]
+    wrong = [outcome for outcome in verify_drawn(cases, steps=4) if not outcome.passed]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -57,3 +61,42 @@ def test_what_is_composed_is_counted_before_it_is_composed(monkeypatch, capsys):
     with pytest.raises(ZeroDivisionError):
         verify(case for case in MATRIX[:2])
     assert capsys.readouterr().err == "composing the jobs of 2 cases and 1 reference\n"
+
+
+def outcome_of(case, **fields):
+    differences = {"loss": {"loss": 0.0}, "norm": {"norm": 0.0}, "gradients": {"a": 0.0}, "weights": {"a": 0.0}}
+    return Outcome(
+        **{"case": case, "differences": differences, "start": 0, "routing": 0, "drift": 0, "rounded": 0} | fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "again"),
+    [
+        ({"band": 1.4}, True),
+        ({"band": 4.0}, False),
+        ({"band": 1.4, "drift": 1}, False),
+        ({"band": 1.4, "error": "a rank raised"}, False),
+        ({"routing": 2, "doubtful": 1, "band": 900.0}, True),
+        ({"routing": 2, "band": 900.0}, False),
+    ],
+)
+def test_what_rounding_may_explain_is_verified_with_another_seed(monkeypatch, fields, again):
+    (case,) = draw_jobs(1, seed=0, ranks=(1,))
+    runs = []
+
+    def verify_once(cases, steps):
+        runs.extend(cases := list(cases))
+        return [outcome_of(one, **fields if len(runs) == 1 else {}) for one in cases]
+
+    monkeypatch.setattr(program, "verify", verify_once)
+    (found,) = program.verify_drawn([dataclasses.replace(case, routing=True)], 4)
+    assert found.passed == again and len(runs) == 1 + again
+    if again:
+        assert program.job_of(runs[1]).seed == 1000 != program.job_of(runs[0]).seed
+
+
+def test_a_token_that_stands_between_two_experts_is_in_doubt():
+    model = SimpleNamespace(n_experts=4, n_group=1, topk_group=1, experts_per_token=1)
+    scores = torch.tensor([[[0.1, 0.5, 0.5 - 1e-7, 0.2], [0.1, 0.5, 0.4, 0.2]]], dtype=torch.float64)
+    assert reference._in_doubt(scores, reference._choice(scores, model), model) == 1

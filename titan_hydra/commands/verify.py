@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
         return _verify_module(args.module, args.json)
     from titan_hydra.verify.coverage import Coverage, covered
     from titan_hydra.verify.sampler import draw_jobs
-    from titan_hydra.verify.verify import STEPS, verify
+    from titan_hydra.verify.verify import STEPS, verify, verify_drawn
 
     drawn = args.random is not None
     steps = STEPS_OF_RANDOM if drawn else STEPS
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
         return Exit.DONE
     own = bool(args.overrides or args.config_dir)
     coverage = covered(chosen, tuple(args.overrides), args.config_dir, steps) if own else Coverage(chosen)
-    outcomes = verify(coverage.cases, steps)
+    outcomes = (verify_drawn if drawn else verify)(coverage.cases, steps)
     if own:
         outcomes = coverage.without_refused(outcomes)
         with notes_on_stderr(args.json):

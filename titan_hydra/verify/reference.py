@@ -24,8 +24,10 @@ from .inputs import Order, odd_starts
 from .multipliers import Multipliers, scaled_optimizer
 
 Weights = dict[str, Tensor]
-# by layer: (whether a token chose an expert, the expert's share of the token's scores), each for all tokens and experts
-Routed = dict[str, tuple[Tensor, Tensor]]
+# by layer: (whether a token chose an expert, the expert's share of the token's scores), each for all tokens and experts;
+# number of tokens that stand between two experts (`_in_doubt`)
+Routed = dict[str, tuple[Tensor, Tensor, int]]
+DOUBT = 1e-5  # relative change of a score by which a token may not change its experts, or its choice is in doubt
 Sparse = Any  # the `model` section of a family with experts; its keys depend on the family
 
 
@@ -46,6 +48,7 @@ class Trace:
     odd: int = 0
     data: int = 0  # see Outcome.data
     export: int = 0  # see Outcome.export
+    doubtful: int = 0  # see Outcome.doubtful
 
 
 def train_in_float64(
@@ -70,7 +73,8 @@ def train_in_float64(
         now = then if then is not None and step > job.steps // 2 else job
         batch = batches(step)
         record.data += order.faults(batch)
-        loss, imbalance, loads = mean_loss(merged(frozen | weights, job) | record.biases, batch, job)
+        loss, imbalance, loads, doubtful = mean_loss(merged(frozen | weights, job) | record.biases, batch, job)
+        record.doubtful += doubtful
         gradients = dict(zip(weights, torch.autograd.grad(loss + imbalance, list(weights.values())), strict=True))
         record.gradients = record.gradients or gradients
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
@@ -115,16 +119,16 @@ def merged(weights: Weights, job: Job) -> Weights:
 # --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.
 
 
-def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor, Weights]:
+def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor, Weights, int]:
     """Return (mean loss of the elements that count, mean balance loss of a sequence over all layers, number of tokens
-    of each expert by layer). The loss is the cross-entropy of labels, or the loss that the objective's record defines
-    for this reference.
+    of each expert by layer, number of tokens in doubt). The loss is the cross-entropy of labels, or the loss that the
+    objective's record defines for this reference.
     """
     routed: Routed = {}
     summed, number = summed_loss(weights, batch, job, routed)
-    imbalance = sum((_unbalanced(*layer, job.model).mean() for layer in routed.values()), torch.zeros(()))
-    loads = {name: chosen.sum((0, 1)).double() for name, (chosen, _) in routed.items()}
-    return summed / max(number, 1), imbalance, loads
+    imbalance = sum((_unbalanced(*layer[:2], job.model).mean() for layer in routed.values()), torch.zeros(()))
+    loads = {name: chosen.sum((0, 1)).double() for name, (chosen, *_) in routed.items()}
+    return summed / max(number, 1), imbalance, loads, sum(doubtful for *_, doubtful in routed.values())
 
 
 def mean_loss_of(weights: Weights, batches: Sequence[Batch], job: Job) -> float:
@@ -190,8 +194,8 @@ def forward(
         x = x + attend(block, h, positions, sees, model, scales.sharpness) / scales.depth
         h = rms_norm(x, block["ffn_norm.weight"], model.norm_eps)
         if "feed_forward.router.weight" in block:
-            y, chosen, shares = _experts(block, h, model)
-            routed[f"layers.{layer}.feed_forward"] = chosen, shares
+            y, chosen, shares, doubtful = _experts(block, h, model)
+            routed[f"layers.{layer}.feed_forward"] = chosen, shares, doubtful
         else:
             y = swiglu(h, *(block[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3")))
         x = x + y / scales.depth
@@ -249,13 +253,14 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
 # --- experts and latent attention: arXiv 2412.19437, section 2.1; 2505.09388, section 2 -------------------------------
 
 
-def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, Tensor]:
+def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, Tensor, int]:
     """Compute every expert for every token. Returns (sum over the experts that the router chose, for each expert
-    whether it was chosen [batch, seq, experts], each expert's share of the token's scores).
+    whether it was chosen [batch, seq, experts], each expert's share of the token's scores, number of tokens in doubt).
     """
     logits = x @ block["feed_forward.router.weight"].T
     scores = logits.softmax(-1) if model.router == "softmax" else 1 / (1 + torch.exp(-logits))
-    chosen = _choice(scores.detach() + block.get("feed_forward.router.bias", 0), model)
+    wanted = scores.detach() + block.get("feed_forward.router.bias", 0)
+    chosen = _choice(wanted, model)
     gates = scores * chosen
     if model.norm_topk_prob:
         gates = gates / gates.sum(-1, keepdim=True)
@@ -265,7 +270,14 @@ def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, 
         y = y + model.routed_scaling_factor * gates[..., expert, None] * swiglu(x, w1[expert], w2[expert], w3[expert])
     if model.n_shared_experts:
         y = y + swiglu(x, *(block[f"feed_forward.shared_experts.{name}.weight"] for name in ("w1", "w2", "w3")))
-    return y, chosen, scores / scores.sum(-1, keepdim=True)
+    return y, chosen, scores / scores.sum(-1, keepdim=True), _in_doubt(wanted, chosen, model)
+
+
+def _in_doubt(scores: Tensor, chosen: Tensor, model: Sparse) -> int:
+    """Count the tokens that choose other experts after a small random change of all scores, as by float32's rounding."""
+    dice = torch.Generator().manual_seed(0)
+    nudged = (scores * (1 + DOUBT * torch.rand(scores.shape, generator=dice, dtype=scores.dtype)) for _ in range(4))
+    return max(int((_choice(one, model) != chosen).any(-1).sum()) for one in nudged)
 
 
 def _choice(scores: Tensor, model: Sparse) -> Tensor:
