@@ -52,7 +52,7 @@ QUICK_LAYOUTS = (
 
 
 # These tests are left out by default; `.ci/run` runs them with `pytest -m "long and not slow"`. They take long, and for
-# each of them the default suite has a shorter, similar test. The matrix's layouts of four ranks are long too.
+# each of them the default suite has a shorter, similar test. equivalence/cover.py chooses the matrix's long cases.
 LONG = (
     "checkpoint/test_reshard.py",
     "checkpoint/test_torture.py",
@@ -129,13 +129,7 @@ def pytest_collection_modifyitems(items):
         layout = item.path.name == "test_layouts.py" and item.callspec.id in QUICK_LAYOUTS
         if (layout or place.startswith(QUICK)) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)
-        of_four = (
-            item.path.name == "test_layouts.py"
-            and place.startswith("equivalence/")
-            and item.callspec.params["case"].ranks > 2
-        )
-        of_four = of_four and not item.callspec.params["case"].threads  # those are long if they are slow
-        if of_four or f"{place}::{getattr(item, 'originalname', item.name)}".startswith(LONG):
+        if f"{place}::{getattr(item, 'originalname', item.name)}".startswith(LONG):
             item.add_marker(pytest.mark.long)
     files = {}
     for item in items:

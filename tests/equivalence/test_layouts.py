@@ -4,9 +4,13 @@ folder has the tests of titan_hydra/verify.
 
 import pytest
 
+from tests.equivalence.cover import cover
 from titan_hydra.verify.case import QUICK_STEPS
 from titan_hydra.verify.matrix import whole_matrix
 from titan_hydra.verify.verify import verify
+
+CASES = list(whole_matrix())
+DEFAULT = cover([case for case in CASES if case.quick])
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +23,15 @@ def outcomes(request):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * case.slow) for case in whole_matrix()]
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=pytest.mark.slow if case.slow else () if case.name in DEFAULT else pytest.mark.long,
+        )
+        for case in CASES
+    ],
 )
 def test_layout_learns_what_one_process_learns(case, outcomes):
     outcome = outcomes[case.name]

@@ -57,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead of running the matrix, plant known faults in a copy of the package, and print which case or test finds each fault",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="with --mutants: run only the cases that the default test suite runs"
-    )
+    parser.add_argument("--quick", action="store_true", help="with --mutants: run only the short cases")
     parser.add_argument(
         "--json",
         action="store_true",

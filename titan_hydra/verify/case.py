@@ -74,7 +74,7 @@ class Case:
 
     @property
     def quick(self) -> bool:
-        """Whether the default test suite runs it."""
+        """Whether it is short: a cover of the short cases is in the default test suite."""
         return (self.ranks <= 2 or self.threads) and not self.slow
 
 

@@ -64,7 +64,7 @@ class Trial:
             copy.close()
 
     def quick_of(self, mutant: Mutant) -> list[str]:
-        """Return the mutant's cases that the default suite runs."""
+        """Return the mutant's short cases."""
         return [name for name in mutant.cases if self.cases[name].quick]
 
     def _control(self, copy: Copy, mutants: list[Mutant]) -> None:
