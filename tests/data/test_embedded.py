@@ -3,11 +3,10 @@
 import hashlib
 
 from titan_hydra.config.compose import compose_job
-from titan_hydra.config.files import ASSETS
 from titan_hydra.data import tokenizer
-from titan_hydra.data.embedded import PIECE, Embedded, held_out
+from titan_hydra.data.embedded import PIECE, Embedded, held_out, text_of_corpus
 
-TEXTS = (ASSETS / "corpus.txt").read_text(encoding="utf-8").split("\f")
+TEXTS = text_of_corpus().split("\f")
 
 
 def pieces(split):
@@ -34,7 +33,7 @@ def test_no_text_is_in_both_splits():
 
 
 def test_the_corpus_is_the_one_that_the_losses_in_the_docs_are_of():
-    assert hashlib.sha256((ASSETS / "corpus.txt").read_bytes()).hexdigest()[:16] == "802e73bae213a37a"
+    assert hashlib.sha256(text_of_corpus().encode()).hexdigest()[:16] == "802e73bae213a37a"
 
 
 def test_the_default_run_reads_no_text_twice():

@@ -120,9 +120,8 @@ def folders(modules: Iterable[str]) -> list[str]:
 
 
 def edited_sources(train: Train) -> Fault | None:
-    """Return a fault if the sources of a job's modules have changed since `freeze` recorded their digest; None if not.
-
-    Runs of version 0.1 have no record of their sources.
+    """Return a fault if the sources of a job's modules have changed since `freeze` recorded their digest; None if not, or
+    if there is no record.
     """
     if train.sources is None or (now := digest(train.imports)) == train.sources:
         return None
