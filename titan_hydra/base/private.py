@@ -264,6 +264,17 @@ def holds_sent(stage: Any) -> bool:
     return hasattr(stage, "fwd_cache")
 
 
+@contextlib.contextmanager
+def composing_once() -> Iterator[None]:
+    """Let hydra.main compose a command line once. It composes it a first time to look for hydra.mode, and chooses by -m if
+    there is none.
+    """
+    from hydra._internal.hydra import Hydra
+
+    with mock.patch.object(Hydra, "get_mode", lambda *_, **__: None):
+        yield
+
+
 def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let the compiler call a function once, while it traces, and treat the result as a constant. The public function,
     torch.compiler.assume_constant_result, would import the compiler, which would add a second to each start.

@@ -1,5 +1,6 @@
 """What launch.py does: compose every cell of its command line with Hydra, then check, place and start them together."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from titan_hydra.base.errors import ConfigError, RunError, denied
+from titan_hydra.base.private import composing_once
 from titan_hydra.config import explain
 from titan_hydra.config.arguments import arranged
 from titan_hydra.config.cells import Question
@@ -75,7 +77,9 @@ def main() -> int:
         if not full_error:
             overrides, flags = arranged(sys.argv[1:])
             sys.argv[1:] = [*overrides, *flags]
-        compose()
+        given = any("hydra.mode" in word for word in sys.argv[1:])
+        with contextlib.nullcontext() if given else composing_once():
+            compose()
         if faults:
             print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
             return 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import io
 import os
 import signal
@@ -162,8 +163,6 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     home, attempt = (folder, attempt) if submission else folders_of(replica, directory, attempt)
     attempt.mkdir(parents=True, exist_ok=True)
     home.mkdir(parents=True, exist_ok=True)
-    # Imports leave no garbage, and searches for it take a fifth of their time. The loop collects, before its first step.
-    gc.disable()
     if place.rank == 0:
         print("loading torch", flush=True)  # importing torch takes seconds, and longer on a busy machine
     here = place.local_ranks >= group.ranks and (job.fault_tolerance.name == "off" or not submission)
@@ -176,6 +175,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
         from titan_hydra.verify import fake
 
         return fake.train_fake(job, run)
+    import_trainer()
     from titan_hydra.train.loop import train
 
     if job.fault_tolerance.name == "off":
@@ -183,6 +183,20 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     from titan_hydra.fault_tolerance import open_groups
 
     return train(job, run, open_groups)
+
+
+def import_trainer() -> None:
+    """Import the trainer, and the compiler, which torch's optimizers import at their first step. Imports leave no garbage,
+    but searches for it would take a fifth of their time; later searches leave out what is imported.
+    """
+    if (
+        "titan_hydra.train.loop" in sys.modules
+    ):  # a later cell of cluster=inline: the earlier ones may have left garbage
+        return
+    gc.disable()  # the loop collects at its own times
+    for module in ("torch._dynamo", "titan_hydra.train.loop"):
+        importlib.import_module(module)
+    gc.freeze()
 
 
 def remove_stopped(attempt: Path, rank: int) -> None:
