@@ -7,12 +7,16 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from tests import wandb_file
 from titan_hydra.runs.run import tracked_id
+
+from .conftest import ROOT
 
 
 def rows(launcher):
@@ -253,3 +257,24 @@ def test_ranks_of_an_attempt_that_is_not_the_newest_stop_and_save_nothing(launch
         record = launcher.rank(rank)
         assert record["exit_status"] == 2 and "attempt 2 has taken over" in record["error"]["message"], record
     assert not (launcher.run_directory / "checkpoints").exists() and launcher.processes() == []
+
+
+def test_a_second_request_to_stop_does_not_interrupt_the_record_of_the_first(tmp_path):
+    """A scheduler and a launcher may both ask a rank that has not begun to train; the rank still ends as stopped."""
+    code = f"""
+import os, signal
+from titan_hydra.launch import worker
+
+def train(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def write(file, record, original=worker.write_json):
+    if "exit_status" in record:
+        os.kill(os.getpid(), signal.SIGTERM)
+    original(file, record)
+
+worker._train, worker.write_json = train, write
+worker.run_rank({str(tmp_path)!r}, 1)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 75
+    assert json.loads((tmp_path / "attempts/1/rank_0.json").read_text())["exit_status"] == 75

@@ -65,6 +65,7 @@ class Place:
 
 
 ALONE = Place()
+STOPS = (signal.SIGTERM, signal.SIGUSR2)  # signals that ask a rank to stop
 
 
 def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = False) -> int:
@@ -83,6 +84,9 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
         status = Exit.DONE
     # also catches SystemExit and KeyboardInterrupt, for which `describe` returns their own exit statuses
     except BaseException as caught:
+        if not inline:  # a second request to stop must not interrupt the record of the first one
+            for number in STOPS:
+                signal.signal(number, signal.SIG_IGN)
         status, error = describe(caught)
         if not inline:
             said = error["traceback"] or f"{error['type']}: {error['message']}"
@@ -126,7 +130,7 @@ def own_process(log: Path) -> None:
         for number in (1, 2)
     )
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
-    for number in (signal.SIGTERM, signal.SIGUSR2):
+    for number in STOPS:
         signal.signal(number, _stop_before_training)
     faulthandler.enable()
     faulthandler.register(signal.SIGQUIT, all_threads=True)
