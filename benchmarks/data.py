@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 from titan_hydra import cli, data
-from titan_hydra.checkpoint.tokenizer import write_tokenizer
+from titan_hydra.commands.tokenizer import _train
 from titan_hydra.config import from_dict, schema
 from titan_hydra.config.registry import DATA_SOURCES
 from titan_hydra.data.embedded import Embedded
@@ -79,21 +79,22 @@ def print_memory(args: argparse.Namespace) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tokenizer.json"
-        write_tokenizer(schema.Tokenizer(name="embedded"), file.parent, 4096)
+        _train((text for text in Embedded().pieces), 4096).save(str(file))
         print(f"{'source':<9} {'tokenizer':<9} {'first batch, s':>14} {'MiB':>6}")
         for path in (large_text(Path(folder), args.large), large_parquet(Path(folder), args.large)):
             for name in ("embedded", "hf"):
-                job = make_job(args, name="text_files", path=str(path))
-                job.tokenizer = schema.Tokenizer(name, str(file) if name == "hf" else None)
+                own = schema.Tokenizer(name, str(file) if name == "hf" else None)
                 with multiprocessing.get_context("spawn").Pool(1) as pool:  # a peak can only be measured once
-                    first, peak = pool.apply(measure_memory, (job,))
+                    first, peak = pool.apply(measure_memory, (args, str(path), own))
                 print(f"{path.suffix:<9} {name:<9} {first:>14.2f} {peak:>6,.0f}", flush=True)
 
 
-def measure_memory(job: schema.Job) -> tuple[float, float]:
+def measure_memory(args: argparse.Namespace, path: str, own: schema.Tokenizer) -> tuple[float, float]:
     """Return the seconds until the first batch, and by how many MiB ten batches raise the process's peak memory."""
-    measure(make_job(argparse.Namespace(seq_len=64, global_batch=1), name="embedded"), 0)  # imports torch
-    load(job.tokenizer).document("a")
+    measure(make_job(args, name="embedded"), 0)  # imports torch
+    job = make_job(args, name="text_files", path=path)
+    job.tokenizer = own
+    load(own).document("a")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     loader = data.build(job, rank=0, ranks=1)

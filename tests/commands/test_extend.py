@@ -18,7 +18,8 @@ from titan_hydra.config.change import change
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.rules.checks import check
 from titan_hydra.launch import show
-from titan_hydra.launch.longer import same_rates
+from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.longer import not_extended, same_rates
 from titan_hydra.launch.worker import load_job
 
 WSD = (
@@ -260,3 +261,23 @@ def test_another_executor_has_its_own_keys():
     )
     with pytest.raises(ConfigError, match=r"cluster\.executor=local does not read it; slurm would"):
         change(there, ["cluster.executor=local", "cluster.partition=main"])
+
+
+@pytest.mark.parametrize(
+    ("words", "refused", "printed"),
+    [
+        ((), False, True),
+        (("adapter=lora",), True, False),
+        (("data=rollouts", "data.path=ROLLOUTS"), False, False),
+        (("+data.mixture={a: {weight: 1, name: rollouts, path: ROLLOUTS}}", "data=mixture"), False, False),
+    ],
+)
+def test_training_longer_is_offered_only_where_it_makes_sense(tmp_path, capsys, words, refused, printed):
+    (tmp_path / "r.jsonl").write_text('{"tokens": [1, 2], "old_logprobs": [-1.0], "advantages": 1.0}\n')
+    words = [word.replace("ROLLOUTS", f"{tmp_path}/r.jsonl") for word in words]
+    own = ("objective=policy", "data.document_mask=true") if any("rollouts" in word for word in words) else ()
+    job = compose_job("debug=tiny", *own, *words)
+    assert (not_extended(job) is not None) is refused
+    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    show.longer(Cell(1, [], job, tmp_path, 1))
+    assert ("train longer" in capsys.readouterr().out) is printed

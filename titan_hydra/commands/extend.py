@@ -16,7 +16,7 @@ from titan_hydra.config.operation import Launch, Paths, Sweep
 from titan_hydra.launch import dispatch
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.layouts import checked_layouts, with_one_layout
-from titan_hydra.launch.longer import longer_overrides, origin
+from titan_hydra.launch.longer import longer_overrides, not_extended, origin
 from titan_hydra.launch.worker import load_job
 from titan_hydra.runs import checkpoints, inputs, rundir
 from titan_hydra.runs.view import add_runs, choose_one
@@ -57,11 +57,8 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("steps: how many? titan extend RUN steps=N")
     if new.steps == old.steps:
         raise ConfigError(str(Fault("steps", new.steps, "the run has this number of steps already")))
-    if old.fault_tolerance.name != "off":
-        raise ConfigError(
-            f"{run.directory.name}: a run with fault_tolerance={old.fault_tolerance.name} cannot be extended: the "
-            "state that its replica groups share is not copied"
-        )
+    if reason := not_extended(old):
+        raise ConfigError(f"{run.directory.name}: {reason}")
     step, note = origin(run.directory, old, new, args.step)
     new.checkpoint.initial_load_path, new.checkpoint.exclude_from_loading = str(step), []
     layouts, faults = checked_layouts(new)

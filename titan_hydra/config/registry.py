@@ -40,6 +40,7 @@ class DataSourceKind:
     # (keys of the source, function that makes a path absolute, Tokenizer) -> (chat template of its conversations, id of
     # the token that ends an answer or None); imports no torch
     template: Reference | None = None
+    sampled: bool = False  # whether the samples are of the model that the run starts from, and so stale after it
     beside: str | None = None  # what the source keeps in each device's memory, which predictions do not count
 
 

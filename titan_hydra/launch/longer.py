@@ -5,7 +5,32 @@ from pathlib import Path
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import Fault, Job
 from titan_hydra.config.fault import as_value
+from titan_hydra.config.registry import DATA_SOURCES
+from titan_hydra.job.sources import data_sources
 from titan_hydra.runs import checkpoints, layout
+
+
+def not_extended(job: Job) -> str | None:
+    """Return why `titan extend` refuses a run; None if it does not."""
+    if job.fault_tolerance.name != "off":
+        return (
+            f"a run with fault_tolerance={job.fault_tolerance.name} cannot be extended: the state that its replica groups "
+            "share is not copied"
+        )
+    if job.adapter.name != "none":
+        return (
+            f"a run with adapter={job.adapter.name} cannot be extended: its checkpoints hold only the adapters. Start a new "
+            "run with another `steps`, or one from the merged weights of `titan convert --to hf`"
+        )
+    return None
+
+
+def is_worth_extending(job: Job) -> bool:
+    """Whether `titan extend` accepts a run, and further steps on its data make sense: samples of the model that the run
+    started from are stale after it.
+    """
+    kinds = (DATA_SOURCES[source.name] for source in data_sources(job.data).values())
+    return not_extended(job) is None and not any(kind.sampled for kind in kinds)
 
 
 def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Path, str]:

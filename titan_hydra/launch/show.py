@@ -16,6 +16,8 @@ from titan_hydra.runs.find import runs_option
 from titan_hydra.runs.hints import hint
 from titan_hydra.runs.rundir import State
 
+from .longer import is_worth_extending
+
 if TYPE_CHECKING:
     from .cell import Cell
 
@@ -172,11 +174,12 @@ def lowest(result: dict[str, Any]) -> str:
 
 
 def longer(cell: Cell) -> None:
-    """Print the `titan extend` command for a finished run that has left a checkpoint. If there is only one checkpoint,
+    """Print the `titan extend` command for a finished run that has left a checkpoint, if the command would be accepted
+    and would not train on samples that are stale. If there is only one checkpoint,
     the command names its step, because this checkpoint was written after the learning rate had decayed.
     """
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
-    if steps and cell.job.fault_tolerance.name == "off":
+    if steps and is_worth_extending(cell.job):
         wanted = f" --step {steps[0]}" if len(steps) == 1 else ""
         print(f"  train longer: titan extend{where(cell)} {cell.directory.name} steps={2 * cell.job.steps}{wanted}")
 

@@ -11,6 +11,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.checkpoint import tokenizer as export
 from titan_hydra.config import schema
 from titan_hydra.data import tokenizer
+from titan_hydra.data.facts import Facts
 from titan_hydra.recipes.chat import template
 from titan_hydra.recipes.chat.conversations import parse
 from titan_hydra.recipes.chat.rows import ConversationReader
@@ -82,11 +83,14 @@ ROWS = dict.fromkeys(template.BUILT_IN, PLAIN) | {
 }
 
 
+OF_EMBEDDED = Facts({"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}, tokenizer={"name": "embedded"})
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Return the embedded tokenizer as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("exported")
-    export.write_tokenizer(EMBEDDED, folder, 4096)
+    export.write_facts(OF_EMBEDDED, folder, 4096)
     return schema.Tokenizer(name="hf", path=str(folder / "tokenizer.json"))
 
 
@@ -94,7 +98,7 @@ def exported(tmp_path_factory):
 def hf(tmp_path_factory):
     """Return the same tokenizer with the marks of all templates as special tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    export.write_tokenizer(EMBEDDED, folder, 4096)
+    export.write_facts(OF_EMBEDDED, folder, 4096)
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     words.add_special_tokens([*MARKS])
     words.save(str(folder / "tokenizer.json"))

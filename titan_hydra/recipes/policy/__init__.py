@@ -67,5 +67,6 @@ register(
         gives=OF_ROLLOUTS,
         encodes=True,
         faults=f"{ROWS}:faults_of_rollouts",
+        sampled=True,
     )
 )
