@@ -198,11 +198,12 @@ def test_the_script_looks_for_the_nodes_that_the_next_layout_lacks(tmp_path, ans
     function = text[
         text.index("grow() {") : text.index("# $1 the nodes of each layout, $2 their ranks, $3 run directory, $4")
     ]
+    (tmp_path / "attempts/1").mkdir(parents=True)
     code = f"""
         sleep() {{ echo "$1" >>{tmp_path}/slept; [ "$(wc -l <{tmp_path}/slept)" -lt 3 ]; }}
         sbatch() {{ echo "$*" >>{tmp_path}/asked; echo "${{SLURM_JOB_ID-}}" >>{tmp_path}/inherited; echo "{answer}" >&2; }}
         scancel() {{ echo "$*" >>{tmp_path}/stopped; }}
-        export SLURM_JOB_NUM_NODES=5 SLURM_JOB_ID=7; nodes=4 job=7 attempt={tmp_path}
+        export SLURM_JOB_NUM_NODES=5 SLURM_JOB_ID=7; nodes=4 job=7 attempt={tmp_path}/attempts/1
         {function}
         grow 8,7,4,1 {tmp_path}
         """
@@ -213,4 +214,59 @@ def test_the_script_looks_for_the_nodes_that_the_next_layout_lacks(tmp_path, ans
     ).read_text().strip()
     assert (tmp_path / "stopped").exists() is stops
     if "Invalid" in answer:
-        assert "Invalid account" in (tmp_path / "job.log").read_text()
+        assert "Invalid account" in (tmp_path / "attempts/1/job.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "nodes", "seconds"),
+    [
+        ("", 4, "120"),  # the first attempt
+        ("480", 4, "480"),  # preempted: it waits as long as before
+        ("120 4", 4, "240"),  # it asked to grow from four nodes, and has four again
+        ("480 4", 3, "960"),
+        ("480 4", 7, "120"),  # it has grown
+        ("80000 4", 4, "86400"),
+        ("x y", 4, "120"),
+    ],
+)
+def test_growth_remembers_what_it_got(tmp_path, before, nodes, seconds):
+    said = grown(tmp_path, before, nodes, f"grow 8,7,4,1 {tmp_path}; echo $? >/dev/null")
+    assert (tmp_path / "slept").read_text().splitlines()[0] == seconds
+    assert (tmp_path / "attempts/2/growth").read_text() == f"{seconds} {nodes}\n", said
+    assert (tmp_path / "stopped").read_text() == "--signal=USR2 7.0\n"
+
+
+def test_growth_has_a_budget_of_its_own(tmp_path):
+    """Of eight requeues one was for growth: with max_requeues=8 the job may be preempted again, and with 1 not grow again."""
+    assert grown(tmp_path, "120 4", 4, "growths") == "1"
+    assert "requeued" in grown(tmp_path, "120 4", 4, "SLURM_RESTART_COUNT=8 requeue", "cluster.max_requeues=8")
+    assert not (tmp_path / "attempts/2/requeues_spent").exists()
+    grown(tmp_path, "120 4", 4, "SLURM_RESTART_COUNT=9 requeue", "cluster.max_requeues=8")
+    assert (tmp_path / "attempts/2/requeues_spent").exists()
+    grown(tmp_path, "120 4", 4, f"grow 8,7,4,1 {tmp_path}", "cluster.max_requeues=1")
+    assert not (tmp_path / "slept").exists() and "no more checks" in (tmp_path / "attempts/2/job.log").read_text()
+    (tmp_path / "attempts/1/job").write_text("6\n")  # of an earlier submission
+    assert grown(tmp_path, "120 4", 4, "growths", owner="6") == "0"
+
+
+def grown(tmp_path, before: str, nodes: int, code: str, *overrides: str, owner: str = "7") -> str:
+    """Run functions of the batch script in job 7's second attempt, whose first kept `before` in `growth`."""
+    line = ("gpus=16", "data.global_batch=48", "data.local_batch=1", "cluster.grow_minutes=2", listed("gpus=4"))
+    one = cell(tmp_path, *line, *overrides)
+    text = script(replace(one, layouts=checked_layouts(one.job)[0]))
+    for number in (1, 2):
+        attempt = tmp_path / f"attempts/{number}"
+        attempt.mkdir(parents=True, exist_ok=True)
+        (attempt / "job").write_text(f"{owner if number == 1 else 7}\n")
+    (tmp_path / "attempts/1/growth").write_text(f"{before}\n")
+    answer = "sbatch: Job 9 to start at $(date +%FT%T) using 4 processors on nodes a3"
+    code = f"""
+        sleep() {{ [ "$1" = 300 ] || echo "$1" >>{tmp_path}/slept; }}
+        sbatch() {{ echo "{answer}" >&2; }}
+        scancel() {{ echo "$*" >{tmp_path}/stopped; }}
+        scontrol() {{ [ "$1" = show ] && echo JobState=RUNNING || echo "$1"d; }}
+        export SLURM_JOB_NUM_NODES={nodes} SLURM_JOB_ID=7; nodes={nodes} job=7 attempt={tmp_path}/attempts/2
+        {text[text.index("refuse() {") : text.index("trap : TERM")]}
+        {code}
+        """
+    return subprocess.run(["bash", "-c", code], timeout=60, capture_output=True, text=True).stdout.strip()

@@ -129,6 +129,27 @@ def test_a_rank_that_failed_by_itself_is_no_stop(tmp_path, records, srun, stoppe
     assert said == [status, *(["3"] if status == "79" else ["0"])] and (attempt / "exit").read_text() == f"{status}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "signal", "status"),
+    [
+        ("", "KILL", "79 3"),  # srun itself was killed: as after the loss of a node, the job is requeued
+        ("", "SEGV", "79 3"),
+        ("srun: error: node1: task 1: Killed", "KILL", "137 0"),  # a rank was killed, and srun passes this on
+    ],
+)
+def test_a_job_whose_srun_was_killed_goes_on(tmp_path, words, signal, status):
+    attempt, bin = tmp_path / "run/attempts/1", tmp_path / "bin"
+    attempt.mkdir(parents=True)
+    bin.mkdir()
+    text = script(cell(tmp_path))
+    token = text.split('"token": "')[1][:8]
+    (attempt / "attempt.json").write_text(f'{{\n  "token": "{token}"\n}}\n')
+    (bin / "srun").write_text(f"#!/bin/sh\necho '{words}' >&2\nkill -{signal} $$\n")
+    (bin / "srun").chmod(0o755)
+    path = f"{bin}:{os.environ['PATH']}"
+    assert in_bash(text, f"job=7; run_cell 1 2 '{tmp_path}/run' 1; echo $? $lost", PATH=path) == status
+
+
 def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):
     """sbatch prefers a variable SBATCH_X to the script's own line. Settings that the configuration leaves open remain
     those of the site.

@@ -104,6 +104,22 @@ def write_slurm(folder, log, **errors):
     return folder
 
 
+def test_a_killed_batch_script_and_a_killed_srun_are_failures_of_the_node(tmp_path):
+    write_slurm(tmp_path, "")
+    assert cause_of_end(tmp_path, "FAILED").kind == Kind.UNKNOWN  # the script may have refused the attempt
+    (tmp_path / "job").write_text("7\n")
+    failure = cause_of_end(tmp_path, "FAILED")
+    assert (failure.kind, failure.status) == (Kind.NODE, 79) and "the batch script was killed" in failure.line
+    (tmp_path / "exit").write_text("79\n")
+    failure = cause_of_end(tmp_path, "FAILED")
+    assert failure.kind == Kind.NODE and "srun was killed" in failure.line
+    (tmp_path / "exit").write_text("1\n")
+    assert cause_of_end(tmp_path, "FAILED").kind == Kind.UNKNOWN
+    (tmp_path / "exit").unlink()
+    write_slurm(tmp_path, "", rank1=ValueError("mine"))
+    assert cause_of_end(tmp_path, "FAILED").kind == Kind.BUG
+
+
 def test_earliest_own_error_is_to_blame_and_not_those_who_noticed(attempt):
     failure = attempt(
         {0: (GLOO_CLOSED, 1.0, 1, False), 1: (ValueError("late"), 3.0, 1, False), 2: (KeyError("first"), 2.0, 1, False)}

@@ -191,6 +191,8 @@ RENDEZVOUS = Entry("rendezvous", FIRST, "the address at which the ranks find eac
 SUBMITIT = Entry("submitit/", LOCAL, "submitit's files; `parent.log` is the output of the ranks' parent process")
 JOB_LOG = Entry("job.log", SCRIPT, "what the job itself printed, before and beside its ranks")
 OWN_JOB = Entry("job", SCRIPT, "the job that owns the attempt")
+GROWTH = Entry("growth", SCRIPT, "of an elastic run that grows: seconds between two checks for free nodes; then, if the run was requeued "
+               "to grow, the nodes that it had")
 EXIT = Entry("exit", SCRIPT, "a mark: the ranks' exit status")
 STOPPED = Entry("stopped", EVERY, "how a stop came: the ranks agreed, or one was blocked")
 CANCELLED = Entry("cancelled", "`titan cancel`", "a mark: who cancelled, and when", Fields({}, {"by": str, "time": Moment}))
@@ -199,8 +201,8 @@ NODE = Entry("node_<n>.json", "node n", "the process that started the ranks of a
     {}, PROCESS | {"name": str, "node": str, "ranks": Each(Fields({}, ENDED), named=True), "exit_status": int, "asked": bool}))
 NODES = Entry("nodes.json", "node 0", "the nodes whose ranks run in the attempt", Fields({"names": list[str]}))
 REPLACED = Entry("replaced", "node n", "a mark: another process has come in place of a node's")
-OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, JOB_LOG, OWN_JOB, EXIT,
-              STOPPED, CANCELLED, SPENT, NODE, NODES, REPLACED)
+OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, JOB_LOG, OWN_JOB,
+              GROWTH, EXIT, STOPPED, CANCELLED, SPENT, NODE, NODES, REPLACED)
 
 SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")
 SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", Fields(

@@ -58,11 +58,19 @@ def _verdict(attempt: Path, state: str | None) -> Failure | None:
 
 def _without_trace(attempt: Path) -> Failure:
     """Return the failure of a job that SLURM calls FAILED although no rank left a record. The failure contains the
-    log's end.
+    log's end. If the batch script owned the attempt and did not record its end, or if srun did not report the end of
+    any rank, something has killed the script or srun on the job's first node.
     """
     kind, status, line = VERDICTS["FAILED"]
+    began, end = layout.OWN_JOB.of(attempt).exists(), layout.EXIT.of(attempt)
+    host = layout.RANK.read(attempt, 0).get("host")
+    if began and not end.exists():
+        kind, status, line = Kind.NODE, Exit.UNHEALTHY, f"the batch script was killed, on {host or 'its first node'}"
+    elif began and end.read_text().strip() == str(int(Exit.UNHEALTHY)):
+        kind, status, line = Kind.NODE, Exit.UNHEALTHY, f"srun was killed, on {host or 'its first node'}"
     log = layout.JOB_LOG.of(attempt)
-    return Failure(None, status, line, layout.last_lines(log), log if log.exists() else None, kind, attempt=attempt)
+    kept = log if log.exists() else None
+    return Failure(None, status, line, layout.last_lines(log), kept, kind, host, attempt)
 
 
 def _host(state: str, log: str) -> str | None:

@@ -49,7 +49,8 @@ class SlurmCluster(Cluster):
     grow_minutes: int | None = key(
         None,
         "minutes between two checks of an elastic job for free nodes; if a larger layout would fit on them, the run saves a "
-        "checkpoint and is requeued; null: no checks, so the run grows only if it is requeued for another reason",
+        "checkpoint and is requeued, at most cluster.max_requeues times in addition to the other requeues; null: no checks, so the "
+        "run grows only if it is requeued for another reason",
         COUNT,
         identity=False,
     )

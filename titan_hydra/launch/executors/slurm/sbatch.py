@@ -33,6 +33,7 @@ from titan_hydra.runs import layout
 from .keys import SlurmCluster
 
 LIST = "cells.tsv"
+LONGEST = 24 * 3600  # seconds between two checks for free nodes, at most, unless cluster.grow_minutes is longer
 LOST_NODES = 3  # maximum number of requeues for the reason that ranks lost a node which SLURM still considered healthy
 # Environment variables that would override #SBATCH lines of the script, and so the configuration.
 OURS = {
@@ -74,6 +75,8 @@ own_failure() {{
         grep -qs '"secondary": true' "$attempt"/rank_*.json || grep -oE 'Exited with exit code [0-9]+' "$attempt/job.log"
     }} | grep -oE '[0-9]+' | grep -vxE '0|75' | head -n 1
 }}
+# Whether a signal ended srun itself, as that of a kernel without memory does: srun has reported no rank that ended.
+srun_was_killed() {{ [ "$rc" -gt 128 ] && [ "$rc" -lt 160 ] && ! grep -qE 'srun: error: \\S+: tasks? [0-9]' "$attempt/job.log"; }}
 # $1 the nodes of each layout, $2 their ranks, $3 run directory. Sets `nodes`, `ranks` and, if nodes stay idle, srun's `place`.
 take_layout() {{
     local sizes counts hosts number
@@ -90,19 +93,43 @@ take_layout() {{
     cp "$3/layout_$nodes.json" "$3/.config" && mv -T "$3/.config" "$3/config.json" || return {unhealthy}
 }}
 # Asks the ranks to stop once enough nodes are free for a larger layout, for the requeued job. $1 the nodes of each layout, $2 run
+# SLURM's answer does not count the job's own nodes, so that a limit on a user's nodes may refuse what it calls free. So each attempt
+# keeps in `growth` the seconds between its checks and, if it asked to grow, the nodes of its layout; they double after a vain request.
 grow() {{
-    local size next=0 answer start
+    local size next=0 answer start before="${{attempt%/*}}/$((${{attempt##*/}} - 1))" seconds= had=
     trap 'kill $!' TERM
+    [ "$(cat "$before/job" 2>/dev/null)" != "$job" ] || read -r seconds had 2>/dev/null <"$before/growth"
+    [[ "$seconds $had" =~ ^[1-9][0-9]*\\ [0-9]*$ ]] || seconds={grow_seconds} had=
+    [ "$nodes" -le "${{had:-$nodes}}" ] || seconds={grow_seconds}
+    if [ "$nodes" -le "${{had:-0}}" ]; then
+        [ "$((seconds *= 2))" -lt {longest} ] || seconds={longest}
+        echo "$(date +%T) requeued to grow from $had nodes, and has $nodes: the next check is in $((seconds / 60)) minutes" \\
+            >>"$attempt/job.log"
+    fi
+    echo "$seconds" >"$attempt/growth"
+    if [ "$(growths)" -ge {max_requeues} ]; then
+        echo "$(date +%T) requeued to grow {max_requeues} times: no more checks" >>"$attempt/job.log"
+        return
+    fi
     for size in ${{1//,/ }}; do [ "$size" -le "$nodes" ] || next=$((size - SLURM_JOB_NUM_NODES)); done
     unset $(compgen -e SLURM_ | grep -vx SLURM_CONF)  # sbatch would use this job's variables for the new one
     while [ "$next" -gt 0 ]; do
-        sleep {grow_seconds} & wait $! || return
+        sleep "$seconds" & wait $! || return
         answer="$(sbatch --test-only --nodes="$next" "$2/sbatch.sh" 2>&1)" start="$(grep -oE 'to start at \\S+' <<<"$answer")"
         if [ -z "$start" ]; then echo "$(date +%T) $next more nodes: $answer" >>"$attempt/job.log"; continue; fi
         [ "$(date -d "${{start##* }}" +%s)" -le "$(($(date +%s) + 5))" ] || continue
         echo "$(date +%T) $next more nodes are free: the run saves and is requeued" >>"$attempt/job.log"
+        echo "$seconds $nodes" >"$attempt/growth"
         scancel --signal=USR2 "$job.0" && return
+        echo "$seconds" >"$attempt/growth"
     done
+}}
+# Prints how many attempts of this job were ended to grow.
+growths() {{
+    local file
+    for file in "${{attempt%/*}}"/*/growth; do
+        [ "$(cat "${{file%/*}}/job" 2>/dev/null)" != "$job" ] || grep ' ' "$file"
+    done | wc -l
 }}
 # $1 the nodes of each layout, $2 their ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
 # A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in job.log.
@@ -119,17 +146,18 @@ run_cell() {{
         rc=75  # all had agreed to stop and saved, however they ended then
     elif [[ $rc =~ ^(75|140|143)$ ]] || grep -qsx blocked "$attempt/stopped"; then
         rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training, by a signal that Python may not have seen yet, or in a step
-    elif grep -q 'Timed out waiting for job step to complete' "$attempt/job.log" && [ -z "$(own_failure)" ]; then
-        rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, and SLURM notices after its SlurmdTimeout
+    elif {{ grep -q 'Timed out waiting for job step to complete' "$attempt/job.log" || srun_was_killed; }} && [ -z "$(own_failure)" ]; then
+        rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, and SLURM notices after its SlurmdTimeout; or srun is gone
     fi
     echo "$rc" >"$attempt/exit"
     return "$rc"
 }}
-# The ranks were asked to stop: go on later, unless somebody has cancelled the job, or it has been so too often.
+# The ranks were asked to stop: go on later, unless somebody has cancelled the job, or it has been so too often. Requeues to grow do not
+# count.
 requeue() {{
     [ ! -e "$attempt/cancelled" ] || return
     scontrol show job "$job" | grep -q JobState=RUNNING || return
-    if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {max_requeues} ]; then : >"$attempt/requeues_spent"; return; fi
+    if [ "$((${{SLURM_RESTART_COUNT:-0}} - $(growths)))" -ge {max_requeues} ]; then : >"$attempt/requeues_spent"; return; fi
     scontrol requeue "$job" && sleep 300
 }}
 # Whether the ranks are started again after their failure, $rc, as a replica group is, or after the loss of a node: not if it is one of
@@ -285,6 +313,7 @@ class SlurmBatch(SlurmExecutor):
             python=self.python,
             max_requeues=self.cluster.max_requeues,
             grow_seconds=60 * (minutes or 0),
+            longest=max(LONGEST, 60 * (minutes or 0)),
             watch='grow "$1" "$3" & watcher=$!' if minutes else ":",
             folder=folder,
             lines=f'sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {folder}/{LIST}' if self.array else every,
