@@ -5,21 +5,25 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import from_dict, schema
+from titan_hydra.config import from_dict, schema, to_dict
+from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import read_json
 from titan_hydra.config.registry import DATA_SOURCES, resolve
 from titan_hydra.data import tokenizer
 from titan_hydra.data.facts import DEFAULT, Facts, listed, read_facts, token_of
+from titan_hydra.data.learned import header_of, learned_words, same_ids, sources_of
+from titan_hydra.job.sources import data_sources
 from titan_hydra.runs import layout
-from titan_hydra.runs.base import initial_weights, is_hf
+from titan_hydra.runs.base import find_weights, initial_weights, is_hf
 
-from .sections import as_started, config_files, sources_of
+from .sections import as_started, config_files
 
 
 def facts_at(place: Path, config_file: Path | None = None) -> Facts:
@@ -65,20 +69,76 @@ def facts_of_config(config: dict[str, Any], located: Callable[[str], str], direc
     keys = from_dict(schema.Tokenizer, config["tokenizer"])
     if keys.path:
         keys.path = located(keys.path)
+    header = header_of(config.get("data") or {}, located)
+    if header and header["tokenizer_sha256"] == base.tokenizer.get("sha256") and "name" in base.tokenizer:
+        keys = schema.Tokenizer(base.tokenizer["name"], base.tokenizer["path"])
     beside = read_facts(Path(keys.path).parent) if keys.name == "hf" and keys.path else Facts()
     try:
-        words = tokenizer.load(keys, beside)
+        words = learned_words(header, keys)
     except ConfigError:  # a run that needs the tokenizer has been refused; this one may do without
-        return replace(base, tokenizer={"name": keys.name, "path": keys.path})
-    same = base.tokenizer.get("sha256") == words.sha256
-    learned = _learned(keys, words)
-    facts = replace(base, words=beside.words or (base.words if same else {}), tokenizer=learned)
+        return _of_header(header) if header else replace(base, tokenizer={"name": keys.name, "path": keys.path})
+    same = _is_same(base, words)
+    if base.tokenizer and not same:  # ids and names of another tokenizer
+        base = Facts(templates=base.templates)
+    facts = replace(base, words=beside.words or base.words, tokenizer=_learned(keys, words))
     if not facts.templates:
         facts.templates = beside.templates
     template, stop = _own_template(config, located, keys)
     if template is not None:
         facts.templates = facts.templates | {DEFAULT: template}
     return _completed(facts, words, beside, template, stop)
+
+
+def _is_same(base: Facts, words: tokenizer.Tokenizer) -> bool:
+    """Whether weights have learned the ids of this tokenizer, perhaps from another file of it."""
+    if base.tokenizer.get("sha256") == words.sha256:
+        return True
+    try:
+        return bool(base.tokenizer) and same_ids(tokenizer.of_facts(base), words)
+    except ConfigError:  # its file is not known, or gone
+        return False
+
+
+def _of_header(header: dict[str, Any]) -> Facts:
+    """Return the facts of a run whose ids are those of a tokenizer that only their header names."""
+    known = {"bos_id": header["bos_id"], "eos_id": header["eos_id"]}
+    ids = {"bos_token_id": header["bos_id"], "eos_token_id": header["eos_id"]}
+    return Facts(tokenizer={"sha256": header["tokenizer_sha256"]} | known, generation=dict(ids), ids=ids)
+
+
+def warnings_of_weights(job: schema.Job) -> Iterator[Fault]:
+    """Yield a warning if the initial weights have learned the ids of another tokenizer than that of the job's data."""
+    path, kinds = job.checkpoint.initial_load_path, [DATA_SOURCES[one.name] for one in data_sources(job.data).values()]
+    if not path or not any(kind.documents or kind.encodes or kind.encoded for kind in kinds):
+        return
+    header = header_of(to_dict(job)["data"])
+    try:
+        base = facts_at(find_weights(path))
+        digest = header["tokenizer_sha256"] if header else tokenizer.load(job.tokenizer).sha256
+    except ConfigError:  # other rules say what is wrong
+        return
+    theirs = base.tokenizer.get("sha256")
+    if not theirs or not digest or theirs == digest:
+        return
+    with contextlib.suppress(ConfigError):  # the file of one of the two is not known here
+        if same_ids(tokenizer.of_facts(base), learned_words(header, job.tokenizer)):
+            return
+    yield Fault(
+        "checkpoint.initial_load_path",
+        path,
+        f"its weights have learned the ids of another tokenizer (SHA-256 {theirs[:12]}) than that of the data ({digest[:12]})",
+    )
+
+
+def with_tokenizer(facts: Facts, file: Path) -> Facts:
+    """Return facts with the tokenizer that the user has named, and with what lies beside its file. Raises ConfigError if
+    it is another one than the weights have learned.
+    """
+    words, beside = tokenizer.of_facts(facts, file), read_facts(file.parent)
+    keys = schema.Tokenizer(tokenizer.kind_of(file), str(file.absolute()))
+    templates = facts.templates or beside.templates
+    found = replace(facts, words=beside.words or facts.words, templates=templates, tokenizer=_learned(keys, words))
+    return _completed(found, words, beside, None, None)
 
 
 def _learned(keys: schema.Tokenizer, words: tokenizer.Tokenizer) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,12 +26,13 @@ from titan_hydra.config.family import family_of
 from titan_hydra.config.model import Model
 from titan_hydra.config.schema import Parametrization
 from titan_hydra.config.user_code import require_user_modules
+from titan_hydra.data.facts import Facts
 from titan_hydra.job.parametrization import Rules, rules_of
 from titan_hydra.models.hf import folded, hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout
 from titan_hydra.runs.base import initial_weights, is_hf
 
-from .carried import facts_at
+from .carried import facts_at, with_tokenizer
 from .folder import Folder, content_of, write_content
 from .reader import PREFIX, Merged, Reader
 from .sections import as_started, config_files, find_checkpoint, find_section
@@ -47,9 +47,11 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_gb: float = 5.0,
     config_file: Path | None = None,
+    tokenizer_file: Path | None = None,
 ) -> tuple[list[str], torch.dtype]:
     """Write the model of a checkpoint or run in its family's Hugging Face format. Tensors are converted to `dtype`;
     None: they keep their dtypes. Return the names of the weight files, and the dtype that most tensors have.
+    `tokenizer_file` is the tokenizer's file, if the user has named one.
     """
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
@@ -62,28 +64,34 @@ def export_hf(
     common = dtype or Counter(dtypes.values()).most_common(1)[0][0]
     content = hf.to_config(config, common)
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in state.items()}
+    takes_text = family_of(config).takes == "tokens"
+    facts = facts_at(checkpoint, config_file) if takes_text else Facts()
+    if tokenizer_file and takes_text:
+        facts = with_tokenizer(facts, tokenizer_file)
     shards = _plan_shards(sizes, max_shard_gb * 1e9)
     make_target(target)
     files = [_shard_name(hf.files, i, len(shards)) for i in range(len(shards))]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file, names in zip(files, shards, strict=True):
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensors |= hf.parts(name, reader.tensor(name, state[name].shape, dtypes[name]))
         weight_map |= dict.fromkeys(tensors, file)
-        (target / file).touch()
-        # keep the mode that follows from the umask; safetensors would write a file that only its owner can read
-        mode = (target / file).stat().st_mode
-        save_file(tensors, target / file, metadata={"format": "pt"})
-        (target / file).chmod(mode)
+        _save_tensors(tensors, target / file)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_content(target / f"{hf.files}.safetensors.index.json", index)
-    ids: dict[str, Any] = {}
-    if family_of(config).takes == "tokens":
-        ids = write_facts(facts_at(checkpoint, config_file), target, config.max_seq_len)
+    ids = write_facts(facts, target, config.max_seq_len) if takes_text else {}
     write_content(target / "config.json", content | ids)
     return files, common
+
+
+def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a file of weights with the mode that follows from the umask; safetensors would let only the owner read it."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, imports: Sequence[str] = ()) -> None:

@@ -1,7 +1,6 @@
 """The sections of the config.json of the run to which a checkpoint belongs. Imports no torch."""
 
 from pathlib import Path
-from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.files import read_json
@@ -27,11 +26,6 @@ def as_started(config_file: Path, path: str) -> str:
     """Resolve a path in a run's configuration against the folder in which the run was started."""
     started = layout.ENV.read(config_file.parent).get("folder", "")
     return str(Path(started, Path(path).expanduser()))
-
-
-def sources_of(section: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the sources in a data section: the parts of a mixture, or the section itself."""
-    return [*section["mixture"].values()] if section.get("name") == "mixture" else [section]
 
 
 def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict]:

@@ -22,17 +22,16 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-def write_facts(facts: Facts, folder: Path, max_length: int, file: Path | None = None) -> dict[str, Any]:
+def write_facts(facts: Facts, folder: Path, max_length: int) -> dict[str, Any]:
     """Write what a run carries beside its weights: the tokenizer's two files, chat templates, generation_config.json.
     Return the token ids for config.json. If the tokenizer cannot be had, print a warning and leave its files out.
-    `file` is the tokenizer's file, if the user has named one.
     """
     for name, text in facts.templates.items():
         path = folder / (TEMPLATE if name == DEFAULT else f"{TEMPLATES}/{name}.jinja")
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     try:
-        words = facts.words | write_tokenizer(facts, folder, file)
+        words = facts.words | write_tokenizer(facts, folder)
         length = max(max_length, words.get("model_max_length") or 0)
         write_content(folder / TOKENIZER, dict(sorted((words | {"model_max_length": length}).items())))
     except ConfigError as error:
@@ -42,15 +41,15 @@ def write_facts(facts: Facts, folder: Path, max_length: int, file: Path | None =
     return facts.ids
 
 
-def write_tokenizer(facts: Facts, folder: Path, file: Path | None) -> dict[str, Any]:
+def write_tokenizer(facts: Facts, folder: Path) -> dict[str, Any]:
     """Write tokenizer.json: a run's own file unchanged, if it puts begin-of-text before a text as the run does. Return
     further keys of tokenizer_config.json. Raises ConfigError if the tokenizer cannot be had.
     """
     import tokenizers
 
-    ours = tokenizer.of_facts(facts, file)
-    name = facts.tokenizer["name"] if file is None else "hf" if file.suffix == ".json" else "tiktoken"
-    config = schema.Tokenizer(name, facts.tokenizer.get("path") if file is None else str(file))
+    ours = tokenizer.of_facts(facts)
+    name = facts.tokenizer["name"]
+    config = schema.Tokenizer(name, facts.tokenizer["path"])
     path, content = tokenizer.read_content(config)
     theirs = (
         tokenizers.Tokenizer.from_buffer(content) if name == "hf" else _of_ranks(tokenizer.read_ranks(path, content))

@@ -1,6 +1,7 @@
 """`titan convert`: convert checkpoints to and from Hugging Face's format."""
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
@@ -8,7 +9,7 @@ from titan_hydra.config.fault import counted
 from titan_hydra.runs.checkpoints import asked_for
 from titan_hydra.runs.view import add_runs, place_of
 
-from .model import add_step
+from .model import add_step, add_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="export to this format; for a model with adapters, hf exports the merged weights, and peft only the adapters",
     )
     direction.add_argument("--from", dest="origin", choices=["hf"], help="import from this format")
-    parser.add_argument("target", type=Path, help="folder to write to; it must be new or empty")
+    parser.add_argument("target", type=Path, help="folder to write to; without --replace, it must be new or empty")
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="replace the weights that the target holds; its readers see either the old folder or the new one",
+    )
     add_step(parser)
+    add_tokenizer(parser)
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="dtype of exported weights (default: as stored)"
     )
@@ -49,25 +56,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Convert the weights, and print what was written. Raises ConfigError or CheckpointError."""
+    from titan_hydra.checkpoint.exchange import replacing
+
+    if args.step and not args.to:
+        raise ConfigError("--step: needs --to; --from reads a Hugging Face folder")
+    if args.tokenizer and args.to != "hf":
+        raise ConfigError("--tokenizer: needs --to hf; other formats have no tokenizer of their own")
+    with replacing(args.target) if args.replace else contextlib.nullcontext(args.target) as folder:
+        told = _convert(args, folder)
+    print(f"{args.target}: {told}")
+    return 0
+
+
+def _convert(args: argparse.Namespace, target: Path) -> str:
+    """Write the conversion into a folder, and return a line about it."""
     from titan_hydra.checkpoint import convert
 
-    if args.to:
-        source = asked_for(place_of(args.source, args.runs), args.step)
-    elif args.step:
-        raise ConfigError("--step: needs --to; --from reads a Hugging Face folder")
+    dtype = convert.DTYPES.get(args.dtype)
+    if not args.to:
+        convert.import_hf(Path(args.source), target, dtype, args.imports)
+        return f"a checkpoint; start from it with checkpoint.initial_load_path={args.target}"
+    source = asked_for(place_of(args.source, args.runs), args.step)
     if args.to == "peft":
         from titan_hydra.checkpoint.adapters import export_peft
 
-        number = export_peft(source, args.target, convert.DTYPES[args.dtype or "float32"], args.config)
-        print(f"{args.target}: the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained")
-    elif args.to:
-        files, dtype = convert.export_hf(
-            source, args.target, convert.DTYPES.get(args.dtype), args.max_shard_gb, args.config
-        )
-        print(
-            f"{args.target}: {counted(len(files), 'file')} of weights in {str(dtype).removeprefix('torch.')}; load with from_pretrained"
-        )
-    else:
-        convert.import_hf(Path(args.source), args.target, convert.DTYPES.get(args.dtype), args.imports)
-        print(f"{args.target}: a checkpoint; start from it with checkpoint.initial_load_path={args.target}")
-    return 0
+        number = export_peft(source, target, dtype or convert.DTYPES["float32"], args.config)
+        return f"the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained"
+    files, found = convert.export_hf(source, target, dtype, args.max_shard_gb, args.config, args.tokenizer)
+    return f"{counted(len(files), 'file')} of weights in {str(found).removeprefix('torch.')}; load with from_pretrained"

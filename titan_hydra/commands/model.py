@@ -20,13 +20,17 @@ def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (default: float32)"
     )
     if further:  # the model takes text
-        parser.add_argument(
-            "--tokenizer",
-            type=Path,
-            metavar="FILE",
-            help="the model's tokenizer.json or tokenizer.model (default: the one that the run or the folder has)",
-        )
+        add_tokenizer(parser)
     add_runs(parser)
+
+
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="the model's tokenizer.json or tokenizer.model (default: the one that the run or the folder has)",
+    )
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +69,9 @@ class TokenFiles(Numbered):
             raise ConfigError(f"{key}={path}: the files were encoded with different tokenizers")
         if not any(shard.usable for shard in self.shards):
             raise ConfigError(f"{key}={path}: no file that can be read")
-        self.separators, self.tokenizer = (headers[0]["bos_id"], headers[0]["eos_id"]), headers[0]["tokenizer_sha256"]
+        bos, eos = headers[0]["bos_id"], headers[0]["eos_id"]
+        # GPT-2 has one token for both; it stands once between documents, and ends them
+        self.separators, self.tokenizer = (None if bos == eos else bos, eos), headers[0]["tokenizer_sha256"]
         # Number of samples up to the end of each file.
         self.ends = list(accumulate((header["tokens"] - 1) // seq_len for header in headers))
         if not self.ends[-1]:
@@ -101,10 +104,11 @@ class TokenFiles(Numbered):
             if len(content) < size:
                 raise BadShard(file, f"{self.key}={file}: it has been cut off since it was opened")
             tokens = np.frombuffer(content, dtype)
-            if tokens.max() >= self.vocab_size:
+            wrong = tokens.argmin() if tokens.min() < 0 else tokens.argmax()
+            if not 0 <= tokens[wrong] < self.vocab_size:
                 raise BadShard(
                     file,
-                    f"{self.key}={file}: id {tokens.max()} at token {first + tokens.argmax()}, not one of {header['vocab_size']}: damaged",
+                    f"{self.key}={file}: id {tokens[wrong]} at token {first + wrong}, not one of {header['vocab_size']}: damaged",
                 )
         except OSError as error:
             self.bad.add(BadShard(file, f"{self.key}={file}: cannot be read: {error.strerror}"))
@@ -126,9 +130,9 @@ class TokenFiles(Numbered):
         ids, or if there are too many bad shards.
         """
         try:
-            header = self._header(file)
+            header = header_at(file)
         except BadShard as error:
-            self.bad.add(error)
+            self.bad.add(BadShard(file, f"{self.key}={error}"))
             return None
         if header["vocab_size"] > self.vocab_size:
             raise ConfigError(
@@ -144,19 +148,25 @@ class TokenFiles(Numbered):
             )
         return Shard(file, header, usable)
 
-    def _header(self, file: Path) -> dict:
-        path = Path(f"{file}.json")
-        try:
-            header = json.loads(path.read_text())
-            np.dtype(header["dtype"]), header["tokens"] + 0, header["vocab_size"] + 0
-            header["bos_id"], header["eos_id"], header["tokenizer_sha256"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadShard(
-                file,
-                f"{self.key}={file}: its header {path.name} is missing or damaged ({error}); "
-                "write both with `titan tokenizer encode`, or as docs/data.md describes for your own token ids",
-            ) from error
-        return header
+
+def header_at(file: Path) -> dict[str, Any]:
+    """Read the header of a file of token ids. Raises BadShard if it is missing or damaged, or if the ids are no integers."""
+    path = Path(f"{file}.json")
+    try:
+        header = json.loads(path.read_text())
+        dtype = np.dtype(header["dtype"])
+        header["bos_id"], header["eos_id"], header["tokenizer_sha256"]
+        if wrong := [name for name in ("tokens", "vocab_size") if type(header[name]) is not int]:
+            raise ValueError(f"{wrong[0]} is {header[wrong[0]]!r}, not a whole number")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadShard(
+            file,
+            f"{file}: its header {path.name} is missing or damaged ({error}); "
+            "write both with `titan tokenizer encode`, or as docs/data.md describes for your own token ids",
+        ) from error
+    if dtype.kind not in "iu":
+        raise BadShard(file, f"{file}: dtype {header['dtype']} in {path.name}: token ids are integers, such as uint32")
+    return header
 
 
 def dice_of(seed: int, number: int) -> np.random.Generator:

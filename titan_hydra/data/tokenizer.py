@@ -88,11 +88,13 @@ def of_facts(facts: Facts, file: Path | None = None) -> Tokenizer:
     ConfigError if the file is not known, or is another tokenizer's.
     """
     learned = facts.tokenizer
-    name = learned.get("name") if file is None else "hf" if file.suffix == ".json" else "tiktoken"
+    name = learned.get("name") if file is None else kind_of(file)
     digest = learned.get("sha256")
     if name is None:
-        which = f"of SHA-256 {digest}" if digest else "is not known"
-        raise ConfigError(f"the tokenizer whose ids the model has learned {which}: name its file with --tokenizer")
+        which = f" (SHA-256 {digest})" if digest else ""
+        raise ConfigError(
+            f"the tokenizer whose ids the model has learned{which} is not known here: name its file with --tokenizer"
+        )
     words = load(
         schema.Tokenizer(name, learned.get("path") if file is None else str(file)), facts if file is None else None
     )
@@ -100,6 +102,11 @@ def of_facts(facts: Facts, file: Path | None = None) -> Tokenizer:
         key = f"--tokenizer={file}" if file else f"tokenizer.path={learned.get('path')}"
         raise ConfigError(f"{key}: SHA-256 {words.sha256}; the model has learned the ids of another one, of {digest}")
     return replace(words, bos_id=learned["bos_id"], eos_id=learned["eos_id"]) if "eos_id" in learned else words
+
+
+def kind_of(file: Path) -> str:
+    """Return the tokenizer.name that reads a file: by its suffix."""
+    return "hf" if file.suffix == ".json" else "tiktoken"
 
 
 def read_content(config: schema.Tokenizer) -> tuple[Path, bytes]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.files import home, similar
 from titan_hydra.config.operation import LOADED
+from titan_hydra.config.registry import resolve
 from titan_hydra.config.schema import Job
 
 
@@ -19,6 +20,12 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
         yield Fault(
             "checkpoint.keep_best", True, "the lowest held-out loss is measured only with validation=on", legal=(False,)
         )
+
+
+def weights_know_the_tokenizer(job: Job) -> Iterator[Fault]:
+    """Yield a warning if the initial weights were trained under another tokenizer than that of the job's data."""
+    if job.checkpoint.initial_load_path:
+        yield from resolve("titan_hydra.checkpoint.carried:warnings_of_weights")(job)
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:
