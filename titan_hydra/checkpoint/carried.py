@@ -135,7 +135,7 @@ def with_tokenizer(facts: Facts, file: Path) -> Facts:
     it is another one than the weights have learned.
     """
     words, beside = tokenizer.of_facts(facts, file), read_facts(file.parent)
-    keys = schema.Tokenizer(tokenizer.kind_of(file), str(file.absolute()))
+    keys = schema.Tokenizer(tokenizer.name_by_suffix(file), str(file.absolute()))
     templates = facts.templates or beside.templates
     found = replace(facts, words=beside.words or facts.words, templates=templates, tokenizer=_learned(keys, words))
     return _completed(found, words, beside, None, None)

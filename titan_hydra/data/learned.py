@@ -75,7 +75,7 @@ def separated(words: Tokenizer, header: dict[str, Any]) -> Tokenizer:
     return replace(words, bos_id=None if header["bos_id"] == eos else header["bos_id"], eos_id=eos)
 
 
-def words_of(job: schema.Job) -> Tokenizer:
+def words_of_data(job: schema.Job) -> Tokenizer:
     """Load the tokenizer of a job's data. Raises ConfigError as `learned_words` does."""
     return learned_words(header_of(to_dict(job)["data"]), job.tokenizer)
 

@@ -20,7 +20,7 @@ from titan_hydra.config.schema import Job
 from titan_hydra.config.schema import Tokenizer as TokenizerKeys
 
 from .files import UNREADABLE, opened
-from .learned import words_of
+from .learned import words_of_data
 from .tokenizer import Tokenizer, load
 
 DELIMITER = " "  # text between a prompt and a choice; as in lm-eval, there is no text between a prompt and a target
@@ -97,7 +97,7 @@ def load_tasks(job: Job) -> list[Task]:
     """
     if wrong := next(faults(job), None):
         raise ConfigError(str(wrong))
-    words = words_of(job)
+    words = words_of_data(job)
     found = []
     for path in job.validation.tasks:
         questions = read_questions(home(path))
@@ -109,7 +109,7 @@ def faults(job: Job) -> Iterator[Fault]:
     """Yield a fault for each file of validation.tasks that cannot be evaluated."""
     try:
         if job.validation.tasks:
-            words_of(job)
+            words_of_data(job)
     except ConfigError as error:
         yield Fault("validation.tasks", job.validation.tasks, str(error))
         return

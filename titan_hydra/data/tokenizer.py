@@ -88,7 +88,7 @@ def of_facts(facts: Facts, file: Path | None = None) -> Tokenizer:
     ConfigError if the file is not known, or is another tokenizer's.
     """
     learned = facts.tokenizer
-    name = learned.get("name") if file is None else kind_of(file)
+    name = learned.get("name") if file is None else name_by_suffix(file)
     digest = learned.get("sha256")
     if name is None:
         which = f" (SHA-256 {digest})" if digest else ""
@@ -104,7 +104,7 @@ def of_facts(facts: Facts, file: Path | None = None) -> Tokenizer:
     return replace(words, bos_id=learned["bos_id"], eos_id=learned["eos_id"]) if "eos_id" in learned else words
 
 
-def kind_of(file: Path) -> str:
+def name_by_suffix(file: Path) -> str:
     """Return the tokenizer.name that reads a file: by its suffix."""
     return "hf" if file.suffix == ".json" else "tiktoken"
 
