@@ -22,6 +22,7 @@ KINDS = {  # plural: (path of the group, kind, whether it belongs to a namespace
     "secrets": ("api/v1", "Secret", True),
     "persistentvolumeclaims": ("api/v1", "PersistentVolumeClaim", True),
     "nodes": ("api/v1", "Node", False),
+    "namespaces": ("api/v1", "Namespace", False),
     "jobs": ("apis/batch/v1", "Job", True),
 }
 GROUPS = ("api/v1", "apis/batch/v1")
@@ -50,6 +51,8 @@ class Store:
         self.lose_replies = False  # objects are created, but the answer is lost
         self.forbidden: set[tuple[str, str]] = set()  # pairs (method, plural)
         self.requests: list[str] = []
+        for name in ("kube-system", "default", "research"):
+            self.put("namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 
     def all(self, plural: str) -> list[dict]:
         with self.lock:

@@ -10,11 +10,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.conftest import Submitter
+from titan_hydra.config.compose import compose_job
+from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.executors.kubernetes import submit
+from titan_hydra.runs import rundir
 
 from . import api
 from .kubelet import IMAGE, Kubelet
@@ -147,3 +153,40 @@ def desk(site, tmp_path):
     for process in desk.processes():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture
+def closed(site, monkeypatch):
+    """Return the cluster with all its nodes closed; kubectl of this process leads to it."""
+    site.kubelet.closed = set(site.kubelet.gpus)
+    monkeypatch.setenv("KUBECONFIG", str(site.config))
+    monkeypatch.setattr(submit, "PATIENCE", 0)
+    return site
+
+
+@pytest.fixture
+def cell(closed, tmp_path):
+    """Return a function that makes a cell of two pods, with these overrides."""
+
+    def make(*overrides: str) -> Cell:
+        common = ("debug=tiny", "cluster=kubernetes", f"cluster.image={IMAGE}", f"paths.runs={tmp_path}/shared/runs")
+        volume, size = f"+cluster.volumes={{shared: {tmp_path}/shared}}", ("gpus=2", "cluster.gpus_per_node=1")
+        job = compose_job(*common, volume, *size, *overrides)
+        return Cell(1, [*overrides], job, rundir.directory_of(job), 1)
+
+    (tmp_path / "shared").mkdir()
+    return make
+
+
+def jobs(site: Site) -> list[str]:
+    """Return the names of the Jobs of a cluster."""
+    return [job["metadata"]["name"] for job in site.store.all("jobs")]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true, at most ten seconds."""
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("never so")

@@ -4,7 +4,6 @@ rank runs: all nodes are closed.
 
 import json
 import subprocess
-import time
 
 import pytest
 
@@ -13,47 +12,12 @@ from titan_hydra.base.errors import Exit, Kind
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.registry import executor_named
 from titan_hydra.launch import dispatch
-from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.executors.kubernetes import kubectl, states, submit
 from titan_hydra.runs import layout, rundir, view
 from titan_hydra.runs.find import RunCell
 
+from .conftest import jobs, wait_for
 from .kubelet import IMAGE
-
-
-@pytest.fixture
-def closed(site, monkeypatch):
-    """Return the cluster with all its nodes closed; kubectl of this process leads to it."""
-    site.kubelet.closed = set(site.kubelet.gpus)
-    monkeypatch.setenv("KUBECONFIG", str(site.config))
-    monkeypatch.setattr(submit, "PATIENCE", 0)
-    return site
-
-
-@pytest.fixture
-def cell(closed, tmp_path):
-    """Return a function that makes a cell of two pods, with these overrides."""
-
-    def make(*overrides: str) -> Cell:
-        common = ("debug=tiny", "cluster=kubernetes", f"cluster.image={IMAGE}", f"paths.runs={tmp_path}/shared/runs")
-        volume, size = f"+cluster.volumes={{shared: {tmp_path}/shared}}", ("gpus=2", "cluster.gpus_per_node=1")
-        job = compose_job(*common, volume, *size, *overrides)
-        return Cell(1, [*overrides], job, rundir.directory_of(job), 1)
-
-    (tmp_path / "shared").mkdir()
-    return make
-
-
-def jobs(site) -> list[str]:
-    return [job["metadata"]["name"] for job in site.store.all("jobs")]
-
-
-def wait_for(condition) -> None:
-    for _ in range(200):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("never so")
 
 
 def no_kubectl(site, monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ requeue its job.
 
 import argparse
 import sys
+from collections.abc import Container
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.fault import counted
@@ -23,10 +24,10 @@ def main(args: argparse.Namespace) -> int:
     """Cancel all running and queued cells. Returns 0 if all running cells were asked to stop."""
     selection = choose(args.target, args.runs)
     rows, queues = look(selection.cells)
-    unknown = silent(queues)  # names of executors of these runs that did not answer
-    for name in unknown:
-        print(f"{name} does not answer: its jobs cannot be cancelled now", file=sys.stderr)
-    live = [row for row in rows if row.state.active and name_of(owner_of(row)) not in unknown]
+    unknown = silent(queues)  # executors of these runs that did not answer
+    for line in unknown.values():
+        print(line, file=sys.stderr)
+    live = [row for row in rows if row.state.active and can_be_cancelled(row, unknown)]
     if not live:
         print("nothing was cancelled" if unknown else f"{selection.name}: nothing runs or waits")
         return Exit.BUG if unknown else Exit.DONE
@@ -47,6 +48,12 @@ def main(args: argparse.Namespace) -> int:
     for fault in faults:
         print(fault, file=sys.stderr)
     return Exit.BUG if faults or unknown else Exit.DONE
+
+
+def can_be_cancelled(row: RunRow, unknown: Container[str]) -> bool:
+    """Whether a run's executor has answered, or can cancel the run without an answer."""
+    name = name_of(owner_of(row))
+    return name not in unknown or executor_named(name).cancels_unseen
 
 
 def asked(question: str) -> bool:

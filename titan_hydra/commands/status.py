@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         return _follow(args, selection)
     rows, queues = look(selection.cells)
     if args.json:
-        print(to_json({"name": selection.name, "silent": silent(queues), "cells": [_as_json(row) for row in rows]}))
+        print(to_json({"name": selection.name, "silent": [*silent(queues)], "cells": [_as_json(row) for row in rows]}))
         return Exit.DONE
     print(*_table(rows), "", *_below(args, selection, rows, queues), sep="\n")
     return Exit.DONE
@@ -260,8 +260,8 @@ def _below(
         yield ""
     for stretch in stretches_of(rows[0].directory) if len(rows) == 1 and not rows[0].state.damage else ():
         yield str(stretch)
-    for name in silent(queues):
-        yield f"{name} does not answer: its jobs' states are those in their files"
+    for line in silent(queues).values():
+        yield f"{line}; its jobs' states are those in their files"
     yield summary(rows)
     runs = runs_option(args.runs)
     target = f" {quoted([args.target])}" if args.target else ""

@@ -31,6 +31,7 @@ class Executor(ABC):
     record (`ExecutorKind`) holds the facts that the rules need.
     """
 
+    cancels_unseen = False  # whether `cancel` can cancel a run although `ask` got no answer
     code: Path | None = None  # the copy of the code that the cells of this command line run; None: not taken yet
 
     def code_of(self, cells: list[Cell]) -> Path:

@@ -143,7 +143,7 @@ def waiting(state: State) -> str:
         return (
             f"unknown (on {state.host}); nothing was started"
             if state.host
-            else "unknown: its queue does not answer; nothing was started"
+            else f"unknown: {state.refused or 'its queue does not answer'}; nothing was started"
         )
     reason = state.job.why if state.job else ""
     start = state.job.start if state.job and state.job.start not in ("", "N/A", "Unknown") else ""

@@ -38,11 +38,12 @@ class QueuedJob:
 @dataclass
 class Queue:
     """An executor's jobs at one moment. `answers` is False if the executor did not answer; then nothing is known about
-    any job. For an executor without a queue, `jobs` is empty.
+    any job, and `why` is the error, if there is one. For an executor without a queue, `jobs` is empty.
     """
 
     jobs: dict[str, Any] = field(default_factory=dict)  # QueuedJobs by id
     answers: bool = True
+    why: str = ""
 
 
 def executor_of(directory: Path, owner: Owner) -> Any:
@@ -83,6 +84,10 @@ def ask(directories: list[Path]) -> dict[str, Queue]:
     return {name: executor.ask(runs) for name, (executor, runs) in asked.items()}
 
 
-def silent(queues: dict[str, Queue]) -> list[str]:
-    """Return the names of the executors that did not answer."""
-    return [name for name, queue in queues.items() if not queue.answers]
+def silent(queues: dict[str, Queue]) -> dict[str, str]:
+    """Return the executors that did not answer: for each its name and a line with the reason."""
+    return {
+        name: f"{name} does not answer{f': {queue.why}' if queue.why else ''}"
+        for name, queue in queues.items()
+        if not queue.answers
+    }

@@ -11,7 +11,7 @@ from titan_hydra.base.errors import Kind
 from titan_hydra.config import Fault, Job
 from titan_hydra.config.fault import counted
 from titan_hydra.launch.executor import Executor
-from titan_hydra.runs import layout, rundir
+from titan_hydra.runs import rundir
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.queue import Owner, Queue
 from titan_hydra.runs.rundir import State
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 class Kubernetes(Executor):
     """Creates Jobs by kubectl, and asks kubectl and the run directories for the state of a run."""
+
+    cancels_unseen = True  # a Job's name is unique, and attempt.json has it
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
         """Yield a fault for each reason why these cells cannot be submitted: a key applies only to other executors,
@@ -85,24 +87,24 @@ class Kubernetes(Executor):
         """Return the state of a run. If its attempt.json is damaged, use only the other files."""
         if "token" not in owner:
             return rundir.state_here(directory, attempt)
+        if not isinstance(queue, kubectl.KubernetesQueue):  # `ask` was not asked about this run
+            queue = kubectl.KubernetesQueue()
         return states.state_of_run(directory, attempt, owner, queue)
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
         """Delete the Jobs of these runs, with one call for each namespace. Their ranks then save and stop."""
-        jobs: dict[kubectl.Namespace, list[str]] = {}
+        from . import submit
+
+        places: dict[kubectl.Namespace, list[RunRow]] = {}
         for row in rows:
-            if row.state.job is None:
+            if row.state.job is None and not owner_of(row).get("job_id"):
                 yield f"{row.cell}: is being submitted right now; try again"
+            elif (row.state.host or "").startswith("cluster "):
+                yield f"{row.cell}: is a Job of the {row.state.host}; cancel it there"
             else:
-                rundir.mark_cancelled(layout.ATTEMPT.of(row.directory, row.state.attempt))
-                jobs.setdefault(kubectl.Namespace.of_owner(owner_of(row)), []).append(row.state.job.id)
-        for namespace, names in jobs.items():
-            try:
-                namespace.call("delete", "job", *names, "--wait=false", "--cascade=background", "--ignore-not-found")
-            except kubectl.KubectlError as error:
-                yield str(error)
-            else:
-                print(f"cancelled {counted(len(names), 'cell')} ({', '.join(names[:3])}{', ...' if names[3:] else ''})")
+                places.setdefault(kubectl.Namespace.of_owner(owner_of(row)), []).append(row)
+        for place, some in places.items():
+            yield from submit.delete_jobs(place, some)
 
     def hint(self, job: Job, failure: Failure) -> str:
         """Return overrides of cluster keys that may prevent another failure of this kind; "" if there are none."""

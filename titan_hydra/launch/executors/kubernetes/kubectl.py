@@ -22,6 +22,7 @@ NO_ANSWER = (
     r"timed? ?out|refused|no route|EOF|reset by peer|unable to connect|TLS handshake|no such host|deadline|unavailable"
 )
 LIVE = ("Pending", "Running")  # phases of a pod that has not ended
+SYSTEM = "kube-system"  # the namespace that every cluster has, and whose uid therefore names the cluster
 MESSAGE = 160  # maximum length at which a message of the cluster is cut
 
 
@@ -31,7 +32,24 @@ class KubectlError(Exception):
     @property
     def uncertain(self) -> bool:
         """Whether the call's outcome is unknown because the API server did not answer."""
-        return bool(re.search(NO_ANSWER, str(self), re.I))
+        return bool(re.search(NO_ANSWER, str(self), re.I)) and not self.forbidden
+
+    @property
+    def forbidden(self) -> bool:
+        """Whether the API server has refused the call because the user may not do this."""
+        return "(Forbidden)" in str(self)
+
+
+@dataclass
+class KubernetesQueue(Queue):
+    """The Jobs of several namespaces, by name and by token. `silent` and `elsewhere` are about attempts, by token: why the
+    attempt's namespace gave no answer, and the name of the cluster to which the attempt was submitted, if kubectl leads
+    to another cluster. An attempt whose token is not in `asked` was claimed after the question.
+    """
+
+    asked: set[str] = field(default_factory=set)
+    silent: dict[str, str] = field(default_factory=dict)
+    elsewhere: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,39 @@ class Namespace:
             words = " ".join(" ".join(lines).split()) or f"it ended with status {done.returncode}"
             raise KubectlError(f"kubectl: {words.removeprefix('error: ').removeprefix('Error from server ')}")
         return done.stdout
+
+    @property
+    def server(self) -> str:
+        """The address of the API server, as kubectl's configuration names it."""
+        return self.call("config", "view", "--minify", "--output=jsonpath={.clusters[0].cluster.server}")
+
+    def uid_of(self, name: str) -> str:
+        """Return the uid of a namespace of this cluster; "" if there is none with this name, or it may not be read.
+        Raises KubectlError if the API server does not answer.
+        """
+        try:
+            return self.call("get", "namespace", name, "--output=jsonpath={.metadata.uid}")
+        except KubectlError as error:
+            if error.forbidden or "(NotFound)" in str(error):
+                return ""
+            raise
+
+    def identity(self) -> dict[str, str]:
+        """Return what distinguishes this cluster from others, for attempt.json. Contexts of different clusters often have
+        the same name, so the name of the context does not. Raises KubectlError.
+        """
+        uids = ((name, uid) for name in (SYSTEM, self.name) if (uid := self.uid_of(name)))
+        return {"server": self.server} | dict(zip(("uid_of", "uid"), next(uids, ()), strict=False))
+
+    def elsewhere(self, owner: Owner) -> str:
+        """Return the name of the cluster to which an attempt was submitted, if this is another cluster, else "". A uid
+        decides if it can be read here; else the server's address does.
+        """
+        if "server" not in owner:  # the attempt was submitted by an older version
+            return ""
+        uid = self.uid_of(owner["uid_of"]) if "uid" in owner else ""
+        same = uid == owner["uid"] if uid else self.server == owner["server"]
+        return "" if same else f"{owner['cluster']} ({owner['server']})"
 
 
 def namespace_of(cluster: KubernetesCluster) -> Namespace:
@@ -114,21 +165,42 @@ class KubernetesJob(QueuedJob):
 
 def ask_namespaces(owners: Iterable[Owner]) -> Queue:
     """Ask once for each namespace about all Jobs and pods of this package. Jobs are found by name and by token."""
-    jobs: dict[str, KubernetesJob] = {}
-    answers = True
-    for place in dict.fromkeys(map(Namespace.of_owner, owners)):
+    queue = KubernetesQueue()
+    places: dict[Namespace, list[Owner]] = {}
+    for owner in owners:
+        places.setdefault(Namespace.of_owner(owner), []).append(owner)
+        queue.asked.add(owner["token"])
+    for place, some in places.items():
         try:
-            listing = json.loads(place.call("get", "jobs,pods", f"--selector={OWNER}={NAME}", "--output=json"))
-        except (KubectlError, ValueError):
-            answers = False
-            continue
-        for job in jobs_in(listing["items"]):
-            jobs[job.id] = jobs[job.token] = job
-    return Queue(jobs, answers)
+            found = {name: job for job in jobs_listed(place) for name in (job.id, job.token)}
+            clusters: dict[str, str] = {}  # by what distinguishes a cluster, as there may be a thousand attempts
+            for owner in some:
+                if owner["token"] not in found and "ended" not in owner:
+                    known = json.dumps([owner.get(key) for key in ("server", "uid_of", "uid")])
+                    if known not in clusters:
+                        clusters[known] = place.elsewhere(owner)
+                    if clusters[known]:
+                        queue.elsewhere[owner["token"]] = clusters[known]
+            queue.jobs |= found
+        except (KubectlError, ValueError) as error:
+            queue.answers, queue.why = False, str(error)
+            queue.silent |= {owner["token"]: str(error) for owner in some}
+    return queue
 
 
-def jobs_in(items: list[dict[str, Any]]) -> Iterable[KubernetesJob]:
-    """Yield the Jobs of a listing, each with its pods."""
+def jobs_listed(place: Namespace) -> Iterable[KubernetesJob]:
+    """Ask for all Jobs of this package in a namespace and their pods; without the pods if the user may not list them."""
+    options = (f"--selector={OWNER}={NAME}", "--output=json")
+    try:
+        return jobs_in(json.loads(place.call("get", "jobs,pods", *options))["items"])
+    except KubectlError as error:
+        if not error.forbidden:
+            raise
+        return jobs_in(json.loads(place.call("get", "jobs", *options))["items"], pods_known=False)
+
+
+def jobs_in(items: list[dict[str, Any]], pods_known: bool = True) -> Iterable[KubernetesJob]:
+    """Yield the Jobs of a listing, each with its pods. `pods_known`: whether the listing has the pods too."""
     pods: dict[str, list[PodState]] = {}
     names: dict[str, str] = {}
     for item in items:
@@ -141,15 +213,15 @@ def jobs_in(items: list[dict[str, Any]]) -> Iterable[KubernetesJob]:
     for item in items:
         if item["kind"] == "Job":
             token = item["metadata"]["labels"].get(TOKEN, "")
-            yield job_of_item(item, token, pods.pop(token, []))
+            yield job_of_item(item, token, pods.pop(token, []) if pods_known else None)
     for token, some in pods.items():
         if live := [pod for pod in some if pod.phase in LIVE]:
             yield KubernetesJob(names[token], "Ending", nodes=node_names(live), token=token, pods=tuple(some))
 
 
-def job_of_item(item: dict[str, Any], token: str, pods: list[PodState]) -> KubernetesJob:
-    """Read a Job, and the reason why it waits or why it ended."""
-    status, spec = item.get("status", {}), item["spec"]
+def job_of_item(item: dict[str, Any], token: str, known: list[PodState] | None) -> KubernetesJob:
+    """Read a Job, and the reason why it waits or why it ended. `known` are its pods; None: they may not be listed."""
+    status, spec, pods = item.get("status", {}), item["spec"], known or []
     conditions = {one["type"]: one for one in status.get("conditions", []) if one.get("status") == "True"}
     live = [pod for pod in pods if pod.phase in LIVE]
     end = conditions.get("Failed") or conditions.get("Complete") or {}
@@ -161,7 +233,7 @@ def job_of_item(item: dict[str, Any], token: str, pods: list[PodState]) -> Kuber
         state, queue = "Suspended", item["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
         reason = f"waits in queue {queue}" if queue else "suspended"
     else:
-        running = sum(pod.phase == "Running" for pod in live)
+        running = status.get("ready", 0) if known is None else sum(pod.phase == "Running" for pod in live)
         state = "Running" if running == spec["completions"] else "Pending"
         waits = next((pod.waits for pod in live if pod.waits), "")
         reason = (

@@ -12,16 +12,16 @@ from titan_hydra.base.errors import KIND_OF, Exit, Kind
 from titan_hydra.launch.executors.queued import being_submitted
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.failure import Failure, Outside, guilty
-from titan_hydra.runs.queue import Owner, Queue
+from titan_hydra.runs.queue import Owner
 from titan_hydra.runs.rundir import State
 
-from .kubectl import KubernetesJob
+from .kubectl import KubernetesJob, KubernetesQueue
 from .manifest import AGAIN
 
 KILLED = 137  # the status of a container that was ended by SIGKILL
 
 
-def state_of_run(directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
+def state_of_run(directory: Path, attempt: int, owner: Owner, queue: KubernetesQueue) -> State:
     """Read the state of a run. `owner` is the content of the attempt's attempt.json."""
     folder = layout.ATTEMPT.of(directory, attempt)
     if layout.RESULT.read(directory).get("status") == "done":
@@ -39,10 +39,14 @@ def state_of_run(directory: Path, attempt: int, owner: Owner, queue: Queue) -> S
             "running" if listed and not is_over(folder) else "queued", attempt, host=job.nodes or None, job=job
         )
     if job is None and "ended" not in owner:
-        if not queue.answers:
-            heard = owner["job_id"] and rundir.heard_lately(folder) and layout.RANK.all(folder)
-            return State("running" if heard else "unknown", attempt)
-        if owner["job_id"] is None and being_submitted(owner):
+        heard = owner["job_id"] and rundir.heard_of_ranks(folder) and not is_over(folder)
+        if cluster := queue.elsewhere.get(owner["token"]):
+            return State("running" if heard else "unknown", attempt, host=f"cluster {cluster}")
+        if why := queue.silent.get(owner["token"]):
+            return State("running" if heard else "unknown", attempt, refused="" if heard else why)
+        if heard:  # whatever the listing lacks, its ranks write
+            return State("running", attempt)
+        if owner["token"] not in queue.asked or (owner["job_id"] is None and being_submitted(owner)):
             return State("queued", attempt)
     if "ended" not in owner:  # record the end now, as an ended Job is deleted after some days
         with contextlib.suppress(OSError):

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, cast
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config import Fault
+from titan_hydra.config.fault import counted
 from titan_hydra.config.files import write_text
 from titan_hydra.launch.attach import Interrupts
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.code import USER
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.rundir import State
+from titan_hydra.runs.view import RunRow, owner_of
 
 from .keys import KubernetesCluster
 from .kubectl import KubectlError, Namespace, ask_namespaces, namespace_of
@@ -76,6 +78,7 @@ def submit_cells(start: list[tuple[Cell, State]], code: Path, interrupts: Interr
     cells = [cell for cell, _ in start]
     try:
         namespace = namespace_of(cast(KubernetesCluster, cells[0].job.cluster))
+        identity = namespace.identity()
     except KubectlError as error:
         print(error, file=sys.stderr)
         return Exit.CONFIG
@@ -91,6 +94,7 @@ def submit_cells(start: list[tuple[Cell, State]], code: Path, interrupts: Interr
             "code": code.name,
             "cluster": namespace.context,
             "namespace": namespace.name,
+            **identity,
         }
         number = state.attempt + 1
         attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
@@ -143,6 +147,28 @@ def after_error(one: Submission, attempt: Path, error: KubectlError) -> int:
     rundir.note(attempt, ended=time.time(), refused=str(error))
     print(f"{name}: refused: {error}", file=sys.stderr)
     return Exit.BUG
+
+
+def delete_jobs(place: Namespace, rows: list[RunRow]) -> Iterable[str]:
+    """Delete the Jobs of runs of a namespace with one call. Yield a line for each that could not be deleted."""
+    attempts = {
+        owner_of(row)["job_id"] or row.state.job.id: layout.ATTEMPT.of(row.directory, row.state.attempt) for row in rows
+    }
+    for attempt in attempts.values():
+        rundir.mark_cancelled(attempt)
+    options = ("--wait=false", "--cascade=background", "--ignore-not-found", "--output=name")
+    try:
+        deleted = place.call("delete", "job", *attempts, *options).split()
+    except KubectlError as error:
+        for attempt in () if error.uncertain else attempts.values():
+            layout.CANCELLED.of(attempt).unlink(missing_ok=True)
+        yield str(error)
+        return
+    names = [name for name in attempts if f"job.batch/{name}" in deleted]
+    if names:
+        print(f"cancelled {counted(len(names), 'cell')} ({', '.join(names[:3])}{', ...' if names[3:] else ''})")
+    for name in attempts.keys() - {*names}:
+        yield f"{name}: there is no such Job in the namespace {place.name}"
 
 
 def unfit_nodes(failure: Failure | None) -> tuple[str, ...]:
