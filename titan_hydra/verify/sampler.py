@@ -66,13 +66,13 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
         *technique(dice, degrees),
         f"data.local_batch={local_batch}",
     )
+    # A loss in chunks rounds the gradient of bfloat16 logits at another place than the plain one, so the reference of a
+    # layout in bfloat16 has the same loss.
+    loss = tuple(one for one in layout if one.startswith("loss") and precision == "bf16")
+    layout = tuple(one for one in layout if one not in loss)
     shape = _experts(dice) if sparse else _shape(dice)
-    base = (
-        *shape,
-        *learning(dice, optimizer, precision),
-        f"precision={precision}",
-        f"data.global_batch={global_batch}",
-    )
+    keys = learning(dice, optimizer, precision)
+    base = (*shape, *keys, *loss, f"precision={precision}", f"data.global_batch={global_batch}")
     tolerances = (
         dice.choice((BF16, BF16_COARSE))
         if precision == "bf16"
