@@ -70,7 +70,7 @@ def _without_trace(attempt: Path) -> Failure:
         kind, status, line = Kind.NODE, Exit.UNHEALTHY, f"srun was killed, on {host or 'its first node'}"
     log = layout.JOB_LOG.of(attempt)
     kept = log if log.exists() else None
-    return Failure(None, status, line, layout.last_lines(log), kept, kind, host, attempt)
+    return Failure(None, status, line, layout.last_lines(log), kept, kind, host if kind == Kind.NODE else None, attempt)
 
 
 def _host(state: str, log: str) -> str | None:
