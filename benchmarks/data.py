@@ -7,7 +7,6 @@ so the numbers are the most that one core can deliver; with prefetch this work r
 
 import argparse
 import multiprocessing
-import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -79,7 +78,9 @@ def print_memory(args: argparse.Namespace) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tokenizer.json"
-        _train((text for text in Embedded().pieces), 4096).save(str(file))
+        trained = _train(Embedded().pieces, 4000)
+        trained.add_special_tokens(["</s>"])
+        trained.save(str(file))
         print(f"{'source':<9} {'tokenizer':<9} {'first batch, s':>14} {'MiB':>6}")
         for path in (large_text(Path(folder), args.large), large_parquet(Path(folder), args.large)):
             for name in ("embedded", "hf"):
@@ -95,14 +96,21 @@ def measure_memory(args: argparse.Namespace, path: str, own: schema.Tokenizer) -
     job = make_job(args, name="text_files", path=path)
     job.tokenizer = own
     load(own).document("a")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what the process has now
+    before = peak_memory()
     start = time.perf_counter()
     loader = data.build(job, rank=0, ranks=1)
     loader.next()
     first = time.perf_counter() - start
     for _ in range(9):
         loader.next()
-    return first, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return first, peak_memory() - before
+
+
+def peak_memory() -> float:
+    """Return the largest memory of this process in MiB."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
 
 
 def large_text(folder: Path, megabytes: int) -> Path:

@@ -17,6 +17,7 @@ from titan_hydra.config.compose import compose_job
 from titan_hydra.models.init import init_weights
 from titan_hydra.parallel import loss_head
 from titan_hydra.recipes.policy.objectives import Likelihood
+from titan_hydra.recipes.policy.rows import pair_of
 from titan_hydra.train.objectives import build_objective
 from titan_hydra.train.objectives.language import IGNORED
 from titan_hydra.verify.case import case
@@ -317,3 +318,33 @@ def test_likelihoods_have_the_shapes_of_real_batches(pairs, rollouts):
             for batch in (real, example)
         ]
         assert shapes[0] == shapes[1]
+
+
+QUESTION, SYSTEM = {"role": "user", "content": "Name a colour."}, {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("Name a colour.", [QUESTION]),  # as in ultrafeedback_binarized
+        ([QUESTION], [QUESTION]),
+        ([SYSTEM, QUESTION], [QUESTION]),
+        ("Name a colour.", [SYSTEM, QUESTION]),
+        (None, [QUESTION]),
+        ([QUESTION], []),
+    ],
+)
+def test_a_question_that_stands_in_prompt_and_answers_is_asked_once(prompt, before):
+    row = {
+        "prompt": prompt,
+        **{name: [*before, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")},
+    }
+    system = [SYSTEM] if SYSTEM in before or (isinstance(prompt, list) and SYSTEM in prompt) else []
+    for side, name in zip(pair_of(row), ("chosen", "rejected"), strict=True):
+        assert side.messages == [*system, QUESTION, {"role": "assistant", "content": name}]
+
+
+def test_an_answer_that_begins_with_another_question_is_refused():
+    other = [{"role": "user", "content": "Name a fruit."}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(ValueError, match="not the one of 'prompt'"):
+        pair_of({"prompt": "Name a colour.", "chosen": other, "rejected": other})

@@ -31,7 +31,7 @@ def labels_of(batch: Weights, job: Job) -> Tensor:
     """
     words, labels = load(job.tokenizer), torch.full(batch["tokens"].shape, -1)
     file = getattr(job.data, "path", None)  # data=embedded_chat has none
-    rows = [json.loads(line) for line in Path(file or EMBEDDED).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(file or EMBEDDED).read_bytes().splitlines()]
     known = [in_llama3_template(row["messages"]) for row in rows if "tools" not in row]
     for row, (tokens, documents) in enumerate(zip(batch["tokens"], batch["documents"], strict=True)):
         for document in range(int(documents.max()) + 1):

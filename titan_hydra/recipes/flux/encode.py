@@ -69,8 +69,10 @@ def captioned(lines: Path) -> Iterator[tuple[Path, str]]:
     line.
     """
     try:
-        rows = lines.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
+        rows = (
+            lines.read_bytes().splitlines()
+        )  # as bytes, because a caption may hold other ends of lines, such as U+2028
+    except OSError as error:
         raise ConfigError(f"{lines}: cannot be read ({error})") from error
     if not rows:
         raise ConfigError(f"{lines}: no image is listed in it")
@@ -78,7 +80,7 @@ def captioned(lines: Path) -> Iterator[tuple[Path, str]]:
         try:
             entry = json.loads(row)
             yield lines.parent / entry["image"], str(entry["caption"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f'{lines}:{number}: is not {{"image": PATH, "caption": TEXT}} ({error})') from error
 
 

@@ -68,7 +68,7 @@ def clipped(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple
 
 def _rows(job: Job) -> Iterator[dict[str, Any]]:
     source: Any = job.data  # the section of a source that reads files
-    for line in Path(source.path).read_text().splitlines():
+    for line in Path(source.path).read_bytes().splitlines():
         yield json.loads(line)
 
 
