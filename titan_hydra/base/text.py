@@ -17,9 +17,24 @@ GAP = "  "  # the text between two columns
 NARROWEST = 12  # minimum number of characters to which a column is truncated
 
 
+# a whole escape sequence: one that sets a colour or moves the cursor, or one that sets the terminal's title
+ESCAPE = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"
+
+
 def printable(text: str) -> str:
-    """Drop control characters except tabs and line ends, as an escape sequence could clear the reader's screen."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+    """Drop escape sequences and control characters except tabs and line ends, as a sequence could clear the reader's
+    screen.
+    """
+    return re.sub(rf"{ESCAPE}|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+
+
+def all_printable(value: Any) -> Any:
+    """Return a value of JSON in which every text is printable, names included."""
+    if isinstance(value, dict):
+        return {printable(name): all_printable(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [all_printable(entry) for entry in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def to_json(value: Any) -> str:

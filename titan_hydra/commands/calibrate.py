@@ -19,6 +19,7 @@ from titan_hydra.launch.worker import load_job
 from titan_hydra.plan import calibrate as plan
 from titan_hydra.runs import layout
 from titan_hydra.runs.find import RunCell
+from titan_hydra.runs.modules import import_modules
 from titan_hydra.runs.view import choose
 
 
@@ -69,7 +70,10 @@ def fit_cells(cells: list[RunCell], hardware: Hardware) -> plan.Fit:
 def _measured(cell: RunCell) -> plan.Measured | None:
     """Return a run's job and its seconds per step; None if the run has not finished, or has no measured speed."""
     rate = layout.RESULT.read(cell.directory).get("tokens_per_second")
-    return plan.measured(cell.name, load_job(cell.directory), rate) if rate else None
+    if not rate:
+        return None
+    import_modules(cell.directory)
+    return plan.measured(cell.name, load_job(cell.directory), rate)
 
 
 def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:

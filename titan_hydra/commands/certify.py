@@ -32,6 +32,7 @@ from titan_hydra.plan.shape import NotPredictable
 from titan_hydra.report.card import card_page
 from titan_hydra.runs import cards, layout
 from titan_hydra.runs.code import describe_code
+from titan_hydra.runs.modules import import_modules
 from titan_hydra.runs.view import add_runs, choose
 
 from .verify import outcome_as_json
@@ -302,6 +303,7 @@ def add_figures(args: argparse.Namespace) -> int:
     """
     changed, faults = {}, []
     for cell in [cell for target in args.overrides for cell in choose(target, args.runs).cells]:
+        import_modules(cell.directory)
         job = dataclasses.replace(load_job(cell.directory), paths=Paths(str(cell.directory.parent)))
         folder, measured = cards.folder_of_card(job), cards.measured_of(cell.directory)
         card = changed.get(folder) or cards.read_card(job)

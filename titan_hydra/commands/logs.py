@@ -3,11 +3,15 @@ requeue. --guilty prints why the run failed. --hang prints for which rank the ot
 """
 
 import argparse
+import codecs
+import re
 import sys
 import time
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.plain import open_plain
+from titan_hydra.base.text import printable
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.hang import verdict
 from titan_hydra.runs.hints import hint
@@ -144,7 +148,8 @@ class Tail:
     """Prints a log (all of it, or only its last lines), and then whatever is appended to it."""
 
     def __init__(self, path: Path, lines: int | None = None) -> None:
-        self.path, self.file = path, path.open("rb")
+        self.path, self.file = path, open_plain(path)
+        self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         if lines is not None:
             shown = layout.last_lines(path, lines, 1 << 24) if lines else ""
             self.file.seek(0, 2)
@@ -154,7 +159,9 @@ class Tail:
     def more(self) -> None:
         """Print what has been written since the last call."""
         while block := self.file.read(1 << 16):
-            sys.stdout.buffer.write(block)
+            sys.stdout.write(
+                printable(re.sub("\r+\n?", "\n", self.decode(block)))
+            )  # a progress bar ends its lines with \r
         sys.stdout.flush()
 
 

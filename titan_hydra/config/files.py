@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.plain import read_plain
 
 from .schema import Tokenizer
 
@@ -231,11 +232,11 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object. None if the file does not exist, is truncated or holds something else. (runs/layout.py has the
-    JSON files of a run.)
+    """Read a JSON object. None if the file does not exist, is truncated, is no plain file or holds something else.
+    (runs/layout.py has the JSON files of a run.)
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_plain(path))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

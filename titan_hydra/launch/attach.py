@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from titan_hydra.base.errors import LAST_WORDS
+from titan_hydra.base.plain import NotPlain, open_plain
+from titan_hydra.base.text import printable
 from titan_hydra.runs import checkpoints, layout, rundir
 from titan_hydra.runs.records import alive
 
@@ -156,8 +158,8 @@ class Echo:
         """Print the lines that were completed since the last call."""
         if self.file is None:
             try:
-                self.file = self.path.open("rb")
-            except FileNotFoundError:
+                self.file = open_plain(self.path)
+            except (OSError, NotPlain):
                 return
             if os.fstat(self.file.fileno()).st_size > BACKLOG:
                 self.file.seek(-BACKLOG, os.SEEK_END)
@@ -166,7 +168,7 @@ class Echo:
         for line in lines:
             self.over = self.over or line.startswith(LAST_WORDS.encode())
             if not self.over:
-                self.line(line.decode(errors="replace"))
+                self.line(printable(line.decode(errors="replace")))
 
 
 class _Lines:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import getpass
 import importlib
 import io
 import os
+import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -147,7 +150,8 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
         until_seen(layout.CONFIG.of(directory))
     if place.job:  # nobody has claimed the attempt if a user has started torchrun by hand
         until_seen(layout.CLAIM.of(attempt))
-    set_environment(place.local_ranks, layout.CONFIG.read(directory).get("parallelism", {}).get("async_tp", False))
+    async_tp = layout.CONFIG.read(directory).get("parallelism", {}).get("async_tp", False)
+    set_environment(place.local_ranks, async_tp, place.local_rank)
     job = load_job(directory)
     if fault := edited_sources(job.train):
         raise ConfigError(str(fault))
@@ -214,7 +218,7 @@ def remove_stopped(attempt: Path, rank: int) -> None:
                 entry.of(attempt, rank).unlink()
 
 
-def set_environment(local_ranks: int, async_tp: bool) -> None:
+def set_environment(local_ranks: int, async_tp: bool, local_rank: int = 0) -> None:
     """Set environment variables that torch and other libraries read once in a process. This must happen before a user's
     module imports these libraries. A variable that is already set keeps its value.
 
@@ -230,11 +234,23 @@ def set_environment(local_ranks: int, async_tp: bool) -> None:
         # cuBLAS reads this variable at the first matmul of a process. It is set for all runs, as with cluster=inline a
         # deterministic run may follow other runs in the same process. The value is torch's default on Hopper.
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        # Where torch's compiler has Triton's kernels. Triton's own default is in the home folder, and on NFS its files
+        # go stale under a rank that reads them.
+        "TRITON_CACHE_DIR": f"{kernel_cache()}/triton/{local_rank}",
     }
     if not (async_tp or "PYTORCH_CUDA_ALLOC_CONF" in os.environ):  # the name that this variable had before torch 2.9
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def kernel_cache() -> str:
+    """Return the folder in which torch's compiler keeps its kernels: by default one on the node."""
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, ImportError, OSError):  # a container may not know the name of the user
+        user = f"uid_{os.getuid()}"
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{user}"
 
 
 def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
@@ -246,7 +262,7 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
     ranks = size if place.job else processes(job)
     if place.ranks != ranks:
         raise ConfigError(f"{directory.name} needs {ranks} ranks, and {place.ranks} were started")
-    if job.fault_tolerance.name != "off" and "MASTER_PORT" in os.environ:
+    if job.fault_tolerance.name != "off" and place.torchrun and "MASTER_PORT" in os.environ:
         raise ConfigError(
             "replica groups cannot be started by one torchrun, which ends all ranks when one dies; launch.py starts them"
         )

@@ -18,6 +18,7 @@ from titan_hydra.plan.own_row import OWN, row_of
 from titan_hydra.plan.predict import Prediction, predict
 from titan_hydra.plan.shape import NotPredictable
 from titan_hydra.runs import layout
+from titan_hydra.runs.modules import import_modules
 
 from .table import Report
 
@@ -79,6 +80,9 @@ def job_of_run(directory: Path) -> Job:
     if not content:
         raise NotPredictable(f"{directory.name} has no config.json that can be read")
     try:
+        import_modules(directory)
         return from_dict(Job, content)
+    except ConfigError as error:
+        raise NotPredictable(str(error)) from error
     except (KeyError, TypeError) as error:
         raise NotPredictable(f"{directory.name} was written by another version of titan_hydra") from error

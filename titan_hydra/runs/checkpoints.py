@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.plain import NotPlain, open_plain
 from titan_hydra.config.fault import Fault
 
 from . import layout
@@ -115,13 +116,15 @@ def _wrong(file: Path, expected: dict[str, Any]) -> str | None:
         return f"{file.name} is missing"
     except OSError as error:
         return f"{file.name} cannot be read ({error.strerror})"
+    except NotPlain:
+        return f"{file.name} is no plain file"
     return None
 
 
 def checksum(file: Path) -> str:
     """Return the CRC-32 of a file in hex. A CRC detects accidental damage, but no attack (docs/security.md)."""
     crc = 0
-    with file.open("rb", buffering=0) as stream:
+    with open_plain(file) as stream:
         while chunk := stream.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
     return f"{crc:08x}"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import KIND_OF, Exit, Kind, RunError
-from titan_hydra.base.text import printable
 
 from . import hang, layout
 
@@ -196,8 +195,7 @@ class Ended:
 
     @classmethod
     def of(cls, attempt: Path, rank: int, said: dict[str, Any], seen: dict[str, Any]) -> Ended:
-        if error := said.get("error"):
-            error |= {name: printable(error[name]) for name in ("message", "traceback")}
+        error = said.get("error")
         if said.get("exit_status") in STOPPED:
             error = None
         status = said.get("exit_status", seen.get("exit_status"))
@@ -271,7 +269,7 @@ class Ended:
         if log.exists():
             return log
         caught = layout.SUBMITIT.of(self.attempt).glob(f"*_{self.rank}_log.err")
-        return max(caught, key=lambda file: file.stat().st_size, default=layout.JOB_LOG.of(self.attempt))
+        return max(caught, key=lambda file: file.lstat().st_size, default=layout.JOB_LOG.of(self.attempt))
 
 
 def _out_of_memory(rank: int, error: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ A sweep's manifest, `runs/_sweeps/<name>-<time>/manifest.json`, lists its cells 
 A cell with "repeat": true is a repetition of the baseline at the end of a packed job.
 """
 
-import contextlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -102,10 +101,7 @@ def folder_of_runs(runs: Path) -> Selection:
 
 def run_cell(directory: Path) -> RunCell:
     """Return a run directory as a cell, with the overrides that were typed when the run was started."""
-    typed = ""
-    with contextlib.suppress(OSError):  # the file is missing, or only another user may read it
-        typed = layout.OVERRIDES.of(directory).read_text(errors="replace")
-    return RunCell(directory.name, directory, typed.splitlines())
+    return RunCell(directory.name, directory, layout.OVERRIDES.text(directory).splitlines())
 
 
 def all_runs(runs: Path) -> list[Path]:
@@ -122,7 +118,7 @@ def sweeps(runs: Path) -> list[Path]:
 
 def written(folder: Path) -> float:
     """Return the time at which the manifest in a sweep's folder was written."""
-    return layout.SWEEP.of(folder).stat().st_mtime
+    return layout.SWEEP.of(folder).lstat().st_mtime
 
 
 def readable(runs: Path) -> list[Path]:

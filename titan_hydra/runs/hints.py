@@ -17,20 +17,22 @@ from titan_hydra.job.recomputation import modes_that_keep_less
 
 from . import checkpoints, layout
 from .failure import Failure
+from .modules import import_modules
 from .run import group_at
 
 
 def hint(failure: Failure) -> str:
     """Return what to try next after a failure. Return "" if there is no suggestion, or if the run's config.json cannot
-    be used: it is missing, was written by another version, or names modules that are not on this machine.
+    be used: it is missing, was written by another version, or names modules that are not imported here.
     """
     if failure.attempt is None:
         return ""
     directory, _ = group_at(failure.attempt.parent.parent)
     try:
+        import_modules(directory)
         job = from_dict(Job, layout.CONFIG.read(directory))
         own = executor_named(job.cluster.executor).hint(job, failure)
-    except (KeyError, TypeError, AttributeError, ConfigError):
+    except (KeyError, TypeError, AttributeError, OSError, ConfigError):
         return ""
     saved = any(checkpoints.complete(layout.CHECKPOINTS.of(directory)))
     again = f"launch.retry=failed {'goes on from the newest checkpoint' if saved else 'starts it from step 1'}; or"

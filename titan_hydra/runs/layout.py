@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.base.text import printable
+from titan_hydra.base.plain import MOST_ROW, NotPlain, lines_of, open_plain, read_plain
+from titan_hydra.base.text import all_printable, printable
 from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.schema import Job
 
@@ -54,11 +55,18 @@ class Entry:
     def read(self, folder: Path, number: int | str = 0) -> dict[str, Any]:
         """Read a JSON object; {} if the file is missing or damaged. Raises OSError if this user may not read it."""
         content = read_json(self.of(folder, number))
-        return content if content is not None and self.intact(content) else {}
+        return all_printable(content) if content is not None and self.intact(content) else {}
 
     def read_all(self, folder: Path) -> dict[int, dict[str, Any]]:
         """Read all JSON objects of this kind in a folder, by number."""
         return {number: self.read(folder, number) for number in self.all(folder)}
+
+    def text(self, folder: Path, number: int | str = 0) -> str:
+        """Read a small text; "" if the file is missing, or if this user may not read it."""
+        try:
+            return printable(read_plain(self.of(folder, number)).decode(errors="replace"))
+        except (OSError, NotPlain):
+            return ""
 
     def write(self, folder: Path, content: dict[str, Any], number: int | str = 0) -> None:
         """Write a JSON object, atomically and durably."""
@@ -68,14 +76,16 @@ class Entry:
         """Return the intact rows of a .jsonl file, and the number of damaged rows. If the last row has no line end, it
         is not counted as damaged, as a process may still be writing it.
         """
-        path = self.of(folder, number)
+        path, rows, damaged = self.of(folder, number), [], 0
         try:
-            *lines, last = path.read_bytes().split(b"\n")
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return [], int(path.exists())
-        ended = [self._row(line) for line in lines if line]
-        rows = [row for row in [*ended, self._row(last)] if row is not None]
-        return rows, ended.count(None)
+            for line in lines_of(path):
+                if (row := self._row(line)) is not None:
+                    rows.append(row)
+                elif line != b"\n" and (line.endswith(b"\n") or len(line) == MOST_ROW):
+                    damaged += 1
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotPlain):
+            return [], int(os.path.lexists(path))
+        return rows, damaged
 
     def last(self, folder: Path) -> dict[str, Any]:
         """Return the last intact row among the last two lines of a .jsonl file; {} if neither is intact. A process may
@@ -90,18 +100,18 @@ class Entry:
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
         with contextlib.suppress(ValueError, RecursionError):
-            if self.intact(row := json.loads(line.decode())):
-                return row
+            if self.intact(row := json.loads(line)):
+                return all_printable(row) if b"\\" in line or not line.isascii() or b"\x7f" in line else row
         return None
 
 
 def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
     """Return the last `count` lines of a log, within its last `limit` bytes; "" if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(max(os.fstat(file.fileno()).st_size - limit, 0))
-            return printable("\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-count:]))
-    except OSError:
+            return printable("\n".join(file.read(limit).decode(errors="replace").rstrip().splitlines()[-count:]))
+    except (OSError, NotPlain):
         return ""
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.registry import EXECUTORS, executor_named
-from titan_hydra.config.user_code import require_user_modules
 
 from . import layout
+from .modules import import_modules
 from .run import newest_attempt
 
 Owner = dict[str, Any]  # an attempt's attempt.json
@@ -48,11 +48,11 @@ class Queue:
 
 def executor_of(directory: Path, owner: Owner) -> Any:
     """Return the executor that has started an attempt of a run, as attempt.json names it. A user's own executor is
-    registered when the run's modules (train.imports) are imported. Raises ConfigError if the name is unknown even after
-    that.
+    registered when the run's modules (train.imports) are imported. Raises ConfigError if they may not be imported here,
+    or if the name is unknown even after that.
     """
     if (name := name_of(owner)) not in EXECUTORS:
-        require_user_modules(layout.CONFIG.read(directory).get("train", {}).get("imports", []))
+        import_modules(directory)
     return executor_named(name)
 
 

@@ -185,7 +185,7 @@ def heard_lately(attempt: Path) -> bool:
     newest = 0.0
     for file in attempt.iterdir():
         if not file.name.startswith("."):  # the temporary files of `write_json` begin with a dot
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # it is gone again, or is a link that leads to itself
                 newest = max(newest, file.stat().st_mtime)
     return file_time(attempt) - newest < SILENCE
 

@@ -235,7 +235,7 @@ def modified(file: Path) -> float:
     """Return the time at which a file was written; 0 if there is none."""
     try:
         return file.stat().st_mtime
-    except FileNotFoundError:
+    except OSError:
         return 0.0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import Exit
+from titan_hydra.base.plain import NotPlain, read_plain
 from titan_hydra.launch.executors.queued import being_submitted
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.queue import Queue
@@ -100,6 +101,6 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
 def _has_ended(attempt: Path) -> bool:
     """Whether the batch script recorded that the ranks of an attempt ended without having been asked to stop."""
     try:
-        return layout.EXIT.of(attempt).read_text().strip() != str(int(Exit.REQUEUED))
-    except OSError:
+        return read_plain(layout.EXIT.of(attempt)).decode(errors="replace").strip() != str(int(Exit.REQUEUED))
+    except (OSError, NotPlain):
         return False
