@@ -40,3 +40,36 @@ def test_no_cache_of_kernels_lies_in_the_home_folder(clean, tmp_path):
     worker.os.environ["TRITON_CACHE_DIR"] = "/mine"
     worker.set_environment(2, False, 1)
     assert worker.os.environ["TRITON_CACHE_DIR"] == "/mine"
+
+
+SLURM = ("cluster=slurm", "cluster.gpus_per_node=8")
+KUBERNETES = (
+    "cluster=kubernetes",
+    "cluster.gpus_per_node=8",
+    "cluster.image=x",
+    "+cluster.volumes={runs: /shared}",
+    "paths.runs=/shared/runs",
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *((*SLURM, f"+cluster.environment.{name}=x") for name in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "UID")),
+        *((*KUBERNETES, f"+cluster.environment.{name}=x") for name in ("PYTHONPATH", "PYTHONHOME", "POD_NAME")),
+        (*SLURM, "paths.runs=/x/s_12:30:00"),
+        (*KUBERNETES, "paths.runs=/shared/12:30"),
+        ("cluster=local", "paths.runs=a:b"),
+    ],
+)
+def test_nothing_may_lead_ranks_to_other_code(line):
+    with pytest.raises(ConfigError) as refused:
+        compose_job("debug=tiny", "gpus=1", *line)
+    key = "paths.runs=" if "paths.runs" in line[-1] else "cluster.environment="
+    assert [text.partition(key)[0] for text in str(refused.value).split("\n")] == [""]
+    if key == "paths.runs=":
+        assert line[-1].replace(":", "-").removeprefix(key) in str(refused.value)
+
+
+def test_a_run_in_this_process_needs_no_copy():
+    assert compose_job("debug=tiny", "cluster=inline", "gpus=1", "paths.runs=a:b").paths.runs == "a:b"

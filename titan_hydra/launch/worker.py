@@ -338,6 +338,11 @@ def _check_claim(attempt: Path, place: Place) -> str:
         from titan_hydra.runs.code import ROOT, code_in
 
         code = digest_of_code(code_in(ROOT))
+        if code != submitted and ROOT.name != submitted:
+            raise ConfigError(
+                f"titan_hydra is imported from {ROOT}, and not from the copy {submitted} that was submitted: a line of "
+                "cluster.setup or the site's own setup has replaced PYTHONPATH; add to it, as PYTHONPATH=$PYTHONPATH:FOLDER"
+            )
         if code != submitted:
             raise ConfigError(f"{ROOT}: the code is {code}, but {submitted} was submitted: it has changed since")
     return owner.get("token", "")

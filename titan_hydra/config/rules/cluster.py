@@ -1,5 +1,6 @@
 """The rules of a job's executor: what every executor needs, and the executor's own rules."""
 
+import os
 from collections.abc import Iterator
 
 from titan_hydra.config.fault import Fault, counted, multiples_around
@@ -25,6 +26,24 @@ def executor_takes_its_keys(job: Job) -> Iterator[Fault]:
     """Values of the executor's own keys fit together."""
     if faults := resolve(EXECUTORS[job.cluster.executor].faults):
         yield from faults(job)
+
+
+def ranks_find_their_code(job: Job) -> Iterator[Fault]:
+    """Ranks in processes of their own import the copy of the code that lies in the folder of runs. PYTHONPATH, by which
+    they find it, cannot name a folder with a colon.
+    """
+    runs = os.path.abspath(os.path.expanduser(job.paths.runs))
+    if os.pathsep in runs and not EXECUTORS[job.cluster.executor].single:
+        reason = "PYTHONPATH, by which the ranks find the code in this folder, separates folders by colons"
+        yield Fault("paths.runs", runs, reason, legal=(runs.replace(os.pathsep, "-"),))
+
+
+def environment_is_the_users(environment: dict[str, str]) -> Iterator[Fault]:
+    """No environment variable of the user's replaces what the launcher sets, or what Python needs to find the code."""
+    for name in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME"):
+        if name in environment:
+            reason = "the launcher sets it; a line of cluster.setup may add to PYTHONPATH"
+            yield Fault("cluster.environment", name, reason)
 
 
 def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
@@ -83,4 +102,4 @@ def elastic_jobs_can_change_their_nodes(job: Job) -> Iterator[Fault]:
         yield Fault("elastic", job.elastic, "comm=fake runs one process, whatever the layout", legal=([],))
 
 
-RULES = [nodes_can_be_counted, executor_takes_its_keys, elastic_jobs_can_change_their_nodes]
+RULES = [nodes_can_be_counted, ranks_find_their_code, executor_takes_its_keys, elastic_jobs_can_change_their_nodes]

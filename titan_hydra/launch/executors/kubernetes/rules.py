@@ -7,12 +7,13 @@ from pathlib import PurePosixPath
 
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.ranges import Text
+from titan_hydra.config.rules.cluster import environment_is_the_users
 from titan_hydra.config.schema import Job
 
 from .keys import QUALIFIED, QUANTITY, SUBDOMAIN, VALUE, KubernetesCluster
 
 VARIABLE = Text("the name of an environment variable (letters, digits and _)", r"[A-Za-z_][A-Za-z0-9_]*")
-VARIABLES_OURS = {"PYTHONPATH", "PYTHONSAFEPATH", "POD_NAME", "NODE_NAME", "JOB_COMPLETION_INDEX"}
+VARIABLES_OURS = {"POD_NAME", "NODE_NAME", "JOB_COMPLETION_INDEX"}
 # fields of a pod's spec that the key `pod` may not set, each with the key that sets it instead
 OURS = {
     "containers": "the layout",
@@ -58,8 +59,9 @@ def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
         for name in getattr(cluster, key):
             if reason := names.objection(str(name)):
                 yield Fault(f"cluster.{key}", name, reason)
+    yield from environment_is_the_users(cluster.environment)
     for name in VARIABLES_OURS & cluster.environment.keys():
-        yield Fault("cluster.environment", name, "the launcher sets it; a line of cluster.setup may add to PYTHONPATH")
+        yield Fault("cluster.environment", name, "the launcher sets it")
     for name, value in cluster.node_selector.items():
         if reason := VALUE.objection(value):
             yield Fault("cluster.node_selector", f"{name}: {value}", reason)

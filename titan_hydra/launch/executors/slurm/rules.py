@@ -9,6 +9,7 @@ from typing import Any
 from titan_hydra.config.fault import Fault, suggest
 from titan_hydra.config.load import elements
 from titan_hydra.config.ranges import PATH
+from titan_hydra.config.rules.cluster import environment_is_the_users
 from titan_hydra.config.schema import Job
 
 from .keys import SlurmCluster
@@ -43,6 +44,7 @@ START, EARLY = (
     60,
 )
 SRUN_OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--kill-on-bad-exit", "-K", "--wait", "-W")
+READ_ONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
 
 
 def faults(job: Job) -> Iterator[Fault]:
@@ -62,6 +64,9 @@ def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             yield Fault("cluster.environment", name, "not the name of an environment variable (letters, digits and _)")
+        elif name in READ_ONLY:
+            yield Fault("cluster.environment", name, "bash lets nobody set it, so the batch script would end there")
+    yield from environment_is_the_users(cluster.environment)
 
 
 def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
