@@ -77,7 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs to their certificates",
     )
     parser.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
+        "--config-dir",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder with your own options, as for launch.py",
     )
     parser.add_argument(
         "--ranks",

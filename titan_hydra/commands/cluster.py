@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     check.add_argument("name", help="the NAME of cluster=NAME")
     check.add_argument("values", nargs="*", metavar="KEY=VALUE", help="further overrides of these runs")
-    check.add_argument("--config-dir", type=Path, help="a folder with options, in addition to conf/")
+    check.add_argument("--config-dir", type=Path, action="append", help="a folder with options, in addition to conf/")
     view.add_runs(check)
 
 

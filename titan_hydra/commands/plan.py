@@ -43,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of devices (or gpus=N); with several numbers, such as 8,16,64, print the best layout for each number",
     )
     parser.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
+        "--config-dir",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder with your own options, as for launch.py",
     )
     parser.add_argument(
         "--cell", action="store_true", help="predict only the layout of the command line, without a search"

@@ -84,7 +84,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--days", type=number, metavar="D", help="with --gpus: how many days the GPUs train")
     parser.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
+        "--config-dir",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder with your own options, as for launch.py",
     )
 
 

@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="overrides for every case and its reference, to verify another model, such as model=qwen3_debug or a model of your own",
     )
     parser.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with your own options, as for launch.py"
+        "--config-dir",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder with your own options, as for launch.py",
     )
     parser.add_argument("--only", metavar="NAME", help="only cases (or mutants) whose name contains this text")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
@@ -97,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
         print(to_json(names) if args.json else "\n".join(f"{case.ranks:>3}  {case.name}" for case in chosen))
         return Exit.DONE
     own = bool(args.overrides or args.config_dir)
-    coverage = covered(chosen, tuple(args.overrides), args.config_dir, steps) if own else Coverage(chosen)
+    coverage = covered(chosen, tuple(args.overrides), tuple(args.config_dir or ()), steps) if own else Coverage(chosen)
     outcomes = (verify_drawn if drawn else verify)(coverage.cases, steps)
     if own:
         outcomes = coverage.without_refused(outcomes)

@@ -1,11 +1,11 @@
 """Parse the arguments of launch.py before Hydra does. Flags may stand anywhere, and each mistake gives one line."""
 
-from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
 
 from .files import CONF
+from .folders import added
 from .load import kind_of
 from .overrides import SYNONYMS, mistakes
 
@@ -27,10 +27,9 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
         flags.remove(override)
     if wrong := _wrong_flag(args):
         raise ConfigError(wrong)
-    if not (args.shell_completion or args.hydra_help or args.config_path):
-        folders = [CONF, *([Path(args.config_dir)] if args.config_dir else [])]
-        if lines := mistakes(args.overrides, folders):
-            raise ConfigError("\n".join(dict.fromkeys(lines)))
+    elsewhere = args.shell_completion or args.hydra_help or args.config_path
+    if not elsewhere and (lines := mistakes(args.overrides, [CONF, *added])):
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
     return args.overrides, flags
 
 

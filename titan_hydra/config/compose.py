@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from titan_hydra.job.freeze import freeze
 
 from .explain import explain
 from .files import CONF
+from .folders import checked, project_in
 from .load import picking, read
 from .overrides import mistakes
 from .rules.checks import check
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from .cells import Composer
+
+Folders = Path | Sequence[Path] | None  # what --config-dir names
 
 
 def register_schema() -> None:
@@ -49,10 +52,8 @@ def register_schema() -> None:
 
 
 @functools.cache
-def own_composer(config_dir: Path | None = None) -> Composer:
-    """Return the composer of the package's conf/ and, after it, of a folder with further options, like --config-dir of
-    launch.py.
-    """
+def own_composer(folders: tuple[Path, ...] = ()) -> Composer:
+    """Return the composer of the package's conf/ and, after it, of `folders_of`."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -61,14 +62,21 @@ def own_composer(config_dir: Path | None = None) -> Composer:
     register_schema()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         loader: Any = GlobalHydra.instance().config_loader()
-    if config_dir:
-        path = loader.get_search_path()
-        path.prepend("command-line", f"file://{config_dir.resolve()}", anchor="schema")  # the schema must come last
-        loader = type(loader)(path)
-    return Composer(loader)
+    path = loader.get_search_path()
+    for folder in folders:
+        path.prepend("command-line", f"file://{folder}", anchor="schema")  # the schema must come last
+    return Composer(type(loader)(path))
 
 
-def compose_job(*overrides: str, config_dir: Path | None = None) -> Job:
+def folders_of(config_dir: Folders = None) -> tuple[Path, ...]:
+    """Return the folders with further options of a `titan` command: those of --config-dir, then the conf/ of the project
+    in the current folder, as launch.py there has it. Raises ConfigError for a folder that cannot be one.
+    """
+    named = [config_dir] if isinstance(config_dir, Path) else config_dir or []
+    return tuple(checked(named, project_in(Path.cwd())))
+
+
+def compose_job(*overrides: str, config_dir: Folders = None) -> Job:
     """Compose, freeze and check one job, for programs other than launch.py. Raises ConfigError."""
     job = freeze(compose_unchecked(*overrides, config_dir=config_dir))
     if faults := check(job):
@@ -76,14 +84,13 @@ def compose_job(*overrides: str, config_dir: Path | None = None) -> Job:
     return job
 
 
-def compose_unchecked(*overrides: str, config_dir: Path | None = None) -> Job:
+def compose_unchecked(*overrides: str, config_dir: Folders = None) -> Job:
     """Compose and type one job without freezing or checking it. Raises ConfigError for unknown keys and options."""
-    if config_dir and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such folder")
-    if lines := mistakes(overrides, [CONF, *([config_dir] if config_dir else [])]):
+    folders = folders_of(config_dir)
+    if lines := mistakes(overrides, [CONF, *folders]):
         raise ConfigError("\n".join(lines))
     with in_one_line():
-        job, faults = read(own_composer(config_dir)(overrides))
+        job, faults = read(own_composer(folders)(overrides))
     if faults:
         raise ConfigError("\n".join(map(str, faults)))
     return job
@@ -100,16 +107,15 @@ def in_one_line() -> Iterator[None]:
         raise ConfigError(line) from error
 
 
-def compose_cells(overrides: list[str], config_dir: Path | None = None) -> list[tuple[Job, list[str], str]]:
+def compose_cells(overrides: list[str], config_dir: Folders = None) -> list[tuple[Job, list[str], str]]:
     """Compose and freeze the cells of a command line. Returns each job, its overrides and its name in the sweep file.
     Raises ConfigError.
     """
-    if lines := mistakes(
-        [word for word in overrides if "sweeps=" not in word], [CONF, *([config_dir] if config_dir else [])]
-    ):
+    folders = folders_of(config_dir)
+    if lines := mistakes([word for word in overrides if "sweeps=" not in word], [CONF, *folders]):
         raise ConfigError("\n".join(lines))
     with in_one_line():
-        composed = sweep_cells(own_composer(config_dir), overrides)
+        composed = sweep_cells(own_composer(folders), overrides)
     jobs = []
     for config, typed in composed:
         job, faults = read(config)

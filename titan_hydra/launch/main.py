@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from titan_hydra.base.errors import ConfigError, RunError, denied
 from titan_hydra.base.private import composing_once
-from titan_hydra.config import explain
+from titan_hydra.config import explain, folders
 from titan_hydra.config.arguments import arranged
 from titan_hydra.config.cells import Question
 from titan_hydra.config.compose import register_schema
@@ -44,27 +44,20 @@ def compose(config: DictConfig, overrides: list[str] | None = None, question: Qu
 
 
 def launch(script: str) -> None:
-    """Run the command line, and exit with its status. A folder conf/ beside the script adds options, as --config-dir
-    would.
+    """Run the command line, and exit with its status. A folder conf/ beside the script adds options, after those of
+    --config-dir.
     """
-    own = Path(script).resolve().parent / "conf"
-    if (
-        own.is_dir()
-        and own != CONF
-        and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv[1:])
-    ):
-        sys.argv[1:1] = [f"--config-dir={own}"]
     try:
-        sys.exit(main())
+        sys.exit(main(Path(script)))
     except KeyboardInterrupt:  # Ctrl-C came during composition, when nothing had started yet
         sys.exit(130)
     except BrokenPipeError:  # the program that reads this program's output, such as `head`, has closed the pipe
         sys.stderr.close()
 
 
-def main() -> int:
-    """Run the command line, and return the exit status. For a mistake on the command line, print one line and return 2;
-    HYDRA_FULL_ERROR=1 shows Hydra's traceback.
+def main(script: Path | None = None) -> int:
+    """Run the command line, and return the exit status. The options beside `script`, if it is a project's, are found too.
+    For a mistake on the command line, print one line and return 2; HYDRA_FULL_ERROR=1 shows Hydra's traceback.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
@@ -74,12 +67,16 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # without this, Hydra itself would print the error and exit with status 1
     register_schema()
     try:
+        typed = sys.argv[1:]
+        named, sys.argv[1:] = folders.taken_out(sys.argv[1:])
+        folders.add(folders.checked(named, folders.of_script(script) if script else ()))
         if not full_error:
             overrides, flags = arranged(sys.argv[1:])
             sys.argv[1:] = [*overrides, *flags]
         given = any("hydra.mode" in word for word in sys.argv[1:])
         with contextlib.nullcontext() if given else composing_once():
             compose()
+        sys.argv[1:] = typed  # a sweep's manifest has the line as it was typed
         if faults:
             print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
             return 2

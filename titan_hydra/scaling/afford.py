@@ -34,7 +34,7 @@ class Offer:
     tokens: float
 
 
-def job_to_plan(overrides: list[str], cell: RunCell, config_dir: Path | None) -> Job:
+def job_to_plan(overrides: list[str], cell: RunCell, config_dir: list[Path] | None) -> Job:
     """Return the job whose sizes are planned. If the overrides choose a model, they define the job; otherwise, they
     change the job of a cell of the ladder. Raises ConfigError.
     """

@@ -70,7 +70,7 @@ class Case:
     routing: bool = True
     threads: bool = False  # whether the ranks are threads of one process (threads.py)
     slow: bool = False  # whether the case takes many seconds, so that `pytest -m "not slow"` leaves it out
-    config_dir: Path | None = None  # folder with the user's options
+    config_dir: Path | tuple[Path, ...] | None = None  # folders with the user's options
 
     @property
     def quick(self) -> bool:

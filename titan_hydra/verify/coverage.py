@@ -47,7 +47,7 @@ class Coverage:
         ]
 
 
-def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: Path | None, steps: int) -> Coverage:
+def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: tuple[Path, ...], steps: int) -> Coverage:
     """Return the cases with the user's overrides added to them and to their references. Raises ConfigError if no case
     can run, or if the model's attention window is longer than any case's sequences.
     """

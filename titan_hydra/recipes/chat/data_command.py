@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=..."
     )
     show.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with options of your own, as for launch.py"
+        "--config-dir",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder with your own options, as for launch.py",
     )
     show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row to show (default: 1)")
     show.add_argument(

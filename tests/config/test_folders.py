@@ -1,0 +1,71 @@
+"""Folders of options: --config-dir adds, may stand several times, and leaves the project's own conf/ and
+hydra.searchpath alone.
+"""
+
+import os
+
+import pytest
+
+from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import folders
+from titan_hydra.config.compose import compose_job, compose_unchecked
+from titan_hydra.config.files import CONF
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Return a folder with a project and two folders of options, each with an option of its own."""
+    for place, option in (("conf", "model/own"), ("a", "cluster/first"), ("b", "optimizer/second")):
+        file = tmp_path / place / f"{option}.yaml"
+        file.parent.mkdir(parents=True)
+        parent = {"model": "llama3_debug", "cluster": "local", "optimizer": "sgd"}[file.parent.name]
+        file.write_text(f"defaults: [{parent}]\n")
+    (tmp_path / "launch.py").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_form_names_a_folder(project):
+    line = "--config-dir a -cd b --config-dir=c -cd=d +hydra.searchpath=[file:///e,pkg://hydra.conf] seed=1 -m"
+    named, others = folders.taken_out(line.split())
+    assert named[:5] == ["a", "b", "c", "d", "/e"] and named[5].endswith("hydra/conf") and others == ["seed=1", "-m"]
+
+
+def test_folders_add_up_under_titan(project):
+    job = compose_unchecked(
+        "debug=tiny", "model=own", "cluster=first", "optimizer=second", config_dir=[project / "a", project / "b"]
+    )
+    assert (job.model.family, job.cluster.executor, job.optimizer.name) == ("llama3", "local", "sgd")
+    with pytest.raises(ConfigError, match="cluster=first: no such option"):
+        compose_job("model=own", "cluster=first")
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [("nowhere", "no such folder"), ("confs", "did you mean conf"), ("a/cluster", "name the folder above it")],
+)
+def test_a_folder_that_cannot_be_one_is_refused(project, named, words):
+    with pytest.raises(ConfigError) as refused:
+        folders.checked([named])
+    assert f"--config-dir {named}" in str(refused.value) and words in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["3", "[a]", "[pkg://no_such_package]", "[file://"])
+def test_a_search_path_that_is_none_is_refused(value):
+    with pytest.raises(ConfigError, match=r"hydra\.searchpath"):
+        folders.taken_out([f"hydra.searchpath={value}"])
+
+
+def test_each_folder_is_searched_once_and_the_projects_last(project):
+    (project / "link").symlink_to("a")
+    assert folders.checked(["a", "link", "conf", "b"], folders.project_in(project)) == [
+        project / place for place in ("a", "conf", "b")
+    ]
+    assert folders.project_in(CONF.parent) == []
+
+
+def test_another_checkouts_launch_py_is_refused(project):
+    (project / "conf/config.yaml").touch()
+    with pytest.raises(ConfigError) as refused:
+        folders.of_script(project / "launch.py")
+    assert str(CONF.parent) in str(refused.value) and os.fspath(project) in str(refused.value)
