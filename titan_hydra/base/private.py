@@ -37,6 +37,8 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: its `module:member`,
     "get_args_parser": "hydra._internal.utils:get_args_parser",
     "ConfigLoaderImpl": "hydra._internal.config_loader_impl:ConfigLoaderImpl",
     "apply_overrides": "hydra._internal.config_loader_impl:ConfigLoaderImpl._apply_overrides_to_config",
+    # OmegaConf: its loader of YAML, which reads numbers otherwise than the standard one.
+    "get_yaml_loader": "omegaconf._utils:get_yaml_loader",
     # Meshes: several dimensions joined to one, for FSDP over dp_shard x cp; two meshes joined to one, for HSDP.
     "flatten": "torch.distributed.device_mesh:DeviceMesh._flatten",
     "concatenate": "torch.distributed.device_mesh:DeviceMesh._concatenate",

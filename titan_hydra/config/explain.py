@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from .fault import shown
 from .overrides import unknown_key
+from .scan import in_words
 
 # packages whose exceptions concern the command line or conf/
 THEIRS = ("hydra", "omegaconf", "antlr4", "yaml")
@@ -21,6 +22,11 @@ def explain(error: BaseException) -> str | None:
     chain = [error]
     while (chain[-1].__cause__ or chain[-1].__context__) and len(chain) < 8:
         chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    import yaml
+
+    for link in chain:
+        if isinstance(link, yaml.MarkedYAMLError) and link.problem_mark:
+            return shown(f"{link.problem_mark.name}:{in_words(link)}", 1000)
     text = "\n".join(str(link) for link in chain)
     for pattern, line in PATTERNS:
         if match := re.search(pattern, text, re.S):

@@ -15,6 +15,7 @@ from .fault import Fault, as_value, did_you_mean, quoted, shown, suggest
 from .files import CONF, default_options, unusable_options
 from .load import PICKED, holder_of, kind_of, known_keys
 from .ranges import range_of
+from .scan import misread_options, takes_text
 
 # maximum length of an override in characters; with longer overrides Hydra's parser takes seconds or crashes
 LONGEST = 20_000
@@ -133,7 +134,9 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
             return (
                 f"~{key}: a group needs an option; choose one with {key}=OPTION" if default_options().get(key) else None
             )
-        return next(filter(None, (_wrong_option(key, value, add, folders) for value in values)), None)
+        wrong = next(filter(None, (_wrong_option(key, value, add, folders) for value in values)), None)
+        lines = [line for value in values for line in misread_options(key, str(value), folders)]
+        return wrong or "\n".join(dict.fromkeys(lines)) or None
     if override.is_delete() and kind_of(key) is not None:
         return f"~{key}: every key is needed; give it another value with {key}=VALUE" if key in known_keys() else None
     return next(filter(None, (_wrong_value(key, value, override, folders, own) for value in values)), None)
@@ -216,9 +219,24 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], o
     if names and not own and isinstance(value, str) and value not in names:
         return f"{key}={shown(value)}: is the name of the chosen option; choose one with {group}=OPTION ({', '.join(names)})"
     if _fits(key, value):
-        return None
+        return _read_otherwise(key, value, override.input_line) if takes_text(key) else None
     help = f" ({known_keys()[key].metadata['help']})" if key in known_keys() else ""
     return str(Fault(key, value, f"must be {wanted(key)}")) + help
+
+
+def _read_otherwise(key: str, value: Any, line: str) -> str | None:
+    """Return what is wrong with a value of a key that takes a text, if Hydra reads a number or a truth value and its text
+    is another one than was typed.
+    """
+    if isinstance(value, dict | list):
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        return next(filter(None, (_read_otherwise(key, one, line) for one in inner)), None)
+    if not isinstance(value, int | float) or re.search(rf"(?<![\w.+-]){re.escape(str(value))}(?![\w.+-])", line):
+        return None
+    typed = line.partition("=")[2]
+    whole = bool(re.fullmatch(r"[\w.+-]+", typed))
+    as_text = quoted([f'{key}="{typed}"']) if whole else "it in double quotes, inside single ones for the shell"
+    return f"{shown(line)}: {key} takes a text, and Hydra reads {typed if whole else 'one'} as {value}; write {as_text}"
 
 
 def unknown_key(key: str) -> str:

@@ -19,6 +19,7 @@ from titan_hydra.config.compose import register_schema
 from titan_hydra.config.describe import help_text
 from titan_hydra.config.files import CONF, default_options, load_yaml
 from titan_hydra.config.registry import SEARCHES, resolve
+from titan_hydra.config.scan import misread
 from titan_hydra.config.sweep import Composed, expand_sweep, warn_once
 from titan_hydra.job.inputs import look_anew
 
@@ -110,5 +111,5 @@ def clear_earlier_line() -> None:
     for collected in (cells, faults, questions):
         collected.clear()
     look_anew()
-    for remembered in (load_yaml, default_options, warn_once):
+    for remembered in (load_yaml, default_options, warn_once, misread):
         remembered.cache_clear()
