@@ -46,7 +46,7 @@ def test_folders_add_up_under_titan(project):
 )
 def test_a_folder_that_cannot_be_one_is_refused(project, named, words):
     with pytest.raises(ConfigError) as refused:
-        folders.checked([named])
+        folders.usable_folders([named])
     assert f"--config-dir {named}" in str(refused.value) and words in str(refused.value)
 
 
@@ -58,7 +58,7 @@ def test_a_search_path_that_is_none_is_refused(value):
 
 def test_each_folder_is_searched_once_and_the_projects_last(project):
     (project / "link").symlink_to("a")
-    assert folders.checked(["a", "link", "conf", "b"], folders.project_in(project)) == [
+    assert folders.usable_folders(["a", "link", "conf", "b"], folders.project_in(project)) == [
         project / place for place in ("a", "conf", "b")
     ]
     assert folders.project_in(CONF.parent) == []

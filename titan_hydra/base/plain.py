@@ -49,7 +49,7 @@ def read_plain(path: Path, most: int = MOST) -> bytes:
     return content
 
 
-def lines_of(path: Path, most: int = MOST_ROWS) -> Iterator[bytes]:
+def plain_lines(path: Path, most: int = MOST_ROWS) -> Iterator[bytes]:
     """Yield the lines of a plain file with their ends; a longer line than MOST_ROW in pieces. Raises as `read_plain`."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > most:

@@ -14,7 +14,7 @@ from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault, Job
-from titan_hydra.config.compose import folders_of, own_composer
+from titan_hydra.config.compose import option_folders, own_composer
 from titan_hydra.config.load import read
 from titan_hydra.config.operation import Hardware
 from titan_hydra.job.freeze import freeze
@@ -99,7 +99,7 @@ def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]
         "validation=off",
         "sweep.name=tune",
     ]
-    return own_composer(folders_of(args.config_dir))(overrides), overrides
+    return own_composer(option_folders(args.config_dir))(overrides), overrides
 
 
 def _show(fit: Fit, start: Hardware, winner: str, fastest: str) -> None:

@@ -13,7 +13,7 @@ from titan_hydra.job.freeze import freeze
 
 from .explain import explain
 from .files import CONF
-from .folders import checked, project_in
+from .folders import project_in, usable_folders
 from .load import picking, read
 from .overrides import mistakes
 from .rules.checks import check
@@ -53,7 +53,7 @@ def register_schema() -> None:
 
 @functools.cache
 def own_composer(folders: tuple[Path, ...] = ()) -> Composer:
-    """Return the composer of the package's conf/ and, after it, of `folders_of`."""
+    """Return the composer of the package's conf/ and, after it, of `option_folders`."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -68,12 +68,12 @@ def own_composer(folders: tuple[Path, ...] = ()) -> Composer:
     return Composer(type(loader)(path))
 
 
-def folders_of(config_dir: Folders = None) -> tuple[Path, ...]:
+def option_folders(config_dir: Folders = None) -> tuple[Path, ...]:
     """Return the folders with further options of a `titan` command: those of --config-dir, then the conf/ of the project
     in the current folder, as launch.py there has it. Raises ConfigError for a folder that cannot be one.
     """
     named = [config_dir] if isinstance(config_dir, Path) else config_dir or []
-    return tuple(checked(named, project_in(Path.cwd())))
+    return tuple(usable_folders(named, project_in(Path.cwd())))
 
 
 def compose_job(*overrides: str, config_dir: Folders = None) -> Job:
@@ -86,7 +86,7 @@ def compose_job(*overrides: str, config_dir: Folders = None) -> Job:
 
 def compose_unchecked(*overrides: str, config_dir: Folders = None) -> Job:
     """Compose and type one job without freezing or checking it. Raises ConfigError for unknown keys and options."""
-    folders = folders_of(config_dir)
+    folders = option_folders(config_dir)
     if lines := mistakes(overrides, [CONF, *folders]):
         raise ConfigError("\n".join(lines))
     with in_one_line():
@@ -111,7 +111,7 @@ def compose_cells(overrides: list[str], config_dir: Folders = None) -> list[tupl
     """Compose and freeze the cells of a command line. Returns each job, its overrides and its name in the sweep file.
     Raises ConfigError.
     """
-    folders = folders_of(config_dir)
+    folders = option_folders(config_dir)
     if lines := mistakes([word for word in overrides if "sweeps=" not in word], [CONF, *folders]):
         raise ConfigError("\n".join(lines))
     with in_one_line():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .fault import shown
 from .overrides import unknown_key
-from .scan import in_words
+from .scan import mistake_of_yaml
 
 # packages whose exceptions concern the command line or conf/
 THEIRS = ("hydra", "omegaconf", "antlr4", "yaml")
@@ -26,7 +26,7 @@ def explain(error: BaseException) -> str | None:
 
     for link in chain:
         if isinstance(link, yaml.MarkedYAMLError) and link.problem_mark:
-            return shown(f"{link.problem_mark.name}:{in_words(link)}", 1000)
+            return shown(f"{link.problem_mark.name}:{mistake_of_yaml(link)}", 1000)
     text = "\n".join(str(link) for link in chain)
     for pattern, line in PATTERNS:
         if match := re.search(pattern, text, re.S):

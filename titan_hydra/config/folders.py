@@ -57,7 +57,7 @@ def _has_every_option(own: Path) -> bool:
     return (own / "config.yaml").is_file()
 
 
-def checked(named: Sequence[str | Path], own: Sequence[Path] = ()) -> list[Path]:
+def usable_folders(named: Sequence[str | Path], own: Sequence[Path] = ()) -> list[Path]:
     """Return absolute paths of the folders that --config-dir names and of the project's, each once. Raises ConfigError
     if a folder does not exist, or is one group instead of a folder of groups.
     """

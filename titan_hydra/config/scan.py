@@ -40,7 +40,7 @@ def misread(file: Path, group: str) -> list[str]:
         line = error.object[: error.start].count(b"\n") + 1
         return [f"{file}:{line}: not UTF-8 (the byte 0x{error.object[error.start]:02x}); save the file in UTF-8"]
     except yaml.YAMLError as error:
-        return [f"{file}:{in_words(error)}"]
+        return [f"{file}:{mistake_of_yaml(error)}"]
     except OSError:
         return []  # Hydra reports it when the file is chosen
     header = re.match(r"\s*(?:#(?!\s*@package)[^\n]*\n\s*)*#\s*@package\s+(\S+)", text)
@@ -51,7 +51,7 @@ def misread(file: Path, group: str) -> list[str]:
     return [f"{file}:{line}: {reason}" for line, reason in _odd(node, prefix)] if node else []
 
 
-def in_words(error: yaml.YAMLError) -> str:
+def mistake_of_yaml(error: yaml.YAMLError) -> str:
     """Return the line and the column of a mistake of YAML's syntax, and what it is."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     place = f"{mark.line + 1}:{mark.column + 1}: " if mark else " "

@@ -70,7 +70,7 @@ def main(script: Path | None = None) -> int:
     try:
         typed = sys.argv[1:]
         named, sys.argv[1:] = folders.taken_out(sys.argv[1:])
-        folders.add(folders.checked(named, folders.of_script(script) if script else ()))
+        folders.add(folders.usable_folders(named, folders.of_script(script) if script else ()))
         if not full_error:
             overrides, flags = arranged(sys.argv[1:])
             sys.argv[1:] = [*overrides, *flags]

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.base.plain import MOST_ROW, NotPlain, lines_of, open_plain, read_plain
+from titan_hydra.base.plain import MOST_ROW, NotPlain, open_plain, plain_lines, read_plain
 from titan_hydra.base.text import all_printable, printable
 from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.schema import Job
@@ -78,7 +78,7 @@ class Entry:
         """
         path, rows, damaged = self.of(folder, number), [], 0
         try:
-            for line in lines_of(path):
+            for line in plain_lines(path):
                 if (row := self._row(line)) is not None:
                     rows.append(row)
                 elif line != b"\n" and (line.endswith(b"\n") or len(line) == MOST_ROW):

@@ -38,10 +38,10 @@ def ranks_find_their_code(job: Job) -> Iterator[Fault]:
         yield Fault("paths.runs", runs, reason, legal=(runs.replace(os.pathsep, "-"),))
 
 
-def environment_is_the_users(environment: dict[str, str]) -> Iterator[Fault]:
+def environment_leads_to_the_code(job: Job) -> Iterator[Fault]:
     """No environment variable of the user's replaces what the launcher sets, or what Python needs to find the code."""
     for name in ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME"):
-        if name in environment:
+        if name in getattr(job.cluster, "environment", {}):
             reason = "the launcher sets it; a line of cluster.setup may add to PYTHONPATH"
             yield Fault("cluster.environment", name, reason)
 
@@ -102,4 +102,10 @@ def elastic_jobs_can_change_their_nodes(job: Job) -> Iterator[Fault]:
         yield Fault("elastic", job.elastic, "comm=fake runs one process, whatever the layout", legal=([],))
 
 
-RULES = [nodes_can_be_counted, ranks_find_their_code, executor_takes_its_keys, elastic_jobs_can_change_their_nodes]
+RULES = [
+    nodes_can_be_counted,
+    ranks_find_their_code,
+    environment_leads_to_the_code,
+    executor_takes_its_keys,
+    elastic_jobs_can_change_their_nodes,
+]

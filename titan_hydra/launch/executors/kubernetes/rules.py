@@ -7,7 +7,6 @@ from pathlib import PurePosixPath
 
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.ranges import Text
-from titan_hydra.config.rules.cluster import environment_is_the_users
 from titan_hydra.config.schema import Job
 
 from .keys import QUALIFIED, QUANTITY, SUBDOMAIN, VALUE, KubernetesCluster
@@ -59,7 +58,6 @@ def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
         for name in getattr(cluster, key):
             if reason := names.objection(str(name)):
                 yield Fault(f"cluster.{key}", name, reason)
-    yield from environment_is_the_users(cluster.environment)
     for name in VARIABLES_OURS & cluster.environment.keys():
         yield Fault("cluster.environment", name, "the launcher sets it")
     for name, value in cluster.node_selector.items():

@@ -9,7 +9,6 @@ from typing import Any
 from titan_hydra.config.fault import Fault, suggest
 from titan_hydra.config.load import elements
 from titan_hydra.config.ranges import PATH
-from titan_hydra.config.rules.cluster import environment_is_the_users
 from titan_hydra.config.schema import Job
 
 from .keys import SlurmCluster
@@ -66,7 +65,6 @@ def environment_has_legal_names(cluster: SlurmCluster) -> Iterator[Fault]:
             yield Fault("cluster.environment", name, "not the name of an environment variable (letters, digits and _)")
         elif name in READ_ONLY:
             yield Fault("cluster.environment", name, "bash lets nobody set it, so the batch script would end there")
-    yield from environment_is_the_users(cluster.environment)
 
 
 def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
