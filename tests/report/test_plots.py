@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 from types import SimpleNamespace
@@ -264,3 +267,15 @@ def test_a_run_without_a_recorded_schedule_has_no_timeline(sweep, capsys, tmp_pa
     ]
     assert ">1f1b: pp, pp lr=1<" in text(tmp_path / "pipeline-1.svg")
     assert err == "old: no timeline of the pipeline, as the run recorded no schedule\n"
+
+
+def test_a_users_settings_of_matplotlib_do_not_reach_a_figure(tmp_path):
+    """A kernel of Jupyter exports a backend that may not be installed here, and paper writers set text.usetex."""
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfigure.dpi: 7\n")
+    code = (
+        "from titan_hydra.report.style import drawing\nfrom titan_hydra.report.plots import figure\n"
+        "with drawing('plan'):\n drawn, axes = figure(2)\n axes.set_title('a_b')\n drawn.savefig('out.png')\n assert drawn.dpi == 100"
+    )
+    environment = {**os.environ, "MPLBACKEND": "module://no_such_backend", "MATPLOTLIBRC": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "out.png").stat().st_size > 1000

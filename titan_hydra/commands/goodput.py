@@ -198,13 +198,11 @@ def lasting(seconds: float) -> str:
 
 def draw_goodput(folder: Path, at: Site, curves: dict[str, list[dict[str, Any]]]) -> None:
     """Draw the goodput over the interval between saves and over the number of devices; print the names of the files."""
-    import matplotlib
-
     from titan_hydra.report.plots import figure, save_figure
-    from titan_hydra.report.style import settings
+    from titan_hydra.report.style import drawing
 
     for name, rows in curves.items():
-        with matplotlib.rc_context(settings("plan")):
+        with drawing("plan"):
             drawn, axes = figure(4.2)
             for line in [line for line in rows[-1] if line != name]:
                 known = [row for row in rows if line in row]

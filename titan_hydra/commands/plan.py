@@ -359,13 +359,13 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
     """Draw the memory of each layout, stacked by term, and the speed of the fastest layout over the number of GPUs.
     Print the names of the files.
     """
-    import matplotlib
-
     from titan_hydra.report.plots import figure, save_figure
-    from titan_hydra.report.style import LIGHT, settings
+    from titan_hydra.report.style import LIGHT, drawing
 
     make_folder(folder)
-    with matplotlib.rc_context(settings("plan")):
+    with drawing("plan"):
+        import matplotlib
+
         drawn, axes = figure(2.2 + 0.36 * len(rows))
         names = dict.fromkeys(term.name for row in rows for term in row.prediction.peak.terms)
         left = [0.0] * len(rows)

@@ -124,14 +124,12 @@ def order_of(job: Job) -> str:
 
 def draw_speed(folder: Path, found: dict[int, predict.Prediction], fixed: bool) -> list[Path]:
     """Draw tokens/s over the number of devices, beside the line of linear scaling. Returns the names of the files."""
-    import matplotlib
-
     from titan_hydra.report.plots import figure, save_figure
-    from titan_hydra.report.style import LIGHT, settings
+    from titan_hydra.report.style import LIGHT, drawing
 
     counts, job = list(found), next(iter(found.values())).job
     speeds = [one.speed.tokens_per_second * count for count, one in found.items() if one.speed]
-    with matplotlib.rc_context(settings("plan")):
+    with drawing("plan"):
         drawn, plane = figure(3.4)
         plane.plot(counts, [speeds[0] / counts[0] * count for count in counts], color=LIGHT["rule"], label="linear")
         plane.plot(counts, speeds, marker="o", label="predicted")

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from .plots import below, figure
-from .style import LIGHT, line_style, settings
+from .style import LIGHT, drawing, line_style
 
 STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 
 
 def draw_coordinates(result: dict[str, Any], file: Path) -> Path:
     """Draw a result of `titan coordcheck` into a file, and return the file."""
-    import matplotlib
-
-    with matplotlib.rc_context(settings("coordinates")):
+    with drawing("coordinates"):
         drawn, axes = figure(3.6)
         if "kinds" in result:
             for number, (kind, one) in enumerate(result["kinds"].items()):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import charts, timeline
 from .charts import AXES, Bar, Bars, Lines, Look
 from .row import ReportRow
-from .style import LIGHT, settings, short
+from .style import LIGHT, drawing, short
 from .table import Report
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
     """Draw every chart that has data into files, and yield the files. `axis` (one of AXES) is the x axis of line
     charts. With `log`, the axis of losses is logarithmic.
     """
-    import matplotlib
-
     origin, report = "  \N{MIDDLE DOT}  ".join(filter(None, (report.left_out, report.origin))), report.drawn
     makers = [(chart.name, lambda chart=chart: draw_bars(report, chart)) for chart in charts.bar_charts(report)]
     makers += [
@@ -42,7 +40,7 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
         for number, one in enumerate(timeline.pipelines(report), start=1)
     ]
     for name, make in makers:
-        with matplotlib.rc_context(settings(name)):
+        with drawing(name):
             drawn = make()
             below(drawn, origin)
             yield from save_figure(drawn, folder, name)

@@ -2,6 +2,9 @@
 light and for dark backgrounds.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 LIGHT = {  # the palette of Okabe and Ito; the colours for text are a little darker
@@ -53,6 +56,24 @@ def line_style(number: int) -> tuple[str, str]:
     different.
     """
     return LINES[number % len(LINES)], DASHES[number % len(DASHES)]
+
+
+@contextlib.contextmanager
+def drawing(name: str) -> Iterator[None]:
+    """Draw the figure `name` with our settings alone while the block runs, whatever a user's matplotlibrc says.
+
+    Kernels of Jupyter export a backend of theirs, which may not be installed here; importing matplotlib would fail.
+    """
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(settings(name))
+        yield
 
 
 def settings(name: str) -> dict[Any, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.report.plots import below, figure, save_figure
-from titan_hydra.report.style import LIGHT, LINES, settings
+from titan_hydra.report.style import LIGHT, LINES, drawing
 
 from .bootstrap import LEVEL, Drawn, Interval90, reach_of
 from .ladder import brief
@@ -27,10 +27,9 @@ def draw_ladder(curves: dict[str, Drawn], targets: Sequence[Target], folder: Pat
     """Draw the loss of each cell over its compute, the curve of best sizes of each recipe with its band, and the
     predictions. Yield the files.
     """
-    import matplotlib
     import numpy as np
 
-    with matplotlib.rc_context(settings("scale-ladder")):
+    with drawing("scale-ladder"):
         drawn, axes = figure(4.4)
         for (name, curve), colour in zip(curves.items(), LINES, strict=False):
             flops = curve.fit.ladder.flops
@@ -67,14 +66,13 @@ def draw_isoflop(curve: Drawn, folder: Path, origin: str) -> Iterator[Path]:
     at its size, and as far above or below the curve of the nearest budget as its loss is above or below the fitted
     loss. Yield the files.
     """
-    import matplotlib
     import numpy as np
 
     ladder, law = curve.fit.ladder, curve.fit.law
     budgets = np.geomspace(ladder.flops.min(), ladder.flops.max(), BUDGETS)
     nearest = np.argmin(np.abs(np.log(ladder.flops[:, None] / budgets)), axis=1)
     off = ladder.losses / law.loss(ladder.parameters, ladder.tokens)
-    with matplotlib.rc_context(settings("scale-isoflop")):
+    with drawing("scale-isoflop"):
         drawn, axes = figure(4.4)
         for number, (budget, colour) in enumerate(zip(budgets, LINES, strict=False)):
             own = nearest == number
