@@ -1,10 +1,11 @@
-"""What a model's folder says beside its weights: one record, which a run carries, and which its exports, `titan generate`,
-`chat` and `score` use. Imports no torch.
+"""What a model's folder says beside its weights: one record, which a run carries, and which its exports and the commands
+that generate or score text use. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,11 @@ def token_of(words: dict[str, Any], key: str) -> str | None:
 def special_tokens(words: dict[str, Any]) -> dict[str, str]:
     """Return all special tokens of a tokenizer_config.json by the names that templates use."""
     return {key: token for key in words if key.endswith("_token") and (token := token_of(words, key))}
+
+
+def is_digest(text: str | None) -> bool:
+    """Whether a text is a SHA-256; a header of somebody's own ids may have another text in its place."""
+    return bool(text and re.fullmatch("[0-9a-f]{64}", text))
 
 
 def listed(*ids: Any) -> list[int]:

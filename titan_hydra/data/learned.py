@@ -18,6 +18,7 @@ from titan_hydra.config.files import expand
 from titan_hydra.config.registry import DATA_SOURCES
 from titan_hydra.config.source import FileSource
 
+from .facts import is_digest
 from .items import header_at
 from .tokenizer import Tokenizer, load
 
@@ -60,8 +61,8 @@ def learned_words(header: dict[str, Any] | None, keys: schema.Tokenizer) -> Toke
     if header is None:
         return words
     digest = header["tokenizer_sha256"]
-    if digest != words.sha256 if digest else keys.name == "embedded":
-        which = f"of SHA-256 {digest}" if digest else "that its header does not name"
+    if digest != words.sha256 if is_digest(digest) else keys.name == "embedded":
+        which = f"of SHA-256 {digest}" if is_digest(digest) else "of which their header has no SHA-256"
         raise ConfigError(
             f"tokenizer={keys.name}: the data were encoded by another tokenizer, {which}; name the file of that one with "
             "tokenizer=hf tokenizer.path=FILE"

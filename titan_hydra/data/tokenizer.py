@@ -19,7 +19,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.files import LLAMA3_SPECIALS, size_of_hf, tokenizer_file
 
-from .facts import Facts, listed, read_facts, token_of
+from .facts import Facts, is_digest, listed, read_facts, token_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,7 +98,7 @@ def of_facts(facts: Facts, file: Path | None = None) -> Tokenizer:
     words = load(
         schema.Tokenizer(name, learned.get("path") if file is None else str(file)), facts if file is None else None
     )
-    if digest and words.sha256 != digest:
+    if is_digest(digest) and words.sha256 != digest:
         key = f"--tokenizer={file}" if file else f"tokenizer.path={learned.get('path')}"
         raise ConfigError(f"{key}: SHA-256 {words.sha256}; the model has learned the ids of another one, of {digest}")
     return replace(words, bos_id=learned["bos_id"], eos_id=learned["eos_id"]) if "eos_id" in learned else words

@@ -302,6 +302,27 @@ def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tm
     assert capsys.readouterr().err == f"--out={scored}: exists already\n"
 
 
+def test_a_sparse_reference_is_read_with_the_biases_of_its_routers(tiny, run_job, tmp_path):
+    """A bias is a buffer. Without it, the reference would choose other experts than the model that is trained."""
+    words = (
+        "model=deepseek_v3_debug",
+        "model.n_kv_heads=4",
+        "model.n_heads=4",
+        "data.seq_len=192",
+        "model.vocab_size=4096",
+        "data.local_batch=4",
+    )
+    words = (*words, "model.router_bias_update_rate=0.05", "parallelism=single", "gpus=1", "validation=off")
+    reference = run_job(tiny("data=embedded_chat", "steps=8", *words))
+    plain, scored = tmp_path / "plain.jsonl", tmp_path / "scored.jsonl"
+    rows = [{"prompt": row[:-1], "chosen": row[-1:], "rejected": "No."} for row in conversations()[:8]]
+    plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored)]) == 0
+    load = f"checkpoint.initial_load_path={reference}"
+    trained = run_job(tiny("data=preference", f"data.path={scored}", load, "steps=1", *words))
+    assert run_job.losses(trained)[1] == pytest.approx(math.log(2), abs=1e-4)
+
+
 def test_likelihoods_have_the_shapes_of_real_batches(pairs, rollouts):
     for job in (
         compose_job("debug=tiny", *base("preference", pairs)),
