@@ -10,15 +10,15 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from titan_hydra import data
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
-from titan_hydra.config.files import ASSETS
 from titan_hydra.data import long_text
+from titan_hydra.data.embedded import Embedded
 from titan_hydra.data.long_text import LongText
 from titan_hydra.data.shards import BadShard
 from titan_hydra.data.tokenizer import load
 
 from .test_shards import take
 
-CORPUS = (ASSETS / "corpus.txt").read_text(encoding="utf-8")[:150_000]
+CORPUS = "\n".join(Embedded().pieces)[:150_000]
 TEXTS = {
     "lines": CORPUS,
     "crlf": CORPUS.replace("\n", "\r\n"),

@@ -20,7 +20,7 @@ from .shards import BadShard
 from .tokenizer import Tokenizer
 
 LONG = 1 << 20  # bytes of a file above which it is cut; of a compressed file, a quarter of this
-PIECE = 1 << 17  # bytes of a piece; it ends at the first cut behind this
+PIECE = 1 << 14  # bytes of a piece; it ends at the first cut behind this
 # a cut is before a letter that begins a line, else before a blank between two words
 LINE, WORD = re.compile(r"\n(?=[^\W_])"), re.compile(r"[^\W_](?= [^\W_])")
 
