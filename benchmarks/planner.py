@@ -1,10 +1,11 @@
-"""Print how well the planner predicts a source of published rows that its constants were not fitted to.
+"""Print how well the planner predicts the rows of a publisher that its constants were not fitted to, and the error bands
+that follow.
 
-    python benchmarks/planner.py       # no GPU, one core; docs/plan.md has the table
+    python benchmarks/planner.py       # no GPU, one core, about ten minutes; docs/plan.md has the tables
 
-For each source of titan_hydra/assets/published.yaml, the constants that docs/plan.md calls fitted to its rows are
-fitted to the rows of all other sources instead. The fit begins at values that no row determined. The fitted constants
-then predict the source's own rows.
+For each publisher of titan_hydra/assets/published.yaml, the constants that docs/plan.md calls fitted to its rows are
+fitted to the rows of all other publishers instead. The fit begins at values that no row determined. The fitted constants
+then predict the publisher's own rows. The bands of titan_hydra/plan/bands.py contain these predictions.
 """
 
 from collections import defaultdict
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from math import log
+from math import ceil, log
 from statistics import median
 
 from titan_hydra.plan import time
+from titan_hydra.plan.bands import technique_of
 from titan_hydra.plan.calibrate import descend
+from titan_hydra.plan.factors import Factors
 from titan_hydra.plan.predict import changed
 from titan_hydra.plan.published import Scored, rows_of, score
 from titan_hydra.plan.shape import NotPredictable
@@ -24,24 +27,29 @@ from titan_hydra.plan.shape import NotPredictable
 # The fit begins with the H200's measured rates, scaled by data sheets, and with factors of almost no effect. A constant
 # on which no remaining row depends keeps its first value.
 START = {
-    "h100.attention_tflops": 475,  # as h200
+    "h100.attention_tflops": 650,  # as h200
+    "h100.short_attention": 1000,  # from the curves in FlashAttention-3's paper
     "h100_2023.attention_tflops": 285,  # flash_tflops of h200
     "a100_2023.bf16_tflops": 218,  # 690 x 312 / 989
     "a100_2023.attention_tflops": 90,  # 285 x 312 / 989
-    "b200.attention_tflops": 1080,  # 475 x 2,250 / 989
+    "b200.attention_tflops": 1480,  # 650 x 2,250 / 989
+    "b200.short_attention": 2000,  # twice the H100's
     "mi300x.bf16_tflops": 912,  # 690 x 1,307 / 989
     "mi300x.float8_tflops": 2101,  # 1,590 x 2,615 / 1,979
     "mi300x.attention_tflops": 628,  # 475 x 1,307 / 989
     "async_tp": 1.0,
     "contention": 0.1,
     "straggler": 5e-6,
-    "message": 10e6,
+    "latency": 25e-6,
     "launch": 4e-3,  # about the time of 40 kernels at 0.1 ms; below 1e-3 no row depends on it
     "launch_tp": 1.5,
-    "imbalance": 1.2,
-    "dispatch": 0.9,
+    "copy": 10e-9,
+    "grouped": 1.0,
+    "launch_experts": 1e-3,
 }
-PULL = 1e-4  # as in plan/calibrate.py, weaker, as the start is farther away
+PULL = 1e-2  # a constant on which the rows hardly depend keeps its first value
+INSIDE = 0.85  # the share of left-out rows that a band contains, at least
+ENOUGH = 5  # rows from which a device has a band of its own for a technique
 
 Constants = dict[str, float]
 
@@ -52,7 +60,7 @@ def predicted(one: Scored, constants: Constants, exact: bool = False) -> float:
     preset = f"{job.hardware.name}."
     rates = {name.removeprefix(preset): value for name, value in constants.items() if name.startswith(preset)}
     job = changed(job, hardware=rates)
-    return time.speed(job, time.Factors(**factors), replace(one.shape, job=job), exact).tokens_per_second
+    return time.speed(job, Factors(**factors), replace(one.shape, job=job), exact).tokens_per_second
 
 
 def errors(rows: Iterable[Scored], constants: Constants) -> list[float]:
@@ -76,9 +84,9 @@ def depending(one: Scored) -> Callable[[Constants], float]:
     return lambda constants: error(*(constants[name] for name in names))
 
 
-def fit(rows: Iterable[Scored]) -> Constants:
-    """Return the constants fitted to some rows."""
-    each = [*map(depending, rows)]
+def fit(each: Iterable[Callable[[Constants], float]]) -> Constants:
+    """Return the constants fitted to some rows, given as functions from constants to their errors."""
+    each = [*each]
 
     def off(constants: Constants) -> float:
         moved = sum(log(constants[name] / START[name]) ** 2 for name in START)
@@ -96,38 +104,68 @@ def counted_rows() -> list[Scored]:
     return [one for one in found if not one.apart]
 
 
-def left_out(rows: list[Scored]) -> dict[str, list[Scored]]:
-    """Return the rows of each source and, for a publisher of several sources, of all these sources together."""
-    sources, publishers = defaultdict(list), defaultdict(list)
+def publisher_of(one: Scored) -> str:
+    """Return who published a row: the first word of its source, without the address of a site."""
+    word = str(one.row["source"]).split()[0].rstrip(",")
+    return (
+        "NVIDIA-NeMo/NeMo" if "nemo-framework" in word else word.removeprefix("https://github.com/").split("/issues")[0]
+    )
+
+
+def grouped(rows: Iterable[Scored], name: Callable[[Scored], str]) -> dict[str, list[Scored]]:
+    """Return the rows by the name that `name` gives them."""
+    groups = defaultdict(list)
     for one in rows:
-        name = str(one.row["source"])
-        sources[name.split(",")[0][:60]].append(one)
-        publishers[f"all of {name.split()[0]}"].append(one)
-    return sources | {name: own for name, own in publishers.items() if own not in sources.values()}
+        groups[name(one)].append(one)
+    return groups
 
 
 def summary(errors: list[float]) -> str:
     return f"{median(map(abs, errors)):.1%}, {max(errors, key=abs):+.1%}"
 
 
+def bands(left_out: dict[str, list[float]]) -> dict[str, float]:
+    """Return the half-width for each name that contains INSIDE of its errors, in steps of 0.05."""
+    found = {}
+    for name, off in left_out.items():
+        ordered = sorted(map(abs, off))
+        found[name] = max(ceil(ordered[ceil(INSIDE * len(ordered)) - 1] * 20) / 20, 0.1)
+    return found
+
+
 def main() -> None:
     rows = counted_rows()
-    everything = fit(rows)
+    error_of = {one.row["id"]: depending(one) for one in rows}  # they remember what they computed, for all fits
+    everything, without = fit(error_of.values()), {}
     print(
-        "| source left out | rows | shipped constants | fitted to all rows | fitted without it | the other rows in that fit |"
+        "| publisher left out | rows | shipped constants | fitted to all rows | fitted without it |\n"
+        + "|---" * 5
+        + "|"
     )
-    print("|---" * 6 + "|")
-    for name, own in left_out(rows).items():
-        others = [one for one in rows if one not in own]
-        without = fit(others)
-        texts = (
-            summary([one.error for one in own]),
-            *map(summary, (errors(own, everything), errors(own, without), errors(others, without))),
-        )
+    for name, own in grouped(rows, publisher_of).items():
+        names = {one.row["id"] for one in own}
+        own_errors = errors(own, fit(error for row, error in error_of.items() if row not in names))
+        without |= {one.row["id"]: error for one, error in zip(own, own_errors, strict=True)}
+        texts = map(summary, ([one.error for one in own], errors(own, everything), own_errors))
         print(f"| {name} | {len(own)} | {' | '.join(texts)} |", flush=True)
+    print("\n| technique | rows | shipped constants | fitted without the row's publisher |\n" + "|---" * 4 + "|")
+    left_out: dict[str, list[float]] = {}
+    for name, own in sorted(grouped(rows, lambda one: technique_of(one.shape.job)).items()):
+        left_out[name] = [without[one.row["id"]] for one in own]
+        print(f"| {name} | {len(own)} | {summary([one.error for one in own])} | {summary(left_out[name])} |")
+    for kind in ("dense", "experts"):
+        own = [one for one in rows if one.technique.startswith(kind)]
+        print(
+            f"| all {kind} | {len(own)} | {summary([one.error for one in own])} | {summary([without[one.row['id']] for one in own])} |"
+        )
+    for name, own in grouped(rows, lambda one: f"{one.row['hardware']}, {technique_of(one.shape.job)}").items():
+        if len(own) >= ENOUGH:
+            left_out[name] = [without[one.row["id"]] for one in own]
+    print("\nbands:", bands(left_out))
     print("\n| constant | start | fitted to all rows |\n|---|---|---|")
     for name, value in everything.items():
         print(f"| {name} | {START[name]:.4g} | {value:.4g} |")
+    print("\nleft out:", {name: round(error, 3) for name, error in without.items()})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Test predictions of our own jobs: their terms, the changes that they suggest, and how they vary with the job."""
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from titan_hydra.config.compose import compose_unchecked
-from titan_hydra.config.family import family_of
+from titan_hydra.config.family import FAMILIES, family_of
 from titan_hydra.config.rules.checks import check
 from titan_hydra.config.rules.memory import of_a_rank
 from titan_hydra.job.adapter import adapter_parameters
@@ -84,6 +87,61 @@ def test_fused_kernels_cast_and_normalize_in_less_time_and_keep_less():
     (_, plain), (_, fused) = ((job, time.speed(job).parts) for job in jobs)
     assert fused["Float8 casts"] < 0.5 * plain["Float8 casts"] and fused["element-wise"] < plain["element-wise"]
     assert terms(jobs[1])[memory.SAVED] < 0.85 * terms(jobs[0])[memory.SAVED]
+
+
+EXPERTS = ("model=deepseek_v3", "data.seq_len=4096", "data.local_batch=1", "gpus=256", "parallelism.ep=64")
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8, 32, 64])
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_30b_a3b"])
+def test_a_token_reaches_as_many_ranks_as_random_choices_do(model, parts):
+    experts, dice = shape_of(job_of(*EXPERTS, f"model={model}")).experts, random.Random(1)
+    of_group, reached = experts.number // experts.groups, 0
+    for _ in range(4000):
+        groups = dice.sample(range(experts.groups), experts.chosen_groups)
+        usable = [group * of_group + place for group in groups for place in range(of_group)]
+        reached += len({expert * parts // experts.number for expert in dice.sample(usable, experts.chosen_experts)})
+    assert experts.reached(parts) == pytest.approx(reached / 4000, rel=0.08)
+
+
+def test_experts_in_turn_are_on_consecutive_ranks():
+    experts = shape_of(job_of(*EXPERTS, "debug.balance_experts=true")).experts
+    assert experts.reached(64) == 2 and experts.reached(8) == 1  # 8 experts in a row, with 4 on a rank and 32 on a node
+
+
+def test_a_library_that_sends_a_token_once_to_a_node_exchanges_faster():
+    torch_, library = (
+        predict.predict(job_of(*EXPERTS, f"hardware.dispatcher={name}")) for name in ("all_to_all", "deep_ep")
+    )
+    within = predict.predict(job_of(*EXPERTS, "parallelism.ep=8"))
+    name = "EP communication"
+    assert within.speed.parts[name] < torch_.speed.parts[name] > 1.5 * library.speed.parts[name]
+    assert predict.as_json(library)["dispatcher"] == "deep_ep"
+    assert any("DeepEP" in line for line in predict.notes(library.job))
+    assert torch_.band != predict.predict(job_of()).band
+
+
+def test_long_sequences_reach_a_higher_rate_of_attention():
+    def rate(length: int) -> float:
+        seconds = time.speed(job_of(f"data.seq_len={length}", "data.local_batch=1")).parts["attention"]
+        return length**2 / seconds
+
+    assert rate(8192) < rate(32768) < 1.3 * rate(8192)
+
+
+def test_attention_of_a_family_that_nobody_described_has_no_band(monkeypatch):
+    job, llama = job_of("compile=block"), family_of(job_of().model)
+    known = predict.predict(job)
+    band = known.band
+    monkeypatch.setitem(FAMILIES, "llama3", replace(llama, attended=None))
+    unknown = predict.predict(job)
+    assert band and unknown.band is None and unknown.speed == known.speed
+    assert "+- unknown" in predict.line(unknown)[2] and any("attended" in line for line in predict.notes(job))
+    assert predict.as_json(unknown)["tokens_per_second_band"] is None
+    monkeypatch.setitem(FAMILIES, "llama3", replace(llama, attended=lambda config, seq_len: 512))
+    windowed = predict.predict(job)
+    assert windowed.speed.parts["attention"] == pytest.approx(known.speed.parts["attention"] / 8)
+    assert windowed.band == band and not predict.notes(job)
 
 
 def test_each_term_is_counted_or_fitted_and_the_fullest_rank_is_named():

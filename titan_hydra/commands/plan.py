@@ -264,10 +264,10 @@ def show(rows: list[Row], points: int) -> None:
     world = world_size(first.job)
     print(
         f"{points:,} legal points on {world:,} x {first.job.hardware.name} of {first.capacity_gib:g} GiB, global batch "
-        f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s +-{first.band:.0%}"
+        f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s {first.shown_band}"
     )
     print(*table(titles, cells, ("dp", *degrees, *numbers, "GiB to spare")), sep="\n")
-    print(f"* no faster layout takes less memory. {LIMITED}", *predict.not_counted(first.job), "", sep="\n")
+    print(f"* no faster layout takes less memory. {LIMITED}", *predict.notes(first.job), "", sep="\n")
     for number, row in enumerate(rows, start=1):
         print(f"{number:>2}  {row.overrides}")
     if first.fits == "no":
@@ -323,7 +323,7 @@ def explained(found: Prediction) -> list[str]:
     gib, fits, rate, hours = predict.line(found)
     stage = f", pipeline rank {found.peak.pipeline_rank}" if found.job.parallelism.pp > 1 else ""
     lines = [
-        *predict.not_counted(found.job),
+        *predict.notes(found.job),
         f"{gib} GiB on rank {found.peak.rank}{stage}: {fits}; {rate} tokens/s/device, {hours} GPU-hours for {found.job.steps} steps",
     ]
     terms = [(f"{term.name} ({term.tag})", term.bytes / GIB) for term in found.peak.terms]

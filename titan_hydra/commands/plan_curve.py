@@ -100,7 +100,7 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
         rows.append((f"{count:,}", *layout, *times, limit))
     numbers = ("gpus", "local batch", "GiB", "tokens/s/device", "tokens/s", "of linear", "GPU-hours")
     print(*table(TITLES, rows, numbers), sep="\n")
-    print(f"GPU-hours of a billion tokens. {LIMITED}", *predict.not_counted(job), "", sep="\n")
+    print(f"GPU-hours of a billion tokens. {LIMITED}", *predict.notes(job), "", sep="\n")
     print(*(f"{count:>6,}  {row.overrides}" for count, row in best.items()), sep="\n")
 
 

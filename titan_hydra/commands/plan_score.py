@@ -10,10 +10,11 @@ from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import table, to_json
+from titan_hydra.plan.bands import band_of, technique_of
 from titan_hydra.plan.published import Scored, rows_of, score
 from titan_hydra.plan.shape import NotPredictable
 
-TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "GiB: median error", "worst")
+TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "band", "inside", "GiB: median error", "worst")
 
 
 def scored(file: Path | None, as_json: bool) -> int:
@@ -37,7 +38,7 @@ def scored(file: Path | None, as_json: bool) -> int:
     counted, apart = [one for one in found if not one.apart], [one for one in found if one.apart]
     for title, rows, name in (
         ("by source", counted, lambda one: str(one.row.get("source", "no source")).split(",")[0][:60]),
-        ("by device and technique", counted, lambda one: f"{one.row['hardware']}, {one.technique}"),
+        ("by device and technique", counted, lambda one: f"{one.row['hardware']}, {technique_of(one.shape.job)}"),
         ("apart", apart, lambda one: one.apart),
         ("together", counted, lambda one: one.technique.split(",")[0]),
     ):
@@ -55,12 +56,19 @@ def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple
     groups = defaultdict(list)
     for one in rows:
         groups[name(one)].append(one)
-    return [(title, len(own), *_speeds(own), *_memories(own)) for title, own in groups.items()]
+    return [(title, len(own), *_speeds(own), *_bands(own), *_memories(own)) for title, own in groups.items()]
 
 
 def _speeds(rows: list[Scored]) -> tuple[str, str, str]:
     errors = [one.error for one in rows]
     return f"{median(map(abs, errors)):.1%}", f"{median(errors):+.1%}", f"{max(errors, key=abs):+.1%}"
+
+
+def _bands(rows: list[Scored]) -> tuple[str, str]:
+    """Return the error band of predictions like these, and how many of the rows are inside their own bands."""
+    bands = [band_of(one.shape.job) for one in rows]
+    inside = sum(abs(one.error) <= band for one, band in zip(rows, bands, strict=True))
+    return f"+-{bands[0]:.0%}" if len({*bands}) == 1 else "-", str(inside)
 
 
 def _memories(rows: list[Scored]) -> tuple[str, str]:
@@ -77,5 +85,6 @@ def _as_json(one: Scored) -> dict[str, Any]:
         "tokens_per_second": one.speed,
         "memory_gib": one.memory,
         "error": one.error,
+        "band": band_of(one.shape.job),
         "apart": one.apart,
     }

@@ -65,6 +65,11 @@ def decoder_role(name: str) -> str:
     return "router" if name.endswith(".router.weight") else "hidden"
 
 
+def causal_keys(config: Model, seq_len: int) -> float:
+    """Return how many keys causal attention computes for a query, as a mean over a sequence: half of them."""
+    return seq_len / 2
+
+
 @dataclass(frozen=True)
 class Linear:
     """The widths of a linear of a block. With tensor parallelism, a rank has a part of the outputs of a `column`
@@ -160,6 +165,9 @@ class Family:
     parameters: Callable[[Any], int] | None = None
     # (config, seq_len, parameters) -> the FLOPs of a token, forward and backward
     flops: Callable[[Any, int, int], int] | None = decoder_flops
+    # (config, seq_len) -> how many keys attention computes for a query, as a mean over a sequence, for plan; None: not
+    # known, and predictions of time count `causal_keys` without an error band
+    attended: Callable[[Any, int], float] | None = None
     # (config) -> a block's linears, for plan and adapters
     linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears
     # (Job) -> the stacks of blocks outside the decoder, in running order, for plan; None: the model is only a decoder

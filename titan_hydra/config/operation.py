@@ -255,6 +255,9 @@ class Hardware:
         POSITIVE,
         identity=False,
     )
+    short_attention: float = key(
+        0.0, "sequence length at which attention runs at half of attention_tflops", NOT_NEGATIVE, identity=False
+    )
     flash_tflops: float | None = key(
         None,
         "rate of causal attention with torch's flash kernel, for model.attention=flash, 10^12 FLOP/s; null: "
@@ -267,6 +270,13 @@ class Hardware:
         None, "bus bandwidth of a collective inside a node, 10^9 bytes/s per device", POSITIVE, identity=False
     )
     nic_gbs: float | None = key(None, "bandwidth between nodes, 10^9 bytes/s per device", POSITIVE, identity=False)
+    dispatcher: str = key(
+        "all_to_all",
+        "what exchanges the rows of experts: torch's all_to_all, or deep_ep, a library of yours that sends a token once "
+        "to each node (DeepEP, HybridEP)",
+        identity=False,
+        choices=("all_to_all", "deep_ep"),
+    )
     passes_per_second: float | None = key(
         None,
         "forward or backward passes of a pipeline stage that a process can start per second; null: no limit",

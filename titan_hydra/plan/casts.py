@@ -50,6 +50,7 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
         * weights
         * (1 if shape.one_scale else factors.rowwise)
         / (shape.shards if shape.gathered < shape.used else 1)
+        / (shape.microbatches * shape.rounds if shape.transformer_engine else 1)  # which casts weights once in a step
     )
 
 

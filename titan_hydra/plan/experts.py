@@ -5,6 +5,7 @@ tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 
 from titan_hydra.config.schema import Job
 from titan_hydra.job.dtypes import SIZE
@@ -27,6 +28,31 @@ class ExpertShape:
     used: int  # bytes of one element of an activation
     dense: int  # number of blocks at the model's beginning that have no experts
     sequence: int  # number of ranks over which the input tokens of a router are split
+    chosen_experts: int  # experts of a token
+    groups: int  # groups of experts; a token's experts are in `chosen_groups` of them
+    chosen_groups: int
+    in_turn: bool  # whether tokens get experts in turn, so that a token's experts have consecutive numbers
+
+    def reached(self, parts: int) -> float:
+        """Return over how many of `parts` equal parts of the experts a token's experts are spread: their expected
+        number if each choice is equally likely within the limits of groups.
+        """
+        if self.in_turn:
+            return max(self.chosen_experts * parts / self.number, 1)
+        groups, chosen, choices = self.groups, self.chosen_groups, self.chosen_experts
+        if parts > groups:  # a part is a fraction of one group
+            within = (1 - groups / parts / chosen) ** choices
+            missed = 1 - chosen / groups * (1 - within)
+        else:  # a part has several groups, `found` of which are chosen
+            own = groups // parts
+            missed = sum(
+                comb(own, found)
+                * comb(groups - own, chosen - found)
+                / comb(groups, chosen)
+                * (1 - found / chosen) ** choices
+                for found in range(min(own, chosen) + 1)
+            )
+        return parts * (1 - missed)
 
     @property
     def parameters(self) -> float:
@@ -92,6 +118,10 @@ def experts_of(job: Job) -> ExpertShape | None:
         SIZE[job.precision.compute_dtype],
         model.first_k_dense_replace,
         layout.tp,
+        model.experts_per_token,
+        model.n_group,
+        model.topk_group,
+        job.debug.balance_experts,
     )
 
 

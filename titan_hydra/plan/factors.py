@@ -35,11 +35,19 @@ class Factors:
     contention: float = 0.35
     # seconds per node for which a collective waits for its last rank; this time never overlaps with computation
     straggler: float = 23e-6
-    message: float = 40e6  # a collective of this size, in bytes, reaches half of its link's rate
+    latency: float = 1e-4  # seconds that a collective takes in addition to the time of its bytes
     launch: float = 2e-3  # seconds that the host needs to start the kernels of a block's forward in eager mode
     launch_tp: float = 2.0  # factor on `launch` under tensor parallelism, where every operator goes through DTensor
-    imbalance: float = 1.6  # largest number of rows that the experts of a rank get, divided by the mean over ranks
-    dispatch: float = 0.3  # fraction of a link's rate that the all-to-alls to experts reach
+    imbalance: float = 1.05  # largest number of rows that the experts of a rank get, divided by the mean over ranks
+    # seconds for each row that torch's all-to-all exchanges with experts, apart from the links: kernels that sort and copy
+    # rows by index, and waits of the host for the numbers of rows
+    copy: float = 35e-9
+    # seconds that the host needs to start the kernels of a forward of a block with experts, whose parts are compiled
+    launch_experts: float = 2e-3
+    # fraction of NVLink's rate that exchanges with experts reach (not fitted; DeepEP's README has 153 of 160 GB/s on an
+    # H800, UCCL-EP's has 320 of 400 on an H200). Between nodes they reach a NIC's rate (43 to 58 GB/s with 400 Gb/s).
+    dispatch: float = 0.8
+    grouped: float = 0.6  # ratio of the rate of a grouped matmul to that of a matmul of the same dimensions
 
 
 FITTED = Factors()

@@ -47,7 +47,7 @@ def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks:
     rate = hardware.nvlink_gbs
     if nodes > 1:
         rate, taken = min(hardware.nic_gbs * lanes * 0.9, rate), taken + factors.straggler * nodes
-    return Sent((size + factors.message) / (rate * 1e9), taken)
+    return Sent(size / (rate * 1e9) + factors.latency, taken)
 
 
 def tensor_parallel_passes(shape: Shape, factors: Factors) -> Pair:
@@ -99,14 +99,28 @@ def imbalance(shape: Shape, factors: Factors) -> float:
 
 
 def exchange_passes(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of the all-to-alls to the experts and back. It is assumed that each device has its own NIC."""
-    if not shape.experts or shape.experts.ep == 1:
+    """Return the seconds of the exchanges of rows with the experts' ranks. Each device has its own NIC, and messages
+    inside a node and between nodes are sent at the same time.
+
+    torch's all-to-all sends each row by itself. DeepEP and HybridEP send a token once to each node of its experts,
+    where it is passed on to the ranks of its experts.
+    """
+    experts, hardware = shape.experts, shape.job.hardware
+    if not experts or experts.ep == 1:
         return Pair(0.0, 0.0)
-    hardware, ep = shape.job.hardware, shape.experts.ep
-    near = min(ep, hardware.gpus_per_node)
-    share = max((near - 1) / ep / (hardware.nvlink_gbs * 1e9), (ep - near) / ep / (hardware.nic_gbs * 0.9e9))
-    share *= imbalance(shape, factors) / factors.dispatch
-    return Pair(*(shape.tokens * shape.experts.sent * times * share for times in messages.exchanges(shape)))
+    ep, near = experts.ep, min(experts.ep, hardware.gpus_per_node)
+    nodes, token = -(-ep // near), shape.tokens * experts.sent / experts.chosen_experts
+    handling = 0.0
+    if hardware.dispatcher == "all_to_all":
+        copies = experts.chosen_experts
+        inside, between = copies * (near - 1) / ep, copies * (ep - near) / ep
+        handling = factors.copy * copies * shape.tokens / experts.sequence
+    else:
+        inside = experts.reached(ep) * (near - 1) / near
+        between = experts.reached(nodes) * (nodes - 1) / nodes
+    links = inside / (hardware.nvlink_gbs * 1e9 * factors.dispatch), between / (hardware.nic_gbs * 1e9)
+    once = imbalance(shape, factors) * (token * max(links) + handling)
+    return Pair(*(once * times for times in messages.exchanges(shape)))
 
 
 def fsdp_delay(shape: Shape, factors: Factors, block: Pair) -> float:

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from titan_hydra.config import from_dict
+from titan_hydra.config.family import family_of
 from titan_hydra.config.fault import Fault
 from titan_hydra.config.load import picked_anew
 from titan_hydra.config.registry import DATA_SOURCES, EXECUTORS
@@ -23,6 +24,7 @@ from titan_hydra.job.recomputation import modes_that_keep_less
 from titan_hydra.job.sources import data_sources
 
 from . import memory, time
+from .bands import band_of
 from .memory import Peak
 from .shape import NotPredictable
 from .time import Speed
@@ -30,6 +32,7 @@ from .time import Speed
 Change = tuple[str, Any, Any]  # a key, its old value, and its new value
 # fractions of a device's memory: up to FITS a job fits, up to TIGHT it fits tightly, above REFUSED it is refused
 FITS, TIGHT, REFUSED = 0.92, 0.98, 1.10
+DISPATCHERS = {"all_to_all": "torch's all-to-all", "deep_ep": "DeepEP or HybridEP"}
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,16 @@ class Prediction:
         )
 
     @property
-    def band(self) -> float:
-        """The relative half-width of the error band of predicted times."""
-        return time.BAND if self.job.hardware.measured else time.UNMEASURED
+    def band(self) -> float | None:
+        """The relative half-width of the error band of predicted times; None if the model has a part whose time is not
+        known.
+        """
+        return None if _unknown(self.job) else band_of(self.job)
+
+    @property
+    def shown_band(self) -> str:
+        """The error band of predicted times as it is printed."""
+        return "+- unknown" if self.band is None else f"+-{self.band:.0%}"
 
     @property
     def gpu_hours(self) -> float | None:
@@ -205,7 +215,27 @@ def on_nodes(job: Job, gpus: int | None) -> Job:
 def not_counted(job: Job) -> list[str]:
     """Return a line for each thing that a data source keeps in device memory and the prediction does not count."""
     sources = ((key, source.name, DATA_SOURCES[source.name].beside) for key, source in data_sources(job.data).items())
-    return [f"not counted: {what}, which {key}={name} keeps on each device" for key, name, what in sources if what]
+    kept = [f"not counted: {what}, which {key}={name} keeps on each device" for key, name, what in sources if what]
+    return [*kept, *_unknown(job)]
+
+
+def notes(job: Job) -> list[str]:
+    """Return lines beside a prediction: what it does not count, and what exchanges the rows of experts."""
+    exchange = (
+        f"rows of experts on other ranks are exchanged by {DISPATCHERS[job.hardware.dispatcher]} (hardware.dispatcher)"
+    )
+    return [*not_counted(job), *([exchange] if job.model.sparse else [])]
+
+
+def _unknown(job: Job) -> list[str]:
+    """Return a line if nobody said which keys the attention of a model's family computes."""
+    family = family_of(job.model)
+    if family.attended or (family.stacks and not family.linears(job.model)):
+        return []
+    return [
+        f"not known: which keys the attention of model.family={family.name} computes (Family(attended=...)); its time and memory are "
+        "counted as those of a causal kernel, so tokens/s have no error band"
+    ]
 
 
 def line(prediction: Prediction) -> list[str]:
@@ -216,7 +246,7 @@ def line(prediction: Prediction) -> list[str]:
     return [
         f"{peak.gib:,.1f} +-{memory.BAND:.0%}{f' of {room:,.1f}' if room else ''}",
         word,
-        *(f"{number} +-{prediction.band:.0%}" if number != "-" else number for number in times),
+        *(f"{number} {prediction.shown_band}" if number != "-" else number for number in times),
     ]
 
 
@@ -225,8 +255,8 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
     peak, speed = prediction.peak, prediction.speed
     rate = speed.tokens_per_second if speed else None
 
-    def around(value: float | None, band: float) -> list[float] | None:
-        return None if value is None else [value * (1 - band), value * (1 + band)]
+    def around(value: float | None, band: float | None) -> list[float] | None:
+        return None if value is None or band is None else [value * (1 - band), value * (1 + band)]
 
     return {
         "memory_gib": peak.gib,
@@ -243,6 +273,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "hardware": prediction.job.hardware.name,
         "gpus": all_ranks(prediction.job),
         "reason": prediction.reason,
+        "dispatcher": prediction.job.hardware.dispatcher if prediction.job.model.sparse else None,
         "not_counted": not_counted(prediction.job),
         "terms": [{"name": term.name, "gib": term.bytes / GIB, "tag": term.tag} for term in peak.terms],
         "parts": speed and [{"name": name, "seconds": seconds} for name, seconds in speed.parts.items()],

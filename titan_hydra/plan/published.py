@@ -30,6 +30,10 @@ SHIPPED = ASSETS / "published.yaml"
 # (docs/plan.md), and the inputs of torch's own pipeline stages. The first element is without tensor parallelism, the
 # second with it.
 OLDER = tuple(memory.Constants(reserve=1.17, logits=logits, all_received=True) for logits in (12, 16))
+# the beginnings of what rows say of recomputation, and the modes of activation checkpointing that these mean
+MODES = {"graph SAC": "op", "selective (attention": "op", "selective (op": "op", "selective": "layer"} | {
+    name: name for name in ("full", "none", "op", "lean", "layer")
+}
 Row = dict[str, Any]
 
 
@@ -55,7 +59,7 @@ class Scored:
     def technique(self) -> str:
         """The techniques of the row's layout, such as `dense, tp pp`."""
         degrees = [name for name in ("tp", "cp", "pp", "ep") if self.row.get(name, 1) > 1]
-        return f"{'experts' if 'ep' in degrees else 'dense'}, {' '.join(degrees) or 'data parallel'}"
+        return f"{'experts' if self.shape.experts else 'dense'}, {' '.join(degrees) or 'data parallel'}"
 
 
 def rows_of(file: Path | None = None) -> list[Row]:
@@ -83,7 +87,8 @@ def rows_of(file: Path | None = None) -> list[Row]:
             f"--score {file}: is not a list of rows with an id each, as titan_hydra/assets/published.yaml has"
         )
     for row in content:
-        stacks = [stack for stack in shipped["stacks"] if stack["match"] in str(row.get("source"))]
+        names = " ".join(str(row.get(name)) for name in ("source", "model", "hardware"))
+        stacks = [stack for stack in shipped["stacks"] if all(part in names for part in stack["match"])]
         row["stack"] = stacks[0] if stacks else {}
         row.setdefault("shape", shipped["shapes"].get(row.get("model")))
     return content
@@ -102,11 +107,7 @@ def score(row: Row) -> Scored:
     peak = memory.peak(job, _constants(row)).gib
     overrides = overrides_of(row, hardware, mode, timed=True)
     job = _composed(*overrides)
-    shape = shape_of(job)
-    if (
-        _of_megatron(row) and job.parallelism.pp > 1
-    ):  # Megatron sends weights and gradients while the pipeline fills and drains, so this takes no time of its own
-        shape = replace(shape, wrapped=False)
+    shape = _as_run(row, shape_of(job))
     apart = row.get("apart")
     if apart is None and "power limited" in row.get("device", ""):
         apart = "power-limited cards, as the source says"
@@ -123,6 +124,26 @@ def score(row: Row) -> Scored:
         apart,
         shape,
     )
+
+
+def _as_run(row: Row, shape: Shape) -> Shape:
+    """Return a shape with the properties of the trainer that ran a row.
+
+    Megatron sends weights and gradients while the pipeline fills and drains or, with experts, while the last of many
+    microbatches is computed, so this takes no time of its own. Its experts compute in the number format, and it balances
+    them with random scores. Some of its recipes exchange the rows of one microbatch while they compute another.
+    """
+    shape = replace(shape, transformer_engine=_of_megatron(row) or _has_te(row))
+    if not _of_megatron(row):
+        return shape
+    layout = shape.job.parallelism
+    if layout.pp > 1 or shape.experts:
+        shape = replace(shape, wrapped=False)
+    if shape.experts:
+        experts = replace(shape.experts, in_turn=False)
+        overlaps, graphs = (row["stack"].get(name, False) for name in ("overlaps", "graphs"))
+        shape = replace(shape, experts=experts, hidden_exchange=overlaps, captured=graphs)
+    return shape
 
 
 @cache  # cached, as most rows have the same overrides for their memory and for their time
@@ -142,7 +163,8 @@ def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:
 
 
 def _constants(row: Row) -> memory.Constants:
-    return memory.Constants() if row["stack"].get("compiled_loss") else OLDER[row.get("tp", 1) > 1]
+    compiled = row["stack"].get("compiled_loss") or "loss" in str(row.get("compile"))
+    return memory.Constants() if compiled else OLDER[row.get("tp", 1) > 1]
 
 
 def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> list[str]:
@@ -152,8 +174,8 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
     tp, pp, cp, dp = (row.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
     kind, samples, micro = str(row.get("dp_kind")), row["global_batch"] // dp, row.get("micro_batch", 1)
     replicas = 1
-    if kind.startswith(("ddp", "none")) or (timed and kind == "zero1"):
-        replicas = dp
+    if kind.startswith(("ddp", "none")) or (timed and _of_megatron(row)):
+        replicas = dp // max(row.get("ep", 1) // (tp * cp), 1)
     elif kind.startswith("hsdp"):
         replicas = max(dp // 8, 1)
     lines = ["data=synthetic", "comm=fake", f"hardware={hardware}", *_model(row), *_precision(row), f"ac={mode}"]
@@ -171,7 +193,7 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
         "ep": row.get("ep", 1),
     }
     lines += [f"gpus={row['gpus']}", *(f"parallelism.{name}={degree}" for name, degree in degrees.items())]
-    if "ZeRO-2" in kind or (kind == "zero1" and not timed) or "never" in str(row.get("note")):
+    if "ZeRO-2" in kind or (_of_megatron(row) and not timed) or "never" in str(row.get("note")):
         lines.append("parallelism.reshard_after_forward=never")
     if pp > 1:
         stages = row.get("virtual_stages", 1)
@@ -190,6 +212,10 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
     else:
         lines.append(f"compile={'off' if _eager(row) else 'block'}")
     lines += ["debug.balance_experts=true"] * bool(row.get("routing"))
+    if "loss chunks" in str(row.get("compile")):
+        lines += ["loss=linear_cross_entropy", f"loss.chunk_tokens={micro * row['seq_len'] // 8}"]
+    if "DeepEP" in f"{row.get('kernels')} {row.get('note')}":
+        lines.append("hardware.dispatcher=deep_ep")
     nic = [f"hardware.nic_gbs={row['nic_gbs']}"] if "nic_gbs" in row else []
     return lines + nic + row.get("stack", {}).get("overrides", []) + row.get("overrides", [])
 
@@ -215,12 +241,17 @@ def measured_speed(row: Row, job: Job) -> float:
 
 
 def _of_megatron(row: Row) -> bool:
-    return row.get("dp_kind") == "zero1"
+    return str(row.get("dp_kind")).startswith("zero1")
 
 
 def _eager(row: Row) -> bool:
     compiled = str(row.get("compile", False))
-    return compiled == "False" or "aot_eager" in compiled
+    return not _has_te(row) and (compiled == "False" or "aot_eager" in compiled)
+
+
+def _has_te(row: Row) -> bool:
+    """Whether Transformer Engine's kernels ran a row; they are fused without a compiler."""
+    return "TE" in str(row.get("kernels")).split()
 
 
 def _hardware(row: Row) -> str:
@@ -278,7 +309,6 @@ def mode_of_row(row: Row) -> str | None:
     said = row.get("recompute", "not said")
     if "not said" in said and "share" not in said:
         return None
-    modes = {"graph SAC": "op", "selective (attention": "op", "selective": "layer"} | {
-        name: name for name in ("full", "none", "op", "lean", "layer")
-    }
-    return next((mode for start, mode in modes.items() if said.startswith(start)), None)
+    if not said.startswith(tuple(MODES)):
+        return row["stack"].get("recompute")
+    return next(mode for start, mode in MODES.items() if said.startswith(start))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from titan_hydra.config.attention import KERNELS, call_of, refusal, takes_offsets
-from titan_hydra.config.family import Linear
+from titan_hydra.config.family import Linear, causal_keys, family_of
 from titan_hydra.config.operation import Hardware
 from titan_hydra.config.schema import Job
 from titan_hydra.job.pipeline import splits_backward, written_schedule
@@ -22,8 +22,6 @@ from .factors import FITTED, Factors, Pair, bandwidth, recomputed
 from .links import context_parallel_passes, exchange_passes, fsdp_delay, imbalance, tensor_parallel_passes
 from .shape import NotPredictable, Shape, shape_of
 
-# relative half-widths of the error band: for a hardware preset that was fitted to runs, and for any other preset
-BAND, UNMEASURED = 0.15, 0.20
 # bytes of memory traffic per parameter in an update: 28 for AdamW, 8 for the norm (H200: 7.95 and 3.5 ms for 10^9)
 TOKEN_BYTES = 36
 # the same for split masters: the gradient, in bf16, is read for the norm and for the update, and is not written
@@ -83,6 +81,10 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
     """Return the seconds of one block for one microbatch, by kind of work (docs/plan.md explains the kinds)."""
     matmuls, attention = _matmuls(shape, factors), _attention(shape, factors)
     elements, casts = _element_wise(shape, factors), float8_casts(shape, factors)
+    exchange = exchange_passes(shape, factors)
+    kernels = Pair(*map(sum, zip(matmuls, attention, elements, casts, strict=True)))
+    if shape.hidden_exchange:
+        exchange = Pair(*(max(sent - spent, 0) for sent, spent in zip(exchange, kernels, strict=True)))
     return {
         "matmuls": matmuls,
         "attention": attention,
@@ -90,8 +92,8 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
         "Float8 casts": casts,
         "TP communication": tensor_parallel_passes(shape, factors),
         "CP communication": context_parallel_passes(shape, factors, attention),
-        "EP communication": exchange_passes(shape, factors),
-        "host": _host(shape, factors, sum(part.forward for part in (matmuls, attention, elements, casts))),
+        "EP communication": exchange,
+        "host": _host(shape, factors, kernels.forward),
     }
 
 
@@ -110,7 +112,8 @@ def _matmuls(shape: Shape, factors: Factors) -> Pair:
 def _attention(shape: Shape, factors: Factors) -> Pair:
     """Return the seconds of attention's own matmuls: two in the forward, five in the backward."""
     job = shape.job
-    pairs = shape.tokens * job.data.seq_len * (1 if shape.causal else 2)
+    keys = (family_of(job.model).attended or causal_keys)(job.model, job.data.seq_len)
+    pairs = shape.tokens * 2 * (keys if shape.causal else job.data.seq_len)
     once = pairs * (shape.queries + shape.values) / _attention_rate(shape, factors)
     return Pair(once, (2.5 + recomputed(shape).attention) * once)
 
@@ -152,8 +155,10 @@ def _launch(shape: Shape, factors: Factors) -> float:
     """Return the seconds that the host needs to start the kernels of a block's forward. Starting the kernels of a
     backward is not slower, as autograd needs no Python.
     """
-    if shape.compiled or shape.job.hardware.passes_per_second:  # a CPU has no kernels to start
+    if shape.job.hardware.passes_per_second:  # a CPU has no kernels to start
         return 0.0
+    if shape.compiled:
+        return factors.launch_experts if shape.experts and not shape.captured else 0.0
     return factors.launch * (factors.launch_tp if shape.job.parallelism.tp > 1 else 1)
 
 
@@ -179,7 +184,14 @@ def _experts(shape: Shape, factors: Factors) -> float:
         return 0.0
     hardware, rows = shape.job.hardware, shape.tokens * shape.experts.rows
     smallest = min(rows * shape.experts.ep / shape.experts.number, shape.experts.dim, shape.experts.width)
-    rate = hardware.bf16_tflops * 1e12 * smallest / (smallest + hardware.small_matmul) / (shape.used / 2)
+    top, half = hardware.bf16_tflops * factors.grouped, hardware.small_matmul
+    if shape.transformer_engine:
+        top, half = (
+            (hardware.float8_tflops, hardware.small_float8)
+            if shape.format
+            else (hardware.bf16_tflops, hardware.small_matmul)
+        )
+    rate = top * 1e12 * smallest / (smallest + half) / (shape.used / 2)
     return imbalance(shape, factors) * 6 * rows * shape.experts.dim * shape.experts.width / rate
 
 
@@ -209,7 +221,8 @@ def _attention_rate(shape: Shape, factors: Factors) -> float:
         or (shape.stack is not None and shape.stack.tower is not None)
         or (job.data.document_mask and takes_offsets(asked, call))
     )
-    rate = (flash and hardware.flash_tflops) or hardware.attention_tflops
+    length = job.data.seq_len
+    rate = (flash and hardware.flash_tflops) or hardware.attention_tflops * length / (length + hardware.short_attention)
     return 1e12 * rate * (factors.ring if call.ring else 1)
 
 

@@ -171,7 +171,7 @@ def offer_part(name: str, curve: Drawn, offer: Offer, gpus: int, days: float, re
         f"{gpus:,} x {found.job.hardware.name} for {days:g} days, {hours:,.0f} GPU-hours:",
         f"  {model.name} of {brief(offer.parameters)} parameters on {brief(offer.tokens)} tokens, {how_far(factor)}",
         f"  held-out loss {with_interval(loss, '.4f')}, by the law of {name}",
-        f"  {rate:,.0f} +-{found.band:.0%} tokens/s/device, {found.peak.gib:.1f} GiB ({found.fits}): the interval does not have this band",
+        f"  {rate:,.0f} {found.shown_band} tokens/s/device, {found.peak.gib:.1f} GiB ({found.fits}): the interval does not have this band",
         f"  {shape} steps={offer.tokens / samples:.0f} {offer.row.overrides}",
     ]
     value = {

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (arXiv 2412.19437)."""
 
-from titan_hydra.config.family import Family, decoder_role, register
+from titan_hydra.config.family import Family, causal_keys, decoder_role, register
 
 from .config import DeepSeekV3Config, flops, linears, parameters
 
@@ -15,5 +15,6 @@ register(
         flops=flops,
         linears=linears,
         role=decoder_role,
+        attended=causal_keys,
     )
 )

@@ -1,6 +1,6 @@
 """Llama 3 (arXiv 2407.21783)."""
 
-from titan_hydra.config.family import Family, decoder_parameters, decoder_role, register
+from titan_hydra.config.family import Family, causal_keys, decoder_parameters, decoder_role, register
 
 from .config import Llama3Config
 
@@ -13,5 +13,6 @@ register(
         hf="titan_hydra.models.llama3.hf:HF",
         parameters=decoder_parameters,
         role=decoder_role,
+        attended=causal_keys,
     )
 )

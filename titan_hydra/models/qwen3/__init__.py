@@ -1,6 +1,6 @@
 """Qwen3, the dense models (arXiv 2505.09388)."""
 
-from titan_hydra.config.family import Family, decoder_role, register
+from titan_hydra.config.family import Family, causal_keys, decoder_role, register
 
 from .config import Qwen3Config, parameters
 
@@ -13,5 +13,6 @@ register(
         hf="titan_hydra.models.qwen3.hf:HF",
         parameters=parameters,
         role=decoder_role,
+        attended=causal_keys,
     )
 )

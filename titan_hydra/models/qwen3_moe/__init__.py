@@ -1,6 +1,6 @@
 """Qwen3, the models with experts (arXiv 2505.09388)."""
 
-from titan_hydra.config.family import Family, decoder_role, register
+from titan_hydra.config.family import Family, causal_keys, decoder_role, register
 
 from .config import Qwen3MoeConfig, flops, linears, parameters
 
@@ -15,5 +15,6 @@ register(
         flops=flops,
         linears=linears,
         role=decoder_role,
+        attended=causal_keys,
     )
 )

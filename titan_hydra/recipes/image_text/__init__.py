@@ -1,6 +1,6 @@
 """Decoders that read images: a vision tower of Siglip2's kind (arXiv 2502.14786) before Llama 3 or Qwen3."""
 
-from titan_hydra.config.family import Family, family_named
+from titan_hydra.config.family import Family, causal_keys, family_named
 from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
 from titan_hydra.config.source import FileSource
 from titan_hydra.recipes.chat import TURNS
@@ -27,6 +27,7 @@ for name, config in (("llama3_vision", Llama3VisionConfig), ("qwen3_vision", Qwe
             modules=modules_with_tower,
             parameters=parameters_with_tower(family_named(name.removesuffix("_vision")).parameters),
             stacks=stacks_with_tower,
+            attended=causal_keys,
             flops=None,  # no formula: the tower's FLOPs depend on the images
             takes=TAKEN,
         )
