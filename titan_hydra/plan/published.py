@@ -206,18 +206,25 @@ def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> lis
         ]
     else:
         lines.append(f"data.local_batch={max(min(micro, samples), 1)}")
+    nic = [f"hardware.nic_gbs={row['nic_gbs']}"] if "nic_gbs" in row else []
+    return [*lines, *_software(row), *nic, *row.get("stack", {}).get("overrides", []), *row.get("overrides", [])]
+
+
+def _software(row: Row) -> Iterator[str]:
+    """Yield overrides for the kernels and libraries that ran a row."""
     # Megatron has fused kernels, overlaps all-gathers with matmuls, and uses cuDNN's kernel in ring attention
     if _of_megatron(row):
-        lines += ["compile=block", "hardware.flash_tflops=null"] + ["parallelism.async_tp=true"] * (tp > 1)
+        yield from ("compile=block", "hardware.flash_tflops=null")
+        if row.get("tp", 1) > 1:
+            yield "parallelism.async_tp=true"
     else:
-        lines.append(f"compile={'off' if _eager(row) else 'block'}")
-    lines += ["debug.balance_experts=true"] * bool(row.get("routing"))
+        yield f"compile={'off' if _eager(row) else 'block'}"
+    if "balance" in str(row.get("routing")):
+        yield "debug.balance_experts=true"
     if "loss chunks" in str(row.get("compile")):
-        lines += ["loss=linear_cross_entropy", f"loss.chunk_tokens={micro * row['seq_len'] // 8}"]
+        yield from ("loss=linear_cross_entropy", f"loss.chunk_tokens={row.get('micro_batch', 1) * row['seq_len'] // 8}")
     if "DeepEP" in f"{row.get('kernels')} {row.get('note')}":
-        lines.append("hardware.dispatcher=deep_ep")
-    nic = [f"hardware.nic_gbs={row['nic_gbs']}"] if "nic_gbs" in row else []
-    return lines + nic + row.get("stack", {}).get("overrides", []) + row.get("overrides", [])
+        yield "hardware.dispatcher=deep_ep"
 
 
 def measured_speed(row: Row, job: Job) -> float:
