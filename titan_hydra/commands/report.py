@@ -155,9 +155,16 @@ def made(args: argparse.Namespace) -> Report:
     allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
     report = build(selection, gather(selection), args.baseline, allowed, args.over)
     if selection.manifest and layout.JOURNAL.of(selection.manifest).is_file():
+        from titan_hydra.search.lines import JournalDamaged
         from titan_hydra.search.summary import section_of
 
-        report = replace(report, section=section_of(selection.manifest))
+        try:
+            report = replace(report, section=section_of(selection.manifest))
+        except JournalDamaged as error:
+            words = (
+                "the search's table is left out; the command line of the search makes the journal again from its runs"
+            )
+            print(f"warning: {error}; {words}", file=sys.stderr)
     if not args.predicted:
         return report
     from titan_hydra.report.predicted import with_predictions

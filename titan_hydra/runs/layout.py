@@ -221,6 +221,7 @@ SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", 
 RATES = Entry("hardware.json", "`titan plan --tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
 JOURNAL = Entry("optuna.journal", "the search's driver", "in the folder of a sweep whose cells a search draws: Optuna's journal")
 DRIVER = Entry("driver.lock", "the search's driver", "the process that draws the cells, and holds a lock on this file")
+LEASE = Entry("driver.lease", "the search's driver", "the same where the file system has no locks: only one process can create it")
 CODE = Entry("_code/", LAUNCHER, "the snapshots of code that runs import")
 CODE_STATE = Entry("<hash>.json", LAUNCHER, "in `_code/`, beside a snapshot: its commit and uncommitted changes, for env.json", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str]}))

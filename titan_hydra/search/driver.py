@@ -35,7 +35,8 @@ from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.useful import device_hours
 
-from .journal import COMPLETE, FAILED, PRUNED, Journal, SearchTrial, locked, require_optuna
+from .journal import COMPLETE, FAILED, PRUNED, SearchTrial, mended_journal, require_optuna
+from .lines import locked
 from .summary import printed, summary_of
 from .trials import SearchPlan, plan_of
 
@@ -107,7 +108,7 @@ class Driver:
 
     def __init__(self, plan: SearchPlan) -> None:
         self.plan, self.search = plan, plan.search
-        self.journal = Journal(plan.folder, plan.directions)
+        self.journal = mended_journal(plan.folder, plan.directions, lambda run: plan.value(plan.runs / run))
         self.executor = executor_named(plan.base.job.cluster.executor)
         self.kind = EXECUTORS[plan.base.job.cluster.executor]
         self.interrupts = Interrupts()

@@ -1,18 +1,16 @@
 """The state of a search: Optuna's journal file in the folder of the sweep.
 
 A trial is one line of the journal, with all its values, which is written before a run of the trial starts. So after a
-kill, the next driver finds every trial that was drawn. One driver at a time holds the lock of the folder.
+kill, the next driver finds every trial that was drawn. One driver at a time holds the lock of the folder (lines.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib.util
-import os
 import random
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.parts import OptunaSearch
 from titan_hydra.runs import layout
 
+from .lines import JournalDamaged, JournalFile, set_aside
 from .space import Space
 
 if TYPE_CHECKING:
@@ -57,20 +56,22 @@ class Journal:
     def __init__(self, folder: Path, directions: Sequence[str] = ("minimize",)) -> None:
         import optuna
         from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.file = layout.JOURNAL.of(folder)
-        # a lock file of Optuna's own would outlive a killed driver, and block the next one for half a minute
-        lock: Any = Unlocked()
-        self.storage = JournalStorage(JournalFileBackend(str(self.file), lock_obj=lock))
-        names = [study.study_name for study in self.storage.get_all_studies()]
-        if not names:
-            wanted = [optuna.study.StudyDirection[direction.upper()] for direction in directions]
-            optuna.create_study(storage=self.storage, study_name="search", directions=wanted)
-        self.study: Study = optuna.load_study(storage=self.storage, study_name="search")
-        self.id = self.storage.get_study_id_from_name("search")
+        lines: Any = JournalFile(self.file)
+        try:
+            self.storage = JournalStorage(lines)
+            if not self.storage.get_all_studies():
+                wanted = [optuna.study.StudyDirection[direction.upper()] for direction in directions]
+                optuna.create_study(storage=self.storage, study_name="search", directions=wanted)
+            self.study: Study = optuna.load_study(storage=self.storage, study_name="search")
+            self.id = self.storage.get_study_id_from_name("search")
+            self.trials()
+        except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            # lines without checksums: Optuna does not check them
+            raise JournalDamaged(f"{self.file}: cannot be replayed ({type(error).__name__}: {error})") from error
 
     def trials(self) -> list[SearchTrial]:
         """Return all trials, by number."""
@@ -149,8 +150,47 @@ class Journal:
         entry = {f"{trial.number} {seed}": {"run": directory, "value": value}}
         self.storage.set_study_user_attr(self.id, "confirmed", self.confirmed | entry)
 
+    def differs(self, value: Callable[[str], list[float] | None]) -> str:
+        """Return in which number the journal differs from the results of the runs; "" if it differs in none. `value`
+        returns the objectives in the result of a run directory; None if there is no result.
+        """
+        for trial in self.trials():
+            told = {steps: [loss] for steps, loss in trial.values.items()}
+            if trial.objectives and trial.runs:
+                told[max(trial.runs)] = trial.objectives
+            for steps, values in told.items():
+                found = value(trial.runs[steps]) if steps in trial.runs else None
+                if found and found[: len(values)] != values:
+                    return f"trial {trial.number} has {values}, and the result of {trial.runs[steps]} {found}"
+        for name, entry in self.confirmed.items():
+            found = value(entry["run"]) if entry["run"] else None
+            if found and found[:1] != [entry["value"]]:
+                return f"trial {name.split()[0]} has {entry['value']}, and the result of {entry['run']} {found[0]}"
+        return ""
+
     def _id(self, trial: SearchTrial) -> int:
         return self.storage.get_trial_id_from_study_id_trial_number(self.id, trial.number)
+
+
+def mended_journal(folder: Path, directions: Sequence[str], value: Callable[[str], list[float] | None]) -> Journal:
+    """Open the journal for its driver, which holds `locked`. A damaged journal, or one that differs from the results of
+    the runs (`Journal.differs`), is set aside with a warning, and the driver finds the runs of the lost lines again:
+    what is drawn depends only on the earlier trials.
+    """
+    file = layout.JOURNAL.of(folder)
+    for last in (False, True):
+        whole = last
+        try:
+            journal = Journal(folder, directions)
+            if not (reason := journal.differs(value)):
+                return journal
+            whole = True
+        except JournalDamaged as error:
+            reason = str(error).removeprefix(f"{file}: ")
+        kept = set_aside(file, whole)
+        words = f"it is kept as {kept}, and the journal is made again from the runs"
+        print(f"warning: {file}: {reason}; {words}", file=sys.stderr)
+    return Journal(folder, directions)
 
 
 def _read(frozen: Any) -> SearchTrial:
@@ -189,42 +229,3 @@ def require_optuna() -> None:
     """Raise ConfigError if Optuna is not installed."""
     if importlib.util.find_spec("optuna") is None:
         raise ConfigError("search=optuna: Optuna is not installed; pip install 'titan_hydra[search]' brings it")
-
-
-class Unlocked:
-    """A lock that does nothing, because Optuna asks for a lock and the driver already holds the folder's."""
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder of a search while the block runs. The lock ends with this process, however it ends. Raises
-    ConfigError if another driver holds it.
-    """
-    with layout.DRIVER.of(folder).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ConfigError(
-                f"{folder.name}: another process drives this search already ({file.read().strip()})"
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
-        whole_lines(layout.JOURNAL.of(folder))
-        yield
-
-
-def whole_lines(file: Path) -> None:
-    """Remove a last line that a full disk or a power cut has left incomplete, as Optuna cannot append to such a file."""
-    with contextlib.suppress(FileNotFoundError):
-        content = file.read_bytes()
-        if content and not content.endswith(b"\n"):
-            with file.open("r+b") as journal:
-                journal.truncate(content.rfind(b"\n") + 1)

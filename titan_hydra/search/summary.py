@@ -15,6 +15,8 @@ from titan_hydra.runs.checkpoints import step_of
 from titan_hydra.runs.useful import device_hours
 
 from .journal import COMPLETE, Journal, SearchTrial, require_optuna
+from .lines import JournalDamaged
+from .trials import OBJECTIVES
 
 FEWEST = 4  # minimum number of complete trials for an estimate of the importance of the keys
 
@@ -201,11 +203,21 @@ class Summary:
 
 
 def summary_of(folder: Path) -> Summary:
-    """Read a search from the folder of its sweep."""
+    """Read a search from the folder of its sweep. Raises JournalDamaged, also if a number of the journal is not that of
+    the run's result.
+    """
     journal = Journal(folder)
     trials = journal.trials()
     directions = ["minimize" if direction.name == "MINIMIZE" else "maximize" for direction in journal.study.directions]
     runs = folder.parents[1]
+    names = [name for name, direction in OBJECTIVES.items() if direction in directions]
+
+    def value(run: str) -> list[float] | None:
+        found: list[Any] = [layout.RESULT.read(runs / run).get(name) for name in names]
+        return None if None in found else found
+
+    if difference := journal.differs(value):
+        raise JournalDamaged(f"{journal.file}: {difference}")
     return Summary(runs, directions, trials, journal.confirmed, _importance(journal, trials))
 
 
