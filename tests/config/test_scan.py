@@ -88,6 +88,12 @@ def test_a_sweep_says_where_its_keys_belong(tmp_path):
     assert misread(file, "sweeps") == []
 
 
+def test_a_file_that_hydra_does_not_read_is_named(tmp_path):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/mysite.yml").touch()
+    assert f"rename {tmp_path}/cluster/mysite.yml" in mistakes(["cluster=mysite"], [CONF, tmp_path])[0]
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

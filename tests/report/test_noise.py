@@ -167,13 +167,24 @@ def test_seeds_are_averaged_with_their_errors(sweep, capsys):
     assert "- (noise): a difference smaller than twice a mean's standard error" in out
 
 
-def test_pairs_need_the_same_seeds_and_held_out_losses_come_first(sweep, capsys):
+def test_seeds_that_both_rows_have_are_paired_and_held_out_losses_come_first(sweep, capsys):
     seeds(sweep, {"optimizer.lr": 0.001}, 0.0, (1000.0, 1010.0, 1020.0), held_out=0.5)
     seeds(sweep, {"optimizer.lr": 0.002}, -0.02, (1000.0, 1010.0), held_out=0.4)
     table = rows_of(sweep.report(capsys, "--md", "--over", "seed", "--baseline", "optimizer.lr=0.001 seed=1")[1])
     said = table["optimizer.lr=0.002"]["to the baseline"]
-    assert said.startswith(MINUS) and PM in said and said.endswith("(noise)")
+    assert said == f"{MINUS}0.1210 {PM} 0.0010"  # the third seed, which only one row has, is left out
     assert table["optimizer.lr=0.001"]["held-out loss"].startswith("4.8")
+
+
+def test_a_row_of_one_run_is_marked(sweep, capsys):
+    seeds(sweep, {"optimizer.lr": 0.001}, 0.0, (1000.0, 1010.0, 1020.0))
+    seeds(sweep, {"optimizer.lr": 0.002}, -0.02, (1200.0,))
+    out = sweep.report(capsys, "--md", "--over", "seed")[1]
+    row = rows_of(out)["optimizer.lr=0.002"]
+    assert row["difference"].endswith("(one run)") and row["to the baseline"] == f"{MINUS}0.0200 (one run)"
+    assert "- (one run): " in out
+    (_, single) = json.loads(sweep.report(capsys, "--json", "--over", "seed")[1])["rows"]
+    assert (single["doubt"], single["loss_difference_error"]) == ("one run", None)
 
 
 def test_seeds_that_failed_are_named(sweep, capsys):

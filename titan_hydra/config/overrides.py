@@ -179,6 +179,10 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
         maker := next((why for pattern, why in ELSEWHERE.items() if re.match(pattern, typed, re.I)), None)
     ):
         return f"{group}={shown(typed)}: {maker} (options of {group}: {', '.join(names)})"
+    if legal and (
+        other := next((path for folder in folders if (path := folder / group / f"{value}.yml").exists()), None)
+    ):
+        return f"{group}={value}: Hydra reads only files that end in .yaml; rename {other}"
     hint = did_you_mean(suggest_option(typed, names))
     return f"{group}={shown(typed)}: no such option{hint} (options of {group}: {', '.join(names)})"
 

@@ -14,7 +14,8 @@ from .cells import FEW, Mean, ReportCell, error_of, mean
 from .digits import MINUS, digits_of, percent, rate, truncated_percent, with_error
 
 NONE = "\N{EN DASH}"
-FEW_STEPS, NOISE = "few steps", "noise"  # reasons why a difference in tokens/s is not reliable
+# reasons why a difference from the baseline is not reliable
+FEW_STEPS, NOISE, ONE_RUN = "few steps", "noise", "one run"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class ReportRow:
     baseline: bool = False
     difference: float | None = None  # relative difference between the tokens/s of the cell and of the baseline
     noise: float | None = None  # a relative difference up to this value cannot be distinguished from noise
-    doubt: str = ""  # FEW_STEPS or NOISE; "" if the difference is reliable
+    doubt: str = ""  # FEW_STEPS, NOISE or ONE_RUN; "" if the difference is reliable
     # only for a `Mean`: the difference between its loss and the baseline's loss, with the standard error
     change: tuple[float, float | None] | None = None
     band: Band | None = None
@@ -147,6 +148,8 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
     doubt = ""
     if difference is not None and any(one.measured is not None and one.measured < FEW for one in (cell, baseline)):
         doubt = FEW_STEPS
+    elif difference is not None and any(isinstance(one, Mean) and len(one.of("rate")) < 2 for one in (cell, baseline)):
+        doubt = ONE_RUN
     elif difference is not None and noise is not None and abs(difference) < noise:
         doubt = NOISE
     comparable = (
@@ -161,8 +164,8 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
 def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | None] | None:
     """Return the difference between the losses of two `Mean` cells, with its standard error. None for other cells.
 
-    The compared loss is the held-out loss if all members have one over the same samples. If both cells average over the
-    same values (the same seeds), the differences are paired.
+    The compared loss is the held-out loss if all members have one over the same samples. Values that both cells
+    have (the same seeds) are paired, and others are left out; without any, the means are compared.
     """
     if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
         return None
@@ -175,8 +178,8 @@ def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | 
     )
     if not a or not b:
         return None
-    if a.keys() == b.keys():
-        pairs = [a[value] - b[value] for value in a]
+    if common := a.keys() & b.keys():
+        pairs = [a[value] - b[value] for value in a if value in common]
         return mean(pairs), error_of(pairs)
     errors = [error_of(list(side.values())) for side in (a, b)]
     return mean(list(a.values())) - mean(list(b.values())), None if None in errors else hypot(*errors)
@@ -215,7 +218,9 @@ def _change(row: ReportRow) -> str | None:
         return None
     value, error = row.change
     text = f"{'+' if value >= 0 else MINUS}{with_error(abs(value), error, 4)}"
-    return f"{text} ({NOISE})" if error is not None and abs(value) < 2 * error else text
+    if error is None:
+        return f"{text} ({ONE_RUN})"
+    return f"{text} ({NOISE})" if abs(value) < 2 * error else text
 
 
 def _number(value: float | None, form: str = "") -> str | None:

@@ -15,7 +15,7 @@ from . import compare
 from .cells import FEW, Mean, ReportCell, averaged, labels
 from .compare import Difference
 from .digits import percent
-from .row import COLUMNS, FEW_STEPS, NOISE, NONE, PREDICTED, Column, ReportRow, against, task_columns
+from .row import COLUMNS, FEW_STEPS, NOISE, NONE, ONE_RUN, PREDICTED, Column, ReportRow, against, task_columns
 
 DRAWN = 100  # maximum number of rows in a chart: readers cannot distinguish more lines, and browsers cannot draw them
 SLOW = 0.2  # a note is added if a run is slower than predicted by more than this fraction
@@ -190,6 +190,9 @@ class Report:
         if NOISE in doubts:
             what = "twice a mean's standard error" if self.over else "the larger of the two IQRs"
             notes.append(f"({NOISE}): a difference smaller than {what} is not significant")
+        alone = any(row.change and row.change[1] is None for row in self.rows)
+        if ONE_RUN in doubts or alone:
+            notes.append(f"({ONE_RUN}): a difference that rests on one run of a row has no error, and may be noise")
         if FEW_STEPS in doubts:
             notes.append(f"({FEW_STEPS}): fewer than {FEW} steps were measured, too few for a reliable rate")
         busy = [row for row in self.rows if row.cell.busy]

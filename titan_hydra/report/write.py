@@ -53,7 +53,10 @@ def markdown(report: Report) -> str:
     """Return the table in Markdown, with its caption above and a list of its notes below."""
     titles = [title for title, *_ in report.columns]
     lines = [f"**{_md(report.name)}**" + (f" ({_md(report.caption)})" if report.caption else ""), ""]
-    lines += [_pipes(titles), _pipes(["---" if title in WORDS else "---:" for title in titles], pad=False)]
+    lines += [
+        _pipes([_md(title) for title in titles]),
+        _pipes(["---" if title in WORDS else "---:" for title in titles], pad=False),
+    ]
     lines += [_pipes([_md(text) for text in texts]) for texts in report.texts]
     if report.notes:
         lines += ["", *(f"- {_md(note)}" for note in report.notes)]
@@ -62,7 +65,7 @@ def markdown(report: Report) -> str:
             "",
             f"**{_md(section.name)}**",
             "",
-            _pipes(section.head),
+            _pipes([_md(title) for title in section.head]),
             _pipes(["---"] * len(section.head), pad=False),
         ]
         lines += [*(_pipes([_md(text) for text in row]) for row in section.rows), ""]

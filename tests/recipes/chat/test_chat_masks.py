@@ -256,6 +256,13 @@ def test_a_template_that_is_broken_or_breaks_out_is_refused(source, line):
         template.Template("data.chat_template=x", source, {}).render(read(PLAIN[0]))
 
 
+@pytest.mark.parametrize("doubled", ["ns.x ~ ns.x", "ns.x + ns.x", "[ns.x, ns.x]|join", "ns.x|replace('a', 'aa')"])
+def test_a_template_that_fills_the_memory_is_refused(doubled):
+    source = f"{{% set ns = namespace(x='a') %}}{{% for i in range(99) %}}{{% set ns.x = {doubled} %}}{{% endfor %}}"
+    with pytest.raises(ValueError, match="MemoryError"), template.time_limit(60):
+        template.Template("data.chat_template=x", source, {}).render(read(PLAIN[0]))
+
+
 def test_the_template_comes_from_the_tokenizers_own_files(hf, tmp_path):
     source = TemplateSource("chat")
     with pytest.raises(

@@ -12,6 +12,7 @@ import errno
 import functools
 import json
 import re
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ BEGIN, END = (
 TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Templates get this fixed date, as a run must not depend on the present day. It is the default in Llama 3's template.
 TODAY = date(2024, 7, 26)
+MOST_MEMORY = 1 << 28  # bytes that trying a template may take
 LARGEST = 10_000_000  # the largest number, or number of characters, that a template may compute by * or **
 
 Spans = list[tuple[int, int]]
@@ -87,8 +89,8 @@ class TookTooLong(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong if the block takes longer. This works only in the main thread, as no other thread handles
-    signals.
+    """Raise TookTooLong if the block takes longer, and MemoryError if it takes more than MOST_MEMORY: a text can be
+    doubled in many ways. This works only in the main thread, as no other thread handles signals.
     """
 
     def stop(*_: object) -> None:
@@ -98,11 +100,17 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, stop)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(FileNotFoundError):  # Linux only
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        allowed = min([used + MOST_MEMORY, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
+        resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGALRM, before)
 
 
@@ -141,7 +149,7 @@ class Template:
         except jinja2.sandbox.SecurityError as error:
             raise ConfigError(f"{self.where}: it is not allowed in a template: {error}") from error
         except Exception as error:  # a template is a program, which may raise anything
-            raise ValueError(f"the template refuses it: {error or type(error).__name__}") from error
+            raise ValueError(f"the template refuses it: {str(error) or type(error).__name__}") from error
 
     def prompt(self, messages: list[dict[str, Any]]) -> str:
         """Return the text after which the assistant answers."""
