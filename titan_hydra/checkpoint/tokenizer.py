@@ -49,7 +49,7 @@ def write_tokenizer(facts: Facts, folder: Path) -> dict[str, Any]:
 
     ours = tokenizer.of_facts(facts)
     name = facts.tokenizer["name"]
-    config = schema.Tokenizer(name, facts.tokenizer["path"])
+    config = schema.Tokenizer(name, facts.tokenizer.get("path"))
     path, content = tokenizer.read_content(config)
     theirs = (
         tokenizers.Tokenizer.from_buffer(content) if name == "hf" else _of_ranks(tokenizer.read_ranks(path, content))
