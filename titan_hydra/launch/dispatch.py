@@ -21,7 +21,7 @@ from titan_hydra.plan import predict
 from titan_hydra.runs import inputs, manifest, rundir
 from titan_hydra.runs.rundir import State
 
-from . import show
+from . import own_kernels, show
 from .cell import Cell, to_start, without_card
 from .executor import Executor
 from .layouts import checked_layouts, in_words
@@ -160,6 +160,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
     began = {cell.directory: cell.job for cell, state in zip(cells, states, strict=True) if state.kind != "new"}
     faults += [] if launch.force else inputs.check_files(began, cells[0].runs)
     faults += without_card(to_start(cells, states))
+    faults += own_kernels.under_a_ring([cell.job for cell in to_start(cells, states)])
     faults += _executor(cells).check(cells, states)
     if launch.max_gpu_hours is not None:
         start = to_start(cells, states)

@@ -1,0 +1,27 @@
+"""Print the attention kernels of a job's model that are not the package's, built on the meta device.
+
+python -m titan_hydra.verify.own_kernels < config.json
+"""
+
+import json
+import sys
+
+import torch
+
+from titan_hydra.config import Job, from_dict
+from titan_hydra.config.family import family_of
+from titan_hydra.kernels.attention import SDPA
+
+
+def kernels_of(job: Job) -> list[str]:
+    """Return the names of the classes of a model's own attention kernels, each once."""
+    family = family_of(job.model)
+    with torch.device("meta"):
+        model = family.part("model")(job.model, job.data.seq_len)
+    parts = (part for block in family.blocks(model).values() for part in block.modules())
+    kernels = (getattr(part, "sdpa", None) for part in parts)
+    return sorted({type(one).__name__ for one in kernels if one is not None and type(one) is not SDPA})
+
+
+if __name__ == "__main__":
+    print(json.dumps(kernels_of(from_dict(Job, json.load(sys.stdin)))))
