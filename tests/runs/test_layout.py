@@ -34,6 +34,7 @@ def test_the_map_has_every_file():
         layout.RATES,
         layout.JOURNAL,
         layout.DRIVER,
+        layout.LEASE,
         layout.CODE,
         layout.CODE_STATE,
         layout.FILES,
@@ -114,3 +115,22 @@ def test_a_submitted_attempt_needs_what_its_state_is_read_from(tmp_path):
     layout.ATTEMPT.of(tmp_path, 1).mkdir(parents=True)
     layout.CLAIM.write(layout.ATTEMPT.of(tmp_path, 1), owner)
     assert rundir.state(tmp_path).kind == "interrupted", "as without a record"
+
+
+def test_a_changed_digit_of_a_row_is_seen(tmp_path):
+    rows = [{"step": step, "loss": 9.25 - step, "mfu": None} for step in (1, 2, 3)]
+    file = layout.METRICS.of(tmp_path)
+    whole = b"".join(map(layout.with_sum, rows))
+    file.write_bytes(whole)
+    assert layout.METRICS.rows(tmp_path) == (rows, 0) and layout.METRICS.last(tmp_path) == rows[-1]
+    for before, after in ((b"8.25", b"3.25"), (b'"step": 1', b'"step": 4'), (b'"mfu"', b'"mfv"'), (b'": "', b'":  "')):
+        file.write_bytes(whole.replace(before, after, 1))
+        assert layout.METRICS.rows(tmp_path) == (rows[1:], 1), after
+    for at in range(whole.index(b"\n")):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        found, damaged = layout.METRICS.rows(tmp_path)
+        # a change in the name of the checksum leaves the numbers as they are
+        assert (found, damaged) == (rows[1:], 1) or found[0].items() >= rows[0].items(), at
+    old = json.dumps(rows[0]).encode() + b"\n"  # an earlier version's
+    file.write_bytes(old + whole)
+    assert layout.METRICS.rows(tmp_path) == (rows[:1] + rows, 0)

@@ -20,9 +20,10 @@ TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 
 
 def rows(directory: Path, name: str = "metrics") -> list[dict]:
-    """Return the rows of metrics.jsonl, or of events.jsonl."""
+    """Return the rows of metrics.jsonl, or of events.jsonl, without their checksums."""
     file = directory / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{key: value for key, value in row.items() if key != "crc32"} for row in found]
 
 
 def losses(directory: Path, key: str = "loss") -> dict[int, float]:

@@ -120,7 +120,7 @@ class Rows:
     def add(self, row: dict[str, Any]) -> None:
         """Write the rows that are kept in memory, then this row."""
         failed = bool(self.waiting)
-        self.waiting += json.dumps(row).encode() + b"\n"
+        self.waiting += layout.with_sum(row)
         try:
             while self.waiting:
                 self.waiting = self.waiting[self.file.write(self.waiting) :]
@@ -356,8 +356,9 @@ def console_line(row: dict[str, Any], steps: int) -> str:
 
 
 def truncate(path: Path, last_step: int) -> None:
-    """Remove the rows after `last_step`, as a resumed run writes them again, and remove all lines that are not rows. A
-    killed process may leave an incomplete last line; after a crash, a file system may have arbitrary bytes anywhere.
+    """Remove the rows after `last_step`, as a resumed run writes them again, and all lines that are not rows or whose
+    checksum is wrong. A killed process may leave an incomplete last line; after a crash, a file system may have arbitrary
+    bytes anywhere.
     """
     if not path.exists():
         return
@@ -365,7 +366,9 @@ def truncate(path: Path, last_step: int) -> None:
     *lines, _ = path.read_bytes().split(b"\n")
     for line in lines:
         try:
-            if json.loads(line)["step"] <= last_step:
+            if not layout.right_sum(line):
+                garbage += 1
+            elif json.loads(line)["step"] <= last_step:
                 kept.append(line.decode() + "\n")
         except (ValueError, TypeError, KeyError):
             garbage += 1

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import typing
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -99,10 +100,29 @@ class Entry:
         return [row for line in lines if (row := self._row(line.encode())) is not None]
 
     def _row(self, line: bytes) -> dict[str, Any] | None:
+        """Return the row of a line, without its checksum; None if it has another shape or another checksum."""
         with contextlib.suppress(ValueError, RecursionError):
-            if self.intact(row := json.loads(line)):
+            if self.intact(row := json.loads(line)) and right_sum(line):
+                row.pop(CHECKSUM, None)
                 return all_printable(row) if b"\\" in line or not line.isascii() or b"\x7f" in line else row
         return None
+
+
+CHECKSUM = "crc32"  # the last field of a row that rank 0 writes
+
+
+def with_sum(row: dict[str, Any]) -> bytes:
+    """Return a row of a .jsonl file as a line, with a checksum as its last field."""
+    line = json.dumps(row).encode()
+    return line[:-1] + f', "{CHECKSUM}": "{zlib.crc32(line):08x}"}}\n'.encode()
+
+
+def right_sum(line: bytes) -> bool:
+    """Whether the row in a line has the checksum that it names. Rows of earlier versions name none."""
+    found = re.search(f', "{CHECKSUM}": "([0-9a-f]{{8}})"}}\\s*$'.encode(), line)
+    if found is None:
+        return f'"{CHECKSUM}"'.encode() not in line
+    return int(found[1], 16) == zlib.crc32(line[: found.start()] + b"}")
 
 
 def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:
