@@ -10,6 +10,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import folders
 from titan_hydra.config.compose import compose_job, compose_unchecked
 from titan_hydra.config.files import CONF
+from titan_hydra.config.overrides import mistakes
 
 
 @pytest.fixture
@@ -69,3 +70,18 @@ def test_another_checkouts_launch_py_is_refused(project):
     with pytest.raises(ConfigError) as refused:
         folders.of_script(project / "launch.py")
     assert str(CONF.parent) in str(refused.value) and os.fspath(project) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("hydra/sweeper=optuna", "search=optuna"),
+        ("hydra.job.chdir=true", "folder"),
+        ("+hydra.job.env_set.FOO=1", "cluster.environment"),
+        ("hydra.sweeper.max_batch_size=2", "search"),
+        ("+hydra.callbacks.x._target_=a.b", "titan status"),
+    ],
+)
+def test_what_hydra_does_elsewhere_is_refused_by_name(override, words):
+    (line,) = mistakes([override])
+    assert line.startswith(f"{override}: ") and words in line
