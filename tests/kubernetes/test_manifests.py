@@ -2,7 +2,9 @@
 holds what the configuration says. Nothing here runs kubectl.
 """
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +14,14 @@ import yaml
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.compose import compose_job, compose_unchecked
-from titan_hydra.config.rules.checks import check
+from titan_hydra.config.rules.checks import check, warnings
 from titan_hydra.job.freeze import freeze
-from titan_hydra.launch.executors.kubernetes.manifest import LONGEST, Submission, toleration
+from titan_hydra.launch.cell import Cell
+from titan_hydra.launch.executors.kubernetes import submit
+from titan_hydra.launch.executors.kubernetes.manifest import LONGEST, PodShape, Submission, toleration
 from titan_hydra.runs import rundir
+
+from .kubelet import expand
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
@@ -211,6 +217,18 @@ BAD = [
         ["fault_tolerance=local_sgd", "fault_tolerance.replicas=2"],
         "cluster.executor=kubernetes starts one Job for a run",
     ),
+    *[
+        ([f"+cluster.pod={{{field}: x}}"], f"cluster.pod={field}: follows from")
+        for field in ("serviceAccount", "nodeName", "priority", "hostnameOverride", "resources", "ephemeralContainers")
+    ],
+    (["cluster.capabilities=[CAP_IPC_LOCK]"], "must be a Linux capability such as IPC_LOCK"),
+    (["cluster.memory=8Gi", "cluster.shared_memory=9G"], "cluster.shared_memory=9G: is more than cluster.memory=8Gi"),
+    (["cluster.image=Registry.site/Titan:1"], "must be an image"),
+    (["cluster.image=-rf"], "must be an image"),
+    *[
+        ([f"+cluster.volumes={{shared: /shared, other: {path}}}"], f"cluster.volumes=other: {path}: would hide")
+        for path in ("/", "/dev/shm", "/etc", "/proc/x", "/var/run/secrets")
+    ],
     (["cluster.memory=lots"], "cluster.memory=lots: must be a quantity such as 64Gi"),
     (["cluster.namespace=Research"], "cluster.namespace=Research: must be a name of lower-case letters"),
     (["cluster.tolerations=['a b']"], "must be KEY, KEY=VALUE"),
@@ -226,6 +244,115 @@ def test_bad_keys_are_one_line(overrides, words):
     except ConfigError as error:  # the range of a single key
         faults = str(error).splitlines()
     assert any(words in fault for fault in faults) and all("\n" not in fault for fault in faults), faults
+
+
+FIELDS = {
+    "topologySpreadConstraints": "[{maxSkew: 1, topologyKey: zone, whenUnsatisfiable: DoNotSchedule}]",
+    "resourceClaims": "[{name: a, resourceClaimName: b}]",
+    "hostAliases": "[{ip: 1.2.3.4, hostnames: [a]}]",
+    "schedulingGates": "[{name: x}]",
+    "dnsConfig": "{options: [{name: ndots, value: '1'}], searches: [a.b]}",
+    "initContainers": "[{name: a, image: b, command: [sh, -c, 'echo $(A) $$'], env: [{name: A, value: '1e3'}]}]",
+    "readinessGates": "[]",
+    "hostNetwork": "true",
+    "runtimeClassName": "nvidia",
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_pods_take_every_form_of_value(field):
+    one = submission("debug=tiny", "gpus=8", f"+cluster.pod={{{field}: {FIELDS[field]}}}")
+    assert list(check(one.job)) == [] == faults_of_fields_of(one)
+    (_, job) = yaml.safe_load_all(one.text)
+    assert job["spec"]["template"]["spec"][field] == yaml.safe_load(FIELDS[field])
+
+
+def faults_of_fields_of(one: Submission) -> list[str]:
+    return [str(fault) for fault in submit.faults_of_fields([Cell(1, [], one.job, one.directory, 1)])]
+
+
+@pytest.mark.parametrize(
+    ("pod", "words"),
+    [
+        ("{hostNetworkk: true}", "cluster.pod=hostNetworkk: "),
+        ("{hostNetworkk: true}", "nearest legal: hostNetwork"),
+        ("{hostNetwork: 'yes'}", "hostNetwork: "),
+        ("{hostAliases: [{ip: 1.2.3.4, hostname: a}]}", "hostAliases.0: "),
+        ("{topologySpreadConstraints: {maxSkew: 1}}", "topologySpreadConstraints: "),
+    ],
+)
+def test_wrong_fields_of_pods_are_found_without_a_server(pod, words):
+    (fault,) = faults_of_fields_of(submission("debug=tiny", "gpus=8", f"+cluster.pod={pod}"))
+    assert fault.startswith("cluster.pod=") and words in fault and "\n" not in fault, fault
+
+
+def test_a_secret_in_a_field_of_pods_is_refused():
+    token = "hf_abcdefghijklmnopqrstuvwxyz0123"
+    fields = f"{{initContainers: [{{name: a, image: b, env: [{{name: X, value: {token}}}]}}]}}"
+    faults = check(freeze(compose_unchecked(*BASE, "debug=tiny", "gpus=1", f"+cluster.pod={fields}")))
+    assert faults and token not in str(faults[0])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "cluster.capabilities=[SYS_ADMIN]",
+        "+cluster.pod={hostPID: true}",
+        "+cluster.pod={automountServiceAccountToken: true}",
+        "+cluster.pod={initContainers: [{name: a, image: b}]}",
+    ],
+)
+def test_rights_beyond_the_restricted_level_give_a_warning(more):
+    job = submission("debug=tiny", "gpus=8", more).job
+    assert [fault.key for fault in warnings(job)] == [more.removeprefix("+").partition("=")[0]]
+
+
+@pytest.mark.parametrize("image", ["titan", "a.b:5000/x/y_z:1.0-rc", "Host.site/x@sha256:" + "a" * 64, "[::1]:50/x"])
+def test_images(image):
+    assert submission("debug=tiny", "gpus=8", f"cluster.image='{image}'").cluster.image == image
+
+
+def test_the_kubelet_changes_no_value():
+    value = "pa$$(HOME) $(A) $B"
+    one = submission("debug=tiny", "gpus=8", f"+cluster.environment={{A: '{value}'}}")
+    env = {item["name"]: item.get("value") for item in one.container(PodShape(1, 8))["env"]}
+    assert expand(env["A"], {"HOME": "x", "A": "y"}) == value
+
+
+@pytest.mark.parametrize("bash", [True, False])
+@pytest.mark.parametrize(
+    ("setup", "status", "words"),
+    [
+        (["export A=1", "[ -f none ] && echo"], 0, "trained"),
+        (["if true; then", "false || true", "fi", "echo $(echo on) $$"], 0, "trained"),
+        (["source ./vars", "echo $FROM"], {True: 0, False: 2}, {True: "file", False: "cluster.setup: "}),
+        ([". ./vars", "echo $FROM"], 0, "file"),
+        (["false", "true"], 2, "cluster.setup: "),
+        (["source none"], 2, "cluster.setup: "),
+        (["nothing_such -x"], 2, "cluster.setup: "),
+        (["sh -c 'exit 78'"], 2, "cluster.setup: "),
+        (["exit 0"], 2, "cluster.setup: "),
+        (["exit 79"], 79, ""),
+        (["exit 75"], 75, ""),
+    ],
+)
+def test_a_line_of_setup_that_fails_stops_the_pod(tmp_path, bash, setup, status, words):
+    """In bash if the image has it, else in its sh. A pod whose setup works runs its ranks and has their status."""
+    one = submission("debug=tiny", "gpus=8", f"cluster.setup={json.dumps(setup)}", "cluster.python=./ranks")
+    (tmp_path / "vars").write_text("FROM=file\n")
+    (tmp_path / "ranks").write_text('#!/bin/sh\necho trained "$4"\n')
+    (tmp_path / "ranks").chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    for program in ("sh", "cat", *(["bash"] if bash else [])):
+        (tmp_path / "bin" / program).symlink_to(shutil.which(program))
+    container = one.container(PodShape(1, 8))
+    command = [expand(word, {}) for word in (*container["command"], *container["args"])]
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path / "bin")}, capture_output=True, text=True)
+    expected = status[bash] if isinstance(status, dict) else status
+    assert done.returncode == expected, done
+    assert (words[bash] if isinstance(words, dict) else words) in done.stdout + done.stderr
+    assert ("trained" in done.stdout) is (expected == 0)
+    assert expected or f"trained {one.directory}" in done.stdout
 
 
 def test_a_dry_run_prints_manifests_without_kubectl(tmp_path):

@@ -292,7 +292,7 @@ def _fits(key: str, value: Any) -> bool:
         return False
     section, name = holder_of(key)
     try:
-        OmegaConf.update(_structured(section), name, value, force_add=True)
+        OmegaConf.update(_structured(section), name, value, merge=False, force_add=True)
     except (OmegaConfBaseException, ValueError):
         return False
     return True

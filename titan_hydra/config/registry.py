@@ -204,6 +204,7 @@ class ExecutorKind:
     here: bool = True
     single: bool = False  # whether the executor runs a single rank, in the process of launch.py
     faults: Reference | None = None  # (Job) -> the faults of the executor's keys; imports no torch
+    warnings: Reference | None = None  # like `faults`, but for what is legal and probably a mistake
     elastic: bool = False  # whether each start of a job may be given another number of nodes (`elastic`)
     site: Reference | None = None  # a titan_hydra.launch.executor.ClusterSite, for `titan cluster init`
 

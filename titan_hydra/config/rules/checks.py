@@ -445,3 +445,4 @@ def warnings(job: Job) -> Iterator[Fault]:
     yield from checkpoint.weights_know_the_tokenizer(job)
     yield from data.corpus_fills_a_step(job)
     yield from data.sources_find_little_wrong(job)
+    yield from cluster.executors_warn(job)

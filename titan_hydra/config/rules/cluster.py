@@ -109,3 +109,9 @@ RULES = [
     executor_takes_its_keys,
     elastic_jobs_can_change_their_nodes,
 ]
+
+
+def executors_warn(job: Job) -> Iterator[Fault]:
+    """Yield the warnings of the job's executor. They are no faults."""
+    if found := resolve(EXECUTORS[job.cluster.executor].warnings):
+        yield from found(job)

@@ -31,6 +31,16 @@ def being_submitted(owner: Owner) -> bool:
     return "ended" not in owner and time.time() - owner["started"] < SILENCE
 
 
+def guarded_setup(lines: list[str]) -> list[str]:
+    """Return the lines of cluster.setup as shell lines that stop the shell at the first command that fails. The ranks
+    would otherwise start with another interpreter or without a module. Two statuses are kept: asked to stop, and unfit.
+    """
+    kept = f"{int(Exit.REQUEUED)}|{int(Exit.UNHEALTHY)}"
+    words = "cluster.setup: ${BASH_COMMAND:-a command} ended with status $status; no rank is started"
+    handler = f'status=$?; case $status in {kept}) exit $status;; esac; echo "{words}" >&2; exit {int(Exit.CONFIG)}'
+    return [f"trap '{handler}' EXIT", "set -e", *lines, "set +e", "trap - EXIT"] if lines else []
+
+
 def submit_and_follow(
     cells: list[Cell],
     folder: Path | None,

@@ -11,6 +11,7 @@ register(
         KubernetesCluster,
         here=False,
         faults=f"{__package__}.rules:faults",
+        warnings=f"{__package__}.rules:rights_beyond_the_level",
         site=f"{__package__}.init:SITE",
     )
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -46,7 +47,10 @@ class Kubernetes(Executor):
                 "cluster.max_parallel", parallel, "Kubernetes has no such limit; a queue of Kueue has", legal=(0,)
             )
         start = to_start(cells, states)
-        if cells[0].job.launch.mode == "dry" or not start:
+        if cells[0].job.launch.mode == "dry":  # else the API server checks them, by its own version's schema
+            yield from submit.faults_of_fields(cells)
+            return
+        if not start:
             return
         try:
             kubectl.namespace_of(cast(KubernetesCluster, cells[0].job.cluster))
@@ -61,6 +65,8 @@ class Kubernetes(Executor):
 
         for one, alike in submit.shapes(cells):
             more = f", and {counted(len(alike) - 1, 'more cell')} with other names" if len(alike) > 1 else ""
+            if one.cluster.pod and find_spec("kubernetes_validate") is None:
+                yield "cluster.pod: not checked against the API's schema (pip install kubernetes-validate)"
             yield f"\n--- {alike[0].directory.name}{more}\n{one.text}"
 
     def submit(self, cells: list[Cell], folder: Path | None) -> int:

@@ -22,7 +22,14 @@ EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 TAINT = Text(
     "KEY, KEY=VALUE or either with an effect, as KEY:NoSchedule", rf"[\w./-]+(=[\w.-]*)?(:({'|'.join(EFFECTS)}))?"
 )
-CAPABILITY = Text("a Linux capability such as IPC_LOCK", "[A-Z_]+")
+CAPABILITY = Text("a Linux capability such as IPC_LOCK, without CAP_", "(?!CAP_)[A-Z_]+")
+HOST = r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:\d+)?"
+REPOSITORY = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+IMAGE = Text(
+    "an image such as registry.site/titan:1 (its repository in lower-case letters)",
+    rf"({HOST}/)?{REPOSITORY}(/{REPOSITORY})*(:\w[\w.-]{{0,127}})?(@[a-z0-9]+:[0-9a-f]{{32,}})?",
+    longest=1000,
+)
 USER = Interval(1, 2**31 - 1)
 
 
@@ -36,7 +43,7 @@ class KubernetesCluster(Cluster):
         None, "Kueue's local queue, which starts all pods of a Job at once; null: none", SUBDOMAIN, identity=False
     )
     image: str | None = key(
-        None, "container image with Python, torch and this package's dependencies", WORD, identity=False
+        None, "container image with Python, torch and this package's dependencies", IMAGE, identity=False
     )
     image_pull_secrets: list[str] = key(list, "Secrets with which the image is pulled", SUBDOMAIN, identity=False)
     volumes: dict[str, str] = key(
@@ -92,8 +99,7 @@ class KubernetesCluster(Cluster):
     )
     pod: dict[str, Any] = key(
         dict,
-        "further fields of the pods' spec, such as {hostNetwork: true, runtimeClassName: nvidia}",
-        ANY,
+        "further fields of the pods' spec, such as {hostNetwork: true, runtimeClassName: nvidia}, with any values",
         identity=False,
     )
     setup: list[str] = key(list, "shell lines in each pod before its ranks start", identity=False)

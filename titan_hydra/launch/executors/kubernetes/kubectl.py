@@ -22,6 +22,11 @@ NO_ANSWER = (
     r"timed? ?out|refused|no route|EOF|reset by peer|unable to connect|TLS handshake|no such host|deadline|unavailable"
 )
 LIVE = ("Pending", "Running")  # phases of a pod that has not ended
+# what kubectl prints around an error; the advice names a flag that nobody can pass here
+NOISE = (
+    r"^error: |^Error from server |error (when creating|validating) \"STDIN\": |error validating data: "
+    r"|; if you choose to ignore these errors.*"
+)
 SYSTEM = "kube-system"  # the namespace that every cluster has, and whose uid therefore names the cluster
 MESSAGE = 160  # maximum length at which a message of the cluster is cut
 
@@ -78,9 +83,9 @@ class Namespace:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KubectlError(f"kubectl: {error}") from error
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
-            words = " ".join(" ".join(lines).split()) or f"it ended with status {done.returncode}"
-            raise KubectlError(f"kubectl: {words.removeprefix('error: ').removeprefix('Error from server ')}")
+            lines = [re.sub(NOISE, "", line) for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
+            words = " ".join("; ".join(filter(None, dict.fromkeys(lines))).split())  # each refused object has its line
+            raise KubectlError(f"kubectl: {words or f'it ended with status {done.returncode}'}")
         return done.stdout
 
     @property
@@ -244,7 +249,7 @@ def job_of_item(item: dict[str, Any], token: str, known: list[PodState] | None) 
         state,
         reason,
         node_names(live),
-        status.get("startTime", ""),
+        status.get("startTime", "") if state == "Running" else "",  # else the start of waiting
         token,
         message,
         tuple(pods),

@@ -14,6 +14,7 @@ import yaml
 from titan_hydra.base.errors import Exit
 from titan_hydra.config import Job
 from titan_hydra.job.ranks import processes
+from titan_hydra.launch.executors.queued import guarded_setup
 from titan_hydra.runs.run import hash_of
 
 from .keys import EFFECTS, KubernetesCluster
@@ -39,6 +40,10 @@ wait "$child"; status=$?
 while [ "$status" -gt 128 ] && kill -0 "$child" 2>/dev/null; do wait "$child"; status=$?; done
 exit "$status"
 """
+
+
+# The script runs in bash if the image has it, as `source` and arrays in cluster.setup need bash.
+SHELL = 'shell=$(command -v bash) || shell=sh; exec "$shell" -c "$0" node "$@"'
 
 
 class ManifestDumper(yaml.SafeDumper):
@@ -175,7 +180,7 @@ class Submission:
     def container(self, shape: PodShape) -> dict[str, Any]:
         """Return the only container of a pod."""
         cluster = self.cluster
-        setup = "".join(f"{line}\n" for line in cluster.setup)
+        setup = "".join(f"{line}\n" for line in guarded_setup(cluster.setup))
         script = SCRIPT.format(
             again=int(Exit.REQUEUED), setup=setup, python=cluster.python, module=f"{__package__}.node"
         )
@@ -187,9 +192,8 @@ class Submission:
         container: dict[str, Any] = {
             "name": "ranks",
             "image": cluster.image,
-            # $ is doubled, as the kubelet replaces $(NAME) by the variable's value, and $$ by $
-            "command": ["/bin/sh", "-c", re.sub(r"\$(?=[$(])", "$$", script), "node"],
-            "args": [str(self.directory), str(self.attempt), self.token, self.name],
+            "command": ["/bin/sh", "-c", *map(unexpanded, (SHELL, script))],
+            "args": [unexpanded(str(self.directory)), str(self.attempt), self.token, self.name],
             "env": self.environment(),
             "resources": self.resources(shape),
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], **kept}},
@@ -213,7 +217,7 @@ class Submission:
         }
         fields = {"POD_NAME": "metadata.name", "NODE_NAME": "spec.nodeName"}
         return [
-            *({"name": name, "value": value} for name, value in values.items()),
+            *({"name": name, "value": unexpanded(value)} for name, value in values.items()),
             *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
         ]
 
@@ -230,6 +234,11 @@ class Submission:
         cores = {"cpu": str(cluster.cpus_per_task * shape.ranks_per_pod)} if cluster.cpus_per_task else {}
         found = {"requests": cores | both, "limits": both}
         return {name: value for name, value in found.items() if value}
+
+
+def unexpanded(text: str) -> str:
+    """Double each $ that the kubelet would otherwise read: it replaces $(NAME) by the variable's value, and $$ by $."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def toleration(text: str) -> dict[str, str]:

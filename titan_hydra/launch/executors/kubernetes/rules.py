@@ -13,6 +13,10 @@ from .keys import QUALIFIED, QUANTITY, SUBDOMAIN, VALUE, KubernetesCluster
 
 VARIABLE = Text("the name of an environment variable (letters, digits and _)", r"[A-Za-z_][A-Za-z0-9_]*")
 VARIABLES_OURS = {"POD_NAME", "NODE_NAME", "JOB_COMPLETION_INDEX"}
+# paths at which a mounted volume would hide the image's system, and folders in which the container runtime mounts its own
+SYSTEM = {"/", "/bin", "/sbin", "/lib", "/lib64", "/usr", "/usr/bin", "/usr/lib", "/usr/local", "/etc", "/run", "/var"}
+KERNEL = ("/dev", "/proc", "/sys", "/run/secrets", "/var/run")
+POWERS = ("hostNetwork", "hostPID", "hostIPC")  # fields that give a pod a part of its node
 # fields of a pod's spec that the key `pod` may not set, each with the key that sets it instead
 OURS = {
     "containers": "the layout",
@@ -24,11 +28,17 @@ OURS = {
     "nodeSelector": "cluster.node_selector",
     "tolerations": "cluster.tolerations",
     "affinity": "cluster.exclude",
+    "nodeName": "cluster.node_selector and cluster.exclude",
     "serviceAccountName": "cluster.service_account",
+    "serviceAccount": "cluster.service_account",  # the older name of serviceAccountName
     "priorityClassName": "cluster.priority_class",
+    "priority": "cluster.priority_class",
+    "resources": "cluster.memory, cluster.cpus_per_task and cluster.resources",
     "imagePullSecrets": "cluster.image_pull_secrets",
     "securityContext": "cluster.user and cluster.group",
     "hostname": "the layout",
+    "hostnameOverride": "the layout",
+    "ephemeralContainers": "the layout",
     "setHostnameAsFQDN": "the layout",
 }
 
@@ -42,6 +52,7 @@ def faults(job: Job) -> Iterator[Fault]:
     yield from tables_have_legal_names(cluster)
     yield from resources_are_quantities(cluster)
     yield from fields_are_the_sites(cluster)
+    yield from shared_memory_fits(cluster)
     yield from runs_lie_on_a_volume(cluster, job.paths.runs)
     yield from one_pod_is_one_replica(job)
 
@@ -84,6 +95,45 @@ def fields_are_the_sites(cluster: KubernetesCluster) -> Iterator[Fault]:
             yield Fault("cluster.pod", name, "not the name of a field, as in {runtimeClassName: nvidia}")
 
 
+def rights_beyond_the_level(job: Job) -> Iterator[Fault]:
+    """Yield a warning for each key that gives the pods a right which Kubernetes' Pod Security level "restricted" forbids,
+    or that mounts a token of the API.
+    """
+    cluster = job.cluster
+    assert isinstance(cluster, KubernetesCluster)
+    more = "the pods have more rights than Kubernetes' level restricted allows"
+    for name in cluster.capabilities:
+        if name != "NET_BIND_SERVICE":
+            yield Fault("cluster.capabilities", name, more)
+    for name in POWERS:
+        if cluster.pod.get(name):
+            yield Fault("cluster.pod", name, more)
+    containers = cluster.pod.get("initContainers") or []
+    for container in containers if isinstance(containers, list) else []:
+        context = container.get("securityContext") if isinstance(container, dict) else None
+        context = context if isinstance(context, dict) else {}
+        if context.get("allowPrivilegeEscalation") is not False or context.get("privileged"):
+            yield Fault(
+                "cluster.pod", "initContainers", f"{more}, without securityContext.allowPrivilegeEscalation: false"
+            )
+    if cluster.pod.get("automountServiceAccountToken"):
+        yield Fault("cluster.pod", "automountServiceAccountToken", "the ranks get a token of the Kubernetes API")
+
+
+def shared_memory_fits(cluster: KubernetesCluster) -> Iterator[Fault]:
+    """/dev/shm is a part of the pod's memory, so a rank that fills a larger one would be killed."""
+    if cluster.memory and number_of(cluster.shared_memory) > number_of(cluster.memory):
+        reason = f"is more than cluster.memory={cluster.memory}, of which it is a part"
+        yield Fault("cluster.shared_memory", cluster.shared_memory, reason)
+
+
+def number_of(quantity: str) -> float:
+    """Convert a quantity such as 64Gi to a number."""
+    unit = quantity.lstrip("0123456789.")
+    power = "kMGTP".find(unit[:1].replace("K", "k")) + 1 if unit else 0
+    return float(quantity.removesuffix(unit)) * (1024 if unit.endswith("i") else 1000) ** power
+
+
 def runs_lie_on_a_volume(cluster: KubernetesCluster, folder: str) -> Iterator[Fault]:
     """Each volume is mounted at its own absolute path, and the folder of runs lies in a volume that the pods can write.
     This is checked because the run directory has the same path in the pods as on this machine.
@@ -94,6 +144,10 @@ def runs_lie_on_a_volume(cluster: KubernetesCluster, folder: str) -> Iterator[Fa
             yield Fault("cluster.volumes", f"{claim}: {path}", "is not an absolute path, or one with :ro behind it")
         elif list(paths.values()).count(path) > 1:
             yield Fault("cluster.volumes", f"{claim}: {path}", "another volume is mounted there")
+        elif str(path) in SYSTEM or any(path.is_relative_to(folder) for folder in KERNEL):
+            yield Fault(
+                "cluster.volumes", f"{claim}: {path}", "would hide a folder of the image's or the node's system"
+            )
     runs = PurePosixPath(os.path.abspath(os.path.expanduser(folder)))
     holders = {path: claim for claim, path in paths.items() if runs.is_relative_to(path)}
     if not holders:

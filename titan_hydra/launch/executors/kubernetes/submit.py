@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 from titan_hydra.base.errors import Exit
 from titan_hydra.config import Fault
-from titan_hydra.config.fault import counted
+from titan_hydra.config.fault import counted, shown, suggest
 from titan_hydra.config.files import write_text
 from titan_hydra.launch.attach import Interrupts
 from titan_hydra.runs import layout, rundir
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
 KINDS = r'{.kind} {.metadata.uid}{"\n"}'  # format in which kubectl prints a line for each object that it creates
+WORDS = 200  # maximum length of a schema's words about a fault
 PATIENCE = 3  # seconds between two questions whether a Job exists, after a call without an answer
 
 
@@ -60,15 +62,39 @@ def shapes(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:
     return [(found[key], alike[key]) for key in found]
 
 
+def faults_of_fields(cells: list[Cell]) -> Iterable[Fault]:
+    """Check the fields of cluster.pod against the schemas of the Kubernetes API, if these are installed."""
+    try:
+        import kubernetes_validate
+    except ImportError:
+        return
+    version = kubernetes_validate.latest_version()
+    for one, _ in shapes(cells):
+        try:
+            if one.cluster.pod:
+                kubernetes_validate.validate(one.objects[1], version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            place = ".".join(map(str, error.path)).removeprefix("spec.template.spec").lstrip(".")
+            words = f"{place}: {error.message}" if place else error.message
+            legal = error.schema.get("properties", {}) if error.validator == "additionalProperties" else ()
+            wrong = next((name for name in one.cluster.pod if legal and name not in legal), ", ".join(one.cluster.pod))
+            yield Fault("cluster.pod", wrong, f"Kubernetes {version}: {shown(words, WORDS)}", suggest(wrong, [*legal]))
+
+
 def faults_of_manifests(cells: list[Cell]) -> Iterable[Fault]:
     """Let the API server check one manifest of each shape, as if the Job were created. It refuses a Job that this user
     may not create, that names a namespace or a class that does not exist, or that breaks the site's policies or quotas.
     """
     for one, _ in shapes(cells):
         try:
-            namespace_of(one.cluster).call("create", "--dry-run=server", "--filename=-", text=one.text)
+            place = namespace_of(one.cluster)
+            place.call("create", "--dry-run=server", "--filename=-", text=one.text)
         except KubectlError as error:
-            yield Fault("cluster.namespace", one.cluster.namespace, str(error))
+            if one.cluster.namespace and re.search('namespaces ".*" not found', str(error)):
+                yield Fault("cluster.namespace", one.cluster.namespace, str(error))
+            else:
+                where = f"namespace {place.name}, context {place.context}"
+                yield Fault("cluster.executor", "kubernetes", f"{where}: {error}")
 
 
 def submit_cells(start: list[tuple[Cell, State]], code: Path, interrupts: Interrupts) -> int:

@@ -27,6 +27,7 @@ from typing import Any
 from submitit.slurm.slurm import SlurmExecutor
 
 from titan_hydra.base.errors import Exit
+from titan_hydra.launch.executors.queued import guarded_setup
 from titan_hydra.launch.worker import LATE
 from titan_hydra.runs import layout
 
@@ -290,7 +291,7 @@ class SlurmBatch(SlurmExecutor):
             # of a whole node
             *([f"export SRUN_CPUS_PER_TASK={cores} SLURM_CPUS_PER_TASK={cores}"] if cores else []),
             *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()),
-            *self.cluster.setup,
+            *guarded_setup(self.cluster.setup),
         ]
 
     @property
