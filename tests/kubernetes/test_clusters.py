@@ -54,6 +54,7 @@ def test_another_cluster_of_the_same_name_starts_and_cancels_nothing(
     assert "cancel it there" in printed(capsys, "cancel", "-y", "--runs", str(one.runs))
     assert dispatch.go([one], None) == Exit.DONE
     assert "nothing was started" in capsys.readouterr().out
+    assert f"on the cluster fake ({closed.address})" in printed(capsys, "resume", str(one.directory))
     assert jobs(other) == [] and len(jobs(closed)) == 1 and not layout.ATTEMPT.of(one.directory, 2).exists()
     monkeypatch.setenv("KUBECONFIG", str(closed.config))
     assert rundir.state(one.directory).kind == "queued"

@@ -72,4 +72,4 @@ def refuse_state(directory: Path) -> None:
     if state.kind == "done":
         raise ConfigError(f"{directory.name} is done; titan extend {directory.name} steps=N trains it longer")
     if state.active:
-        raise ConfigError(f"{directory.name} is {state.kind}; stop it first (titan cancel {directory.name})")
+        raise ConfigError(f"{directory.name} is {state.kind}; {state.stopped_by(directory.name)}")

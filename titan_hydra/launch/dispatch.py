@@ -154,7 +154,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
                 Fault(
                     "launch.force",
                     True,
-                    f"{cell.directory.name} is {state.kind}; stop it first (titan cancel {cell.directory.name})",
+                    f"{cell.directory.name} is {state.kind}; {state.stopped_by(cell.directory.name)}",
                 )
             )
     began = {cell.directory: cell.job for cell, state in zip(cells, states, strict=True) if state.kind != "new"}

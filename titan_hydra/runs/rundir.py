@@ -62,6 +62,11 @@ class State:
         """Whether the state may change although nobody types a command."""
         return self.kind in ("queued", "running", "unknown")
 
+    def stopped_by(self, run: str) -> str:
+        """Return how to stop this run: by titan cancel or, if it belongs to another cluster, there."""
+        there = (self.host or "").startswith("cluster ")
+        return f"stop it first, on the {self.host}" if there else f"stop it first (titan cancel {run})"
+
     @property
     def here(self) -> bool:
         return self.host == socket.gethostname()
