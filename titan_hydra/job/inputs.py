@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.files import expand, home, kind
+from titan_hydra.config.files import data_files, expand, home
 from titan_hydra.config.registry import DATA_SOURCES
 from titan_hydra.config.schema import Job
 
@@ -112,7 +112,7 @@ def look_at(one: Input, known: dict[str, list[Any]] | None = None) -> Found | No
     if place in _looked and time.monotonic() - _looked[place][0] < FRESH:
         return _looked[place][1]
     try:
-        files = [file for file in expand(one.path) if not one.suffixes or kind(file) in one.suffixes]
+        files = data_files(one.path, expand(one.path), one.suffixes)
     except ConfigError:
         return None  # a rule of the source refuses the path
     if not files:
@@ -169,4 +169,4 @@ def look_anew() -> None:
 def digest_of_files(path: str, suffixes: tuple[str, ...]) -> str | None:
     """Return the digest of the files of data that a path names; None if there are none."""
     found = look_at(Input("data.path", "data", path, suffixes))
-    return found and found.digest
+    return found.digest if found else None

@@ -66,7 +66,11 @@ class Processes(Executor):
         return one_by_one.run_all(cells, self.run, lambda: self.owner(cells))
 
     def owner(self, cells: list[Cell]) -> dict[str, Any]:
-        """Return the field of attempt.json that names the copy of the code that an attempt of these cells runs."""
+        """Return the field of attempt.json that names the copy of the code that an attempt of these cells runs; nothing for
+        a user's executor that starts ranks in its own way, with the code of this checkout.
+        """
+        if type(self).start is not Processes.start:
+            return {}
         return {"code": self.code_of(cells).name}
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> subprocess.Popen[Any] | None:
