@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.user_code import digest, require_user_modules
+from titan_hydra.config.user_code import digest, require_user_modules, sources
 
 from . import layout
 
@@ -22,6 +22,8 @@ def import_modules(directory: Path) -> None:
     )
     if layout.CONFIG.of(directory).stat().st_uid != os.getuid():
         raise ConfigError(f"{named}: another user started the run")
+    if not sources(modules):
+        require_user_modules(modules)  # says which module is not here; there is nothing that it could run
     if train.get("sources") is None or digest(modules) != train["sources"]:
         raise ConfigError(f"{named}: they are other ones than when the run was started")
     require_user_modules(modules)
