@@ -16,6 +16,7 @@ from titan_hydra.launch.executors.kubernetes import kubectl, states, submit
 from titan_hydra.runs import layout, rundir, view
 from titan_hydra.runs.find import RunCell
 
+from .api import Refusal
 from .conftest import jobs, wait_for
 from .kubelet import IMAGE
 
@@ -213,6 +214,29 @@ def test_texts_like_numbers_stay_texts(closed, cell, monkeypatch):
         "1e3",
         "on",
     )
+
+
+def test_one_call_creates_many_jobs(closed, cell, monkeypatch):
+    """If the server refuses some of them, the others are submitted, and the refused ones are not lost."""
+    call, calls = kubectl.Namespace.call, []
+    monkeypatch.setattr(
+        kubectl.Namespace, "call", lambda self, *words, **more: calls.append(words[0]) or call(self, *words, **more)
+    )
+    put = closed.store.put
+
+    def full(plural, item):
+        if plural == "jobs" and len(jobs(closed)) == 2:
+            raise Refusal(403, "Forbidden", f'jobs "{item["metadata"]["name"]}" is forbidden: exceeded quota: team')
+        return put(plural, item)
+
+    monkeypatch.setattr(closed.store, "put", full)
+    cells = [cell(f"seed={seed}") for seed in (1, 2, 3, 4)]
+    assert dispatch.go(cells, None) == Exit.BUG and calls.count("create") == 1
+    states = rundir.states([one.directory for one in cells])
+    assert [state.kind for state in states] == ["queued", "queued", "not submitted", "not submitted"]
+    assert all(state.refused.count("exceeded quota") == 1 for state in states[2:])
+    monkeypatch.setattr(closed.store, "put", put)
+    assert dispatch.go(cells, None) == Exit.DONE and calls.count("create") == 2 and len(jobs(closed)) == 4
 
 
 def test_one_question_for_all_runs(closed, cell):

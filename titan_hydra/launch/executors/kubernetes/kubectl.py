@@ -32,7 +32,16 @@ MESSAGE = 160  # maximum length at which a message of the cluster is cut
 
 
 class KubectlError(Exception):
-    """kubectl is missing or has failed. The exception's message is the text that kubectl printed, on one line."""
+    """kubectl is missing or has failed. The exception's message is the text that kubectl printed, on one line; `output` is
+    what it printed about the objects for which it succeeded.
+    """
+
+    output = ""
+
+    def about(self, name: str) -> str:
+        """Return the parts of the message that name an object, or the whole message if there are none."""
+        parts = str(self).split("; ")
+        return "; ".join(part for part in parts if f'"{name}"' in part) or str(self)
 
     @property
     def uncertain(self) -> bool:
@@ -85,7 +94,9 @@ class Namespace:
         if done.returncode:
             lines = [re.sub(NOISE, "", line) for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
             words = " ".join("; ".join(filter(None, dict.fromkeys(lines))).split())  # each refused object has its line
-            raise KubectlError(f"kubectl: {words or f'it ended with status {done.returncode}'}")
+            error = KubectlError(f"kubectl: {words or f'it ended with status {done.returncode}'}")
+            error.output = done.stdout
+            raise error
         return done.stdout
 
     @property

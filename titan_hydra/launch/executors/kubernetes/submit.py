@@ -30,13 +30,14 @@ from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import RunRow, owner_of
 
 from .keys import KubernetesCluster
-from .kubectl import KubectlError, Namespace, ask_namespaces, namespace_of
+from .kubectl import LIMIT, KubectlError, Namespace, ask_namespaces, namespace_of
 from .manifest import Submission, new_token
 
 if TYPE_CHECKING:
     from titan_hydra.launch.cell import Cell
 
-KINDS = r'{.kind} {.metadata.uid}{"\n"}'  # format in which kubectl prints a line for each object that it creates
+KINDS = r'{.kind} {.metadata.name} {.metadata.uid}{"\n"}'  # format in which kubectl prints a line for each object that it creates
+AT_ONCE = 50  # number of cells whose Jobs one call creates
 WORDS = 200  # maximum length of a schema's words about a fault
 PATIENCE = 3  # seconds between two questions whether a Job exists, after a call without an answer
 
@@ -108,44 +109,55 @@ def submit_cells(start: list[tuple[Cell, State]], code: Path, interrupts: Interr
     except KubectlError as error:
         print(error, file=sys.stderr)
         return Exit.CONFIG
-    for cell, state in start:
+    for first in range(0, len(start), AT_ONCE):
         if interrupts.received:
             break
-        token = new_token()
-        owner = {
-            "executor": "kubernetes",
-            "token": token,
-            "job_id": None,
-            "user": getpass.getuser(),
-            "code": code.name,
-            "cluster": namespace.context,
-            "namespace": namespace.name,
-            **identity,
-        }
-        number = state.attempt + 1
-        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
-        if attempt is not None:  # None: another launcher has claimed this attempt meanwhile
-            one = submission_of(cell, int(attempt.name), token, code, unfit_nodes(state.failure))
-            if status := create(one, attempt, namespace):
-                return status
+        claimed: list[tuple[Submission, Path]] = []
+        for cell, state in start[first : first + AT_ONCE]:
+            token = new_token()
+            owner = {
+                "executor": "kubernetes",
+                "token": token,
+                "job_id": None,
+                "user": getpass.getuser(),
+                "code": code.name,
+                "cluster": namespace.context,
+                "namespace": namespace.name,
+                **identity,
+            }
+            number = state.attempt + 1
+            attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, cell.job.launch.force, **owner)
+            if attempt is not None:  # None: another launcher has claimed this attempt meanwhile
+                one = submission_of(cell, int(attempt.name), token, code, unfit_nodes(state.failure))
+                claimed.append((one, attempt))
+        if claimed and (status := create(claimed, namespace)):
+            return status
     return Exit.DONE
 
 
-def create(one: Submission, attempt: Path, namespace: Namespace) -> int:
-    """Create the Job and the Service of a claimed attempt, and record the Job's name. Return the exit status."""
-    write_text(layout.JOB_FILE.of(one.directory), one.text)
+def create(claimed: list[tuple[Submission, Path]], namespace: Namespace) -> int:
+    """Create the Jobs and Services of claimed attempts with one call, and record the names of the Jobs. Return the exit
+    status.
+    """
+    for one, _ in claimed:
+        write_text(layout.JOB_FILE.of(one.directory), one.text)
+    text, limit = "---\n".join(one.text for one, _ in claimed), LIMIT + len(claimed)
+    failed = None
     try:
-        made = namespace.call("create", "--filename=-", f"--output=jsonpath={KINDS}", text=one.text)
-    except KubectlError as error:
-        return after_error(one, attempt, error)
-    rundir.note(attempt, job_id=one.name)
-    own_service(one, namespace, made)
-    return Exit.DONE
+        made = namespace.call("create", "--filename=-", f"--output=jsonpath={KINDS}", text=text, limit=limit)
+    except KubectlError as error:  # kubectl goes on with the other objects after an error
+        made, failed = error.output, error
+    uids = {words[1]: words[2] for line in made.splitlines() if (words := line.split())[:1] == ["Job"]}
+    for one, attempt in claimed:
+        if one.name in uids:
+            rundir.note(attempt, job_id=one.name)
+            own_service(one, namespace, uids[one.name])
+    rest = [(one, attempt) for one, attempt in claimed if one.name not in uids]
+    return after_error(rest, failed or KubectlError("kubectl: it created no such Job")) if rest else Exit.DONE
 
 
-def own_service(one: Submission, namespace: Namespace, made: str) -> None:
+def own_service(one: Submission, namespace: Namespace, uid: str) -> None:
     """Let the Job own its Service, so that the cluster deletes the Service with the Job."""
-    uid = next(line.split()[1] for line in made.splitlines() if line.startswith("Job "))
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": one.name, "uid": uid}
     patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
     try:
@@ -154,24 +166,29 @@ def own_service(one: Submission, namespace: Namespace, made: str) -> None:
         print(f"{one.name}: its Service stays when the Job is deleted: {error}", file=sys.stderr)
 
 
-def after_error(one: Submission, attempt: Path, error: KubectlError) -> int:
-    """Find out whether the Job exists although kubectl failed, for example by a time-out. If it does not, record why it
-    was refused. If kubectl gives no answer, the attempt stays open, and the next command asks again. Return the exit
-    status.
+def after_error(rest: list[tuple[Submission, Path]], error: KubectlError) -> int:
+    """Find out which of these Jobs exist although kubectl failed, for example by a time-out. For the others, record why
+    they were refused. If kubectl gives no answer, their attempts stay open, and the next command asks again. Return the
+    exit status.
     """
-    name = one.directory.name
     for pause in (0, PATIENCE) if error.uncertain else (0,):
         time.sleep(pause)
-        queue = ask_namespaces([layout.CLAIM.read(attempt)])
-        if one.token in queue.jobs:
-            rundir.note(attempt, job_id=one.name)
-            print(f"{name}: {error}; the Job exists nevertheless", file=sys.stderr)
+        queue = ask_namespaces([layout.CLAIM.read(attempt) for _, attempt in rest])
+        for one, attempt in rest:
+            if one.token in queue.jobs:
+                rundir.note(attempt, job_id=one.name)
+                print(f"{one.directory.name}: {error.about(one.name)}; the Job exists nevertheless", file=sys.stderr)
+        rest = [(one, attempt) for one, attempt in rest if one.token not in queue.jobs]
+        if not rest:
             return Exit.DONE
-    if error.uncertain and not queue.answers:
-        print(f"{name}: {error}; the Job may exist nevertheless: this command asks again", file=sys.stderr)
-        return Exit.BUG
-    rundir.note(attempt, ended=time.time(), refused=str(error))
-    print(f"{name}: refused: {error}", file=sys.stderr)
+    for one, attempt in rest:
+        words = error.about(one.name)
+        if error.uncertain and not queue.answers:
+            words += "; the Job may exist nevertheless: this command asks again"
+        else:
+            rundir.note(attempt, ended=time.time(), refused=words)
+            words = f"refused: {words}"
+        print(f"{one.directory.name}: {words}", file=sys.stderr)
     return Exit.BUG
 
 
