@@ -256,6 +256,12 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
         "false",
     ),
     ({"ac__name": "memory_budget"}, "compile.name", "memory_budget_is_the_compilers", "block"),
+    (
+        {"gpus": 4, "parallelism__cp": 4, "parallelism__cp_rotate": "alltoall", "compile__name": "block"},
+        "parallelism.cp_rotate",
+        "a_compiled_ring_has_two_ranks",
+        "allgather or ulysses",
+    ),
     *(
         (
             {"parallelism__tp": 2, "compile__name": "block", "ac__name": ac},

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 
 from titan_hydra.base.versions import versions
 from titan_hydra.config.fault import Fault
+from titan_hydra.config.registry import CP_ROTATIONS
 from titan_hydra.config.schema import Job
 from titan_hydra.job.recomputation import mode_of, recomputed_share
 
@@ -64,6 +65,26 @@ def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
         yield Fault("compile.name", "model", why, legal=("block",))
 
 
+def a_compiled_ring_has_two_ranks(job: Job) -> Iterator[Fault]:
+    """In a compiled backward, ranks of a ring of three or more wait for different exchanges, and the run hangs (seen with
+    the back ends aot_eager and inductor, torch 2.13, gloo). Only the ring that gathers all keys at once is excepted.
+    """
+    rotation = CP_ROTATIONS[job.parallelism.cp_rotate]
+    if (
+        job.parallelism.cp > 2
+        and rotation.ring
+        and not rotation.gathers
+        and job.compile.name != "off"
+        and job.comm.name != "fake"
+    ):
+        yield Fault(
+            "parallelism.cp_rotate",
+            job.parallelism.cp_rotate,
+            f"compile={job.compile.name}: a compiled ring of {job.parallelism.cp} ranks hangs in the backward; compile=off can keep it",
+            legal=tuple(name for name, other in CP_ROTATIONS.items() if not other.ring or other.gathers),
+        )
+
+
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
     """torch 2.13 cannot compile recomputed blocks with tensor parallelism: it puts the mesh among the saved tensors of
     the recomputation, and asserts that all of them are tensors. torch 2.11 can compile them. With comm=fake nothing is
@@ -98,6 +119,7 @@ RECIPE = [
     async_tensor_parallel_is_the_compilers,
     memory_budget_is_the_compilers,
     a_whole_model_is_one_graph,
+    a_compiled_ring_has_two_ranks,
     compiled_tensor_parallel_blocks_save_tensors,
     saved_operators_are_names,
 ]
