@@ -335,7 +335,7 @@ def test_what_torch_reads_once_is_set_before_it_is_imported(tmp_path):
         return ast.literal_eval(done.stdout.partition("set: ")[2] or done.stderr)
 
     config = to_dict(compose_job("debug=tiny"))
-    always = ["CUBLAS_WORKSPACE_CONFIG", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "RUST_LOG"]
+    always = ["CUBLAS_WORKSPACE_CONFIG", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "RUST_LOG", "TRITON_CACHE_DIR"]
     assert names(False) == sorted([*always, "PYTORCH_ALLOC_CONF"])
     assert names(True) == always
     assert names(False, PYTORCH_CUDA_ALLOC_CONF="", CUBLAS_WORKSPACE_CONFIG=":16:8") == always[1:]

@@ -50,4 +50,4 @@ def test_a_file_is_chosen_with_a_plus(launcher):
 def test_a_file_of_the_wrong_shape_is_one_line(sweep, cells):
     result = sweep(cells=cells)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith("sweeps/example.yaml: ")
+    assert "sweeps/example.yaml:" in result.stderr.partition(" ")[0]

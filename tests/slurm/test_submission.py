@@ -4,6 +4,7 @@ afterwards.
 
 import json
 import shutil
+from pathlib import Path
 
 from .conftest import ROOT
 
@@ -43,7 +44,7 @@ def test_changed_runs_are_refused(submit):
         submit.submit("-m", "gpus=1", "seed=1,2")
         config, code = submit.cell("seed=1"), submit.cell("seed=2")
         edit(config / "config.json", '"seed": 1', '"seed": 3')
-        (snapshot,) = (submit.folder / "runs" / "_code").iterdir()
+        (snapshot,) = filter(Path.is_dir, (submit.folder / "runs" / "_code").iterdir())
         edit(snapshot / "titan_hydra" / "train" / "loop.py", "def train(", "# changed\ndef train(")
     submit.settle()
     for run, words in ((config, "it was changed after it was submitted"), (code, "the code is")):
@@ -108,7 +109,7 @@ def test_the_submitting_shell_and_a_purge_change_nothing(submit):
         submit.story()
     )
     assert job["JobName"].endswith(json.loads((first / "attempts/1/attempt.json").read_text())["token"])
-    (code,) = (submit.folder / "runs" / "_code").iterdir()
+    (code,) = filter(Path.is_dir, (submit.folder / "runs" / "_code").iterdir())
     (code / "titan_hydra" / "train" / "loop.py").unlink()
     submit.submit(*line, "seed=2")
     submit.settle()

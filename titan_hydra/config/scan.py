@@ -97,7 +97,9 @@ def _value(node: yaml.ScalarNode) -> Any:
 
 
 def _read_as(key: str, node: yaml.ScalarNode) -> str:
-    return f'{key}: YAML reads {node.value} as {_value(node)}; write "{node.value}" in quotes'
+    value = _value(node)
+    read = f"the number {value}" if type(value) in (int, float) else value
+    return f'{key}: YAML reads {node.value} as {read}; write "{node.value}" in quotes'
 
 
 def misread_options(group: str, option: str, folders: Sequence[Path]) -> list[str]:
