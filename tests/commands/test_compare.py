@@ -88,7 +88,7 @@ def test_the_pages_lines_of_pandas_read_what_a_run_writes(launcher, monkeypatch,
     first.
     """
     assert launcher.run(*launcher.TINY, *TRACED, "metrics.log_every=1").returncode == 0
-    (run,) = launcher.folder.glob("runs/*/")
+    run = launcher.run_directory
     spikes, norms = re.findall(
         r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/debugging.md").read_text(), re.S
     )

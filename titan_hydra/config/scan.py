@@ -8,6 +8,7 @@ import functools
 import re
 import typing
 from collections.abc import Iterator, Sequence
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,8 @@ def misread_options(group: str, option: str, folders: Sequence[Path]) -> list[st
     lines, waiting, seen = [], [(group, option)], set()
     while waiting:
         one = waiting.pop()
-        file = next((path for folder in folders if (path := folder / one[0] / f"{one[1]}.yaml").is_file()), None)
+        # os.path.isfile is false for a name that is too long, where Path.is_file raises
+        file = next((path for folder in folders if isfile(path := folder / one[0] / f"{one[1]}.yaml")), None)
         if file is None or one in seen:
             continue
         seen.add(one)

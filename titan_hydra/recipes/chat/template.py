@@ -304,12 +304,12 @@ def special_names(config: schema.Tokenizer) -> dict[str, str]:
     """Return the special tokens by the names that templates use: `bos_token`, `eos_token` and others."""
     if config.name != "hf":
         return {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
-    if named := special_tokens(read_facts(tokenizer_file(config).parent).words):
+    file = tokenizer_file(config)
+    if not file.is_file():
+        return {}  # a rule of the tokenizer refuses it
+    if named := special_tokens(read_facts(file.parent).words):
         return named
-    added = {
-        token["content"]
-        for token in json.loads(tokenizer_file(config).read_text(encoding="utf-8")).get("added_tokens", [])
-    }
+    added = {token["content"] for token in json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])}
     usual = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES}
     return {
         key: name for key, names in usual.items() if (name := next((name for name in names if name in added), None))
