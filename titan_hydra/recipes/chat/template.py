@@ -305,10 +305,10 @@ def special_names(config: schema.Tokenizer) -> dict[str, str]:
     if config.name != "hf":
         return {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
     file = tokenizer_file(config)
-    if not file.is_file():
-        return {}  # a rule of the tokenizer refuses it
     if named := special_tokens(read_facts(file.parent).words):
         return named
+    if not file.is_file():
+        return {}  # a rule of the tokenizer refuses it
     added = {token["content"] for token in json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])}
     usual = {"bos_token": BOS_NAMES, "eos_token": EOS_NAMES}
     return {
