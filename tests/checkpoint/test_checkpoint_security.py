@@ -140,6 +140,7 @@ def test_a_value_that_would_run_code_is_refused(saved, tmp_path):
     assert (tmp_path / "owned").exists(), "the trap is not one"
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4 in the checkpoint")
 def test_a_tensor_that_would_run_code_is_refused(saved, tmp_path):
     index = safe.read_index(saved)
     place = index.storage_data[MetadataIndex("model.w", [0])]

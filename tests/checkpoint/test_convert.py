@@ -129,8 +129,8 @@ def test_an_export_keeps_the_stored_number_format(a_run, tmp_path, capsys):
     """An earlier version exported a float32 run in bfloat16 without a message, and a biologist's scores changed by 16
     %.
     """
+    _, run = a_run(tiny())
     for dtype in ("float32", "bfloat16"):
-        _, run = a_run(tiny())
         titan_convert(run, "--to", "hf", tmp_path / dtype, "--dtype", dtype)
         titan_convert(tmp_path / dtype, "--from", "hf", tmp_path / f"{dtype}_checkpoint")
         capsys.readouterr()

@@ -47,6 +47,7 @@ def test_a_run_is_profiled_without_disturbing_its_rates(run_job, tiny):
         assert all(row["dur"] >= 0 and row["pid"] == rank for row in phases if row["ph"] == "X")
 
 
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 @pytest.mark.parametrize("first_step", [1, 2, 5])
 def test_the_end_of_the_first_step_does_not_end_the_profilers_record_of_memory(monkeypatch, tmp_path, first_step):
     """Both record on CUDA with the same function of torch."""
