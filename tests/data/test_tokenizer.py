@@ -26,6 +26,7 @@ from titan_hydra.config import schema
 from titan_hydra.config.files import vocabulary_size
 from titan_hydra.data import tokenizer
 from titan_hydra.data.embedded import Embedded
+from titan_hydra.data.shards import BadShards
 
 EMBEDDED = schema.Tokenizer(name="embedded")
 LOADED = tokenizer.load(EMBEDDED)
@@ -166,7 +167,8 @@ def test_trained_tokenizer_is_of_llama3s_kind(trained):
 def test_tiktoken_encodes_as_the_trained_tokenizer_does():
     """The text has every kind of character and code, not only the text from which the merges were learned."""
     corpus = [
-        piece.text for _, piece in zip(range(40), tokenizer_cli._texts(argparse.Namespace(files=[])), strict=False)
+        piece.text
+        for _, piece in zip(range(40), tokenizer_cli._texts(argparse.Namespace(files=[]), BadShards()), strict=False)
     ]
     learnt = tokenizer_cli._train(corpus, 800)
     bytes_of = tokenizer_cli._bytes_of_ids(learnt)
@@ -295,6 +297,34 @@ def test_encode_fails_in_one_line_and_leaves_nothing(tmp_path, capsys, change, m
     assert re.search(message, error.strip().splitlines()[-1])
     assert "Traceback" not in error
     assert not list(tmp_path.glob("x.bin*"))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("command", ["encode", "train"])
+def test_a_bad_row_costs_this_row_alone(tmp_path, capsys, form, command):
+    texts = [f"row {row} " + "naïve text " * row for row in range(9)]
+    texts[3:3], file = [None], tmp_path / f"a.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file)
+    elif form == "json":
+        file.write_text(json.dumps([{"text": text} for text in texts], indent=0))
+    elif form == "jsonl":
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        file.write_text(
+            "".join(f"{text}\n" for text in ("text,id", *((text and f"{text},1") or '"a"x,1' for text in texts)))
+        )
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text))
+    options = ["--workers", 1] if command == "encode" else ["--vocab", 514]
+    assert run(command, *options, "--out", tmp_path / "x.bin", file) == 2
+    assert re.search(r"a\.\w+:( row )?\d+: .*; --max-bad-rows=0$", capsys.readouterr().err.strip())
+    assert not list(tmp_path.glob("x.bin*"))
+    assert run(command, *options, "--max-bad-rows", 1, "--out", tmp_path / "x.bin", file) == 0
+    printed = capsys.readouterr()
+    assert len(re.findall(rf"^left out: {file}:.*\d+: ", printed.err, re.MULTILINE)) == 1
+    assert "1 row left out" in printed.out
+    assert run(command, *options, "--out", tmp_path / "good.bin", tmp_path / "good.jsonl") == 0
+    assert (tmp_path / "x.bin").read_bytes() == (tmp_path / "good.bin").read_bytes()
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_old_file(tmp_path):

@@ -25,7 +25,10 @@ from titan_hydra.data import files
 from titan_hydra.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.data.embedded import Embedded
 from titan_hydra.data.long_text import LongText, Piece, is_long
+from titan_hydra.data.shards import BadRow, BadShards
 from titan_hydra.data.unknown import share_of_unknown
+
+from .bad_rows import RowsLeftOut, add_max_bad_rows
 
 BATCH_CHARACTERS = 1 << 20  # number of characters of text in a worker's batch
 WORKER: dict[str, Any] = {}  # the tokenizer and the dtype of this worker process
@@ -60,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument(
             "--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)"
         )
+        add_max_bad_rows(command)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -85,7 +89,8 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--vocab={args.vocab}: 256 bytes and {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens need 512"
         )
-    trained = _train((piece.text for piece in _texts(args)), 256 + merges)
+    bad = RowsLeftOut(args.max_bad_rows)
+    trained = _train((piece.text for piece in _texts(args, bad)), 256 + merges)
     bytes_of = _bytes_of_ids(trained)
     tokens = [bytes([byte]) for byte in range(256)] + [token for _, token in sorted(bytes_of.items()) if len(token) > 1]
     if len(tokens) < 256 + merges:
@@ -93,13 +98,13 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     model = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
     _write(args.out, model.encode())
     ours = tokenizers_of_jobs.load(schema.Tokenizer(name="tiktoken", path=str(args.out)))
-    sample = [piece.text for piece in islice(_texts(args), 1000)]
+    sample = [piece.text for piece in islice(_texts(args, bad), 1000)]
     for text in sample:
         if [bytes_of[id] for id in trained.encode(text).ids] != [tokens[id] for id in ours.encode(text)]:
             raise RuntimeError(f"tiktoken does not encode as the trained tokenizer does: {text[:80]!r}")
     print(
         f"{args.out}: {len(tokens)} ranks + {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens = {args.vocab}; "
-        f"tiktoken and tokenizers agree on {len(sample)} documents"
+        f"tiktoken and tokenizers agree on {len(sample)} documents{bad}"
     )
     return Exit.DONE
 
@@ -113,7 +118,8 @@ def encode(args: argparse.Namespace) -> int:
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     header, partial = Path(f"{args.out}.json"), Path(f"{args.out}.partial")
     documents = tokens = unknown = 0
-    texts = _texts(args)
+    bad = RowsLeftOut(args.max_bad_rows)
+    texts = _texts(args, bad)
     try:
         with open(partial, "wb") as stream, _progress() as progress:
             row = progress.add_task("encoding", documents=0, tokens=0)
@@ -148,24 +154,28 @@ def encode(args: argparse.Namespace) -> int:
         ).encode()
         + b"\n",
     )
-    print(f"{args.out}: {documents} documents, {tokens} tokens{share_of_unknown(unknown, tokens)}, {dtype}")
+    print(f"{args.out}: {documents} documents, {tokens} tokens{share_of_unknown(unknown, tokens)}, {dtype}{bad}")
     return Exit.DONE
 
 
-def _texts(args: argparse.Namespace) -> Iterator[Piece]:
+def _texts(args: argparse.Namespace, bad: BadShards) -> Iterator[Piece]:
     """Return the documents of the files, long ones in pieces. All paths are checked before the first document is read."""
     if not args.files:
         corpus = Embedded()
         return (Piece(text) for unit in range(corpus.units) for _, text in corpus.rows(unit))
     paths = [file for path in args.files for file in files.require("FILES", path, files.TEXT_SUFFIXES)]
-    return (piece for path in paths for piece in _pieces(path, args.text_key))
+    return (piece for path in paths for piece in _pieces(path, args.text_key, bad))
 
 
-def _pieces(file: Path, text_key: str) -> Iterator[Piece]:
+def _pieces(file: Path, text_key: str, bad: BadShards) -> Iterator[Piece]:
     if is_long(file):
         yield from (piece for _, piece in LongText(file).pieces())
-    else:
-        yield from (Piece(text) for _, text in files.good(files.rows(file, text_key)) if text)
+        return
+    for _, text in files.rows(file, text_key):
+        if not isinstance(text, BadRow):
+            yield from [Piece(text)] if text else ()
+        else:
+            bad.add(text)
 
 
 def _train(texts: Iterable[str], size: int):

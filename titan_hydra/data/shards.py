@@ -38,6 +38,7 @@ class BadShards:
     limit: int = 0  # data.max_bad_shards
     rows: int = 0  # data.max_bad_rows
     found: dict[str, str] = field(default_factory=dict)  # reason for each name
+    key_of_rows: str = "data.max_bad_rows"  # what a user sets to have more rows left out
 
     def __post_init__(self) -> None:
         self.bad_rows = sum(name.startswith(ROW) for name in self.found)
@@ -60,7 +61,7 @@ class BadShards:
         """Raise ConfigError, with the last reason, if there are more bad shards, or more bad rows, than the limit."""
         for key, limit, what, number in (
             ("data.max_bad_shards", self.limit, "shards", self.bad_shards),
-            ("data.max_bad_rows", self.rows, "rows", self.bad_rows),
+            (self.key_of_rows, self.rows, "rows", self.bad_rows),
         ):
             if number > limit:
                 reasons = [

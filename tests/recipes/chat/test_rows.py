@@ -179,10 +179,14 @@ for _row in ROWS:
 
 @pytest.fixture
 def forms(tmp_path):
+    return write_forms(tmp_path, ROWS)
+
+
+def write_forms(tmp_path, rows):
     """Write the same rows in each form; return overrides by name of the form."""
-    table = pyarrow.Table.from_pylist(ROWS)
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "array.json").write_text(json.dumps(ROWS, indent=1))
+    table = pyarrow.Table.from_pylist(rows)
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=40)
     hub = tmp_path / "hub"
     (hub / "data").mkdir(parents=True)
@@ -205,11 +209,15 @@ def forms(tmp_path):
 
 
 def test_rows_are_the_same_in_every_form(forms, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache/datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    forms_agree(forms, "data=chat", "data.seq_len=64")
+
+
+def forms_agree(forms, *base):
+    """Check that all forms give the same batches, and that the launcher finds no fault in them."""
     batches = {}
     for form, words in forms.items():
-        job = compose_job("debug=tiny", "data=chat", *words.split(), "data.seq_len=64", "data.local_batch=4")
+        job = compose_job("debug=tiny", *base, *words.split(), "data.local_batch=4")
         loader = data.build(job, 0, 1)
         batches[form] = [loader.next() for _ in range(5)]
         loader.close()

@@ -280,9 +280,12 @@ def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tm
     reference = run_job(tiny("data=embedded_chat", "validation=off", "steps=1", "optimizer.lr=0", *words))
     plain, scored = tmp_path / "plain.jsonl", tmp_path / "scored.jsonl"
     rows = [{"prompt": row[:-1], "chosen": row[-1:], "rejected": "No."} for row in conversations()[:24]]
-    plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored)]) == 0
-    assert capsys.readouterr().out == f"{scored}: 24 pairs\n"
+    plain.write_text("".join(json.dumps(row) + "\n" for row in (*rows[:5], {"prompt": "no answer"}, *rows[5:])))
+    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored)]) == 2
+    assert f"{plain}:6: " in (printed := capsys.readouterr().err) and printed.endswith("--max-bad-rows=0\n")
+    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored), "--max-bad-rows", "1"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{scored}: 24 pairs; 1 row left out\n" and f"left out: {plain}:6: " in printed.err
     trained = run_job(
         tiny(
             "data=preference",

@@ -300,7 +300,7 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
     try:
         own = template.load_template(key, source, job.tokenizer)
         with template.time_limit(TRIED):
-            found = list(_faults_of_rows(key, source, job, read))
+            found = list(faults_of_rows(key, source, job, read))
         yield from found if not refused else ()
     except template.TookTooLong:
         refused.append(f"it has not ended after {TRIED} s on the first {what}; does it loop for ever?")
@@ -310,8 +310,8 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
         yield Fault(f"{key}.chat_template", value, reason.removeprefix(f"{key}.chat_template={value}: "))
 
 
-def _faults_of_rows(
-    key: str, source: TemplateSource, job: schema.Job, read: Callable[[Any], Iterator[str | BadRow]]
+def faults_of_rows(
+    key: str, source: schema.Source, job: schema.Job, read: Callable[[Any], Iterator[Any]]
 ) -> Iterator[Fault]:
     """Yield what is wrong with the first rows of a source. A dataset that is not in a local folder is not read here."""
     if isinstance(source, RowSource) and source.hub_split:

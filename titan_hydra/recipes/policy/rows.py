@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +16,8 @@ import numpy as np
 from titan_hydra.config import schema
 from titan_hydra.config.fault import Fault
 from titan_hydra.data.files import record_of
-from titan_hydra.data.first_rows import faults_in_files
-from titan_hydra.data.records import SUFFIXES, HubRecords, Record, Records
-from titan_hydra.data.shards import BadRow, BadShards
+from titan_hydra.data.records import HubRecords, Record, Records
+from titan_hydra.data.shards import BadRow
 from titan_hydra.data.tokenizer import Tokenizer
 from titan_hydra.data.unknown import ROWS
 from titan_hydra.recipes.chat.conversations import Conversation, conversation
@@ -29,6 +27,7 @@ from titan_hydra.recipes.chat.rows import (
     Rendered,
     Turns,
     faults_of_first,
+    faults_of_rows,
     open_rows,
     warnings_of_first,
 )
@@ -198,14 +197,12 @@ def _texts(template: Template, source: schema.Source, line: Record) -> list[Rend
 def faults_of_rollouts(key: str, source: RowSource, job: schema.Job) -> Iterator[Fault]:
     """Yield what is wrong with the first rollouts. Imports no torch."""
 
-    def read(file: Path) -> Iterator[Turns | BadRow]:
-        lines = Records([file], BadShards(), ROWS)
-        for number in range(len(lines)):
+    def read(lines: Records | HubRecords) -> Iterator[Turns | BadRow]:
+        for number in range(min(len(lines), ROWS)):
             where, line = lines.row(number)
             try:
                 yield rollout(line, job.model.vocab_size)
             except ValueError as error:
                 yield BadRow(where, error)
 
-    if not source.hub_split:
-        yield from faults_in_files(f"{key}.path", source.path, job, SUFFIXES, read)
+    yield from faults_of_rows(key, source, job, read)

@@ -11,7 +11,7 @@ from titan_hydra.checkpoint.opened import open_model
 from titan_hydra.config.files import write_text
 from titan_hydra.data.files import record_of
 from titan_hydra.data.records import Records
-from titan_hydra.data.shards import BadShards
+from titan_hydra.data.shards import BadRow, BadShards
 from titan_hydra.recipes.chat.rows import Turns
 from titan_hydra.recipes.chat.template_of_run import template_of_facts
 from titan_hydra.train.generate import load_model
@@ -20,15 +20,24 @@ from titan_hydra.train.score import token_losses
 from .rows import REFERENCE, PairReader
 
 
-def score_pairs(place: Path, pairs: Path, out: Path, dtype: str, tokenizer_file: Path | None = None) -> int:
-    """Copy the pairs of a file into another file, with the columns REFERENCE added. Return the number of pairs. Raises
-    ConfigError, and writes nothing, for a row that is not a pair, or is longer than the model's sequence length.
+def score_pairs(
+    place: Path, pairs: Path, out: Path, dtype: str, tokenizer_file: Path | None = None, bad: BadShards | None = None
+) -> int:
+    """Copy the pairs of a file into another file, with the columns REFERENCE added. Return the number of pairs. A row
+    that is not a pair is left out if `bad` allows that. Raises ConfigError, and writes nothing, for more such rows, or
+    one that is longer than the model's sequence length.
     """
     opened = open_model(place, tokenizer_file)
     config, template = opened.config, template_of_facts(opened.facts)
-    reader = PairReader(Records([pairs], BadShards()), template, opened.words, scored=False)
-    rows = [reader.turns(number) for number in range(len(reader.lines))]
-    longest = max((length for row in rows for length in row.documents), default=0)
+    bad = bad or BadShards()
+    reader = PairReader(Records([pairs], bad), template, opened.words, scored=False)
+    rows = dict[int, Turns]()
+    for number in range(len(reader.lines)):
+        try:
+            rows[number] = reader.turns(number)
+        except BadRow as error:
+            bad.add(error)
+    longest = max((length for row in rows.values() for length in row.documents), default=0)
     if not rows or longest > config.max_seq_len:
         reason = (
             f"an answer with its question has {longest:,} tokens, more than model.max_seq_len={config.max_seq_len:,}"
@@ -36,7 +45,7 @@ def score_pairs(place: Path, pairs: Path, out: Path, dtype: str, tokenizer_file:
         raise ConfigError(f"{pairs}: {reason if rows else 'no row in it'}")
     model = load_model(opened.reader, config, longest, dtype)
     lines = []
-    for number, row in enumerate(rows):
+    for number, row in rows.items():
         scores = dict(zip(REFERENCE, log_probabilities(model, row), strict=True))
         lines.append(
             json.dumps(record_of(reader.lines.row(number)[1]) | scores, ensure_ascii=False, default=str) + "\n"

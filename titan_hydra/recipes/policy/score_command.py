@@ -4,13 +4,17 @@ import argparse
 from pathlib import Path
 
 from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.commands.bad_rows import RowsLeftOut, add_max_bad_rows
 from titan_hydra.commands.model import add_model, model_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "a folder of `titan convert --to hf`")
     parser.add_argument(
-        "pairs", type=Path, metavar="FILE", help="JSONL file of pairs: prompt, chosen and rejected on each line"
+        "pairs",
+        type=Path,
+        metavar="FILE",
+        help="file of pairs, .jsonl or .parquet: prompt, chosen and rejected in each row",
     )
     parser.add_argument(
         "--out",
@@ -19,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSONL file to write, for data=preference data.path=FILE",
     )
+    add_max_bad_rows(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -29,6 +34,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out={args.out}: exists already")
     from .score import score_pairs
 
-    rows = score_pairs(model_at(args), args.pairs, args.out, args.dtype, args.tokenizer)
-    print(f"{args.out}: {rows:,} pairs")
+    bad = RowsLeftOut(args.max_bad_rows)
+    rows = score_pairs(model_at(args), args.pairs, args.out, args.dtype, args.tokenizer, bad)
+    print(f"{args.out}: {rows:,} pairs{bad}")
     return Exit.DONE

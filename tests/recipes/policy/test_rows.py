@@ -1,0 +1,67 @@
+"""Pairs and rollouts are the same from JSON lines, arrays, Parquet and datasets; a bad row costs this row alone."""
+
+import json
+
+import pytest
+
+from tests.recipes.chat.test_rows import MULTIPLY, forms_agree, write_forms
+from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.rules import checks
+from titan_hydra.job.freeze import freeze
+
+
+def say(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def pair(number):
+    call = {"function": {"name": "multiply", "arguments": json.dumps({"a": number, "b": None if number % 2 else 3})}}
+    called = [say("assistant", None, tool_calls=[call]), say("tool", str(number)), say("assistant", f"It is {number}.")]
+    return {
+        "prompt": [say("system", "Be brief."), say("user", f"{number}?")]
+        if number % 3
+        else [say("user", f"{number}?")],
+        "chosen": called if number % 4 == 0 else [say("assistant", str(number))],
+        "rejected": [say("assistant", "I do not know.", reasoning_content=None)],
+        "tools": json.dumps([MULTIPLY]) if number % 4 == 0 else None,
+        "ref_chosen_logps": -20.0 - number % 7,
+        "ref_rejected_logps": -25.0 - number % 5,
+        "source": None,
+    }
+
+
+def drawn(number):
+    size = 1 + number % 5
+    return {
+        "tokens": [number % 4096, *range(7, 8 + size)],
+        "old_logprobs": [-0.5 - 0.25 * place for place in range(size)],
+        "advantages": [1.0 - place % 3 for place in range(size)],
+        "prompt": None,
+    }
+
+
+KINDS = {"preference": (pair, "data.chat_template=chatml", "data.seq_len=256"), "rollouts": (drawn, "data.seq_len=32")}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_the_same_in_every_form(kind, tmp_path):
+    make, *words = KINDS[kind]
+    forms_agree(write_forms(tmp_path, [make(number) for number in range(60)]), f"data={kind}", *words)
+
+
+@pytest.mark.parametrize("form", ["parquet", "hub", "saved"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_row_is_found_before_the_start_in_every_form(kind, form, tmp_path):
+    make, *words = KINDS[kind]
+    rows = [make(number) for number in range(8)]
+    rows[3] |= {"rejected": None} if kind == "preference" else {"old_logprobs": None}
+    place = write_forms(tmp_path, rows)[form].split()
+    base = ("debug=tiny", f"data={kind}", *words, *place)
+    (fault,) = checks.check(freeze(compose_unchecked(*base)))
+    assert fault.key == "data.path" and "row 4: " in str(fault)
+    assert not list(checks.check(freeze(compose_unchecked(*base, "data.max_bad_rows=1"))))
