@@ -52,17 +52,32 @@ def test_its_runs_are_followed_cancelled_and_resumed(niced):
     assert [os.getpriority(os.PRIO_PROCESS, niced.rank(rank)["pid"]) for rank in (0, 1)] == [os.nice(0) + 5] * 2
     (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
     assert (cell["state"], cell["failure"]) == ("running", None)
+    with (niced.folder / "niced.py").open("a") as file:
+        file.write("# edited while it runs\n")
+    (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
+    assert (cell["state"], cell["damage"], cell["refused"]) == ("running", None, None)
     done = titan(niced, "cancel", "--yes")
     assert done.returncode == 0 and "asked all 2 ranks to save and stop" in done.stdout, done.stdout + done.stderr
     assert running.wait(120) == 75, running.stderr.read()
     (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
     assert cell["state"] == "interrupted" and cell["cancelled_by"] and cell["step"] >= 20
+    module = niced.folder / "niced.py"
+    module.write_text(module.read_text().replace("# edited while it runs\n", ""))
     again = niced.start(*niced.ENDLESS, *NICED, "cluster.nice=6")
     niced.wait_for_step(cell["step"] + 1, attempt=2)
     again.terminate()
     assert again.wait(120) in (75, 143), again.stderr.read()
     (niced.folder / "niced.py").unlink()
     (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
-    assert cell["state"] == "damaged" and "there is no module niced" in cell["damage"]
+    assert cell["state"] == "interrupted" and not cell["damage"]
+    claim = niced.attempt(2) / "attempt.json"
+    owner = json.loads(claim.read_text())
+    for one in ({**owner, "here": False}, owner):
+        claim.write_text(json.dumps(one))  # as that of an executor whose ranks run elsewhere
+        (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
+        if not one["here"]:
+            assert cell["state"] == "unknown" and "there is no module niced" in cell["refused"]
+            refused = titan(niced, "cancel", "--yes")
+            assert refused.returncode == 1 and "there is no module niced" in refused.stderr
     (niced.run_directory / "result.json").write_text('{"status": "done"}')
     assert [cell["state"] for cell in json.loads(titan(niced, "status", "--json").stdout)["cells"]] == ["done"]

@@ -131,6 +131,36 @@ def test_a_run_keeps_the_checkpoint_from_which_it_began(desk):
     assert [fault.key for fault in faults(job, directory)] == ["checkpoint.initial_load_path"]
 
 
+def test_the_weights_of_a_run_are_those_of_its_start_wherever_they_lie(desk):
+    def step(folder, number, text="weights"):
+        place = layout.CHECKPOINTS.of(folder) / f"step-{number}"
+        place.mkdir(parents=True)
+        (place / "weights.distcp").write_text(text)
+        (place / ".metadata").touch()
+        layout.MANIFEST.of(place).write_text(json.dumps({"format": 1, "step": 1, "files": {}}))
+        return place
+
+    first = step(desk / "origin", 1)
+    job = job_of(desk, "checkpoint.initial_load_path=origin")
+    directory = begun(desk, job)
+    step(desk / "origin", 2)
+    assert inputs.initial_weights(directory, "origin") == first
+    (desk / "origin").rename(desk / "moved")
+    moved = layout.CHECKPOINTS.of(desk / "moved") / "step-1"
+    assert inputs.initial_weights(directory, "moved") == moved
+    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path=origin: .* is gone"):
+        inputs.initial_weights(directory, "origin")
+    (moved / "weights.distcp").write_text("others!")
+    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path=moved: .* other bytes"):
+        inputs.initial_weights(directory, "moved")
+    environment = layout.ENV.read(directory)
+    del environment["files"]  # a run from before files were recorded
+    layout.ENV.write(directory, environment)
+    assert inputs.initial_weights(directory, "moved").name == "step-2"
+    layout.BASE.write(directory, {"folder": str(moved), "digest": "0"})
+    assert inputs.initial_weights(directory, "moved") == moved
+
+
 def test_rollouts_are_part_of_the_hash(desk):
     """The loop of reinforcement learning writes its rollouts under the same name in each cycle."""
     line = ("data=rollouts", "objective=policy", "data.path=rollouts.jsonl")
@@ -192,6 +222,34 @@ def test_many_files_are_read_once(desk, monkeypatch):
     look_anew()
     assert len(faults(job, directory)) == 1 and [file.name for file, *_ in read] == ["7.txt"]
     assert files_of_jobs.look_at(Input("k", "data", "many")).whole == LITTLE
+
+
+def test_a_table_counts_for_sets_of_its_side_of_many_only(desk, monkeypatch):
+    """Of few files each is read as a whole, of many at most LITTLE bytes: a digest of the one is none of the other."""
+    monkeypatch.setattr(files_of_jobs, "LITTLE", 1000)
+    monkeypatch.setattr(inputs, "WHOLE", 100)
+    (desk / "set").mkdir()
+
+    def write(numbers):
+        for number in numbers:
+            (desk / f"set/{number}.txt").write_bytes(bytes(5_000))
+            os.utime(f"set/{number}.txt", (1e9, 1e9))
+
+    for first, second, name in ((range(MANY), range(MANY, MANY + 2), "grown"), (range(MANY + 2), (), "shrunk")):
+        write(first)
+        begun(desk, job_of(desk, "data=text_files", "data.path=set", "name=before"))
+        write(second)
+        for number in () if second else (0, 1, 2):
+            (desk / f"set/{number}.txt").unlink()
+        look_anew()
+        job = job_of(desk, "data=text_files", "data.path=set", f"name={name}")
+        directory = begun(desk, job)
+        for table in layout.FILES.of(desk / "runs").iterdir():
+            table.unlink()
+        files_of_jobs._known.clear()
+        look_anew()
+        assert not list(inputs.changes(job, directory, desk / "runs")), "the table is gone, and no file has changed"
+        look_anew()
 
 
 def test_a_part_of_a_users_own_has_its_files_found(user_modules, desk):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.models.hf import hf_of, meta_state
-from titan_hydra.runs.base import initial_weights
+from titan_hydra.runs.inputs import initial_weights
 
 from .convert import make_target, read_model_config, reader_of
 from .folder import write_content

@@ -21,7 +21,8 @@ from titan_hydra.data.facts import DEFAULT, Facts, listed, read_facts, token_of
 from titan_hydra.data.learned import header_of, learned_words, same_ids, sources_of
 from titan_hydra.job.sources import data_sources
 from titan_hydra.runs import layout
-from titan_hydra.runs.base import find_weights, initial_weights, is_hf
+from titan_hydra.runs.base import find_weights, is_hf
+from titan_hydra.runs.inputs import initial_weights
 
 from .sections import as_started, config_files
 

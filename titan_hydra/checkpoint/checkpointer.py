@@ -33,7 +33,8 @@ from titan_hydra.config.operation import Checkpoint
 from titan_hydra.job.parametrization import Rules
 from titan_hydra.models.init import clean_name
 from titan_hydra.runs import checkpoints, layout
-from titan_hydra.runs.base import initial_weights, is_hf, record_weights
+from titan_hydra.runs.base import is_hf
+from titan_hydra.runs.inputs import initial_weights, record_weights
 from titan_hydra.runs.run import Run
 
 from . import initial, safe, state

@@ -30,7 +30,8 @@ from titan_hydra.data.facts import Facts
 from titan_hydra.job.parametrization import Rules, rules_of
 from titan_hydra.models.hf import folded, hf_of, in_dtype, meta_state
 from titan_hydra.runs import layout
-from titan_hydra.runs.base import initial_weights, is_hf
+from titan_hydra.runs.base import is_hf
+from titan_hydra.runs.inputs import initial_weights
 
 from .carried import facts_at, with_tokenizer
 from .folder import Folder, content_of, write_content

@@ -6,12 +6,11 @@ requeue its job.
 
 import argparse
 import sys
-from collections.abc import Container
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config.fault import counted
-from titan_hydra.config.registry import executor_named
-from titan_hydra.runs.queue import name_of, silent
+from titan_hydra.runs.queue import executor_of, name_of, silent
 from titan_hydra.runs.view import RunRow, add_target, choose, look, owner_of
 
 
@@ -27,7 +26,18 @@ def main(args: argparse.Namespace) -> int:
     unknown = silent(queues)  # executors of these runs that did not answer
     for line in unknown.values():
         print(line, file=sys.stderr)
-    live = [row for row in rows if row.state.active and can_be_cancelled(row, unknown)]
+    live, executors = [], {}
+    for row in rows:
+        name = name_of(owner_of(row))
+        try:
+            executor: Any = executor_of(row.directory, owner_of(row)) if row.state.active else None
+        except ConfigError as error:  # a user's own executor, which may not be imported here
+            print(error, file=sys.stderr)
+            unknown[name] = str(error)
+            continue
+        if row.state.active and (name not in unknown or executor.cancels_unseen):
+            live.append(row)
+            executors[name] = executor
     if not live:
         print("nothing was cancelled" if unknown else f"{selection.name}: nothing runs or waits")
         return Exit.BUG if unknown else Exit.DONE
@@ -41,19 +51,11 @@ def main(args: argparse.Namespace) -> int:
     for row in live:
         by_executor.setdefault(name_of(owner_of(row)), []).append(row)
     faults = [
-        fault
-        for name, some in by_executor.items()
-        for fault in executor_named(name).cancel(some, len(selection.cells) > 1)
+        fault for name, some in by_executor.items() for fault in executors[name].cancel(some, len(selection.cells) > 1)
     ]
     for fault in faults:
         print(fault, file=sys.stderr)
     return Exit.BUG if faults or unknown else Exit.DONE
-
-
-def can_be_cancelled(row: RunRow, unknown: Container[str]) -> bool:
-    """Whether a run's executor has answered, or can cancel the run without an answer."""
-    name = name_of(owner_of(row))
-    return name not in unknown or executor_named(name).cancels_unseen
 
 
 def asked(question: str) -> bool:

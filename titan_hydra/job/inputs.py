@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Found:
 
     @property
     def whole(self) -> int:
-        return LITTLE if len(self.entries) > MANY else WHOLE
+        return most_read(len(self.entries))
 
     @property
     def sampled(self) -> bool:
@@ -78,6 +78,11 @@ class Found:
             # the name of a single file does not matter
             total.update(os.fsencode(f"{name if len(self.entries) > 1 else ''}\0{size}\0{digest}\0"))
         return total.hexdigest()[:16]
+
+
+def most_read(count: int) -> int:
+    """Return the size up to which each file of a set of `count` files is read as a whole."""
+    return LITTLE if count > MANY else WHOLE
 
 
 def inputs_of(job: Job) -> list[Input]:
@@ -103,10 +108,11 @@ def _inputs(prefix: str, section: Any) -> Iterator[Input]:
                     yield from _inputs(f"{key}.{name}.", inner)
 
 
-def look_at(one: Input, known: dict[str, list[Any]] | None = None) -> Found | None:
+def look_at(one: Input, tables: Sequence[dict[str, list[Any]]] = ()) -> Found | None:
     """Read the files that an input names, and return what was found; None if the path names no files of this machine,
-    such as the name of a data set of the hub. `known` has earlier entries: the digest of a file whose size, modification
-    time and inode are still the same is not computed again.
+    such as the name of a data set of the hub. `tables` are the entries of earlier looks, the newest first: the digest of
+    a file whose size, modification time and inode are still the same is not computed again. A table of few files does
+    not count for many, nor the other way round, as its digests are of more bytes.
     """
     place = (str(home(one.path).absolute()), one.suffixes)
     if place in _looked and time.monotonic() - _looked[place][0] < FRESH:
@@ -118,11 +124,13 @@ def look_at(one: Input, known: dict[str, list[Any]] | None = None) -> Found | No
     if not files:
         return None
     found, folder = Found(place[0]), os.path.commonpath([file.parent.absolute() for file in files])
-    whole = LITTLE if len(files) > MANY else WHOLE
+    whole = most_read(len(files))
+    usable = [table for table in tables if most_read(len(table)) == whole]
+    known = {name: entry for table in reversed(usable) for name, entry in table.items()}
     began, told = time.monotonic(), 0.0
     for number, file in enumerate(files):
         name = os.path.relpath(file, folder)
-        found.entries[name] = _entry(file, whole, (known or {}).get(name))
+        found.entries[name] = _entry(file, whole, known.get(name))
         if (now := time.monotonic()) - max(began, told) > PATIENCE:
             told = now
             print(f"{one.key}: reading {number + 1:,} of {len(files):,} files", file=sys.stderr, flush=True)

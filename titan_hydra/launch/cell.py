@@ -10,6 +10,7 @@ from pathlib import Path
 from titan_hydra.base.errors import Exit
 from titan_hydra.config import Fault, Job
 from titan_hydra.config.fault import quoted
+from titan_hydra.config.user_code import sources
 from titan_hydra.job.ranks import all_ranks, runs_here
 from titan_hydra.plan import predict
 from titan_hydra.runs.cards import folder_of_card, read_card
@@ -91,6 +92,11 @@ def without_card(cells: list[Cell]) -> Iterator[Fault]:
                 True,
                 f"{cell.directory.name}: its layout has no card {name} of this code and torch; make it: {line}",
             )
+
+
+def user_sources(cells: list[Cell]) -> dict[str, Path]:
+    """Return the files of the modules that these cells import (`user_code.sources`)."""
+    return sources(dict.fromkeys(module for cell in cells for module in cell.job.train.imports))
 
 
 def to_start(cells: list[Cell], states: list[State]) -> list[Cell]:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.config import Fault, Job
-from titan_hydra.config.user_code import sources
 from titan_hydra.runs.failure import Failure
 from titan_hydra.runs.queue import Owner, Queue
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import RunRow
 
 from . import snapshot
+from .cell import Cell, user_sources
 
 if TYPE_CHECKING:
     from .attach import Interrupts
-    from .cell import Cell
 
 
 class Executor(ABC):
@@ -39,8 +38,7 @@ class Executor(ABC):
         starts, so that what is edited later does not reach later cells, restarts and trials.
         """
         if self.code is None:
-            modules = dict.fromkeys(module for cell in cells for module in cell.job.train.imports)
-            self.code = snapshot.take(cells[0].runs, sources(modules))
+            self.code = snapshot.take(cells[0].runs, user_sources(cells))
         return self.code
 
     @abstractmethod

@@ -17,12 +17,13 @@ from typing import Any
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import Fault, Job
 from titan_hydra.config.files import home
-from titan_hydra.job.inputs import DATA_FILES, MANY, WHOLE, Found, Input, inputs_of, look_at
+from titan_hydra.job.inputs import DATA_FILES, MANY, WEIGHTS, WHOLE, Found, Input, inputs_of, look_at
 
 from . import layout
 from .base import find_weights
 from .checkpoints import newest
 
+LOAD_PATH = "checkpoint.initial_load_path"  # the key of the weights from which a run starts
 CHANGED = "files_are_those_of_the_start"  # code of the faults
 
 
@@ -39,10 +40,7 @@ def files_now(one: Input, runs: Path, before: dict[str, Any] | None = None) -> F
         one = replace(one, path=_weights(one.path, before))
     place = _place(str(home(one.path).absolute()))
     tables = sorted(layout.FILES.of(runs).glob(f"{place}-*.json"), key=os.path.getmtime, reverse=True)
-    known: dict[str, list[Any]] = {}
-    for table in tables[:2]:
-        known = layout.FILES_TABLE.read(table.parent, table.stem).get("entries", {}) | known
-    return look_at(one, known)
+    return look_at(one, [layout.FILES_TABLE.read(table.parent, table.stem).get("entries", {}) for table in tables[:2]])
 
 
 def _weights(path: str, before: dict[str, Any] | None) -> str:
@@ -58,6 +56,36 @@ def _weights(path: str, before: dict[str, Any] | None) -> str:
         return str(began)
     moved = found.with_name(began.name)  # the same step of a run that was moved
     return str(moved if found.name.startswith("step-") and moved.is_dir() else found)
+
+
+def record_weights(directory: Path, path: str) -> None:
+    """Record the weights from which a run starts that no launcher has claimed; a launcher has recorded them already."""
+    if LOAD_PATH in (files_at_start(directory) or {}) or layout.BASE.read(directory):
+        return
+    one, environment = Input(LOAD_PATH, "weights", path, WEIGHTS), layout.ENV.read(directory)
+    if found := files_now(one, directory.parent):
+        files = {**environment.get("files", {}), LOAD_PATH: facts_of(one, found)}
+        layout.ENV.write(directory, {**environment, "files": files})
+
+
+def initial_weights(directory: Path, path: str) -> Path:
+    """Return the folder of the weights from which the run of a directory started. If that was never recorded, it is what
+    `path` names now. Raises ConfigError if the folder is gone, or holds other bytes than then.
+    """
+    before = (files_at_start(directory) or {}).get(LOAD_PATH)
+    if before is None and (earlier := layout.BASE.read(directory)):  # the run began before files were recorded
+        before = {"path": earlier["folder"]}
+    if before is None:
+        return find_weights(path)
+    found = files_now(Input(LOAD_PATH, "weights", path, WEIGHTS), directory.parent, before)
+    if found is None:
+        raise ConfigError(f"{LOAD_PATH}={path}: {before['path']}, from which {directory.name} started, is gone")
+    if found.digest != before.get("digest", found.digest):
+        raise ConfigError(
+            f"{LOAD_PATH}={path}: {found.path} holds other bytes than when {directory.name} started from it; put those back, "
+            f"or let the command line that started it accept them (launch.accept_changed=[weights])"
+        )
+    return Path(found.path)
 
 
 def _place(path: str) -> str:
@@ -89,8 +117,6 @@ def record_files(job: Job, directory: Path, runs: Path, attempt: int) -> dict[st
         else:
             files[one.name] = old
         if old and files[one.name]["digest"] != old["digest"]:
-            if one.word == "weights":
-                layout.BASE.of(directory).unlink(missing_ok=True)  # written anew when the attempt starts
             accepted.append({"attempt": attempt, "key": one.name, "was": old["digest"], "now": new["digest"]})
     return {"files": files, **({"accepted": accepted} if accepted else {})}
 

@@ -141,7 +141,8 @@ PROCESS = {"pid": int, "host": str, "born": str | None}
 ENDED = {"ended": Moment, "exit_status": int | None, "host": str, "killed": bool}
 ERROR = Fields({"type": str, "message": str, "traceback": str, "time": Moment, "secondary": bool},
                {"host": str | None, "step": int, "peak_gib": float, "capacity_gib": float})
-OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": str, "token": None, "packed": bool, "slurm_state": str | None,
+OWNER = Fields(PROCESS | {"started": Moment}, {"ended": Moment, "executor": str, "here": bool, "token": None, "packed": bool,
+                                                      "slurm_state": str | None,
                                                       "refused": str})
 SUBMITTER = Fields(OWNER.needed | {"job_id": str | None, "token": str, "user": str}, OWNER.others | {
     "token": str, "index": int, "cluster": str, "namespace": str, "end": dict})
@@ -162,8 +163,8 @@ ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "code": str, "versions": dict[str, str], "host": str,
     "platform": str, "folder": Place, "accepted": list, "files": Each(Fields(
         {"word": str, "path": str, "count": int, "bytes": int, "digest": str, "sampled": bool}), named=True)}))
-BASE = Entry("base.json", LAUNCHER, "the folder of the weights from which the run started, and a digest of them", Fields(
-    {"folder": str, "digest": str}))
+BASE = Entry("base.json", LAUNCHER, "only of runs from before env.json had `files`: the folder of the weights from which the run started",
+             Fields({"folder": str}))
 FACTS = Entry("facts.json", FIRST, "what came with the run's weights and tokenizer: stop tokens, generation settings, chat templates",
               Fields(dict.fromkeys(("words", "generation", "ids", "templates", "tokenizer"), dict)))
 SBATCH = Entry("sbatch.sh", LAUNCHER, "the batch script that was submitted")

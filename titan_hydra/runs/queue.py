@@ -14,6 +14,7 @@ from . import layout
 from .modules import import_modules
 from .run import newest_attempt
 
+LOCAL = "local"
 Owner = dict[str, Any]  # an attempt's attempt.json
 
 
@@ -48,11 +49,17 @@ class Queue:
 
 def executor_of(directory: Path, owner: Owner) -> Any:
     """Return the executor that has started an attempt of a run, as attempt.json names it. A user's own executor is
-    registered when the run's modules (train.imports) are imported. Raises ConfigError if they may not be imported here,
-    or if the name is unknown even after that.
+    registered when the run's modules (train.imports) are imported. If they may not be imported here, as after an edit,
+    the executor of processes of this machine follows the ranks, if they are that. Raises ConfigError if they are not, or
+    if the name is unknown even after the import.
     """
     if (name := name_of(owner)) not in EXECUTORS:
-        import_modules(directory)
+        try:
+            import_modules(directory)
+        except ConfigError:
+            if not owner.get("here"):
+                raise
+            name = LOCAL
     return executor_named(name)
 
 
@@ -60,7 +67,7 @@ def name_of(owner: Owner) -> str:
     """Return the name of an attempt's executor. If no name is recorded, the executor is `local`, as only attempts that
     were started on this machine can lack the name.
     """
-    return owner.get("executor", "local")
+    return owner.get("executor", LOCAL)
 
 
 def is_here(owner: Owner) -> bool:
@@ -68,7 +75,7 @@ def is_here(owner: Owner) -> bool:
     run.
     """
     executor = EXECUTORS.get(name_of(owner))
-    return executor is None or executor.here
+    return owner.get("here", True) if executor is None else executor.here
 
 
 def ask(directories: list[Path]) -> dict[str, Queue]:

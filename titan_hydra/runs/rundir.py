@@ -26,10 +26,10 @@ from titan_hydra.base.errors import ConfigError, Exit, denied
 from titan_hydra.base.versions import versions
 from titan_hydra.config import Job, identity, to_dict
 from titan_hydra.config.files import write_text
+from titan_hydra.config.registry import EXECUTORS
 from titan_hydra.config.user_code import digest_of_code, sources
 
 from . import inputs, layout
-from .base import record_weights
 from .code import code_here, describe_code
 from .failure import Failure, guilty
 from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of
@@ -128,7 +128,14 @@ def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
         now, damage = State("unknown"), denied(error)
     except ConfigError as error:  # a user's own executor whose module is not here; a finished run does not need it
         done = layout.RESULT.read(directory).get("status") == "done"
-        now, damage = (State("done", newest_attempt(directory)), "") if done else (State("unknown"), str(error))
+        now, damage = (
+            (State("done", newest_attempt(directory)), "")
+            if done
+            else (
+                State("unknown", newest_attempt(directory), refused=str(error)),
+                "",
+            )
+        )
     except OSError as error:  # a broken disk
         now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
     return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
@@ -226,7 +233,8 @@ def claim(
     With `fresh`, the run starts from nothing: the whole old directory is removed. `owner` holds further fields for
     attempt.json, such as a submitted job's token, user and code. Raises OSError if nothing can be written.
     """
-    owner = {"executor": job.cluster.executor, "overrides": overrides, **owner}
+    name = job.cluster.executor
+    owner = {"executor": name, "here": EXECUTORS[name].here, "overrides": overrides, **owner}
     directory.parent.mkdir(parents=True, exist_ok=True)
     if not directory.is_dir():
         return _create(directory, job, owner)
@@ -321,8 +329,6 @@ def _write_run(directory: Path, job: Job, owner: dict[str, Any]) -> None:
     environment = describe_environment(job, owner.get("code")) | inputs.record_files(
         job, directory, runs_of(job), attempt
     )
-    if job.checkpoint.initial_load_path:
-        record_weights(directory, job.checkpoint.initial_load_path)
     for folder in (directory, layout.ATTEMPT.of(directory, attempt)):
         layout.ENV.write(folder, environment)
 

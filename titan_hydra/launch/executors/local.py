@@ -10,12 +10,12 @@ import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.config import Fault, Job
-from titan_hydra.config.user_code import sources
 from titan_hydra.launch.attach import Interrupts, attach, stop
+from titan_hydra.launch.cell import Cell, user_sources
 from titan_hydra.launch.executor import Executor
 from titan_hydra.runs import layout, rundir
 from titan_hydra.runs.code import code_here, edited, fingerprints
@@ -23,9 +23,6 @@ from titan_hydra.runs.queue import Owner, Queue
 from titan_hydra.runs.records import alive
 from titan_hydra.runs.rundir import State
 from titan_hydra.runs.view import RunRow, owner_of
-
-if TYPE_CHECKING:
-    from titan_hydra.launch.cell import Cell
 
 
 class Processes(Executor):
@@ -120,8 +117,7 @@ class Inline(Processes):
         """Return {}, as the ranks run the code of this process. Raises ConfigError if that code has been edited since the
         first cell started: modules that are imported only now would be the edited ones.
         """
-        modules = dict.fromkeys(module for cell in cells for module in cell.job.train.imports)
-        now = fingerprints(code_here(sources(modules)))
+        now = fingerprints(code_here(user_sources(cells)))
         self.began = self.began or now
         if names := edited(self.began, now):
             raise ConfigError(
