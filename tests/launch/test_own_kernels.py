@@ -3,6 +3,7 @@
 import pytest
 
 from titan_hydra.config.compose import compose_job
+from titan_hydra.config.family import FAMILIES
 from titan_hydra.launch.own_kernels import under_a_ring
 
 FAMILY = """
@@ -52,3 +53,18 @@ def test_a_ring_is_refused_before_anything_starts(own, tmp_path, monkeypatch):
     )
     assert all("Windowed" in str(fault) for fault in faults)
     assert under_a_ring([compose_job("debug=tiny", "parallelism=cp", "gpus=2")]) == []
+
+
+def test_models_of_one_family_and_modules_of_one_family_are_asked_one_by_one(tmp_path, monkeypatch):
+    """Two modules give their families the same name, and a family chooses its kernel by a key."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    jobs = []
+    for module, own in (("kernels_of_a", "config.tie_embeddings"), ("kernels_of_b", "not config.tie_embeddings")):
+        family = FAMILY.format(name="of_two_modules", own=own).replace("of_two_modules:build", f"{module}:build")
+        (tmp_path / f"{module}.py").write_text(family)
+        monkeypatch.delitem(FAMILIES, "of_two_modules", raising=False)
+        for tied in (True, False):
+            words = [f"train.imports=[{module}]", "model=qwen3_debug", "model.family=of_two_modules", "gpus=2"]
+            jobs.append(compose_job("debug=tiny", *words, "parallelism=cp", f"model.tie_embeddings={tied}"))
+    assert [bool(under_a_ring([job])) for job in jobs] == [True, False, False, True]
+    assert len(under_a_ring(jobs)) == 2

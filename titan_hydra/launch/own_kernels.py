@@ -13,30 +13,51 @@ LIMIT = 120  # seconds for building the model on the meta device in another proc
 
 
 def under_a_ring(jobs: list[Job]) -> list[Fault]:
-    """Return a fault for each job whose ring would replace a kernel of the user's by torch's. The model is built in
-    another process, once for each family; where that fails, as without torch, the ranks will tell.
+    """Return a fault for each job whose ring would replace a kernel of the user's by torch's. The models are built in
+    other processes, one for each list of the user's modules; where that fails, as without torch, the ranks will tell.
     """
-    found: dict[str, list[str]] = {}
+    rings = [
+        job
+        for job in jobs
+        if _has_a_ring(job) and not family_of(job.model).config.__module__.startswith("titan_hydra.")
+    ]
+    of_modules: dict[str, dict[str, Job]] = {}  # each model is built once, for each list of modules
+    for job in rings:
+        of_modules.setdefault(_modules(job), {})[_model(job)] = job
+    found = {
+        (modules, model): own
+        for modules, models in of_modules.items()
+        for model, own in zip(models, _own_kernels(list(models.values())), strict=False)
+    }
     faults = []
-    for job in jobs:
-        rotation, family = CP_ROTATIONS[job.parallelism.cp_rotate], family_of(job.model)
-        if job.parallelism.cp == 1 or not rotation.ring or family.config.__module__.startswith("titan_hydra."):
-            continue
-        if family.name not in found:
-            found[family.name] = _own_kernels(job)
-        if own := found[family.name]:
-            reason = f"a ring replaces the attention kernel of {family.name}, {' and '.join(own)}, by torch's"
-            faults.append(Fault("parallelism.cp_rotate", rotation.name, reason, legal=("ulysses",)))
+    for job in rings:
+        if own := found.get((_modules(job), _model(job))):
+            reason = f"a ring replaces the attention kernel of {job.model.family}, {' and '.join(own)}, by torch's"
+            faults.append(Fault("parallelism.cp_rotate", job.parallelism.cp_rotate, reason, legal=("ulysses",)))
     return faults
 
 
-def _own_kernels(job: Job) -> list[str]:
+def _has_a_ring(job: Job) -> bool:
+    return job.parallelism.cp > 1 and CP_ROTATIONS[job.parallelism.cp_rotate].ring
+
+
+def _modules(job: Job) -> str:
+    """Return what the ranks of a job import of the user's, as a text."""
+    return json.dumps([job.train.imports, job.train.sources])
+
+
+def _model(job: Job) -> str:
+    """Return all keys that a family gets when it builds a model, as a text."""
+    return json.dumps([to_dict(job)["model"], job.data.seq_len], sort_keys=True)
+
+
+def _own_kernels(jobs: list[Job]) -> list[list[str]]:
+    """Return the names of the kernels of each job's model; [] if the models cannot be built."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "titan_hydra.verify.own_kernels"]
+    given = json.dumps([to_dict(job) for job in jobs])
     try:
-        done = subprocess.run(
-            command, input=json.dumps(to_dict(job)), env=environment, capture_output=True, text=True, timeout=LIMIT
-        )
+        done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=LIMIT)
         return json.loads(done.stdout.strip().rpartition("\n")[2]) if done.returncode == 0 else []
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return []

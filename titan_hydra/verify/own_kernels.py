@@ -1,6 +1,6 @@
-"""Print the attention kernels of a job's model that are not the package's, built on the meta device.
+"""Print the attention kernels of each job's model that are not the package's, built on the meta device.
 
-python -m titan_hydra.verify.own_kernels < config.json
+echo "[$(cat config.json)]" | python -m titan_hydra.verify.own_kernels
 """
 
 import json
@@ -24,4 +24,4 @@ def kernels_of(job: Job) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(kernels_of(from_dict(Job, json.load(sys.stdin)))))
+    print(json.dumps([kernels_of(from_dict(Job, job)) for job in json.load(sys.stdin)]))
