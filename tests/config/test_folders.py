@@ -27,9 +27,9 @@ def project(tmp_path, monkeypatch):
 
 
 def test_every_form_names_a_folder(project):
-    line = "--config-dir a -cd b --config-dir=c -cd=d +hydra.searchpath=[file:///e,pkg://hydra.conf] seed=1 -m"
+    line = "--config-dir a -cd b --config-dir=c -cd=d +hydra.searchpath=[file:///usr,pkg://hydra.conf] seed=1 -m"
     named, others = folders.taken_out(line.split())
-    assert named[:5] == ["a", "b", "c", "d", "/e"] and named[5].endswith("hydra/conf") and others == ["seed=1", "-m"]
+    assert named[:5] == ["a", "b", "c", "d", "/usr"] and named[5].endswith("hydra/conf") and others == ["seed=1", "-m"]
 
 
 def test_folders_add_up_under_titan(project):
@@ -51,9 +51,19 @@ def test_a_folder_that_cannot_be_one_is_refused(project, named, words):
     assert f"--config-dir {named}" in str(refused.value) and words in str(refused.value)
 
 
-@pytest.mark.parametrize("value", ["3", "[a]", "[pkg://no_such_package]", "[file://"])
-def test_a_search_path_that_is_none_is_refused(value):
-    with pytest.raises(ConfigError, match=r"hydra\.searchpath"):
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ("3", "list"),
+        ("[a]", "list"),
+        ("[pkg://no_such_package]", "no such package"),
+        ("[file://", "list"),
+        ("[file:///nowhere]", "no such folder"),
+        ("[file://nowhere]", "no such folder"),
+    ],
+)
+def test_a_search_path_that_is_none_is_refused(value, word):
+    with pytest.raises(ConfigError, match=rf"^hydra\.searchpath=.*{word}"):
         folders.taken_out([f"hydra.searchpath={value}"])
 
 

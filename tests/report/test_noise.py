@@ -6,7 +6,10 @@ import csv
 import io
 import json
 import random
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from titan_hydra.report.table import build
 from titan_hydra.runs.find import select_runs
 from titan_hydra.runs.rundir import State
 
+ROOT = Path(__file__).parents[2]
 MINUS, PM = "\N{MINUS SIGN}", "\N{PLUS-MINUS SIGN}"
 
 
@@ -185,6 +189,22 @@ def test_a_row_of_one_run_is_marked(sweep, capsys):
     assert "- (one run): " in out
     (_, single) = json.loads(sweep.report(capsys, "--json", "--over", "seed")[1])["rows"]
     assert (single["doubt"], single["loss_difference_error"]) == ("one run", None)
+
+
+@pytest.mark.parametrize(("others", "ends"), [((1200.0, 1210.0), "higher loss"), ((1200.0,), "no conclusion: 3 and 1")])
+def test_the_script_of_the_page_concludes_only_from_rows_that_have_an_error(sweep, capsys, others, ends):
+    """The last lines of docs/automation.md read the report as it is."""
+    seeds(sweep, {"optimizer.lr": 0.001}, 0.0, (1000.0, 1010.0, 1020.0))
+    seeds(sweep, {"optimizer.lr": 0.002}, 0.05, others)
+    document = json.loads(sweep.report(capsys, "--json", "--over", "seed")[1])
+    (loop,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/automation.md").read_text(), re.S)
+    end = loop[loop.index("baseline, other =") :]
+    try:
+        exec(end, {"titan": lambda *words: document, "sys": sys})
+        said = capsys.readouterr().out
+    except SystemExit as stop:
+        said = str(stop.code)
+    assert ends in said
 
 
 def test_seeds_that_failed_are_named(sweep, capsys):

@@ -26,7 +26,7 @@ trainer.Trainer.update, loop.listen = slow, with_child
 STEPS, INTERVAL = 120, 25
 # The ways to disturb a cell. A cell's kind is its max_norm modulo 100; no gradient has so large a norm, so max_norm
 # changes the cell's identity but no loss.
-KINDS = ("requeue", "TERM and USR2", "child", "partition", "limit", "USR2", "nodes requeue", "nodes")
+KINDS = ("requeue", "TERM and USR2", "child", "partition", "limit", "USR2", "nodes requeue", "nodes", "batch script")
 SAVED = ("USR2", "TERM and USR2", "child", "nodes", "limit")  # kinds that leave enough time for a checkpoint
 
 
@@ -38,6 +38,8 @@ def disturb(submit, kind: str, job_id: str) -> None:
         submit.cluster.signal_job(job_id, "TERM", "USR2")
     elif kind.endswith("requeue"):
         submit.cluster.call("scontrol", "requeue", job_id)
+    elif kind == "batch script":
+        submit.cluster.call("scancel", "--batch", "--signal=KILL", job_id)
     elif kind == "partition":
         node = submit.cluster.jobs()[job_id]["NodeList"]
         submit.cluster.call(
@@ -116,7 +118,7 @@ def lost(submit, run, attempt: int) -> int:
 
 
 def test_interrupted_jobs_lose_nothing(submit, expected):
-    runs = drill(submit, expected, ("requeue", "TERM and USR2", "child", "USR2", "nodes"), repeats=1)
+    runs = drill(submit, expected, ("requeue", "TERM and USR2", "child", "USR2", "batch script", "nodes"), repeats=1)
     # Each disturbance hits one task of an array, and no other. The last task is special: SLURM knows it by the array's
     # own number.
     assert [submit.attempts(run) for run in runs] == [[1, 2]] * len(runs), submit.story()

@@ -111,12 +111,12 @@ def _searched(override: str) -> list[str]:
         if kind == "pkg" and re.fullmatch(r"\w+([./]\w+)*", rest):
             with contextlib.suppress(ModuleNotFoundError):  # of a package around it
                 package = importlib.util.find_spec(rest.replace("/", "."))
-        if kind == "file" and rest:
+        if kind == "file" and home(rest).is_dir():
             folders.append(rest)
         elif package and package.submodule_search_locations:
             folders.append(next(iter(package.submodule_search_locations)))
         else:
-            raise ConfigError(
-                f"{override}: takes a list of folders, as hydra.searchpath=[file:///FOLDER,pkg://PACKAGE]"
-            )
+            missing = {"file": f"{rest}: no such folder", "pkg": f"{rest}: no such package"}.get(kind, "")
+            form = "takes a list of folders, as hydra.searchpath=[file:///FOLDER,pkg://PACKAGE]"
+            raise ConfigError(f"{override}: {missing if rest and missing else form}")
     return folders
