@@ -328,8 +328,9 @@ def test_the_launcher_tries_the_template_on_the_first_conversation(tmp_path, mon
     os.mkfifo(own)  # opening it would block
     assert faults(*words)[0].startswith(f"data.chat_template={own}: not a file")
     file.write_text('{"text": "Hi"}\n')
-    reason = "no list of messages under 'messages' (or 'conversations'), but 'text'; data.max_bad_rows=0"
-    assert faults(*words[:2]) == [str(Fault("data.path", str(file), f"{file}:1: {reason}"))]
+    (reason,) = faults(*words[:2])
+    assert reason.startswith(f"data.path={file}: {file}:1: no list of messages under 'messages'")
+    assert reason.endswith("but 'text'; data.max_bad_rows=0")
     assert faults("data=chat")[0].startswith("data.path=null: data=chat needs it")
     words = ("data=chat", f"data.path={file}", "tokenizer=hf", "tokenizer.path=gone.json")
     assert faults(*words)[0].startswith("tokenizer.path=gone.json: no such file")

@@ -169,6 +169,86 @@ def test_arguments_of_the_template(tmp_path):
             compose_job(*words, f"+data.chat_template_kwargs.{option}=false")
 
 
+def ask(*answers):
+    return talk(*((role, text, {}) for role, text in answers))
+
+
+FORMS = {
+    "alpaca": ({"instruction": "Add.", "input": "6 1", "output": "7"}, ask(("user", "Add.\n6 1"), ("assistant", "7"))),
+    "no input": ({"instruction": "Hi?", "input": "", "output": "Ho."}, ask(("user", "Hi?"), ("assistant", "Ho."))),
+    "null input": ({"instruction": "Hi?", "input": None, "output": "Ho."}, ask(("user", "Hi?"), ("assistant", "Ho."))),
+    "dolly": (
+        {"instruction": "Sum up.", "context": "Long.", "response": "Short.", "category": "x"},
+        ask(("user", "Sum up.\nLong."), ("assistant", "Short.")),
+    ),
+    "completion": ({"prompt": "Hi?", "completion": "Ho."}, ask(("user", "Hi?"), ("assistant", "Ho."))),
+    "question": (
+        {"system_prompt": "Be kind.", "question": "Hi?", "response": "Ho."},
+        ask(("system", "Be kind."), ("user", "Hi?"), ("assistant", "Ho.")),
+    ),
+    "history": (
+        {"instruction": "c?", "output": "d", "history": [["a?", "b"]], "system": "S"},
+        ask(("system", "S"), ("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "d")),
+    ),
+    "messages": (
+        {
+            "prompt": ask(("user", "a?"), ("assistant", "b"), ("user", "c?"))["messages"],
+            "completion": ask(("assistant", "d"))["messages"],
+        },
+        talk(("user", "a?", {}), ("assistant", "b", {"weight": 0}), ("user", "c?", {}), ("assistant", "d", {})),
+    ),
+    "reasoning": (
+        {"prompt": "q", "reasoning": "Deep thought.", "completion": "a"},
+        talk(("user", "q", {}), ("assistant", "a", {"reasoning": "Deep thought."})),
+    ),
+    "functions": (
+        {"prompt": "q", "completion": "a", "functions": [MULTIPLY["function"]]},
+        talk(("user", "q", {}), ("assistant", "a", {}), tools=[MULTIPLY]),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_question_and_its_answer_are_a_conversation(form):
+    row, same = FORMS[form]
+    assert parse(row) == parse(same)
+    assert learned(row, "qwen3") == learned(same, "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"instruction": "a"}, "no list of messages.*no question with its answer.*'instruction'$"),
+        ({"instruction": "a", "output": None}, "no list of messages"),
+        ({"instruction": "a", "output": 5}, "'output' is int"),
+        ({"instruction": "a", "output": ""}, "no message of the assistant"),
+        ({"instruction": "a", "input": 5, "output": "b"}, "'input' is int"),
+        ({"instruction": "a", "prompt": "p", "output": "b"}, "'instruction' and 'prompt'"),
+        ({"prompt": "a", "completion": "b", "response": "c"}, "'completion' and 'response'"),
+        ({"prompt": "a", "completion": "b", "label": False}, "'label'"),
+        (talk(("user", "q", {}), ("assistant", "a", {}), kto_tag=True), "'kto_tag'"),
+        ({"question": "a", "choices": ["x", "y"], "answer": "x"}, "'choices'"),
+        ({"instruction": "a", "output": "b", "history": [["q"]]}, "'history'"),
+        ({"instruction": "a", "output": "b", "images": ["x.png"]}, "'images'"),
+        (
+            {"prompt": "a", "completion": "b", "system": "s", "system_prompt": "t"},
+            "'system' and 'system_prompt' differ",
+        ),
+        ({"prompt": [{"role": "user", "content": "a"}], "input": "x", "completion": "b"}, "'input' beside messages"),
+        (talk(("user", "q", {}), ("assistant", "a", {"thinking": "x", "reasoning": "y"})), "different reasonings"),
+        (
+            talk(
+                ("user", "q", {}), ("assistant", None, {"tool_calls": [{"name": "f"}], "function_call": {"name": "g"}})
+            ),
+            "in two places",
+        ),
+    ],
+)
+def test_a_question_or_an_answer_that_is_not_clear_is_refused(row, reason):
+    with pytest.raises(ValueError, match=reason):
+        learned(row)
+
+
 ROWS = [
     talk(("user", f"{number}+1?", {}), ("assistant", str(number + 1), {"weight": number % 2}), ("user", "More?", {}))
     for number in range(90)
@@ -206,6 +286,20 @@ def write_forms(tmp_path, rows):
         "hub": f"data.path={hub} data.hub_split=train",
         "saved": f"data.path={tmp_path}/saved data.hub_split=train",
     }
+
+
+def test_questions_and_answers_are_the_same_in_every_form(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [
+        {
+            "instruction": f"{n}+1?",
+            "input": "Please." if n % 2 else None,
+            "output": str(n + 1),
+            "system": None if n % 3 else "S",
+        }
+        for n in range(90)
+    ]
+    forms_agree(write_forms(tmp_path, rows), "data=chat", "data.seq_len=64")
 
 
 def test_rows_are_the_same_in_every_form(forms, tmp_path, monkeypatch):

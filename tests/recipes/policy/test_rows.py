@@ -8,6 +8,7 @@ from tests.recipes.chat.test_rows import MULTIPLY, forms_agree, write_forms
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.rules import checks
 from titan_hydra.job.freeze import freeze
+from titan_hydra.recipes.policy.rows import pair_of
 
 
 def say(role, content, **more):
@@ -65,3 +66,43 @@ def test_a_bad_row_is_found_before_the_start_in_every_form(kind, form, tmp_path)
     (fault,) = checks.check(freeze(compose_unchecked(*base)))
     assert fault.key == "data.path" and "row 4: " in str(fault)
     assert not list(checks.check(freeze(compose_unchecked(*base, "data.max_bad_rows=1"))))
+
+
+NO = {"chosen": "Blue.", "rejected": "Seven."}
+SAYS = [say("user", "Name a colour.")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "Name a colour.", "input": "", **NO},
+        {"question": "Name a colour.", **NO},
+        {"conversations": [{"from": "human", "value": "Name a colour."}]}
+        | {key: {"from": "gpt", "value": text} for key, text in NO.items()},
+        {"messages": SAYS, **{key: say("assistant", text) for key, text in NO.items()}},
+        {key: [*SAYS, say("assistant", text)] for key, text in NO.items()},
+        {"prompt": "", **{key: [*SAYS, say("assistant", text)] for key, text in NO.items()}},
+    ],
+)
+def test_the_question_of_a_pair_is_found_in_every_form(row):
+    assert pair_of(row) == pair_of({"prompt": SAYS, **NO})
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (NO, "no question in 'prompt'"),
+        (NO | {"chosen": None}, "no pair in it"),
+        (NO | {"history": "a?"}, "no question in 'prompt'"),
+        (NO | {"prompt": "q", "history": "a?"}, "'history'"),
+        (NO | {"prompt": "q", "instruction": "r"}, "'instruction' and 'prompt'"),
+        (
+            {key: [*SAYS, say("assistant", text)] for key, text in NO.items()}
+            | {"messages": [*SAYS, say("assistant", "Blue.")]},
+            "another question|is not the one of",
+        ),
+    ],
+)
+def test_a_pair_whose_question_is_not_clear_is_refused(row, reason):
+    with pytest.raises(ValueError, match=reason):
+        pair_of(row)

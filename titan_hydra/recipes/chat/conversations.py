@@ -8,12 +8,15 @@ from typing import Any
 from titan_hydra.data.files import record_of
 from titan_hydra.data.records import Record
 
+from .forms import messages_of
+
 # other names of the roles, as in ShareGPT's files
 ROLES = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
     **dict.fromkeys(("observation", "tool_response", "function"), "tool"),
 }
+SYSTEM = ("system", "system_prompt")  # columns with the text of a first message
 CALLS = ("function_call", "tool_call")  # roles of messages whose content is a call of the assistant's
 # keys of a message's reasoning in data files; templates use one of the first two
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -46,16 +49,13 @@ class Conversation:
 def parse(record: Record) -> Conversation:
     """Return the conversation of a row. Raises ValueError if the row has none; the message states what is wrong.
 
-    A row has `messages` of `role` and `content`, or ShareGPT's `conversations` of `from` and `value`; `tools`, `system`
-    and `chat_template_kwargs` are optional.
+    A row has `messages` of `role` and `content`, ShareGPT's `conversations` of `from` and `value`, or a question and its
+    answer (see forms.py); `tools`, `system` and `chat_template_kwargs` are optional.
     """
     row = record_of(record)
-    messages = next((row[key] for key in ("messages", "conversations") if row.get(key) is not None), None)
+    messages = messages_of(row)
     if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            "no list of messages under 'messages' (or 'conversations')"
-            + (", but " + ", ".join(map(repr, row))) * bool(row)
-        )
+        raise ValueError("no list of messages: they are no list, or an empty one")
     return conversation(messages, row)
 
 
@@ -75,14 +75,18 @@ def conversation(messages: list[Any], row: dict[str, Any]) -> Conversation:
         options = _json(options, "its chat_template_kwargs are not JSON")
     if not isinstance(options, dict):
         raise ValueError(f"its chat_template_kwargs are {type(options).__name__}, not a record")
-    return Conversation(found, _tools(row.get("tools")), tuple(learned), options)
+    return Conversation(found, _tools(row), tuple(learned), options)
 
 
 def _system(row: dict[str, Any]) -> dict[str, Any] | None:
-    text = row.get("system")
-    if not isinstance(text, str | None):
-        raise ValueError(f"its 'system' is {type(text).__name__}, not text")
-    return {"role": "system", "content": text} if text and text.strip() else None
+    found = {key: row[key] for key in SYSTEM if row.get(key) is not None}
+    for key, text in found.items():
+        if not isinstance(text, str):
+            raise ValueError(f"its {key!r} is {type(text).__name__}, not text")
+    texts = {text for text in found.values() if text.strip()}
+    if len(texts) > 1:
+        raise ValueError(f"its {' and '.join(map(repr, found))} differ")
+    return {"role": "system", "content": texts.pop()} if texts else None
 
 
 def _refuse_media(record: dict[str, Any], where: str) -> None:
@@ -111,6 +115,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         for given in (calls, call)
     )
     if call:  # a message's only call, or a list of all its calls
+        if calls:
+            raise ValueError(f"message {number} has calls in two places")
         calls = call if isinstance(call, list) else [call]
     if isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
@@ -121,7 +127,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(content, str):
         raise ValueError(f"message {number} has {type(content).__name__} as content, not text")
     found = {"role": ROLES.get(role, role), "content": content}
-    if reasoning := next((message[key] for key in REASONING if message.get(key)), None):
+    if stated := [message[key] for key in REASONING if message.get(key)]:
+        reasoning = stated[0]
+        if any(other != reasoning for other in stated):
+            raise ValueError(f"message {number} has two different reasonings")
         if not isinstance(reasoning, str):
             raise ValueError(f"message {number} has {type(reasoning).__name__} as reasoning, not text")
         found |= {"reasoning_content": reasoning, "thinking": reasoning}
@@ -164,10 +173,14 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _tools(tools: Any) -> list[dict[str, Any]]:
-    """Return the functions (tools) of a row; some files hold them as JSON text."""
-    if isinstance(tools, str):
-        tools = _json(tools, "its tools are not JSON") if tools.strip() else []
-    if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
-        raise ValueError("its tools are not a list of records")
-    return tools or []
+def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the functions (tools) of a row; some files hold them as JSON text, or without their type as `functions`."""
+    found = []
+    for key in ("tools", "functions"):
+        tools = row.get(key) or []
+        if isinstance(tools, str):
+            tools = _json(tools, f"its {key} are not JSON") if tools.strip() else []
+        if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
+            raise ValueError(f"its {key} are not a list of records")
+        found += [{"type": "function", "function": tool} for tool in tools] if key == "functions" else tools or []
+    return found

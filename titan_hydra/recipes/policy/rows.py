@@ -21,6 +21,7 @@ from titan_hydra.data.shards import BadRow
 from titan_hydra.data.tokenizer import Tokenizer
 from titan_hydra.data.unknown import ROWS
 from titan_hydra.recipes.chat.conversations import Conversation, conversation
+from titan_hydra.recipes.chat.forms import question_of
 from titan_hydra.recipes.chat.rows import (
     Chat,
     ConversationReader,
@@ -71,20 +72,22 @@ class PairReader(ConversationReader):
 def pair_of(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """Return the conversations with the preferred and the rejected answer. Raises ValueError if the row has no pair.
 
-    A row has `chosen` and `rejected`: each a text, or messages, the last of which is the answer. The messages of
-    `prompt` come before both answers, unless these begin with them.
+    A row has `chosen` and `rejected`: each a text, a message, or messages, the last of which is the answer. The messages
+    of the question (`prompt`, or those of a row of conversations) come before both answers, unless these begin with
+    them.
     """
-    prompt = row.get("prompt") or []
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    sides = []
+    prompt, sides = question_of(row), []
     for name in ("chosen", "rejected"):
         answer = row.get(name)
-        answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        if not isinstance(prompt, list) or not isinstance(answer, list) or not answer:
+        text, answer = isinstance(answer, str), [answer] if isinstance(answer, dict) else answer
+        answer = [{"role": "assistant", "content": answer}] if text else answer
+        if not isinstance(prompt or [], list) or not isinstance(answer, list) or not answer:
             raise ValueError("no pair in it: 'chosen', 'rejected' and 'prompt' must be texts or lists of messages")
         if conversation(answer, {}).messages[-1]["role"] != "assistant":
             raise ValueError(f"the last message of {name!r} is not the assistant's")
-        sides.append(conversation(_joined(prompt, answer, name), row))
+        sides.append(conversation(_joined(prompt or [], answer, name), row))
+    if prompt is None and isinstance(row["chosen"], str):
+        raise ValueError("its answers are texts, and the row has no question in 'prompt', which may be empty")
     return sides[0], sides[1]
 
 
@@ -98,7 +101,7 @@ def _joined(prompt: list[Any], answer: list[Any], name: str) -> list[Any]:
     if asked and said[: len(asked)] == asked:
         systems = [message for message in before if message["role"] == "system" and message not in after]
         return [*systems, *answer]
-    if asked and asked[-1]["role"] == "user" and said and said[0]["role"] == "user":
+    if asked and said and said[0]["role"] == "user" and (asked[-1]["role"] == "user" or said[0] == asked[0]):
         raise ValueError(f"{name!r} begins with a question of the user that is not the one of 'prompt'")
     return [*prompt, *answer]
 
