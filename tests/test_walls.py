@@ -36,7 +36,8 @@ ALLOWED = {  # the rooms, and which others each may import, anywhere in a file
     "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},
     "report": GROUND | {"runs", "plan"},
     "scaling": GROUND | {"runs", "plan", "report"},
-    "search": GROUND | {"runs", "launch", "report"},
+    "search": GROUND | {"runs", "launch", "report", "instruments"},
+    "instruments": GROUND,  # what each instrument registers
     "commands": GROUND
     | {"runs", "plan", "launch", "report", "scaling", "search", "data", "observe", "checkpoint", "train", "verify"},
 }
@@ -173,7 +174,7 @@ OTHER_TESTS = {"equivalence", "gpu", "kubernetes", "pretended_cuda", "slurm"}
 def test_the_tests_of_a_room_stand_in_its_folder():
     """Tests that do not belong to a single room have a folder of their own."""
     folders = {file.relative_to(TESTS).parts[0] for file in TESTS.glob("*/**/test_*.py")}
-    assert folders == (set(ALLOWED) - {"verify"}) | OTHER_TESTS
+    assert folders == (set(ALLOWED) - {"verify", "instruments"}) | OTHER_TESTS
 
 
 WORDS = {  # of each executor for a cluster: names that only its folder may contain
@@ -337,6 +338,7 @@ def test_functions_fit_a_screen():
 CONVENTIONS = {
     "add_arguments",
     "apply",
+    "asked",
     "before_forward",
     "build",
     "convert",

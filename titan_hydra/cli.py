@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from titan_hydra.base.errors import Exit, RunError, denied
+from titan_hydra.config.additions import of_all
 from titan_hydra.config.fault import did_you_mean, shown, suggest
 
-from . import __version__, recipes
+from . import __version__
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is given
     "plan": (
@@ -35,10 +36,6 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "train a run longer: a new run with steps=N, from a checkpoint of the first",
     ),
     "report": ("titan_hydra.commands.report", "the table of a sweep, its plots and its page"),
-    "scale": (
-        "titan_hydra.commands.scale",
-        "fit a scaling law to a ladder of sizes: predict larger runs, compare two recipes; --make writes a ladder",
-    ),
     "compare": (
         "titan_hydra.commands.compare",
         "how two runs differ, and the first step and module at which they diverge",
@@ -51,15 +48,6 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "titan_hydra.commands.cluster",
         "init: write conf/cluster/NAME.yaml for the cluster of this machine; check: what works there, on two nodes",
     ),
-    "verify": ("titan_hydra.commands.verify", "prove that layouts learn what one process learns"),
-    "coordcheck": (
-        "titan_hydra.commands.coordcheck",
-        "whether what a model learns, or its best learning rate, depends on its width or depth",
-    ),
-    "certify": (
-        "titan_hydra.commands.certify",
-        "a certificate for a layout: proven at a reduced size, resumed from a kill, exported",
-    ),
     "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify and prune the checkpoints of a run"),
     "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
     "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
@@ -68,7 +56,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "the log-probability that the model of a run or export gives each text of a file",
     ),
     "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
-    **recipes.of_all("COMMANDS"),
+    **of_all("COMMANDS"),
     "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete titan's commands and options"),
 }
 RENAMED = {  # former subcommands, and what replaces each
@@ -84,7 +72,7 @@ RENAMED = {  # former subcommands, and what replaces each
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand. A user's mistake is printed as one line on stderr; only bugs print a traceback."""
     argv = sys.argv[1:] if argv is None else argv
-    for old, new in recipes.of_all("RENAMED").items():
+    for old, new in of_all("RENAMED").items():
         command, word = old.split()
         if argv[:1] == [command] and word in argv[1:]:
             print(f"titan {old}: is `titan {new}` now", file=sys.stderr)
@@ -93,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         module, text = COMMANDS[argv[0]]
         command = importlib.import_module(module)
         parser = argparse.ArgumentParser(prog=f"titan {argv[0]}", description=text[0].upper() + text[1:] + ".")
+        parser.set_defaults(commands=COMMANDS)
         command.add_arguments(parser)
         try:
             args = parser.parse_intermixed_args(argv[1:])  # options may stand between the KEY=VALUE arguments

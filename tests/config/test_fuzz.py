@@ -9,8 +9,9 @@ from collections import Counter
 import pytest
 
 from tests.config import corpus
-from titan_hydra.config import explain, from_dict, identity, read, to_dict
+from titan_hydra.config import from_dict, identity, read, to_dict
 from titan_hydra.config.compose import own_composer
+from titan_hydra.config.explain import explain
 from titan_hydra.config.overrides import mistakes
 from titan_hydra.config.rules.checks import check, warnings
 from titan_hydra.config.schema import Job

@@ -5,8 +5,9 @@ are the same job.
 import pytest
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import explain, from_dict, identity, read, to_dict
+from titan_hydra.config import from_dict, identity, read, to_dict
 from titan_hydra.config.compose import CONF, compose_job, own_composer
+from titan_hydra.config.explain import explain
 from titan_hydra.config.overrides import mistakes
 from titan_hydra.config.schema import Job
 

@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra import recipes
+from titan_hydra.config.additions import names
 from titan_hydra.config.registry import REGISTRIES
 
 ROOT = Path(__file__).parents[2]
+RECIPES = names("recipes")
 # Other pages link to the recipe's page, and cases of the GPU kit and of the pretended device name its model.
 OTHERS = ("tests/test_docs.py", "tests/gpu", "tests/pretended_cuda")
 
 
-@pytest.mark.parametrize("name", recipes.NAMES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_its_files_are_there(name):
     assert all((ROOT / file).exists() for file in files_of(name))
 
 
-@pytest.mark.parametrize("name", recipes.NAMES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_core_names_none_of_its_parts(name):
     """The parts of a recipe are the sources, objectives and families that it registers. In the core, no string begins
     with one of their names, and no `key=` names one.
@@ -42,7 +43,7 @@ def test_the_core_names_none_of_its_parts(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", recipes.NAMES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_without_a_recipe_the_quick_tests_pass(tmp_path, name):
     kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[
         :-1
@@ -66,10 +67,8 @@ def test_without_a_recipe_the_quick_tests_pass(tmp_path, name):
 
 def with_those_that_import(name: str) -> list[str]:
     importing = f"titan_hydra.recipes.{name}"
-    files = {other: (ROOT / "titan_hydra/recipes" / other).rglob("*.py") for other in recipes.NAMES}
-    return [
-        other for other in recipes.NAMES if other == name or any(importing in file.read_text() for file in files[other])
-    ]
+    files = {other: (ROOT / "titan_hydra/recipes" / other).rglob("*.py") for other in RECIPES}
+    return [other for other in RECIPES if other == name or any(importing in file.read_text() for file in files[other])]
 
 
 def files_of(name: str) -> list[str]:

@@ -49,11 +49,11 @@ def begun(folder, job):
 
 
 def faults(job, directory):
-    return [one for one in inputs.changes(job, directory, rundir.runs_of(job)) if isinstance(one, Fault)]
+    return [one for one in inputs.changes(job, directory, layout.runs_of(job)) if isinstance(one, Fault)]
 
 
 def lines(job, directory):
-    return [one for one in inputs.changes(job, directory, rundir.runs_of(job)) if isinstance(one, str)]
+    return [one for one in inputs.changes(job, directory, layout.runs_of(job)) if isinstance(one, str)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,9 +22,33 @@ from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.modules import import_modules
 from titan_hydra.runs.view import choose
 
+from .plan import planned_job
 
-def calibrated(args: argparse.Namespace, hardware: Hardware, into: Path | None) -> int:
-    """Fit the rates, print them with the residuals, and write the hardware file `into`."""
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="RUN",
+        help="instead of planning, fit the rates of hardware=NAME to finished runs or sweeps, and print the error of each prediction",
+    )
+    parser.add_argument(
+        "--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml"
+    )
+
+
+def asked(args: argparse.Namespace) -> bool:
+    if args.into and not (args.calibrate or args.tune):
+        raise ConfigError(
+            f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written"
+        )
+    return bool(args.calibrate)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Fit the rates, print them with the residuals, and write the hardware file that --into names."""
+    into = target_file(args.into)
+    hardware = planned_job(args)[0].hardware
     found = fit_cells([cell for target in args.calibrate for cell in choose(target, args.runs).cells], hardware)
     if args.json:
         print(to_json(fit_as_json(found, hardware)))
@@ -48,8 +72,12 @@ def write_file(found: plan.Fit, file: Path) -> None:
     print(f"{file}: written; plan with {where}hardware={file.stem}")
 
 
-def target_file(into: str) -> Path:
-    """Return the path of the file that --into names, conf/hardware/INTO.yaml. Raises ConfigError if the file exists."""
+def target_file(into: str | None) -> Path | None:
+    """Return the path of the file that --into names, conf/hardware/INTO.yaml; None without --into. Raises ConfigError if
+    the file exists.
+    """
+    if into is None:
+        return None
     if not re.fullmatch(r"\w[\w-]*", into):
         raise ConfigError(f"--into {into}: cannot be typed as hardware=NAME; letters, digits, _ and - can")
     file = (Path("conf") if Path("conf").is_dir() else CONF) / "hardware" / f"{into}.yaml"

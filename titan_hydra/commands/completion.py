@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.private import options_of
 from titan_hydra.runs import find
@@ -43,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     """Print a shell's script or, with --words, the candidates for the last word."""
     if args.words is not None:
         words = args.words.split(" ")
-        print(*(word for word in candidates(words) if word.startswith(words[-1])), sep="\n")
+        print(*(word for word in candidates(words, args.commands) if word.startswith(words[-1])), sep="\n")
     elif args.shell:
         print(SCRIPTS[args.shell])
     else:
@@ -51,15 +50,15 @@ def main(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def candidates(words: list[str]) -> Iterable[str]:
+def candidates(words: list[str], commands: dict[str, tuple[str, str]]) -> Iterable[str]:
     """List the candidates for the last word. The list is empty if the shell should complete file names."""
     command, before = words[0], words[1:-1]
     if len(words) == 1:
-        return cli.COMMANDS
-    if command not in cli.COMMANDS:
+        return commands
+    if command not in commands:
         return []
     parser = argparse.ArgumentParser()
-    importlib.import_module(cli.COMMANDS[command][0]).add_arguments(parser)
+    importlib.import_module(commands[command][0]).add_arguments(parser)
     options = {name: action for action in options_of(parser) for name in action.option_strings}
     runs = Path(dict(pairwise(before)).get("--runs", "runs"))
     last = options.get(before[-1]) if before else None

@@ -10,15 +10,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.errors import ConfigError, Exit, Kind
 from titan_hydra.base.text import notes_on_stderr, table, to_json
 from titan_hydra.config import Fault, Job
 from titan_hydra.config.ranges import NOT_NEGATIVE, POSITIVE, Interval
 from titan_hydra.job.ranks import all_ranks
 from titan_hydra.plan import predict
 from titan_hydra.plan.goodput import FAILURES, Site, Way, daly_interval, ways, young_interval
+from titan_hydra.runs import layout
+from titan_hydra.runs.failure import guilty
 from titan_hydra.runs.find import all_runs
-from titan_hydra.runs.useful import count_interruptions
+from titan_hydra.runs.rundir import inspect_all
+from titan_hydra.runs.useful import life_of
+
+from .plan import legal_job, make_folder, planned_job
 
 OPTIONS: dict[str, tuple[float | None, Interval, str]] = {  # for each option: its default, its range, and its help text
     "step-seconds": (None, POSITIVE, "seconds of a step (default: predicted)"),
@@ -44,7 +49,11 @@ OPTIONS: dict[str, tuple[float | None, Interval, str]] = {  # for each option: i
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
-def add_goodput(parser: argparse.ArgumentParser) -> None:
+# Failures that the job itself causes: the same command would fail again.
+OWN_FAULTS = {Kind.CONFIG, Kind.OUT_OF_MEMORY, Kind.NOT_FINITE, Kind.TIME_LIMIT, Kind.PREEMPTED}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --goodput and its options."""
     group = parser.add_argument_group("useful time")
     group.add_argument(
@@ -62,10 +71,16 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=text)
 
 
-def goodput(job: Job, args: argparse.Namespace) -> int:
-    """Print how the time of a frozen job is divided, for the job as it is and for better ways to run it. Draw the
-    result if --plot names a folder.
+def asked(args: argparse.Namespace) -> bool:
+    return args.goodput
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print how the time of the job is divided, for the job as it is and for better ways to run it. Draw the result if
+    --plot names a folder.
     """
+    make_folder(args.plot)
+    job = legal_job(*planned_job(args, needs_rates=not args.step_seconds))
     given: dict[str, Any] = {name: getattr(args, name.replace("-", "_")) for name in OPTIONS}
     for name, (_, allowed, _) in OPTIONS.items():
         if given[name] is not None and (reason := allowed.objection(given[name])):
@@ -126,6 +141,34 @@ def rate_of(args: argparse.Namespace) -> tuple[float, str]:
             raise ConfigError(str(Fault("--failures", args.failures, f"failures per GPU-day: {reason}")))
         return rate, f"{rate:g} per GPU-day"
     return failures / days, f"{args.failures}: {failures} in {days:,.6g} GPU-days"
+
+
+def count_interruptions(runs: list[Path]) -> tuple[int, float]:
+    """Return the number of attempts that were interrupted after at least one step, and the GPU-days of all attempts
+    with at least one step. An attempt was interrupted if it ended early although nobody asked it to, and the job itself
+    was not the cause.
+    """
+    failures, seconds = 0, 0.0
+    for directory, state in zip(runs, inspect_all(runs), strict=True):
+        config = layout.CONFIG.read(directory)
+        homes = [home for home in (directory, *layout.REPLICA.all(directory).values()) if layout.ATTEMPT.all(home)]
+        groups = (config.get("fault_tolerance") or {}).get("replicas") or 1
+        for home in homes:
+            attempts = layout.ATTEMPT.all(home)
+            for number, attempt in attempts.items():
+                if (life := life_of(attempt)) and layout.STATUS.read(attempt):
+                    seconds += (life[1] - life[0]) * (config.get("gpus") or 1) * groups / len(homes)
+                    failures += _interrupted(attempt, number < max(attempts) or not state.active)
+    return failures, seconds / 86400
+
+
+def _interrupted(attempt: Path, over: bool) -> bool:
+    """Whether an attempt failed for a reason outside the job itself, or ended without a record (as after a power cut)."""
+    if layout.CANCELLED.of(attempt).exists():
+        return False
+    if failure := guilty(attempt):
+        return failure.kind not in OWN_FAULTS
+    return over and "exit_status" not in layout.RANK.read(attempt)
 
 
 def predicted_step(job: Job) -> float:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
+from types import ModuleType
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import notes_on_stderr, table, to_json
 from titan_hydra.config import Fault, Job
+from titan_hydra.config.additions import of_all
 from titan_hydra.config.compose import compose_unchecked
 from titan_hydra.config.describe import option_files
 from titan_hydra.config.fault import multiples_around
@@ -21,8 +24,6 @@ from titan_hydra.plan.search import Row, prepared, search
 from titan_hydra.plan.shape import NotPredictable, shape_of
 from titan_hydra.runs.view import add_runs
 
-from . import calibrate, plan_score, tune
-from .goodput import add_goodput, goodput
 from .plan_curve import LIMITED, curve, device_counts, draw_speed, order_of
 
 BAR = 40  # number of characters of the longest bar
@@ -63,106 +64,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="for the N best layouts, step one rank in the fake world, and print its memory and messages beside those of the formulas",
     )
-    add_fits(parser)
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="FOLDER", help="write plots of memory by term and of speed over the number of GPUs"
     )
-    add_goodput(parser)
+    for module in other_answers().values():
+        module.add_arguments(parser)
 
 
-def add_fits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that compare predictions with measurements."""
-    parser.add_argument(
-        "--calibrate",
-        nargs="+",
-        metavar="RUN",
-        help="instead of planning, fit the rates of hardware=NAME to finished runs or sweeps, and print the error of each prediction",
-    )
-    parser.add_argument(
-        "--tune",
-        type=int,
-        metavar="K",
-        help="run the K best layouts for --steps steps, fit the rates to these runs, and plan again, until "
-        "prediction and measurement agree",
-    )
-    parser.add_argument(
-        "--score",
-        nargs="?",
-        type=Path,
-        const=Path(),
-        metavar="FILE",
-        help="instead of planning, predict published measurements (default: the package's), and print the errors of the predictions",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)"
-    )
-    parser.add_argument(
-        "--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml"
-    )
+def other_answers() -> dict[str, ModuleType]:
+    """Import the modules of the options that instruments add to `titan plan`. Each has `add_arguments(parser)`,
+    `asked(args)`, which raises ConfigError for values out of range, and `main(args)`.
+    """
+    return {name: importlib.import_module(module) for name, module in of_all("PLAN").items()}
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the fastest layouts, or one layout, or the rates that --calibrate or --tune has fitted. Returns 0, or 2 if
-    no layout fits. With --tune, returns the status of the first run that failed.
+    """Print the fastest layouts, or one layout, or the answer of an instrument's option. Returns 0, or 2 if no layout
+    fits.
     """
     counts = args.gpus or []
-    _refuse(args, counts)
-    if args.score is not None:
-        if args.overrides:
-            raise ConfigError(f"{args.overrides[0]}: --score takes no overrides, as each row says its own job")
-        return plan_score.scored(args.score if args.score.name else None, args.json)
-    into = calibrate.target_file(args.into) if args.into else None
-    own = [*args.overrides, *(args.why or "").split()]
-    job = compose_unchecked(*own, config_dir=args.config_dir)
-    gpus = counts[0] if counts else job.gpus
-    if job.hardware.name == "unknown" and not (args.goodput and args.step_seconds):
-        names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
+    if counts and counts[0] < 1:
+        raise ConfigError(str(Fault("--gpus", counts[0], "a job needs at least one", legal=(1,))))
+    if args.prove is not None and args.prove < 1:
         raise ConfigError(
-            str(Fault("hardware", "unknown", "a prediction needs the device's memory and rates", legal=names))
+            str(Fault("--prove", args.prove, "is the number of layouts to count, at least 1", legal=(1,)))
         )
+    others = [name for name, module in other_answers().items() if module.asked(args)]
+    if len(counts) > 1 and (options := [*others, *(name for name in ("cell", "why", "prove") if getattr(args, name))]):
+        reason = f"--{options[0]} takes one number of GPUs"
+        raise ConfigError(str(Fault("--gpus", ",".join(map(str, counts)), reason, legal=(counts[0],))))
     try:
+        if others:
+            return other_answers()[others[0]].main(args)
+        job, gpus = planned_job(args)
         if len(counts) > 1:
             make_folder(args.plot)
             return curve(job, counts, args)
-        if args.calibrate:
-            return calibrate.calibrated(args, job.hardware, into)
-        if args.goodput:
-            make_folder(args.plot)
-            return goodput(legal_job(job, gpus), args)
         if args.cell or args.why:
             return one_layout(job, gpus, args)
-        if gpus is None:
-            raise ConfigError(
-                str(Fault("gpus", None, "a search needs the number of GPUs", legal=(job.hardware.gpus_per_node or 8,)))
-            )
-        if args.tune:
-            return tune.tuned(job, gpus, args, into)
-        return layouts(job, gpus, args)
+        return layouts(job, searchable(job, gpus), args)
     except NotPredictable as error:
         raise ConfigError(str(error)) from error
 
 
-def _refuse(args: argparse.Namespace, counts: list[int]) -> None:
-    """Raise ConfigError if an option's value is out of range, or if options exclude each other."""
-    if counts and counts[0] < 1:
-        raise ConfigError(str(Fault("--gpus", counts[0], "a job needs at least one", legal=(1,))))
-    for name, least, reason in (
-        ("prove", 1, "is the number of layouts to count, at least 1"),
-        ("tune", 2, "is the number of layouts to compare, at least 2"),
-        ("steps", 3, "the first ones are not measured"),
-    ):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ConfigError(str(Fault(f"--{name}", value, reason, legal=(least,))))
-    if args.into and not (args.calibrate or args.tune):
-        raise ConfigError(
-            f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written"
-        )
-    if args.tune and args.json:
-        raise ConfigError(
-            "--json: --tune prints the progress of its runs; titan plan --calibrate RUN... --json prints its fit"
-        )
+def planned_job(args: argparse.Namespace, needs_rates: bool = True) -> tuple[Job, int | None]:
+    """Compose the job of the command line, and return it with the number of devices, None if it is not given. Raises
+    ConfigError for faults and, if the answer needs rates, for an unknown device.
+    """
+    job = compose_unchecked(*args.overrides, *(args.why or "").split(), config_dir=args.config_dir)
+    if needs_rates and job.hardware.name == "unknown":
+        names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
+        reason = "a prediction needs the device's memory and rates"
+        raise ConfigError(str(Fault("hardware", "unknown", reason, legal=names)))
+    return job, args.gpus[0] if args.gpus else job.gpus
+
+
+def searchable(job: Job, gpus: int | None) -> int:
+    """Return the number of devices of a search. Raises ConfigError if it is not given."""
+    if gpus is None:
+        nearest = job.hardware.gpus_per_node or 8
+        raise ConfigError(str(Fault("gpus", None, "a search needs the number of GPUs", legal=(nearest,))))
+    return gpus
 
 
 def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.base.errors import ConfigError, Exit
+from titan_hydra.base.errors import Exit
 from titan_hydra.base.text import notes_on_stderr, table, to_json
-from titan_hydra.config import Fault, Job
+from titan_hydra.config import Job
 from titan_hydra.plan import predict
 from titan_hydra.plan.search import Row, search
 
@@ -43,10 +43,6 @@ def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
     """Search for the fastest layout on each number of devices, and print a row for each number. GPU-hours are those of
     a billion tokens. Draw the speeds if --plot names a folder. Returns 2 if no layout fits on any number of devices.
     """
-    for option in ("cell", "why", "prove", "calibrate", "tune", "goodput"):
-        if getattr(args, option):
-            reason = f"--{option} takes one number of GPUs"
-            raise ConfigError(str(Fault("--gpus", ",".join(map(str, counts)), reason, legal=(counts[0],))))
     best = {count: rows[0] for count in counts if (rows := search(job, count)[0])}
     fitting = {count: row for count, row in best.items() if row.prediction.fits != "no"}
     if args.json:

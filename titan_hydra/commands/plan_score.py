@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,12 +18,29 @@ from titan_hydra.plan.shape import NotPredictable
 TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "band", "inside", "GiB: median error", "worst")
 
 
-def scored(file: Path | None, as_json: bool) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--score",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help="instead of planning, predict published measurements (default: the package's), and print the errors of the predictions",
+    )
+
+
+def asked(args: argparse.Namespace) -> bool:
+    if args.score is not None and args.overrides:
+        raise ConfigError(f"{args.overrides[0]}: --score takes no overrides, as each row says its own job")
+    return args.score is not None
+
+
+def main(args: argparse.Namespace) -> int:
     """Predict the rows of a file, or the rows that the package ships, and print the errors by source, device and
     technique. Returns 0, or 2 if no row can be predicted.
     """
     found, skipped = [], []
-    for row in rows_of(file):
+    for row in rows_of(args.score if args.score.name else None):
         try:
             found.append(score(row))
         except (NotPredictable, ConfigError, KeyError, ValueError) as error:
@@ -32,7 +50,7 @@ def scored(file: Path | None, as_json: bool) -> int:
                     f"{error.args[0]} is not given" if isinstance(error, KeyError) else str(error).splitlines()[0],
                 )
             )
-    if as_json:
+    if args.json:
         print(to_json({"rows": [*map(_as_json, found)], "skipped": dict(skipped)}))
         return Exit.DONE if found else Exit.CONFIG
     counted, apart = [one for one in found if not one.apart], [one for one in found if one.apart]

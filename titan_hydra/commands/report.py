@@ -4,22 +4,22 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from titan_hydra.base.errors import ConfigError, Exit
 from titan_hydra.base.text import notes_on_stderr, to_json
+from titan_hydra.config.additions import of_all
 from titan_hydra.config.files import write_text
+from titan_hydra.config.registry import resolve
 from titan_hydra.report import write
 from titan_hydra.report.cells import gather
 from titan_hydra.report.table import Report, build
-from titan_hydra.runs import layout
 from titan_hydra.runs.view import add_target, choose
 
-TEXTS = {
-    "md": ("report.md", write.markdown),
-    "csv": ("report.csv", write.comma_separated),
-    "latex": ("report.tex", write.latex),
+TEXTS = {  # forms of a report: the file's name, what it is, and the function that returns the text
+    "md": ("report.md", "the table in Markdown", write.markdown),
+    "csv": ("report.csv", "the table with commas between its values", write.comma_separated),
+    "latex": ("report.tex", "the table in LaTeX", write.latex),
 }
 
 
@@ -38,21 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="average cells that differ only in this key, such as seed, and add standard errors",
     )
-    parser.add_argument(
-        "--predicted",
-        action="store_true",
-        help="print titan plan's prediction of each run, and mark runs that are more than 20 %% slower than predicted",
-    )
-    for name, (file, _) in TEXTS.items():
-        parser.add_argument(
-            f"--{name}", action="store_true", help=f"the table as {file} has it, printed, or written with -o"
-        )
+    for name, (file, what, _) in forms().items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"{what}, printed, or written as {file} with -o")
+    for name, (what, _) in of_all("REPORT_CHANGES").items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument(
         "--json",
         action="store_true",
         help="print JSON for scripts: all columns with unrounded values, and the rule by which each row was judged",
     )
-    parser.add_argument("--row", action="store_true", help="print the runs as rows that titan plan --score reads")
     add_page(parser)
     add_plots(parser)
     parser.add_argument(
@@ -62,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder to write to (default: the sweep's folder or, without a sweep, the current folder)",
     )
+
+
+def forms() -> dict[str, tuple[str, str, Any]]:
+    """Return the forms of a report as text, with those that instruments add: the file's name, what it is, its function."""
+    return TEXTS | of_all("REPORT_TEXTS")
 
 
 def add_page(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +91,7 @@ def add_plots(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print, write or serve the report. Raises ConfigError if no cell has numbers, or if cells cannot be compared."""
-    if args.json and (given := [name for name in (*TEXTS, "row", "serve") if getattr(args, name)]):
+    if args.json and (given := [name for name in (*forms(), "serve") if getattr(args, name)]):
         raise ConfigError(f"--json: prints one document, and --{given[0]} another; give one of them")
     if args.serve:
         from titan_hydra.report.serve import serve
@@ -100,11 +99,6 @@ def main(args: argparse.Namespace) -> int:
         serve(lambda: made(args), args.port)
         return Exit.DONE
     report = made(args)
-    if args.row:
-        from titan_hydra.report.predicted import measured_rows
-
-        print(yaml.safe_dump(measured_rows(report), sort_keys=False, default_flow_style=None, width=1_000), end="")
-        return Exit.DONE
     if all(row.cell.rate is None and row.cell.loss is None for row in report.rows):
         states = ", ".join(f"{row.cell.name}: {row.cell.word}" for row in report.rows[:6]) + (
             ", ..." if len(report.rows) > 6 else ""
@@ -113,14 +107,14 @@ def main(args: argparse.Namespace) -> int:
     folder = args.output or report.selection.manifest or Path()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        texts = [name for name in TEXTS if getattr(args, name)]
+        texts = [name for name in forms() if getattr(args, name)]
         for name in texts:
-            file, text = TEXTS[name]
+            file, _, text = forms()[name]
             if args.output:
-                write_text(folder / file, text(report))
+                write_text(folder / file, resolve(text)(report))
                 print(folder / file)
             else:
-                print(text(report), end="")
+                print(resolve(text)(report), end="")
         if "csv" in texts:  # a CSV file has no place for the notes, so they are printed to stderr
             print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
         if args.json:
@@ -154,19 +148,8 @@ def made(args: argparse.Namespace) -> Report:
     selection = choose(args.target, args.runs)
     allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
     report = build(selection, gather(selection), args.baseline, allowed, args.over)
-    if selection.manifest and layout.JOURNAL.of(selection.manifest).is_file():
-        from titan_hydra.search.lines import JournalDamaged
-        from titan_hydra.search.summary import section_of
-
-        try:
-            report = replace(report, section=section_of(selection.manifest))
-        except JournalDamaged as error:
-            words = (
-                "the search's table is left out; the command line of the search makes the journal again from its runs"
-            )
-            print(f"warning: {error}; {words}", file=sys.stderr)
-    if not args.predicted:
-        return report
-    from titan_hydra.report.predicted import with_predictions
-
-    return with_predictions(report)
+    for section in of_all("REPORT_SECTIONS").values() if selection.manifest else ():
+        report = replace(report, section=resolve(section)(selection.manifest) or report.section)
+    for name, (_, change) in of_all("REPORT_CHANGES").items():
+        report = resolve(change)(report) if getattr(args, name) else report
+    return report

@@ -25,6 +25,7 @@ from titan_hydra.runs import find, layout, rundir
 from titan_hydra.runs.find import RunCell
 
 from . import calibrate
+from .plan import planned_job, searchable
 
 ROUNDS = 4  # maximum number of rounds of planning and running
 LAYOUT = {  # keys that the search sets; overrides of these keys on the command line are left out
@@ -41,10 +42,40 @@ LAYOUT = {  # keys that the search sets; overrides of these keys on the command 
 }
 
 
-def tuned(job: Job, gpus: int, args: argparse.Namespace, into: Path | None) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tune",
+        type=int,
+        metavar="K",
+        help="run the K best layouts for --steps steps, fit the rates to these runs, and plan again, until "
+        "prediction and measurement agree",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)"
+    )
+
+
+def asked(args: argparse.Namespace) -> bool:
+    for name, least, reason in (
+        ("tune", 2, "is the number of layouts to compare, at least 2"),
+        ("steps", 3, "the first ones are not measured"),
+    ):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(str(Fault(f"--{name}", value, reason, legal=(least,))))
+    if args.tune and args.json:
+        raise ConfigError(
+            "--json: --tune prints the progress of its runs; titan plan --calibrate RUN... --json prints its fit"
+        )
+    return args.tune is not None
+
+
+def main(args: argparse.Namespace) -> int:
     """Plan, run and calibrate until the layout that is predicted to be the fastest is also measured to be the fastest,
     or until the plan has no new layout. Returns the exit status of the first run that failed, or 0.
     """
+    into = calibrate.target_file(args.into)
+    job, given = planned_job(args)
+    gpus = searchable(job, given)
     layouts = list[str]()
     planned = _best(on(job, job.hardware), gpus, args.tune)
     if len(planned) < 2:

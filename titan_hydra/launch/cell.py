@@ -14,7 +14,8 @@ from titan_hydra.config.user_code import sources
 from titan_hydra.job.ranks import all_ranks, runs_here
 from titan_hydra.plan import predict
 from titan_hydra.runs.cards import folder_of_card, read_card
-from titan_hydra.runs.rundir import State, runs_of
+from titan_hydra.runs.layout import runs_of
+from titan_hydra.runs.rundir import State
 
 # For each value of launch.retry: the exit statuses of the failed runs that this value starts again.
 RETRY = {

@@ -12,11 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from titan_hydra.base.errors import ConfigError, RunError, denied
 from titan_hydra.base.private import composing_once
-from titan_hydra.config import explain, folders
+from titan_hydra.config import folders
 from titan_hydra.config.arguments import arranged
 from titan_hydra.config.cells import Question
 from titan_hydra.config.compose import register_schema
 from titan_hydra.config.describe import help_text
+from titan_hydra.config.explain import explain
 from titan_hydra.config.files import CONF, default_options, load_yaml
 from titan_hydra.config.registry import SEARCHES, resolve
 from titan_hydra.config.scan import misread

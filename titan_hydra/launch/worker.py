@@ -34,9 +34,9 @@ from titan_hydra.config.user_code import digest_of_code, edited_sources
 from titan_hydra.job.ranks import processes
 from titan_hydra.runs import inputs, layout
 from titan_hydra.runs.failure import describe
+from titan_hydra.runs.layout import runs_of
 from titan_hydra.runs.records import this_process
 from titan_hydra.runs.run import Run, folders_of, group_at, hash_of, newest_attempt
-from titan_hydra.runs.rundir import runs_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.load import from_dict
 from titan_hydra.config.operation import Hardware
@@ -49,8 +51,8 @@ def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
     return found.reason if found.reason and found.capacity_gib is None else found
 
 
-def measured_rows(report: Report) -> list[dict[str, Any]]:
-    """Return a row for each run that is done, with the keys of assets/published.yaml: the job, its median speed, and
+def measured_rows(report: Report) -> str:
+    """Return as YAML a row for each run that is done, with the keys of assets/published.yaml: the job, its median speed, and
     its reserved memory. Raises ConfigError if no run is done, or if a run cannot be read.
     """
     cells = [cell for row in report.rows for cell in row.cell.single if cell.done and cell.rate]
@@ -61,7 +63,7 @@ def measured_rows(report: Report) -> list[dict[str, Any]]:
     except NotPredictable as error:
         raise ConfigError(f"--row: {error}") from error
     day = datetime.now(UTC).date()
-    return [
+    rows = [
         row_of(job, cell.directory.name)
         | {
             "source": f"{OWN}, {cell.directory.name}",
@@ -72,6 +74,7 @@ def measured_rows(report: Report) -> list[dict[str, Any]]:
         | ({"memory_gib": round(cell.memory, 2)} if cell.memory else {})
         for job, cell in zip(jobs, cells, strict=True)
     ]
+    return yaml.safe_dump(rows, sort_keys=False, default_flow_style=None, width=1_000)
 
 
 def job_of_run(directory: Path) -> Job:

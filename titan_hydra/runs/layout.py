@@ -263,3 +263,8 @@ def table_of_files() -> str:
 
 if __name__ == "__main__":
     print(table_of_files())
+
+
+def runs_of(job: Job) -> Path:
+    """Return the folder that holds the run directories of a job."""
+    return Path(job.paths.runs).expanduser().absolute()

@@ -74,12 +74,7 @@ class State:
 
 def directory_of(job: Job) -> Path:
     """Return the path of a job's run directory, whether or not it exists."""
-    return runs_of(job) / f"{job.name}-{identity(job)}"
-
-
-def runs_of(job: Job) -> Path:
-    """Return the folder that holds the run directories of a job."""
-    return Path(job.paths.runs).expanduser().absolute()
+    return layout.runs_of(job) / f"{job.name}-{identity(job)}"
 
 
 def state(directory: Path, queues: dict[str, Queue] | None = None) -> State:
@@ -327,7 +322,7 @@ def _write_run(directory: Path, job: Job, owner: dict[str, Any]) -> None:
     write_text(layout.OVERRIDES.of(directory), "".join(f"{override}\n" for override in owner["overrides"]))
     attempt = newest_attempt(directory)
     environment = describe_environment(job, owner.get("code")) | inputs.record_files(
-        job, directory, runs_of(job), attempt
+        job, directory, layout.runs_of(job), attempt
     )
     for folder in (directory, layout.ATTEMPT.of(directory, attempt)):
         layout.ENV.write(folder, environment)
@@ -348,7 +343,7 @@ def describe_environment(job: Job, code: str | None = None) -> dict[str, Any]:
     """Return the code, versions and machine of a run, without environment variables. `code` is the digest of the copy of
     the code that the run imports; None: the run imports this checkout.
     """
-    here = describe_code() if code is None else layout.CODE_STATE.read(layout.CODE.of(runs_of(job)), code)
+    here = describe_code() if code is None else layout.CODE_STATE.read(layout.CODE.of(layout.runs_of(job)), code)
     return {
         **here,
         "code": code or digest_of_code(code_here(sources(job.train.imports))),

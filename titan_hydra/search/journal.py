@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.parts import OptunaSearch
+from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.runs import layout
 
 from .lines import JournalDamaged, JournalFile, set_aside

@@ -12,17 +12,21 @@ import fcntl
 import itertools
 import json
 import os
+import sys
 import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.files import read_json
 from titan_hydra.runs import layout
 from titan_hydra.runs.records import alive, this_process
 from titan_hydra.runs.rundir import SILENCE, file_time
+
+if TYPE_CHECKING:
+    from titan_hydra.report.table import Section
 
 CHECK = "crc32"
 # what `flock` reports on file systems without locks: Lustre mounted without -o flock, NFS without a lock daemon
@@ -180,3 +184,19 @@ def whole_lines(file: Path) -> None:
         if content and not content.endswith(b"\n"):
             with file.open("r+b") as journal:
                 journal.truncate(content.rfind(b"\n") + 1)
+
+
+def section_of_report(manifest: Path) -> Section | None:
+    """Return what `titan report` prints of a search below its table; None if the sweep is no search, or if its journal
+    is damaged, which is printed as a warning.
+    """
+    if not layout.JOURNAL.of(manifest).is_file():
+        return None
+    from .summary import section_of
+
+    try:
+        return section_of(manifest)
+    except JournalDamaged as error:
+        words = "the search's table is left out; the command line of the search makes the journal again from its runs"
+        print(f"warning: {error}; {words}", file=sys.stderr)
+        return None

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from titan_hydra.config import Fault, Job
-from titan_hydra.config.parts import OptunaSearch
+from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.launch.longer import same_rates
 
 from .journal import SearchTrial

@@ -15,8 +15,8 @@ from titan_hydra.base.redact import redact
 from titan_hydra.config import Fault, Job, identity, read
 from titan_hydra.config.cells import Question
 from titan_hydra.config.fault import as_value
-from titan_hydra.config.parts import OptunaSearch
 from titan_hydra.config.sweep import key_of
+from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.dispatch import examine, read_all
 from titan_hydra.launch.longer import origin, same_rates

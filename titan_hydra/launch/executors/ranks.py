@@ -27,7 +27,7 @@ from titan_hydra.config import Job
 from titan_hydra.config.user_code import folders
 from titan_hydra.job.ranks import processes
 from titan_hydra.launch import worker
-from titan_hydra.runs import layout, rundir
+from titan_hydra.runs import layout
 from titan_hydra.runs.code import ROOT, USER
 from titan_hydra.runs.records import process, this_process
 from titan_hydra.runs.run import folders_of
@@ -46,7 +46,7 @@ def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
     process, which ends when all ranks have ended.
     """
     if name := layout.CLAIM.read(attempt).get("code"):
-        code = layout.CODE.of(rundir.runs_of(job)) / name
+        code = layout.CODE.of(layout.runs_of(job)) / name
         paths = [code, code / USER] if job.train.imports else [code]
     else:  # the attempt was claimed by an executor of the user's own, without a copy
         paths = [ROOT, *folders(job.train.imports)]

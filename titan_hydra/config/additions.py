@@ -1,0 +1,28 @@
+"""Find what recipes and instruments add to the package: each is a folder that can be deleted."""
+
+import importlib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PACKAGE = Path(__file__).parents[1]
+WINGS = ("instruments", "recipes")
+
+
+def names(wing: str) -> list[str]:
+    """Return the names of a wing's folders; the list is empty if the wing is not there."""
+    return sorted(file.parent.name for file in (PACKAGE / wing).glob("*/__init__.py"))
+
+
+@cache
+def additions() -> tuple[ModuleType, ...]:
+    """Import the folders of both wings, which register their parts in the same way as a module of `train.imports`."""
+    return tuple(importlib.import_module(f"titan_hydra.{wing}.{name}") for wing in WINGS for name in names(wing))
+
+
+def of_all(table: str) -> dict[str, Any]:
+    """Merge the tables called `table` of all instruments and recipes. COMMANDS maps a word of `titan` to its module and
+    its description; RENAMED maps a former word, (subcommand, word after it), to what replaces it.
+    """
+    return {name: entry for module in additions() for name, entry in getattr(module, table, {}).items()}

@@ -1,0 +1,10 @@
+"""Scaling curves: ladders of sizes and numbers of tokens, the law L(N, D) = E + A / N^alpha + B / D^beta fitted to their
+held-out losses, and what follows for larger runs. Imports no torch; scipy is imported by law.py when it fits.
+"""
+
+COMMANDS = {
+    "scale": (
+        "titan_hydra.commands.scale",
+        "fit a scaling law to a ladder of sizes: predict larger runs, compare two recipes; --make writes a ladder",
+    ),
+}
