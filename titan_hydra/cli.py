@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from titan_hydra.base.errors import Exit, RunError, denied
 from titan_hydra.config.additions import of_all
@@ -80,17 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] and argv[0] in COMMANDS:
         module, text = COMMANDS[argv[0]]
         command = importlib.import_module(module)
-        parser = argparse.ArgumentParser(prog=f"titan {argv[0]}", description=text[0].upper() + text[1:] + ".")
-        parser.set_defaults(commands=COMMANDS)
-        command.add_arguments(parser)
-        try:
-            args = parser.parse_intermixed_args(argv[1:])  # options may stand between the KEY=VALUE arguments
-        except TypeError:  # raised for a command with subcommands, whose options argparse cannot intermix
-            args, rest = parser.parse_known_args(argv[1:])
-            if rest and (not hasattr(args, "values") or any(word.startswith("-") for word in rest)):
-                parser.error(f"unrecognized arguments: {' '.join(rest)}")
-            if rest:
-                args.values += rest  # KEY=VALUE after an option
+        args = _arguments(command, argv, text)
     else:
         listing = "\n".join(f"  {name:<15} {text}" for name, (_, text) in COMMANDS.items())
         parser = argparse.ArgumentParser(
@@ -120,6 +111,22 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         sys.stderr.close()
         return Exit.DONE
+
+
+def _arguments(command: ModuleType, argv: list[str], text: str) -> argparse.Namespace:
+    """Parse the arguments of a subcommand; exits with status 2 if they are wrong."""
+    parser = argparse.ArgumentParser(prog=f"titan {argv[0]}", description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(commands=COMMANDS)
+    command.add_arguments(parser)
+    try:
+        return parser.parse_intermixed_args(argv[1:])  # options may stand between the KEY=VALUE arguments
+    except TypeError:  # raised for a command with subcommands, whose options argparse cannot intermix
+        args, rest = parser.parse_known_args(argv[1:])
+        if rest and (not hasattr(args, "values") or any(word.startswith("-") for word in rest)):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        if rest:
+            args.values += rest  # KEY=VALUE after an option
+        return args
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.parts import OptunaSearch
+from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.runs.records import process
 from titan_hydra.search.journal import COMPLETE, FAILED, PRUNED, Journal, mended_journal
 from titan_hydra.search.lines import JournalDamaged, leased, locked

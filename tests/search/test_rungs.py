@@ -3,7 +3,7 @@
 import pytest
 
 from titan_hydra.config.compose import compose_job
-from titan_hydra.config.parts import OptunaSearch
+from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.search.journal import OPEN, SearchTrial
 from titan_hydra.search.rungs import Rungs, hyperband, not_the_longer_run, rungs_of
 
