@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.config.additions import folders_of
+from titan_hydra.config.additions import names_of_additions
 from titan_hydra.config.registry import REGISTRIES
 
 ROOT = Path(__file__).parents[2]
-RECIPES = folders_of("recipes")
+RECIPES = names_of_additions("recipes")
 # Other pages link to the recipe's page, and cases of the GPU kit and of the pretended device name its model.
 OTHERS = ("tests/test_docs.py", "tests/gpu", "tests/pretended_cuda")
 

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1]
 WINGS = ("instruments", "recipes")
 
 
-def folders_of(wing: str) -> list[str]:
+def names_of_additions(wing: str) -> list[str]:
     """Return the names of a wing's folders; the list is empty if the wing is not there."""
     return sorted(file.parent.name for file in (PACKAGE / wing).glob("*/__init__.py"))
 
@@ -18,7 +18,9 @@ def folders_of(wing: str) -> list[str]:
 @cache
 def additions() -> tuple[ModuleType, ...]:
     """Import the folders of both wings, which register their parts in the same way as a module of `train.imports`."""
-    return tuple(importlib.import_module(f"titan_hydra.{wing}.{name}") for wing in WINGS for name in folders_of(wing))
+    return tuple(
+        importlib.import_module(f"titan_hydra.{wing}.{name}") for wing in WINGS for name in names_of_additions(wing)
+    )
 
 
 def of_all(table: str) -> dict[str, Any]:
