@@ -80,6 +80,9 @@ def test_positions_are_read_in_every_spelling_or_refused(name, place, spelled, t
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"is_causal": False}, "is_causal=False: only True"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"rope_parameters": ["yarn"]}, "rotary positions of .*yarn.*only a table"),
     ],
 )
 @pytest.mark.parametrize("name", FAMILIES)
@@ -90,6 +93,42 @@ def test_what_no_family_computes_is_refused_by_all(name, changed, message, tmp_p
     kept = {key: value for key, value in (data | changed).items() if key != "use_sliding_window" or value is not None}
     with pytest.raises(ConfigError, match=message):
         read(kept, name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("llama3", {"rms_norm_eps": None}, "model.norm_eps"),
+        ("qwen3", {"rms_norm_eps": "small"}, "model.norm_eps"),
+        ("qwen3", {"rms_norm_eps": -1e-5}, "model.norm_eps=-1e-05: must be more than 0"),
+        ("qwen3_moe", {"tie_word_embeddings": None}, "model.tie_embeddings"),
+        ("llama3", {"max_position_embeddings": None}, "model.max_seq_len"),
+        ("llama3", {"vocab_size": None}, "model.vocab_size"),
+        ("llama3", {"rope_theta": "large"}, "another type"),
+        ("llama3", {"hidden_size": [64]}, "another type|model.dim"),
+        ("deepseek_v3", {"n_group": None}, "model.n_group"),
+        ("deepseek_v3", {"n_group": 5}, "n_group"),
+        ("deepseek_v3", {"routed_scaling_factor": None}, "model.routed_scaling_factor"),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "model.first_k_dense_replace"),
+    ],
+)
+def test_values_of_other_types_are_refused(name, changed, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(name) | changed))
+    with pytest.raises(ConfigError, match=message):
+        Folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "null", "[" * 100_000, '{"weight_map": []}', "{}", '{"weight_map": {"a": 1}}']
+)
+def test_files_without_a_table_are_refused(content, tmp_path):
+    config = json.dumps(config_of("llama3"))
+    for name in ("config.json", "model.safetensors.index.json"):
+        if name != "config.json" or not content.startswith("{"):
+            (tmp_path / "config.json").write_text(config)
+            (tmp_path / name).write_text(content)
+            with pytest.raises(ConfigError, match=f"{name}: "):
+                Folder(tmp_path)
 
 
 def test_positions_without_a_word_are_plain(tmp_path):

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.family import FAMILIES
+from titan_hydra.config.fault import shown
 from titan_hydra.config.model import Model
-from titan_hydra.models.hf import HuggingFace
+from titan_hydra.models.hf import HuggingFace, checked
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-HEAD = "lm_head.weight"
 ROWS = 4096  # number of rows of a matrix that are compared at a time
 SCALE = "_scale_inv"  # suffix of the tensor with a float8 weight's scales
 PACKED = {  # an expert's matrix: (tensor with this matrix of all experts, index of its part, number of parts by rows)
@@ -47,9 +47,11 @@ class Folder:
         content = content_of(config_file)
         self.hf = hf or side_of(content, config_file)
         try:
-            self.config: Model = self.hf.from_config(content, config_file)
+            self.config: Model = checked(self.hf.from_config(content, config_file), config_file)
         except KeyError as error:
             raise ConfigError(f"{config_file}: lacks {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{config_file}: has a value of another type than its key takes ({error})") from error
         self.hf = self.hf.of(self.config)
         # Blocks of multi-token prediction, which no model here has, are numbered after the model's blocks.
         layers = self.config.n_layers
@@ -71,13 +73,13 @@ class Folder:
                 wanted = self.shapes(fqn, tensor.shape)
                 found[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
                 seen |= wanted.keys()
-        tied = {HEAD} if self.config.tie_embeddings else set()
-        if tied & self.files.keys() and not self._equal(HEAD, self.hf.name("tok_embeddings.weight")):
+        head = f"{self.hf.names.get('output')}.weight" if self.config.tie_embeddings else ""
+        if head in self.files and not self._equal(head, self.hf.name("tok_embeddings.weight")):
             raise ConfigError(
-                f"{self.files[HEAD]}: {HEAD} differs from the embedding, and tie_word_embeddings=true in config.json says "
+                f"{self.files[head]}: {head} differs from the embedding, and tie_word_embeddings=true in config.json says "
                 "that they are one; nearest legal: tie_word_embeddings=false"
             )
-        for name in self.files.keys() - seen - tied:
+        for name in self.files.keys() - seen - {head}:
             if not name.startswith(self.unused) and not name.endswith(UNUSED):
                 raise ConfigError(f"{self.files[name]}: {name} has no place in the model")
         return found
@@ -222,7 +224,10 @@ def weight_files(source: Path, stem: str) -> dict[str, Path]:
     index = source / f"{stem}.safetensors.index.json"
     single = source / f"{stem}.safetensors"
     if index.is_file():
-        found = {name: source / file for name, file in content_of(index)["weight_map"].items()}
+        places = content_of(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ConfigError(f"{index}: weight_map={shown(str(places))}: must name the file of each tensor")
+        found = {name: source / file for name, file in places.items()}
         if single.exists() and single not in found.values():
             raise ConfigError(
                 f"{source}: has {single.name} and {index.name}, which names other files: which are the weights? Move one of them away"
@@ -235,12 +240,15 @@ def weight_files(source: Path, stem: str) -> dict[str, Path]:
         raise ConfigError(f"{single}: cannot be read, and there is no {index.name} ({error})") from error
 
 
-def content_of(file: Path) -> Any:
-    """Return the content of a JSON file. Raises ConfigError if it cannot be read."""
+def content_of(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file. Raises ConfigError if it cannot be read, or holds no JSON object."""
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: not a JSON object")
+    return content
 
 
 def write_content(file: Path, content: dict) -> None:

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config import from_dict, to_dict
+from titan_hydra.config.fault import Fault
+from titan_hydra.config.load import leaves
+from titan_hydra.config.ranges import Interval, range_of
 from titan_hydra.job.parametrization import Rules
 
 from . import Model, build, family_of
@@ -43,6 +47,8 @@ UNSUPPORTED = (  # keys of a config.json that change what a decoder computes; fa
     "query_pre_attn_scalar",
     "residual_multiplier",
     "sliding_window_pattern",
+    "transformers_weights",  # names another file of weights
+    "use_bidirectional_attention",
     "use_qk_norm",
 )
 EXPERTS = {  # further names for a feed-forward of experts (moe.py)
@@ -79,13 +85,16 @@ class HuggingFace:
 
     def name(self, fqn: str) -> str:
         """Return Hugging Face's name of the tensor `fqn`. For a stack of experts, this is the name of one expert's
-        tensor, with {} in place of the expert's number.
+        tensor, with {} in place of the expert's number. Raises ConfigError if `names` lacks it.
         """
         block, part = "", fqn
         if fqn.startswith("layers."):
             _, layer, part = fqn.split(".", 2)
             block = f"model.layers.{layer}."
-        return block + (self.names.get(part) or f"{self.names[part.removesuffix('.weight')]}.weight")
+        module = self.names.get(part.removesuffix(".weight")) if part.endswith(".weight") else None
+        if (found := self.names.get(part) or (f"{module}.weight" if module else None)) is None:
+            raise ConfigError(f"{fqn}: model_type={self.model_type} has no name for this tensor in its `names`")
+        return block + found
 
     def parts(self, fqn: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the tensors that are written for `fqn`, by name: the tensor itself, or each expert of a stack."""
@@ -177,11 +186,14 @@ def decoder_to_config(config: Model, dtype: torch.dtype) -> dict:
     }
 
 
-def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[str, Any]:
+def decoder_from_config(
+    data: dict, file: Path, only: dict[str, Any], scaling: str | None = None, known: Collection[str] = ()
+) -> dict[str, Any]:
     """Return the keys of every decoder from a config.json, which may have the old or the new spelling of RoPE. Raises
-    ConfigError if a value in it differs from `only`.
+    ConfigError if a value in it differs from `only`, and for rotary positions other than plain ones and those of the
+    kind `scaling`, which have the keys `known` (`rope_of` returns them).
     """
-    only_values(data, file, {"hidden_act": "silu", "attention_bias": False, **only})
+    only_values(data, file, {"hidden_act": "silu", "attention_bias": False, "is_causal": True, **only})
     if data.get("use_sliding_window", True):  # Qwen's configurations name a window that they do not use
         only_values(data, file, {"sliding_window": None})
     if (kinds := set(data.get("layer_types") or ())) - {"full_attention"}:
@@ -190,6 +202,7 @@ def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[st
         if (value := data.get(key)) and (value is True or value != 1):
             raise ConfigError(f"{file}: {key}={value}: only null can be converted")
     dim, heads, rope = data["hidden_size"], data["num_attention_heads"], rope_of(data, file)
+    _check_scaling(rope, file, scaling, known)
     head_dim = data.get("head_dim")
     return {
         "name": file.parent.name,
@@ -207,6 +220,28 @@ def decoder_from_config(data: dict, file: Path, only: dict[str, Any]) -> dict[st
     }
 
 
+def checked(model: Model, file: Path) -> Model:
+    """Return the model section that a config.json gives, with the types of its keys. Raises ConfigError for a value of
+    another type, such as null, or outside the key's range, and for values that do not fit together.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    section = type(model)
+    try:
+        held: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(section), to_dict(model)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{file}: model.{error.full_key}: {str(error).splitlines()[0]}") from error
+    typed: Model = from_dict(section, held)
+    for name, spec, value, _ in leaves(typed, "model."):
+        legal = range_of(spec)
+        if value is not None and isinstance(legal, Interval) and (reason := legal.objection(value)):
+            raise ConfigError(f"{file}: {Fault(name, value, reason, legal.nearest(value))}")
+    for fault in typed.faults():
+        raise ConfigError(f"{file}: {fault}")
+    return typed
+
+
 def rope_of(data: dict, file: Path) -> dict[str, Any]:
     """Return what a config.json says about rotary positions, in whichever spelling: `rope_scaling` or `rope_parameters`,
     with `rope_type` or `type`, and the base in it or beside it. The result always has `rope_type`. Raises ConfigError
@@ -215,6 +250,8 @@ def rope_of(data: dict, file: Path) -> dict[str, Any]:
     beside = {key: data[key] for key in ("rope_theta", "partial_rotary_factor") if data.get(key) is not None}
     rope: dict[str, Any] = {}
     for part in (data.get("rope_scaling"), data.get("rope_parameters"), beside):
+        if part and not isinstance(part, dict):
+            raise ConfigError(f"{file}: rotary positions of {part!r}: only a table or null can be converted")
         for spelled, value in (part or {}).items():
             key = "rope_type" if spelled == "type" else spelled
             if value is not None and rope.setdefault(key, value) != value:
@@ -229,9 +266,9 @@ def rope_of(data: dict, file: Path) -> dict[str, Any]:
     return {"rope_type": "default"} | rope
 
 
-def scaling_of(rope: dict[str, Any], file: Path, kind: str | None, known: Collection[str] = ()) -> bool:
-    """Whether rotary positions have the kind of scaling that a family supports (None: it supports none); False for
-    plain positions. Raises ConfigError for another kind, and for keys that are not `known`.
+def _check_scaling(rope: dict[str, Any], file: Path, kind: str | None, known: Collection[str]) -> None:
+    """Raise ConfigError if rotary positions are neither plain nor scaled as `kind` (None: a family supports no scaling),
+    and for keys that are not `known`.
     """
     found = rope["rope_type"]
     if found not in ("default", kind):
@@ -240,4 +277,3 @@ def scaling_of(rope: dict[str, Any], file: Path, kind: str | None, known: Collec
     for key in sorted(rope.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}):
         if found == "default" or key not in known:
             raise ConfigError(f"{file}: {key}={rope[key]} of the rotary positions, with rope_type={found}: not known")
-    return bool(found == kind)

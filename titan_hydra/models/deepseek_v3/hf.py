@@ -18,7 +18,6 @@ from titan_hydra.models.hf import (
     only_these,
     only_values,
     rope_of,
-    scaling_of,
 )
 
 from .config import DeepSeekV3Config, Yarn
@@ -105,7 +104,7 @@ def from_config(data: dict, file: Path) -> DeepSeekV3Config:
     """Return the model section for a DeepSeek-V3's config.json. Raises ConfigError for features that this model does
     not support.
     """
-    common = decoder_from_config(data, file, ONLY) | {"head_dim": None}
+    common = decoder_from_config(data, file, ONLY, "yarn", YARN) | {"head_dim": None}
     return DeepSeekV3Config(
         **common,
         **{ours: data[theirs] for ours, theirs in KEYS.items()},
@@ -119,7 +118,7 @@ def from_config(data: dict, file: Path) -> DeepSeekV3Config:
 
 
 def _yarn(rope: dict, file: Path) -> Yarn:
-    if not scaling_of(rope, file, "yarn", YARN):
+    if rope["rope_type"] == "default":
         return Yarn()
     temperature = rope.get("mscale_all_dim")
     if not temperature or rope.get("mscale") != temperature:

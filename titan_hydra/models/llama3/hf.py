@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from titan_hydra.models.hf import DECODER, HuggingFace, decoder_from_config, decoder_to_config, rope_of, scaling_of
+from titan_hydra.models.hf import DECODER, HuggingFace, decoder_from_config, decoder_to_config, rope_of
 
 from .config import Llama3Config, RopeScaling
 
@@ -31,12 +31,12 @@ def from_config(data: dict, file: Path) -> Llama3Config:
     """Return the model section for a Llama's config.json. Raises ConfigError for features that Llama 3 does not
     have.
     """
-    common = decoder_from_config(data, file, {"model_type": "llama", "mlp_bias": False})
-    return Llama3Config(**common, family="llama3", rope_scaling=_scaling(rope_of(data, file), file))
+    common = decoder_from_config(data, file, {"model_type": "llama", "mlp_bias": False}, "llama3", LLAMA3)
+    return Llama3Config(**common, family="llama3", rope_scaling=_scaling(rope_of(data, file)))
 
 
-def _scaling(rope: dict, file: Path) -> RopeScaling:
-    if not scaling_of(rope, file, "llama3", LLAMA3):
+def _scaling(rope: dict) -> RopeScaling:
+    if rope["rope_type"] == "default":
         return RopeScaling(factor=1.0)
     return RopeScaling(
         factor=rope["factor"],

@@ -13,8 +13,6 @@ from titan_hydra.models.hf import (
     decoder_from_config,
     decoder_to_config,
     only_these,
-    rope_of,
-    scaling_of,
 )
 from titan_hydra.models.qwen3.hf import NAMES
 
@@ -52,7 +50,6 @@ def from_config(data: dict, file: Path) -> Qwen3MoeConfig:
     """Return the model section for a Qwen3-MoE's config.json. Raises ConfigError for sliding windows, RoPE scaling, and
     dense blocks after sparse ones.
     """
-    scaling_of(rope_of(data, file), file, None)
     dense = data.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))):
         raise ConfigError(f"{file}: mlp_only_layers={dense}: only the first blocks may be dense")
