@@ -20,7 +20,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.family import FAMILIES
 from titan_hydra.config.fault import shown
 from titan_hydra.config.model import Model
-from titan_hydra.models.hf import HuggingFace, checked
+from titan_hydra.models.hf import HuggingFace, typed_model
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 ROWS = 4096  # number of rows of a matrix that are compared at a time
@@ -47,7 +47,7 @@ class Folder:
         content = content_of(config_file)
         self.hf = hf or side_of(content, config_file)
         try:
-            self.config: Model = checked(self.hf.from_config(content, config_file), config_file)
+            self.config: Model = typed_model(self.hf.from_config(content, config_file), config_file)
         except KeyError as error:
             raise ConfigError(f"{config_file}: lacks {error}") from error
         except (TypeError, ValueError, AttributeError) as error:

@@ -220,7 +220,7 @@ def decoder_from_config(
     }
 
 
-def checked(model: Model, file: Path) -> Model:
+def typed_model(model: Model, file: Path) -> Model:
     """Return the model section that a config.json gives, with the types of its keys. Raises ConfigError for a value of
     another type, such as null, or outside the key's range, and for values that do not fit together.
     """
