@@ -1,8 +1,8 @@
 """A stand-in for the API server: Jobs, pods, Services and a few other kinds in memory, served over HTTP to a real kubectl.
 
 It does what kubectl asks of it: discovery, the OpenAPI document from which kubectl learns that the server checks fields,
-create (also as a dry run), get, list by label, merge patch, delete. Manifests are checked against the API's schemas. It has
-no users, no admission plug-ins and no watches.
+create (also as a dry run), get, list by label, delete, reviews of the user's rights. Manifests are checked against the API's
+schemas. It has one user, no admission plug-ins and no watches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ KINDS = {  # plural: (path of the group, kind, whether it belongs to a namespace
     "nodes": ("api/v1", "Node", False),
     "namespaces": ("api/v1", "Namespace", False),
     "jobs": ("apis/batch/v1", "Job", True),
+    "selfsubjectaccessreviews": ("apis/authorization.k8s.io/v1", "SelfSubjectAccessReview", False),
 }
-GROUPS = ("api/v1", "apis/batch/v1")
+GROUPS = ("api/v1", "apis/batch/v1", "apis/authorization.k8s.io/v1")
+NAMED = {"POST": "create", "DELETE": "delete", "GET": "get", "PATCH": "patch"}
+METHODS = {"create": "POST", "delete": "DELETE", "get": "GET", "list": "GET", "patch": "PATCH"}  # by verb
 
 
 def now() -> str:
@@ -49,10 +52,14 @@ class Store:
         self.lock = threading.RLock()
         self.down = False  # every connection is closed without an answer
         self.lose_replies = False  # objects are created, but the answer is lost
-        self.forbidden: set[tuple[str, str]] = set()  # pairs (method, plural)
+        self.forbidden: set[tuple[str, str]] = set()  # pairs (method or verb, plural)
         self.requests: list[str] = []
         for name in ("kube-system", "default", "research"):
             self.put("namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+
+    def may(self, verb: str, plural: str) -> bool:
+        """Whether the user may do this."""
+        return not {(verb, plural), (METHODS[verb], plural)} & self.forbidden
 
     def all(self, plural: str) -> list[dict]:
         with self.lock:
@@ -70,14 +77,7 @@ class Store:
         return item
 
     def remove(self, plural: str, item: dict) -> None:
-        """Delete an object and, as the garbage collector does, the Services that it owns."""
-        with self.lock:
-            self.objects.pop((plural, item["metadata"].get("namespace", ""), item["metadata"]["name"]), None)
-            for other in self.all("services"):
-                if any(
-                    owner["uid"] == item["metadata"]["uid"] for owner in other["metadata"].get("ownerReferences", [])
-                ):
-                    self.objects.pop(("services", other["metadata"]["namespace"], other["metadata"]["name"]))
+        self.objects.pop((plural, item["metadata"].get("namespace", ""), item["metadata"]["name"]), None)
 
 
 def check_schema(item: dict) -> None:
@@ -131,11 +131,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def object_of(self, path: str, query: dict, body: dict) -> dict:
         """Carry out a request on an object or a collection."""
-        match = re.fullmatch(r"/(api/v1|apis/batch/v1)(?:/namespaces/([^/]+))?/([a-z]+)(?:/([^/]+))?", path)
+        match = re.fullmatch(r"/(api/v1|apis/[a-z.0-9]+/v1)(?:/namespaces/([^/]+))?/([a-z]+)(?:/([^/]+))?", path)
         if not match or match[3] not in KINDS or KINDS[match[3]][0] != match[1]:
             raise Refusal(404, "NotFound", f"the server could not find the requested resource {path}")
         group, namespace, plural, name = match.groups()
-        if (self.command, plural) in self.store.forbidden:
+        verb = "list" if (self.command, name) == ("GET", None) else NAMED[self.command]
+        if not self.store.may(verb, plural):
             raise Refusal(
                 403, "Forbidden", f'{plural} is forbidden: User "me" cannot do this in the namespace "{namespace}"'
             )
@@ -161,9 +162,7 @@ class Handler(BaseHTTPRequestHandler):
             if key not in self.store.objects:
                 raise Refusal(404, "NotFound", f'{plural} "{name}" not found')
             item = self.store.objects[key]
-            if self.command == "PATCH":
-                merge(item, body)
-            elif self.command == "DELETE":
+            if self.command == "DELETE":
                 if plural == "pods":
                     item["metadata"].setdefault("deletionTimestamp", now())
                 else:
@@ -171,6 +170,10 @@ class Handler(BaseHTTPRequestHandler):
             return item
 
     def create(self, plural: str, namespace: str, query: dict, item: dict) -> dict:
+        if plural == "selfsubjectaccessreviews":
+            check_schema(item)
+            asked = item["spec"]["resourceAttributes"]
+            return item | {"status": {"allowed": self.store.may(asked["verb"], asked["resource"])}}
         item["metadata"].setdefault("namespace", namespace)
         if item["metadata"]["namespace"] not in ("research", "default"):
             raise Refusal(404, "NotFound", f'namespaces "{item["metadata"]["namespace"]}" not found')
@@ -181,17 +184,6 @@ class Handler(BaseHTTPRequestHandler):
         return self.store.put(plural, item)
 
 
-def merge(item: dict, patch: dict) -> None:
-    """Apply a JSON merge patch."""
-    for name, value in patch.items():
-        if value is None:
-            item.pop(name, None)
-        elif isinstance(value, dict) and isinstance(item.get(name), dict):
-            merge(item[name], value)
-        else:
-            item[name] = value
-
-
 def about(path: str) -> dict | None:
     """Answer a question about the API itself; None for any other path."""
     if path == "/version":
@@ -199,9 +191,11 @@ def about(path: str) -> dict | None:
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
-        version = {"groupVersion": "batch/v1", "version": "v1"}
-        group = {"name": "batch", "versions": [version], "preferredVersion": version}
-        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [group]}
+        groups = []
+        for _, name, number in (group.split("/") for group in GROUPS[1:]):
+            version = {"groupVersion": f"{name}/{number}", "version": number}
+            groups.append({"name": name, "versions": [version], "preferredVersion": version})
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
     if path == "/openapi/v3":
         return {"paths": {group: {"serverRelativeURL": f"/openapi/v3/{group}"} for group in GROUPS}}
     group = path.strip("/")

@@ -50,7 +50,7 @@ def nothing(site, monkeypatch, tmp_path):
         (
             forbidden,
             (),
-            "cluster.executor=kubernetes: namespace research, context fake: kubectl: (Forbidden): jobs is forbidden",
+            "cluster.executor=kubernetes: namespace research, context fake: you may not create jobs (",
         ),
         (
             nothing,
@@ -82,15 +82,17 @@ def test_a_job_and_its_service(closed, cell, capsys):
     assert dispatch.begin([one]) == Exit.DONE
     (job,), (service,) = closed.store.all("jobs"), closed.store.all("services")
     owner = layout.CLAIM.read(layout.ATTEMPT.of(one.directory, 1))
-    assert owner["job_id"] == job["metadata"]["name"] == service["metadata"]["name"]
+    assert owner["job_id"] == job["metadata"]["name"]
     assert (owner["cluster"], owner["namespace"], owner["executor"]) == ("fake", "research", "kubernetes")
-    assert service["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
+    pod = job["spec"]["template"]
+    assert service["metadata"]["name"] == pod["spec"]["subdomain"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert "1 queued" in capsys.readouterr().out
     assert dispatch.begin([one]) == Exit.DONE and len(jobs(closed)) == 1  # the same line again
     (row,), _ = view.look([RunCell("one", one.directory)])
     assert list(executor_named("kubernetes").cancel([row], False)) == []
     wait_for(lambda: not closed.store.all("pods"))
-    assert jobs(closed) == closed.store.all("services") == []
+    assert jobs(closed) == []
     state = rundir.state(one.directory)
     assert (state.kind, state.refused) == ("interrupted", "")
     assert dispatch.begin([one]) == Exit.DONE
@@ -132,7 +134,7 @@ def test_nothing_is_started_while_the_server_is_down(closed, cell, capsys):
 
 
 def test_a_lost_answer_submits_once(closed, cell, capsys):
-    """The server has created the Job, and its answer is lost. Only the Service may miss its owner."""
+    """The server has created the Service and the Job, and its answers are lost."""
     one = cell()
     closed.store.lose_replies = True
     dispatch.go([one], None)
@@ -148,7 +150,7 @@ sys.path.insert(0, {root!r})
 from titan_hydra.launch.executors.kubernetes import kubectl
 call = kubectl.Namespace.call
 def killed(self, *arguments, **more):
-    if arguments[0] != {verb!r} or "--dry-run=server" in arguments:
+    if {what!r} not in more.get("text", "") or "--dry-run=server" in arguments:
         return call(self, *arguments, **more)
     if not {before}:
         call(self, *arguments, **more)
@@ -160,15 +162,16 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize(
-    ("verb", "before", "attempts"), [("create", True, 2), ("create", False, 1), ("patch", True, 1)]
+    ("what", "before", "attempts"),
+    [("kind: Job", True, 2), ("kind: Job", False, 1), ('"kind": "Service"', True, 1), ('"kind": "Service"', False, 1)],
 )
-def test_a_submission_killed_half_way(site, desk, verb, before, attempts):
-    """Killed before the Job exists, after it exists and before this is recorded, and before its Service has an owner: the
-    same line leaves one Job.
+def test_a_submission_killed_half_way(site, desk, what, before, attempts):
+    """Killed before the Service or the Job exists, or after it exists and before this is recorded: the same line leaves one
+    Job.
     """
     site.kubelet.closed = set(site.kubelet.gpus)
     line = desk.line("gpus=2", "cluster.gpus_per_node=1")
-    killed = desk.python("-c", KILLED.format(root=str(desk.ROOT), verb=verb, before=before), *line)
+    killed = desk.python("-c", KILLED.format(root=str(desk.ROOT), what=what, before=before), *line)
     assert killed.returncode == -9, killed.stderr
     again = desk.run(*line)
     assert again.returncode == 0 and "1 queued" in again.stdout, again.stdout + again.stderr
@@ -220,7 +223,11 @@ def test_one_call_creates_many_jobs(closed, cell, monkeypatch):
     """If the server refuses some of them, the others are submitted, and the refused ones are not lost."""
     call, calls = kubectl.Namespace.call, []
     monkeypatch.setattr(
-        kubectl.Namespace, "call", lambda self, *words, **more: calls.append(words[0]) or call(self, *words, **more)
+        kubectl.Namespace,
+        "call",
+        lambda self, *words, **more: (
+            calls.append(more.get("text", "").count("kind: Job")) or call(self, *words, **more)
+        ),
     )
     put = closed.store.put
 
@@ -231,12 +238,13 @@ def test_one_call_creates_many_jobs(closed, cell, monkeypatch):
 
     monkeypatch.setattr(closed.store, "put", full)
     cells = [cell(f"seed={seed}") for seed in (1, 2, 3, 4)]
-    assert dispatch.go(cells, None) == Exit.BUG and calls.count("create") == 1
+    assert dispatch.go(cells, None) == Exit.BUG and list(filter(None, calls)) == [4]
     states = rundir.states([one.directory for one in cells])
     assert [state.kind for state in states] == ["queued", "queued", "not submitted", "not submitted"]
     assert all(state.refused.count("exceeded quota") == 1 for state in states[2:])
     monkeypatch.setattr(closed.store, "put", put)
-    assert dispatch.go(cells, None) == Exit.DONE and calls.count("create") == 2 and len(jobs(closed)) == 4
+    assert dispatch.go(cells, None) == Exit.DONE and list(filter(None, calls)) == [4, 2] and len(jobs(closed)) == 4
+    assert not any("PATCH" in request for request in closed.store.requests) and len(closed.store.all("services")) == 1
 
 
 def test_one_question_for_all_runs(closed, cell):
@@ -322,11 +330,23 @@ def test_how_a_pod_ended_names_the_failure(tmp_path, pod, kind, words):
 
 
 def test_errors_after_which_the_job_may_exist():
-    for words in ("Unable to connect to the server: EOF", "context deadline exceeded", "connection refused"):
+    """Only a refusal is certain; whatever a proxy or a broken connection says is not."""
+    for words in (
+        "Unable to connect to the server: EOF",
+        "context deadline exceeded",
+        "connection refused",
+        "http2: client connection lost",
+        "(InternalError): etcdserver: leader changed",
+        '(InternalError): an error on the server ("<html>502 Bad Gateway</html>") has prevented the request',
+        "invalid character '<' looking for beginning of value",
+        "(Timeout): the server was unable to return a response in the time allotted",
+    ):
         assert kubectl.KubectlError(words).uncertain
     for words in (
         "(Forbidden): jobs is forbidden",
         '(AlreadyExists): jobs.batch "a" already exists',
         "(Invalid): Job is invalid",
+        "You must be logged in to the server (Unauthorized)",
+        'kubectl: context "fake" does not exist',
     ):
         assert not kubectl.KubectlError(words).uncertain

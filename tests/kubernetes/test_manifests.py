@@ -18,7 +18,7 @@ from titan_hydra.config.rules.checks import check, warnings
 from titan_hydra.job.freeze import freeze
 from titan_hydra.launch.cell import Cell
 from titan_hydra.launch.executors.kubernetes import submit
-from titan_hydra.launch.executors.kubernetes.manifest import LONGEST, PodShape, Submission, toleration
+from titan_hydra.launch.executors.kubernetes.manifest import LONGEST, SERVICE, PodShape, Submission, toleration
 from titan_hydra.runs import rundir
 
 from .kubelet import expand
@@ -84,23 +84,22 @@ def manifests():
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_valid_for(version, manifests):
     for one in manifests.values():
-        for item in yaml.safe_load_all(one.text):
-            kubernetes_validate.validate(item, version, strict=True)
+        kubernetes_validate.validate(yaml.safe_load(one.text), version, strict=True)
 
 
 def test_a_wrong_field_is_found(manifests):
     """The schemas find a field that does not exist, and a value of another type, in every version."""
     for version in VERSIONS:
         for change in ({"completionmode": "Indexed"}, {"completions": "2"}):
-            service, job = manifests["one pod"].objects
+            job = manifests["one pod"].manifest
             job["spec"] |= change
-            kubernetes_validate.validate(service, version, strict=True)
+            kubernetes_validate.validate(SERVICE, version, strict=True)
             with pytest.raises(kubernetes_validate.ValidationError):
                 kubernetes_validate.validate(job, version, strict=True)
 
 
 def test_a_pod_takes_a_node(manifests):
-    found = {name: one.objects[1]["spec"] for name, one in manifests.items()}
+    found = {name: one.manifest["spec"] for name, one in manifests.items()}
     pods = {name: (spec["completions"], spec["parallelism"], spec["completionMode"]) for name, spec in found.items()}
     assert pods["the README's 8B line"] == (8, 8, "Indexed") and pods["128 pods"] == (128, 128, "Indexed")
     limits = {
@@ -127,7 +126,7 @@ def outcome(spec: dict, status: int | None, disrupted: bool = False) -> str:
 
 
 def test_the_failure_policy_follows_our_exit_statuses(manifests):
-    spec = manifests["one pod"].objects[1]["spec"]
+    spec = manifests["one pod"].manifest["spec"]
     again = {status: outcome(spec, int(status)) for status in Exit if status}
     assert again == {status: "Ignore" if status == Exit.REQUEUED else "FailJob" for status in Exit if status}
     assert outcome(spec, 143) == "Ignore" and outcome(spec, 137) == "FailJob"
@@ -136,15 +135,15 @@ def test_the_failure_policy_follows_our_exit_statuses(manifests):
 
 
 def test_a_queue_starts_the_job(manifests):
-    _, job = manifests["a queue"].objects
+    job = manifests["a queue"].manifest
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus.team-a" and job["spec"]["suspend"] is True
     assert job["metadata"]["namespace"] == "research" and job["spec"]["activeDeadlineSeconds"] == 5400
-    assert "suspend" not in manifests["one pod"].objects[1]["spec"]
+    assert "suspend" not in manifests["one pod"].manifest["spec"]
 
 
 def test_no_pod_has_privileges(manifests):
     for one in manifests.values():
-        pod = one.objects[1]["spec"]["template"]["spec"]
+        pod = one.manifest["spec"]["template"]["spec"]
         context = pod["containers"][0]["securityContext"]
         assert pod["securityContext"]["runAsNonRoot"] is True and pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -157,7 +156,7 @@ def test_secrets_are_named_and_not_written(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz0123")
     one = submission("debug=tiny", "gpus=1", "cluster.secrets=[titan]")
     assert "0123456789abcdef0123" not in one.text and "hf_abc" not in one.text
-    assert one.objects[1]["spec"]["template"]["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "titan"}}]
+    assert one.manifest["spec"]["template"]["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "titan"}}]
     for bad in (
         "+cluster.environment={WANDB_API_KEY: some-long-value}",
         "cluster.setup=['export X=hf_abcdefghijklmnopqrstuvwxyz0123']",
@@ -181,7 +180,7 @@ def test_names_are_those_of_hosts(name, attempt):
 
 def test_two_submissions_never_share_a_name():
     one, again = submission("debug=tiny", "gpus=1"), submission("debug=tiny", "gpus=1", token="89abcdef")
-    assert one.name != again.name and one.objects[0]["spec"]["selector"] != again.objects[0]["spec"]["selector"]
+    assert one.name != again.name
 
 
 @pytest.mark.parametrize(
@@ -263,7 +262,7 @@ FIELDS = {
 def test_pods_take_every_form_of_value(field):
     one = submission("debug=tiny", "gpus=8", f"+cluster.pod={{{field}: {FIELDS[field]}}}")
     assert list(check(one.job)) == [] == faults_of_fields_of(one)
-    (_, job) = yaml.safe_load_all(one.text)
+    job = yaml.safe_load(one.text)
     assert job["spec"]["template"]["spec"][field] == yaml.safe_load(FIELDS[field])
 
 

@@ -20,6 +20,7 @@ from titan_hydra.runs.view import RunRow, owner_of
 
 from . import kubectl, states
 from .keys import KubernetesCluster
+from .manifest import SERVICE, text_of
 
 if TYPE_CHECKING:
     from titan_hydra.launch.attach import Interrupts
@@ -50,19 +51,14 @@ class Kubernetes(Executor):
         if cells[0].job.launch.mode == "dry":  # else the API server checks them, by its own version's schema
             yield from submit.faults_of_fields(cells)
             return
-        if not start:
-            return
-        try:
-            kubectl.namespace_of(cast(KubernetesCluster, cells[0].job.cluster))
-        except kubectl.KubectlError as error:
-            yield Fault("cluster.executor", "kubernetes", str(error))
-            return
-        yield from submit.faults_of_manifests(start)
+        for some in submit.by_place(start):
+            yield from submit.faults_of_place(some)
 
     def place(self, cells: list[Cell]) -> Iterable[str]:
-        """Yield one manifest for each group of cells whose manifests differ only in names."""
+        """Yield the Service, and one manifest for each group of cells whose manifests differ only in names."""
         from . import submit
 
+        yield f"\n--- the Service of the namespace, unless it exists\n{text_of(SERVICE)}"
         for one, alike in submit.shapes(cells):
             more = f", and {counted(len(alike) - 1, 'more cell')} with other names" if len(alike) > 1 else ""
             if one.cluster.pod and find_spec("kubernetes_validate") is None:

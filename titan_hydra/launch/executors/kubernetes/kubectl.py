@@ -17,9 +17,12 @@ from .manifest import NAME, OWNER, TOKEN
 
 LIMIT = 60  # maximum seconds of one call of kubectl
 REQUEST = "20s"  # time-out of each request that kubectl sends
-# errors after which it is unknown whether the API server has carried out the request
-NO_ANSWER = (
-    r"timed? ?out|refused|no route|EOF|reset by peer|unable to connect|TLS handshake|no such host|deadline|unavailable"
+# errors by which the API server refuses a request, or by which kubectl sends none; after any other error it is unknown
+# whether the request was carried out
+REFUSED = (
+    r"\((Forbidden|Invalid|NotFound|AlreadyExists|Unauthorized|BadRequest|Conflict|MethodNotAllowed|TooManyRequests|Gone"
+    r"|NotAcceptable|UnsupportedMediaType|RequestEntityTooLarge)\)"
+    r"|there is no kubectl|no configuration|context .* does not exist|does not match the namespace|created no such Job"
 )
 LIVE = ("Pending", "Running")  # phases of a pod that has not ended
 # what kubectl prints around an error; the advice names a flag that nobody can pass here
@@ -45,8 +48,8 @@ class KubectlError(Exception):
 
     @property
     def uncertain(self) -> bool:
-        """Whether the call's outcome is unknown because the API server did not answer."""
-        return bool(re.search(NO_ANSWER, str(self), re.I)) and not self.forbidden
+        """Whether the call's outcome is unknown, as the API server has neither carried it out nor refused it."""
+        return not re.search(REFUSED, str(self))
 
     @property
     def forbidden(self) -> bool:
@@ -87,7 +90,12 @@ class Namespace:
             raise KubectlError("there is no kubectl on this machine")
         try:
             done = subprocess.run(
-                ["kubectl", *options, *arguments], input=text, capture_output=True, text=True, timeout=limit
+                ["kubectl", *options, *arguments],
+                input=text,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=limit,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KubectlError(f"kubectl: {error}") from error
@@ -250,10 +258,12 @@ def job_of_item(item: dict[str, Any], token: str, known: list[PodState] | None) 
         reason = f"waits in queue {queue}" if queue else "suspended"
     else:
         running = status.get("ready", 0) if known is None else sum(pod.phase == "Running" for pod in live)
-        state = "Running" if running == spec["completions"] else "Pending"
+        state = "Running" if running == spec.get("completions") else "Pending"
         waits = next((pod.waits for pod in live if pod.waits), "")
         reason = (
-            f"{running} of {spec['completions']} pods run{f'; {waits}' if waits else ''}" if state == "Pending" else ""
+            f"{running} of {spec.get('completions', '?')} pods run{f'; {waits}' if waits else ''}"
+            if state == "Pending"
+            else ""
         )
     return KubernetesJob(
         item["metadata"]["name"],

@@ -1,4 +1,6 @@
-"""The manifest of a run: an Indexed Job with a pod for each node, and the headless Service that gives the pods names."""
+"""The manifest of a run: an Indexed Job with a pod for each node. The pods of all runs of a namespace get their names from
+one headless Service.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from titan_hydra.runs.run import hash_of
 from .keys import EFFECTS, KubernetesCluster
 
 OWNER, RUN, TOKEN = "app.kubernetes.io/managed-by", "titan-hydra/run", "titan-hydra/token"
-NAME = "titan-hydra"
+NAME = "titan-hydra"  # also the name of the Service
 LONGEST = 63 - len(
     "-99999"
 )  # a pod's host name is the Job's name and the pod's index, and a host name has at most 63 characters
@@ -41,6 +43,14 @@ while [ "$status" -gt 128 ] && kill -0 "$child" 2>/dev/null; do wait "$child"; s
 exit "$status"
 """
 
+# The Service of a namespace: it gives each pod of this package the host name POD.titan-hydra. Pods need these names before
+# they are ready. A Service for each run would have to be owned by its Job, with a call for each run.
+SERVICE: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "Service",
+    "metadata": {"name": NAME, "labels": {OWNER: NAME}},
+    "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {OWNER: NAME}},
+}
 
 # The script runs in bash if the image has it, as `source` and arrays in cluster.setup need bash.
 SHELL = 'shell=$(command -v bash) || shell=sh; exec "$shell" -c "$0" node "$@"'
@@ -90,7 +100,7 @@ class Submission:
 
     @property
     def name(self) -> str:
-        """The name of the Job and of its Service. It has the run's name and hash, the attempt and the token, in
+        """The name of the Job. It has the run's name and hash, the attempt and the token, in
         characters that a host name may have.
         """
         end = f"-{hash_of(self.directory)}-{self.attempt}-{self.token}"
@@ -103,26 +113,22 @@ class Submission:
         return {OWNER: NAME, RUN: hash_of(self.directory), TOKEN: self.token}
 
     @property
-    def objects(self) -> list[dict[str, Any]]:
-        """The Service and the Job."""
+    def manifest(self) -> dict[str, Any]:
+        """The Job."""
         place = {"namespace": self.cluster.namespace} if self.cluster.namespace else {}
         queue = {"kueue.x-k8s.io/queue-name": self.cluster.queue} if self.cluster.queue else {}
         about = {"name": self.name, **place, "annotations": {"titan-hydra/directory": str(self.directory)}}
-        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {TOKEN: self.token}}
-        return [
-            {"apiVersion": "v1", "kind": "Service", "metadata": {**about, "labels": self.labels}, "spec": service},
-            {
-                "apiVersion": "batch/v1",
-                "kind": "Job",
-                "metadata": {**about, "labels": self.labels | queue},
-                "spec": self.job_spec(),
-            },
-        ]
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {**about, "labels": self.labels | queue},
+            "spec": self.job_spec(),
+        }
 
     @property
     def text(self) -> str:
         """The manifest as YAML."""
-        return yaml.dump_all(self.objects, Dumper=ManifestDumper, sort_keys=False, width=120)
+        return text_of(self.manifest)
 
     def job_spec(self) -> dict[str, Any]:
         """Return the Job's spec. A pod that was asked to stop, or that the cluster takes away, is started again; any other
@@ -157,7 +163,7 @@ class Submission:
         exclude = sorted({*cluster.exclude, *self.exclude})
         fields = {
             "restartPolicy": "Never",
-            "subdomain": self.name,
+            "subdomain": NAME,
             "terminationGracePeriodSeconds": cluster.stop_seconds,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
@@ -234,6 +240,11 @@ class Submission:
         cores = {"cpu": str(cluster.cpus_per_task * shape.ranks_per_pod)} if cluster.cpus_per_task else {}
         found = {"requests": cores | both, "limits": both}
         return {name: value for name, value in found.items() if value}
+
+
+def text_of(manifest: dict[str, Any]) -> str:
+    """Return a manifest as YAML."""
+    return yaml.dump(manifest, Dumper=ManifestDumper, sort_keys=False, width=120)
 
 
 def unexpanded(text: str) -> str:
