@@ -188,13 +188,15 @@ def submit_cells(start: list[tuple[Cell, State]], code: Path, interrupts: Interr
         for first in range(0, len(some), AT_ONCE):
             if interrupts.received:
                 return Exit.DONE
-            claimed = list(claim(some[first : first + AT_ONCE], states, code, owner))
+            claimed = list(claimed_attempts(some[first : first + AT_ONCE], states, code, owner))
             if claimed and (status := create(claimed, namespace)):
                 return status
     return Exit.DONE
 
 
-def claim(cells: list[Cell], states: dict[Path, State], code: Path, owner: Owner) -> Iterable[tuple[Submission, Path]]:
+def claimed_attempts(
+    cells: list[Cell], states: dict[Path, State], code: Path, owner: Owner
+) -> Iterable[tuple[Submission, Path]]:
     """Claim the next attempt of each cell, and yield what is to be submitted, with the attempt's folder. A cell whose attempt
     another launcher has claimed meanwhile is left out.
     """
