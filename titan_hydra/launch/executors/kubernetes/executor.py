@@ -20,7 +20,7 @@ from titan_hydra.runs.view import RunRow, owner_of
 
 from . import kubectl, states
 from .keys import KubernetesCluster
-from .manifest import SERVICE, as_yaml
+from .manifest import SERVICE, manifest_text
 
 if TYPE_CHECKING:
     from titan_hydra.launch.attach import Interrupts
@@ -58,7 +58,7 @@ class Kubernetes(Executor):
         """Yield the Service, and one manifest for each group of cells whose manifests differ only in names."""
         from . import submit
 
-        yield f"\n--- the Service of the namespace, unless it exists\n{as_yaml(SERVICE)}"
+        yield f"\n--- the Service of the namespace, unless it exists\n{manifest_text(SERVICE)}"
         for one, alike in submit.shapes(cells):
             more = f", and {counted(len(alike) - 1, 'more cell')} with other names" if len(alike) > 1 else ""
             if one.cluster.pod and find_spec("kubernetes_validate") is None:

@@ -128,7 +128,7 @@ class Submission:
     @property
     def text(self) -> str:
         """The manifest as YAML."""
-        return as_yaml(self.manifest)
+        return manifest_text(self.manifest)
 
     def job_spec(self) -> dict[str, Any]:
         """Return the Job's spec. A pod that was asked to stop, or that the cluster takes away, is started again; any other
@@ -242,7 +242,7 @@ class Submission:
         return {name: value for name, value in found.items() if value}
 
 
-def as_yaml(manifest: dict[str, Any]) -> str:
+def manifest_text(manifest: dict[str, Any]) -> str:
     """Return a manifest as YAML."""
     return yaml.dump(manifest, Dumper=ManifestDumper, sort_keys=False, width=120)
 
