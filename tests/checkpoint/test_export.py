@@ -14,6 +14,7 @@ from titan_hydra import cli
 from titan_hydra.config import schema, to_dict
 from titan_hydra.data import tokenizer
 from titan_hydra.data.embedded import Embedded
+from titan_hydra.data.facts import Facts
 from titan_hydra.models import build
 from titan_hydra.models.init import init_weights
 from titan_hydra.models.llama3.config import Llama3Config, RopeScaling
@@ -239,3 +240,22 @@ def test_an_export_without_its_tokenizer_says_so(run, tmp_path, capsys):
     _, err = capsys.readouterr()
     assert err.count("\n") == 1 and "gone/tokenizer.json: No such file or directory; the export has no tokenizer" in err
     assert not (tmp_path / "hf/tokenizer.json").exists() and not (tmp_path / "hf/generation_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"repetition_penalty": 1.1, "temperature": 0.6, "top_k": 20}, "repetition_penalty"),  # greedy, too
+        ({"do_sample": True, "min_p": 0.1, "stop_strings": ["###"]}, "min_p, stop_strings"),
+        ({"suppress_tokens": [5], "min_p": 0.1}, "suppress_tokens"),
+        (
+            {"repetition_penalty": 1.0, "num_beams": 1, "no_repeat_ngram_size": 0, "stop_strings": None, "min_p": 0.1},
+            "",
+        ),
+    ],
+)
+def test_settings_that_are_not_applied_are_named(settings, named, capsys):
+    found = generate.sampling_of(Facts(generation=settings), None, None, None)
+    said = capsys.readouterr().err
+    assert said.removeprefix("warning: not applied of the model's generation settings: ").strip() == named
+    assert found == (generate.Sampling(1.0, 0, 1.0))

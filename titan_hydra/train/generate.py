@@ -23,6 +23,18 @@ from titan_hydra.models.init import reset_buffers
 from .world import exact_float32
 
 
+# Generation settings that change which tokens are drawn, or where a text ends, and that are not applied here. False, 0
+# and 1 change nothing; the last five have an effect on sampling alone.
+OTHER_SETTINGS = (
+    *("repetition_penalty", "encoder_repetition_penalty", "diversity_penalty", "exponential_decay_length_penalty"),
+    *("no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"),
+    *("forced_bos_token_id", "forced_eos_token_id", "force_words_ids", "constraints", "stop_strings", "guidance_scale"),
+    *("min_length", "min_new_tokens", "num_beams", "penalty_alpha", "dola_layers", "watermarking_config"),
+    *("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+)
+OF_SAMPLING = OTHER_SETTINGS[-5:]
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn: from softmax(logits / temperature) over the `top_k` likeliest tokens (0: all), and of these
@@ -36,10 +48,11 @@ class Sampling:
 
 def sampling_of(facts: Facts, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
     """Return how to draw tokens: as given, else as the model's generation settings say, if they are for sampling. Print
-    which other settings are not applied.
+    which further settings of the model are not applied.
     """
     own = facts.generation if facts.generation.get("do_sample") else {}
-    if others := [key for key in own if key.endswith("_penalty") or key in ("min_p", "typical_p")]:
+    stated = [key for key, value in facts.generation.items() if value and (value is True or value != 1)]
+    if others := [key for key in stated if key in OTHER_SETTINGS and (own or key not in OF_SAMPLING)]:
         print(f"warning: not applied of the model's generation settings: {', '.join(others)}", file=sys.stderr)
     plain = Sampling()
     return Sampling(
