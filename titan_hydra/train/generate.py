@@ -22,7 +22,6 @@ from titan_hydra.models.init import reset_buffers
 
 from .world import exact_float32
 
-
 # Generation settings that change which tokens are drawn, or where a text ends, and that are not applied here. False, 0
 # and 1 change nothing; the last five have an effect on sampling alone.
 OTHER_SETTINGS = (
