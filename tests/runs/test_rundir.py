@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from types import SimpleNamespace
@@ -18,6 +19,17 @@ from titan_hydra.launch.executors.slurm import squeue
 from titan_hydra.runs import hints, layout, records, rundir, view
 from titan_hydra.runs.find import RunCell
 from titan_hydra.runs.queue import Queue
+
+SLURM_OWNER = {
+    "pid": 1,
+    "host": "login",
+    "born": None,
+    "started": 0.0,
+    "executor": "slurm",
+    "job_id": "7",
+    "token": "abc",
+    "user": "me",
+}
 
 
 def test_a_file_that_is_renamed_meanwhile_is_no_error(tmp_path, monkeypatch):
@@ -38,22 +50,53 @@ def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):
     """This happens on the login node of another cluster that has the same name."""
     attempt = layout.ATTEMPT.of(tmp_path, 1)
     attempt.mkdir(parents=True)
-    owner = {
-        "pid": 1,
-        "host": "login",
-        "born": None,
-        "started": 0.0,
-        "executor": "slurm",
-        "job_id": "7",
-        "token": "abc",
-        "user": "me",
-    }
     rank = {"pid": 1, "host": "node", "born": None}
-    layout.CLAIM.write(attempt, owner)
+    layout.CLAIM.write(attempt, SLURM_OWNER)
     layout.RANK.write(attempt, rank)
     assert rundir.state(tmp_path, {"slurm": Queue()}).kind == "running" and "ended" not in layout.CLAIM.read(attempt)
     layout.RANK.write(attempt, rank | {"exit_status": 75, "ended": 1.0})
     assert rundir.state(tmp_path, {"slurm": Queue()}).kind == "interrupted"
+
+
+@pytest.mark.parametrize("damage", ["cut", "executor", "empty", "lost"])
+@pytest.mark.parametrize("host", ["node", socket.gethostname()])
+def test_an_attempt_with_a_damaged_record_runs_while_its_ranks_write(tmp_path, damage, host):
+    """Another attempt would take its place. A damaged name of the executor stops nobody for good."""
+    attempt = layout.ATTEMPT.of(tmp_path, 1)
+    attempt.mkdir(parents=True)
+    layout.CONFIG.write(tmp_path, to_dict(compose_job("debug=tiny")))
+    file = layout.CLAIM.of(attempt)
+    layout.CLAIM.write(attempt, SLURM_OWNER | {"host": socket.gethostname()})
+    content = file.read_bytes()
+    file.write_bytes({"cut": content[:40], "executor": content.replace(b"slurm", b"sl!rm")}.get(damage, b""))
+    if damage == "lost":
+        file.unlink()
+    rank = {"pid": 1, "host": host, "born": None}
+    layout.RANK.write(attempt, rank)
+    on_node = host == "node"
+    assert rundir.inspect(tmp_path).active == on_node and rundir.state(tmp_path).active == on_node
+    layout.RANK.write(attempt, rank | {"exit_status": 75, "ended": 1.0})
+    assert rundir.state(tmp_path).kind == "interrupted"
+
+
+def test_a_run_whose_recorded_host_is_damaged_runs_here(tmp_path):
+    attempt = layout.ATTEMPT.of(tmp_path, 1)
+    attempt.mkdir(parents=True)
+    layout.CLAIM.write(attempt, {**records.this_process(), "host": "other", "started": 0.0, "executor": "local"})
+    layout.RANK.write(attempt, records.this_process())
+    os.utime(layout.CLAIM.of(attempt), (1, 1)), os.utime(layout.RANK.of(attempt), (1, 1))
+    assert rundir.state(tmp_path).host == socket.gethostname()
+
+
+def test_a_job_is_known_by_its_token_too():
+    """One digit of the recorded id would name another job, which `titan cancel` would then cancel."""
+    mine, other = squeue.SlurmJob("7_1", "RUNNING", name="a-abc"), squeue.SlurmJob("8_1", "RUNNING", name="b-def")
+    queue, owner = Queue({job.id: job for job in (mine, other)}), SLURM_OWNER | {"index": 1}
+    assert squeue.find_job(queue, owner | {"job_id": "7_1"}) == mine
+    assert squeue.find_job(queue, owner | {"job_id": "8_1"}) == mine
+    assert squeue.find_job(queue, owner | {"job_id": "9_1"}) == mine
+    ended = squeue.SlurmJob("7_1", "COMPLETED")  # sacct is not asked for names
+    assert squeue.find_job(Queue({"7_1": ended}), owner | {"job_id": "7_1"}) == ended
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])

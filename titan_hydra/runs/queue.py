@@ -63,6 +63,18 @@ def executor_of(directory: Path, owner: Owner) -> Any:
     return executor_named(name)
 
 
+def owner_in(directory: Path, attempt: int) -> Owner:
+    """Return an attempt's attempt.json; {} if it is damaged: then the records of its ranks show where they run. Damaged is
+    also a name of the executor that neither the package nor the run's modules (train.imports) have.
+    """
+    owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, attempt))
+    if name_of(owner) not in EXECUTORS:
+        with contextlib.suppress(ConfigError):  # they may not be imported here: `executor_of` says why
+            import_modules(directory)
+            return owner if name_of(owner) in EXECUTORS else {}
+    return owner
+
+
 def name_of(owner: Owner) -> str:
     """Return the name of an attempt's executor. If no name is recorded, the executor is `local`, as only attempts that
     were started on this machine can lack the name.
@@ -84,10 +96,9 @@ def ask(directories: list[Path]) -> dict[str, Queue]:
     for directory in directories:
         # a run that cannot be read is left out here; `rundir.inspect` reports it
         with contextlib.suppress(PermissionError, ConfigError):
-            owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, newest_attempt(directory)))
+            owner = owner_in(directory, newest_attempt(directory))
             if owner and not layout.RESULT.of(directory).exists():
-                executor = executor_of(directory, owner)
-                asked.setdefault(name_of(owner), (executor, []))[1].append((directory, owner))
+                asked.setdefault(name_of(owner), (executor_of(directory, owner), []))[1].append((directory, owner))
     return {name: executor.ask(runs) for name, (executor, runs) in asked.items()}
 
 

@@ -32,7 +32,7 @@ from titan_hydra.config.user_code import digest_of_code, sources
 from . import inputs, layout
 from .code import code_here, describe_code
 from .failure import Failure, guilty
-from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of
+from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of, owner_in
 from .records import alive, this_process
 from .run import draw_tracked_id, hash_of, homes_of, newest_attempt
 
@@ -84,9 +84,9 @@ def state(directory: Path, queues: dict[str, Queue] | None = None) -> State:
     attempt = newest_attempt(directory)
     if not directory.is_dir():
         return State("new")
-    owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, attempt))
-    executor = executor_of(directory, owner)
+    owner = owner_in(directory, attempt)
     answers = ask([directory]) if queues is None else queues
+    executor = executor_of(directory, owner)
     found: State = executor.state(directory, attempt, owner, answers.get(name_of(owner), Queue()))
     return found
 
@@ -178,13 +178,16 @@ def host_of_running(attempt: Path) -> str | None:
     is that process. Ranks may outlive their owner.
     """
     owner = layout.RANKS.read(attempt) or layout.CLAIM.read(attempt)
-    if not is_here(owner):
+    known = name_of(owner) in EXECUTORS
+    if known and not is_here(owner):
         return None  # only the executor knows whether the attempt is running
-    if owner and "ended" not in owner:
-        if owner.get("host") == socket.gethostname():
-            return owner["host"] if alive(owner) or running_ranks(attempt) else None
-        return owner.get("host") if heard_lately(attempt) else None
-    return socket.gethostname() if running_ranks(attempt) else None
+    if running_ranks(attempt) or alive(owner if "ended" not in owner else {}):
+        return socket.gethostname()
+    if not owner or not (known or owner.get("here")):  # attempt.json is damaged or lost, or its executor's module is
+        others = [rank["host"] for rank in layout.RANK.read_all(attempt).values() if rank and "exit_status" not in rank]
+        return others[0] if others and others[0] != socket.gethostname() and heard_of_ranks(attempt) else None
+    elsewhere = "ended" not in owner and owner.get("host") != socket.gethostname()
+    return owner.get("host") if elsewhere and heard_lately(attempt) else None
 
 
 def heard_lately(attempt: Path) -> bool:

@@ -20,7 +20,7 @@ from titan_hydra.config.sweep import differing, key_of
 
 from . import checkpoints, find, layout, rundir, stragglers
 from .find import RunCell, Selection
-from .queue import Owner, Queue, ask
+from .queue import Owner, Queue, ask, owner_in
 from .run import homes_of
 from .rundir import State
 
@@ -141,8 +141,8 @@ def look(cells: list[RunCell]) -> tuple[list[RunRow], dict[str, Queue]]:
 
 
 def owner_of(row: RunRow) -> Owner:
-    """Return the attempt.json of a row's run: the record of who claimed the run's newest attempt."""
-    return layout.CLAIM.read(layout.ATTEMPT.of(row.directory, row.state.attempt))
+    """Return the attempt.json of a row's run: the record of who claimed the run's newest attempt; {} if it is damaged."""
+    return owner_in(row.directory, row.state.attempt)
 
 
 def short_names(cells: list[RunCell]) -> list[str]:

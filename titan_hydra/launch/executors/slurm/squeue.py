@@ -40,13 +40,15 @@ class SlurmJob(QueuedJob):
 
 
 def find_job(queue: Queue, owner: Owner) -> SlurmJob | None:
-    """Return the job of an attempt. It is found by its id or, if the submitter died before recording the id, by the token
-    in the job's name.
+    """Return the job of an attempt. It is found by its id and the token in its name. A job with the token alone is the
+    attempt's if there is no such job: the submitter died before recording the id, or the recorded id is damaged.
     """
-    if owner["job_id"]:
-        return queue.jobs.get(owner["job_id"])
+    recorded: SlurmJob | None = queue.jobs.get(owner["job_id"])
+    if recorded and recorded.name.endswith(owner["token"]):
+        return recorded
+    task = f"_{owner.get('index', 0)}"
     named = [job for job in queue.jobs.values() if job.name.endswith(owner["token"])]
-    return next((job for job in named if "_" not in job.id or job.id.endswith(f"_{owner['index']}")), None)
+    return next((job for job in named if "_" not in job.id or job.id.endswith(task)), recorded)
 
 
 def ask_queue(owners: list[Owner]) -> Queue:
