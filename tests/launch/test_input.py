@@ -3,11 +3,13 @@ which calls the checks in one process.
 """
 
 import random
+import sys
 
 import pytest
 
 from tests.config import corpus
 from tests.config.test_fuzz import verdict
+from titan_hydra.launch import main
 
 
 @pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.slow)])
@@ -65,3 +67,18 @@ def test_help_of_one_key(launcher):
     assert text.startswith(
         "- `data.seq_len`: int, at least 2; `256` by data=embedded, else `2048`; changes learning and work."
     )
+
+
+def test_ctrl_c_that_another_error_covers_is_no_mistake_of_the_line(monkeypatch):
+    """OmegaConf, interrupted while it changes a flag, raises AttributeError as it leaves."""
+
+    def interrupted():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            None._invalidate_flags_cache  # noqa: B018
+
+    monkeypatch.setattr(main, "compose", interrupted)
+    monkeypatch.setattr(sys, "argv", ["launch.py", "debug=tiny"])
+    with pytest.raises(KeyboardInterrupt):
+        main.main()

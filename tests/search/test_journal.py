@@ -16,6 +16,7 @@ from titan_hydra.runs.records import process
 from titan_hydra.search.journal import COMPLETE, FAILED, PRUNED, Journal, mended_journal
 from titan_hydra.search.lines import JournalDamaged, leased, locked
 from titan_hydra.search.space import space_of
+from titan_hydra.search.summary import summary_of
 
 LINES = ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.n_layers=tag(int,interval(1,4))", "ac=none,op")
 
@@ -176,3 +177,20 @@ def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
     with leased(lease):
         assert json.loads(lease.read_text())["pid"] == os.getpid()
     assert [path.name for path in tmp_path.iterdir()] == ["driver.lock"]
+
+
+@pytest.mark.parametrize("kind", ["empty", "pipe", "endless", "sparse"])
+def test_reading_a_search_writes_nothing_and_opens_only_plain_files(tmp_path, kind):
+    """The report of another person's search, which a driver may be writing just now."""
+    file = tmp_path / "optuna.journal"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "endless":
+        file.symlink_to("/dev/zero")
+    else:
+        file.touch()
+        os.truncate(file, 1 << 36 if kind == "sparse" else 0)
+    before = os.lstat(file)
+    with pytest.raises(JournalDamaged):
+        summary_of(tmp_path)
+    assert os.lstat(file) == before

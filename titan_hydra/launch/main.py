@@ -89,22 +89,32 @@ def main(script: Path | None = None) -> int:
                 f"search={searched}: draws the values of swept keys, so it needs -m, and no file of sweeps/"
             )
         return dispatch(cells)
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.status
-    except PermissionError as error:  # for example, the runs belong to another user
-        print(
-            denied(error, "paths.runs", Path(cells[0][0].paths.runs).expanduser() if cells else Path()), file=sys.stderr
-        )
-        return 2
     except Exception as error:
-        if full_error or not (line := explain(error)):
-            raise
-        print(line, file=sys.stderr)
-        return 2
+        return reported(error, bool(full_error))
     finally:
         if not full_error:
             del os.environ["HYDRA_FULL_ERROR"]
+
+
+def reported(error: Exception, full_error: bool) -> int:
+    """Print the line of an error, and return the exit status. Raises the error if it has no line, and KeyboardInterrupt
+    if the error is what Ctrl-C caused in the code that it interrupted, such as OmegaConf's.
+    """
+    cause: BaseException | None = error
+    while cause := cause.__cause__ or cause.__context__:
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
+    if isinstance(error, RunError):
+        print(error, file=sys.stderr)
+        return error.status
+    if isinstance(error, PermissionError):  # for example, the runs belong to another user
+        runs = Path(cells[0][0].paths.runs).expanduser() if cells else Path()
+        print(denied(error, "paths.runs", runs), file=sys.stderr)
+        return 2
+    if full_error or not (line := explain(error)):
+        raise error
+    print(line, file=sys.stderr)
+    return 2
 
 
 def clear_earlier_line() -> None:

@@ -51,7 +51,9 @@ class SearchTrial:
 
 
 class Journal:
-    """The Optuna study in a sweep's folder. Only a driver that holds `locked` may write."""
+    """The Optuna study in a sweep's folder. Only a driver that holds `locked` may write; without `directions`, a journal
+    that has no study yet counts as damaged, and nothing is written.
+    """
 
     def __init__(self, folder: Path, directions: Sequence[str] = ("minimize",)) -> None:
         import optuna
@@ -63,7 +65,7 @@ class Journal:
         lines: Any = JournalFile(self.file)
         try:
             self.storage = JournalStorage(lines)
-            if not self.storage.get_all_studies():
+            if directions and not self.storage.get_all_studies():
                 wanted = [optuna.study.StudyDirection[direction.upper()] for direction in directions]
                 optuna.create_study(storage=self.storage, study_name="search", directions=wanted)
             self.study: Study = optuna.load_study(storage=self.storage, study_name="search")

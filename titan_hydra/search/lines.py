@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.base.plain import MOST_ROWS, NotPlain, read_plain
 from titan_hydra.config.files import read_json
 from titan_hydra.runs import layout
 from titan_hydra.runs.records import alive, this_process
@@ -43,18 +44,27 @@ class JournalFile:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.file.touch()
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
         """Yield the lines from a number on. Raises JournalDamaged."""
-        logs, _, reason = intact_lines(self.file.read_bytes())
+        try:
+            logs, _, reason = intact_lines(self.content())
+        except NotPlain as error:
+            raise JournalDamaged(str(error)) from error
         if reason:
             raise JournalDamaged(f"{self.file}: {reason}")
         yield from logs[log_number_from:]
 
+    def content(self) -> bytes:
+        """Return the content; empty if there is no file yet. Raises NotPlain."""
+        try:
+            return read_plain(self.file, MOST_ROWS)
+        except FileNotFoundError:
+            return b""
+
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Write lines to the end of the file, durably."""
-        _, sum_before, _ = intact_lines(self.file.read_bytes())
+        _, sum_before, _ = intact_lines(self.content())
         with self.file.open("ab") as file:
             for log in logs:
                 sum_before = zlib.crc32(_bytes(log), sum_before)
@@ -87,7 +97,10 @@ def set_aside(file: Path, whole: bool) -> str:
     """Keep a damaged journal as optuna.journal.damaged, and begin it anew with its intact lines or, if `whole`, with none.
     Return the name of the file that was kept.
     """
-    logs = [] if whole else intact_lines(file.read_bytes())[0]
+    try:
+        logs = [] if whole else intact_lines(JournalFile(file).content())[0]
+    except NotPlain:
+        logs = []
     names = (f"{file.name}.damaged{number or ''}" for number in itertools.count())
     kept = next(name for name in names if not file.with_name(name).exists())
     file.replace(file.with_name(kept))

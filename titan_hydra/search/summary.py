@@ -206,7 +206,7 @@ def summary_of(folder: Path) -> Summary:
     """Read a search from the folder of its sweep. Raises JournalDamaged, also if a number of the journal is not that of
     the run's result.
     """
-    journal = Journal(folder)
+    journal = Journal(folder, ())
     trials = journal.trials()
     directions = ["minimize" if direction.name == "MINIMIZE" else "maximize" for direction in journal.study.directions]
     runs = folder.parents[1]
