@@ -145,6 +145,18 @@ DAMAGE = {
     "events bytes": ("events.jsonl", BYTES, None),
     "events folder": ("events.jsonl", FOLDER, None),
     "events strings": ("events.jsonl", b'{"event": "validation", "step": "last", "validation_loss": []}\n3\n', None),
+    "events layout": (
+        "events.jsonl",
+        b'{"event": "layout", "step": 0}\n{"event": "layout", "step": 3, "parallelism": [], "gpus": 2, "tp": "x"}\n'
+        b'{"event": "layout", "step": 5, "parallelism": "fsdp", "gpus": 2}\n',
+        None,
+    ),
+    "metrics slow": ("metrics.jsonl", rows(lambda row: row | {"slowest_over_median": 9.0}), None),
+    "metrics slower": (
+        "metrics.jsonl",
+        rows(lambda row: row | {"slowest_rank": 1, "slowest_over_median": 9.0, "others_over_median": None}),
+        None,
+    ),
     "overrides bytes": ("overrides.txt", BYTES, None),
     "overrides folder": ("overrides.txt", FOLDER, None),
     **{
@@ -367,6 +379,7 @@ SOONER = {
     "metrics huge",
     "events bytes",
     "events strings",
+    "events layout",
     "overrides bytes",
     "attempt bytes",
     "attempt {}",

@@ -19,6 +19,7 @@ from titan_hydra.base.plain import MOST_ROW, NotPlain, open_plain, plain_lines, 
 from titan_hydra.base.text import all_printable, printable
 from titan_hydra.config.files import read_json, write_json
 from titan_hydra.config.schema import Job
+from titan_hydra.job.ranks import DEGREES
 
 from .shapes import Each, Fields, Moment, Place, Test, test_of
 
@@ -175,7 +176,7 @@ METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](me
                                                   "slowest_over_median", "others_over_median"), NUMBER) | {"slowest_rank": int | None}))
 EVENTS = Entry("events.jsonl", FIRST, "validations, checkpoints, changes of replica groups, bad files", Fields(
     {"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER, "task": str, "acc": NUMBER, "acc_norm": NUMBER,
-                                  "perplexity": NUMBER}))
+                                  "perplexity": NUMBER, "parallelism": str, **dict.fromkeys(("gpus", "local_batch", *DEGREES), int)}))
 RESULT = Entry("result.json", FIRST, "the result, once the run is done", Fields({}, dict.fromkeys((
     "final_loss", "validation_loss", "lowest_validation_loss", "tokens_per_second", "tokens_per_second_iqr", "memory_gib", "mfu", "seconds",
     "goodput", "gpu_hours", "flops_per_token"), NUMBER) | {

@@ -47,16 +47,13 @@ def stretches_of(directory: Path) -> list[Stretch]:
     """Return the stretches of a run in order; none if its layout never changed. If steps were lost and made again, they
     count only in the layout in which they were made last.
     """
-    events = [event for event in layout.EVENTS.rows(directory)[0] if event["event"] == "layout"]
-    first = layout.FIRST_CONFIG.read(directory)
-    if events and events[0]["step"] and first:  # attempts before the first `titan resume` wrote no event `layout`
-        degrees = {name: first["parallelism"][name] for name in ("name", *DEGREES)}
-        values = {
-            "gpus": first["gpus"],
-            "local_batch": first["data"]["local_batch"],
-            "parallelism": degrees.pop("name"),
-        }
-        events.insert(0, {"step": 0, **values, **degrees})
+    events = [
+        event
+        for event in layout.EVENTS.rows(directory)[0]
+        if event["event"] == "layout" and {"parallelism", "gpus"} <= event.keys()
+    ]
+    if events and events[0]["step"]:  # attempts before the first `titan resume` wrote no event `layout`
+        events[:0] = _first_layout(layout.FIRST_CONFIG.read(directory))
     rows = layout.METRICS.rows(directory)[0] if events else []
     last = rows[-1]["step"] if rows else 0
     # the layout in words, the number of ranks, the step before the stretch's first
@@ -78,3 +75,13 @@ def stretches_of(directory: Path) -> list[Stretch]:
         if end > before:
             found.append(Stretch(words, gpus, before + 1, end, median(rates) if rates else None))
     return found
+
+
+def _first_layout(first: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what an event `layout` of the first attempt would have; none if the first configuration is damaged."""
+    try:
+        degrees = {name: first["parallelism"][name] for name in ("name", *DEGREES)}
+        batch = first["data"]["local_batch"]
+        return [{"step": 0, "gpus": first["gpus"], "local_batch": batch, "parallelism": degrees.pop("name"), **degrees}]
+    except KeyError:
+        return []
