@@ -1,5 +1,6 @@
 """An elastic job: the layouts that it may take, what is refused, and which of them its batch script takes."""
 
+import os
 import subprocess
 from dataclasses import replace
 
@@ -180,6 +181,19 @@ def test_the_script_asks_for_a_range_of_nodes_and_takes_the_largest_layout_that_
         assert done.stdout.strip("\n") == taken, done
         assert (tmp_path / "config.json").read_text() == f"{taken.split()[0]}\n"
     assert "some: layout of 1 nodes, 4 ranks; idle: a2" in (tmp_path / "job.log").read_text()
+    # a full disk is full on every node, and leaves the configuration as it was; a file that this node does not see is its own fault
+    for full, status in ((True, 2), (False, 79)):
+        if full:
+            (tmp_path / ".config").symlink_to("/dev/full")
+        else:
+            (tmp_path / "layout_4.json").unlink()
+        done = subprocess.run(
+            ["bash", "-c", f"refuse() {{ echo refused: $1; }}\n{code.replace('; echo', ' || exit; echo')}"],
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout.startswith("refused: ")) == (status, True), done
+        assert (tmp_path / "config.json").read_text() == "4\n" and not os.path.lexists(tmp_path / ".config")
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ own_failure() {{
 srun_was_killed() {{ [ "$rc" -gt 128 ] && [ "$rc" -lt 160 ] && ! grep -qE 'srun: error: \\S+: tasks? [0-9]' "$attempt/job.log"; }}
 # $1 the nodes of each layout, $2 their ranks, $3 run directory. Sets `nodes`, `ranks` and, if nodes stay idle, srun's `place`.
 take_layout() {{
-    local sizes counts hosts number
+    local sizes counts hosts number error
     IFS=, read -ra sizes <<<"$1"; IFS=, read -ra counts <<<"$2"
     nodes="$1" ranks="$2" place=()
     [ "${{#sizes[@]}}" -gt 1 ] || return 0
@@ -91,7 +91,11 @@ take_layout() {{
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     echo "$(date +%T) $SLURM_JOB_NODELIST: layout of $nodes nodes, $ranks ranks; idle: ${{hosts[*]:nodes}}" >>"$attempt/job.log"
     [ "$nodes" = "${{#hosts[@]}}" ] || place=(--nodelist="$(IFS=,; echo "${{hosts[*]:0:nodes}}")")
-    cp "$3/layout_$nodes.json" "$3/.config" && mv -T "$3/.config" "$3/config.json" || return {unhealthy}
+    error="$({{ LC_ALL=C cp "$3/layout_$nodes.json" "$3/.config" && LC_ALL=C mv -T "$3/.config" "$3/config.json"; }} 2>&1)" && return
+    rm -f "$3/.config"
+    refuse "$3/config.json is not written: $error"
+    ! grep -qiE 'no space|quota' <<<"$error" || return {config}  # on every node
+    return {unhealthy}
 }}
 # Asks the ranks to stop once enough nodes are free for a larger layout, for the requeued job. $1 the nodes of each layout, $2 run
 # SLURM's answer does not count the job's own nodes, so that a limit on a user's nodes may refuse what it calls free. So each attempt
