@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.kits import forked
 from tests.launch.conftest import ROOT
 
 COLLEAGUE = 12345  # a user that does not exist
@@ -42,14 +43,8 @@ def lab(tmp_path_factory):
     """Return a folder with two single runs, `mine` and `theirs`, and a sweep of two runs."""
     folder = tmp_path_factory.mktemp("lab")
     for words in (["name=mine"], ["name=theirs"], ["-m", "name=swept", "seed=1,2"]):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "launch.py"), "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", *words],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        line = ("debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "cluster=inline", *words)
+        done = forked.run("launch.py", line, folder, os.environ)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -134,7 +134,7 @@ def test_inline_run_leaves_a_whole_run_directory(launcher):
 
 
 def test_done_run_is_not_run_again_unless_forced(launcher):
-    line = (*launcher.TINY, "gpus=1")
+    line = (*launcher.TINY, "cluster=inline")
     first = launcher.run(*line)
     assert first.returncode == 0, first.stderr
     assert "step 5/5" in first.stdout

@@ -116,7 +116,8 @@ def test_interrupt_ends_a_sweep(launcher):
 )
 def test_guilty_rank_is_named_and_the_others_end(launcher, action, blamed, status):
     launcher.sabotage_step_3(1, action)
-    failed = launcher.run(*launcher.ENDLESS, "gpus=3", "data.global_batch=6")
+    ranks = 3 if "ValueError" in action else 2
+    failed = launcher.run(*launcher.ENDLESS, f"gpus={ranks}", f"data.global_batch={2 * ranks}")
     assert failed.returncode == status, failed.stderr
     assert blamed in failed.stderr
     assert ("Traceback" in failed.stderr) == ("raise" in action and "NotFinite" not in action)

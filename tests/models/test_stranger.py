@@ -4,6 +4,7 @@ layout, and can be converted.
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.kits import forked
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.commands import convert as convert_command
@@ -125,9 +127,7 @@ def folder(user_modules):
 
 def launched(folder, *words):
     """Return the one line with which launch.py ends with status 2, before anything is written."""
-    run = subprocess.run(
-        [sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False
-    )
+    run = forked.run("launch.py", words, folder, os.environ)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1), run.stdout + run.stderr
     assert not (folder / "runs").exists()
     return run.stderr
@@ -212,24 +212,8 @@ def test_six_layouts_learn_what_one_process_learns(folder):
 
 
 def test_a_ring_refuses_a_kernel_of_ones_own_in_one_line(folder, tmp_path):
-    run = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "launch.py",
-            *OF_WINDOWED,
-            "parallelism=cp",
-            "gpus=2",
-            "steps=1",
-            "data=synthetic",
-            "data.seq_len=64",
-            "precision=fp32",
-            f"paths.runs={tmp_path}",
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    line = ("parallelism=cp", "gpus=2", "steps=1", "data=synthetic", "data.seq_len=64", "precision=fp32")
+    run = forked.run("launch.py", [*OF_WINDOWED, *line, f"paths.runs={tmp_path}"], folder, os.environ)
     said = run.stdout + run.stderr
     assert (
         run.returncode == 2

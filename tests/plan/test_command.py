@@ -1,14 +1,15 @@
 """Test `titan plan`, and what launch.py prints about cells before they start."""
 
 import json
+import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
 
+from tests.kits import forked
 from titan_hydra import cli
 from titan_hydra.config.compose import compose_job
 from titan_hydra.config.family import FAMILIES, decoder_parameters
@@ -23,8 +24,7 @@ def plan(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "launch.py"), *words, f"paths.runs={tmp_path / 'runs'}"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    return forked.run("launch.py", [*words, f"paths.runs={tmp_path / 'runs'}"], tmp_path, os.environ)
 
 
 def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path, monkeypatch):
@@ -68,8 +68,7 @@ def test_several_numbers_of_devices_are_a_curve(capsys, tmp_path):
     ],
 )
 def test_numbers_of_devices_that_cannot_be_used_are_one_line(words, text):
-    command = [sys.executable, "-m", "titan_hydra.cli", "plan", *LINE, *words]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    run = forked.run("titan", ["plan", *LINE, *words], ROOT, os.environ)
     assert run.returncode == 2 and run.stdout == "" and text in run.stderr.splitlines()[-1]
 
 

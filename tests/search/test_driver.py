@@ -5,17 +5,15 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.kits import forked
 from titan_hydra.runs import rundir
 
 from .conftest import HALVING, SPACE, TINY, Searches
-
-ROOT = Path(__file__).parents[2]
 
 
 def table(searches: Searches):
@@ -73,9 +71,7 @@ def test_a_length_is_the_same_run_carried_on(searches):
     searches.run(*TINY, *SPACE, *HALVING)
     (best, *_) = [one for one in searches.trials() if one.state == "complete"]
     line = [word for word in (*TINY, *best.overrides, "steps=9", "paths.runs=again") if not word.startswith("search")]
-    done = subprocess.run(
-        [sys.executable, ROOT / "launch.py", *line], cwd=searches.folder, capture_output=True, text=True
-    )
+    done = forked.run("launch.py", line, searches.folder, os.environ)
     assert done.returncode == 0, done.stderr
     (result,) = searches.folder.glob("again/*/result.json")
     assert json.loads(result.read_text())["validation_loss"] == best.values[9] == best.objectives[0]
@@ -87,13 +83,7 @@ def test_the_best_are_run_again_over_seeds_and_a_report_shows_all(searches):
     text = searches.run(*line)
     assert "winner: trial" in text and "mean over 2 seeds" in text
     assert text.count("seed 1: validation_loss") == 2
-    done = subprocess.run(
-        [sys.executable, "-m", "titan_hydra.cli", "report", "--json", "--html"],
-        cwd=searches.folder,
-        capture_output=True,
-        text=True,
-        env=None,
-    )
+    done = forked.run("titan", ["report", "--json", "--html"], searches.folder, os.environ)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["search"]
     assert [one["trial"] for one in found["trials"]] == [0, 1, 2, 3] and found["winner"] in found["best"]

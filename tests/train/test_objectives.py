@@ -1,9 +1,8 @@
 """A user's objective, as in docs/extend.md, is refused where it must be, and equal on every layout."""
 
 import json
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.kits import forked
 from titan_hydra import data, models
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import from_dict, identity, to_dict
@@ -135,9 +135,7 @@ def test_its_shapes_are_enough_for_the_fake_world(folder, tmp_path):
         "parallelism.dp_shard=2",
         f"paths.runs={tmp_path}",
     ]
-    run = subprocess.run(
-        [sys.executable, ROOT / "launch.py", *words], cwd=folder, capture_output=True, text=True, check=False
-    )
+    run = forked.run("launch.py", words, folder, os.environ)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

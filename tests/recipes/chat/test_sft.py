@@ -4,8 +4,6 @@ says is learned.
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch.nn.functional as F
 
 from tests.checkpoint.steps import cut_back, tensors
 from tests.config.test_load import validations_are_short
+from tests.kits import forked
 from titan_hydra import cli, data, models
 from titan_hydra.checkpoint.carried import facts_at
 from titan_hydra.config.compose import compose_job
@@ -228,11 +227,8 @@ def test_validation_is_the_mean_over_held_out_tokens_on_any_layout(tiny, run_job
 
 
 def test_from_the_command_line_to_an_answer(tmp_path, capsys):
-    words = ["experiment=sft_laptop", "steps=30", "gpus=1", f"paths.runs={tmp_path}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, ROOT / "launch.py", *words], capture_output=True, text=True, check=False, env=environment
-    )
+    words = ["experiment=sft_laptop", "steps=30", "gpus=1", "cluster=inline", f"paths.runs={tmp_path}"]
+    run = forked.run("launch.py", words, ROOT, os.environ)
     assert run.returncode == 0, run.stdout + run.stderr
     directory = next(path for path in tmp_path.iterdir() if not path.name.startswith("_"))
     capsys.readouterr()
