@@ -123,6 +123,10 @@ LONG = (
 LONG_FOLDERS = ("equivalence", "launch", "commands", "fault_tolerance")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--update", action="store_true", help="write the texts of messages anew (config/messages.txt)")
+
+
 def pytest_collection_modifyitems(items):
     """Mark the quick and the long tests, and order the files: the longest first, alternating between files that use
     SLURM and others, because two SLURMs at a time would slow each other down.
