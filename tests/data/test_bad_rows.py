@@ -181,12 +181,25 @@ def test_descriptions_in_a_folder_are_no_data(job, tmp_path):
         ("a.jsonl.zst", b'{"text": "a"}\n', {}, "not a .zst file"),
         ("a.parquet", b'{"text": "a"}\n', {}, "not a Parquet file"),
         ("a.parquet", b"PAR1 cut off", {}, "not a Parquet file"),
+        ("a.txt", "text ".encode("utf-16") * 3000, {}, "cannot be read"),
     ],
 )
 def test_an_error_of_the_file_is_known_before_anything_starts(job, tmp_path, name, content, keys, key):
     (tmp_path / name).write_bytes(content)
     (fault,) = rules.sources_find_nothing_wrong(job(name="text_files", path=str(tmp_path), **keys))
     assert key in str(fault) and "\n" not in str(fault)
+
+
+def test_bytes_that_are_not_utf8_cost_their_row_of_a_parquet(tmp_path):
+    offsets = pyarrow.py_buffer(np.array([0, 2, 4, 6], np.int32).tobytes())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, [None, offsets, pyarrow.py_buffer(b"ab\xff\xfecd")])
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert found(tmp_path / "a.parquet") == ["ab", BadRow, "cd"]
+
+
+def test_the_first_bytes_of_a_text_may_end_within_a_character(tmp_path):
+    (tmp_path / "a.txt").write_text("ä" * 9)
+    assert list(files.beginnings(tmp_path / "a.txt", "text", 1, 5)) == ["ää"]
 
 
 def test_some_bad_rows_may_be_left_out_before_the_start(job, tmp_path, lines):

@@ -56,6 +56,12 @@ def test_tokens_are_what_the_stream_of_the_same_text_packs(job, corpus):
         ({"tokens": 34}, r"70 bytes, but a\.bin\.json lists 34 tokens in uint16"),
         ({"vocab_size": 5000}, r"encoded with 5000 ids, more than model\.vocab_size=4096"),
         ({"dtype": "nothing"}, "missing or damaged"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"tokens": -35}, "tokens is -35"),
+        ({"bos_id": [1]}, r"bos_id is \[1\]"),
+        ({"eos_id": 4096}, "eos_id is 4096"),
+        ({"eos_id": "x"}, "eos_id is 'x'"),
+        ({"tokenizer_sha256": {"a": 1}}, "tokenizer_sha256 is {'a': 1}"),
     ],
 )
 def test_a_file_that_is_not_what_its_header_says(tmp_path, changed, message):

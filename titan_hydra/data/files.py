@@ -4,6 +4,7 @@ no torch, so that commands can use it on a login node.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -160,8 +161,8 @@ def of_parquet(file: Path, text_key: str, start: int, every: int, readers: PageR
     """Yield the texts of every n-th row of a Parquet file."""
     for number, value in readers.column(file, text_key, start, every):
         try:
-            yield number, text_in({text_key: value}, text_key)
-        except ValueError as error:
+            yield number, text_in({text_key: value.as_py()}, text_key)
+        except (ValueError, OverflowError) as error:  # bytes that are not UTF-8, or a date beyond Python's
             yield number, BadRow(f"{file}: row {number + 1}", error)
 
 
@@ -171,7 +172,11 @@ def beginnings(file: Path, text_key: str, number: int, length: int) -> Iterator[
     """
     if kind(file) in WHOLE:
         with opened(file) as stream:
-            yield stream.read(length).decode(errors="ignore")
+            try:
+                # the last character may be cut
+                yield codecs.getincrementaldecoder("utf-8")().decode(stream.read(length))
+            except UnicodeDecodeError as error:
+                raise BadShard(file, unreadable(file, error)) from error
     else:
         yield from (text for _, text in islice(rows(file, text_key), number))
 

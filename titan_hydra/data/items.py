@@ -155,9 +155,7 @@ def header_at(file: Path) -> dict[str, Any]:
     try:
         header = json.loads(path.read_text())
         dtype = np.dtype(header["dtype"])
-        header["bos_id"], header["eos_id"], header["tokenizer_sha256"]
-        if wrong := [name for name in ("tokens", "vocab_size") if type(header[name]) is not int]:
-            raise ValueError(f"{wrong[0]} is {header[wrong[0]]!r}, not a whole number")
+        _check_header(header)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadShard(
             file,
@@ -167,6 +165,20 @@ def header_at(file: Path) -> dict[str, Any]:
     if dtype.kind not in "iu":
         raise BadShard(file, f"{file}: dtype {header['dtype']} in {path.name}: token ids are integers, such as uint32")
     return header
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    """Raise ValueError if a header has values that no file of token ids can have, KeyError if it lacks one."""
+    tokens, size, digest = header["tokens"], header["vocab_size"], header["tokenizer_sha256"]
+    for name, value, least in (("tokens", tokens, 0), ("vocab_size", size, 1)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} is {value!r}, not a whole number from {least}")
+    for name in ("bos_id", "eos_id"):
+        value = header[name]
+        if value is not None and (type(value) is not int or not 0 <= value < size):
+            raise ValueError(f"{name} is {value!r}, neither null nor an id below vocab_size={size}")
+    if not isinstance(digest, str | None):
+        raise ValueError(f"tokenizer_sha256 is {digest!r}, not a text")
 
 
 def dice_of(seed: int, number: int) -> np.random.Generator:

@@ -41,8 +41,8 @@ class PageReaders:
         self.kept: OrderedDict[tuple[Path, int, int], Any] = OrderedDict()
 
     def column(self, file: Path, name: str, start: int, every: int) -> Iterator[tuple[int, Any]]:
-        """Yield number and value of the rows start, start + every, ... of a column. Raises BadShard if the file cannot
-        be read, and ConfigError if it has no such column.
+        """Yield number and value, as pyarrow has it, of the rows start, start + every, ... of a column. Raises BadShard
+        if the file cannot be read, and ConfigError if it has no such column.
         """
         with _refusing(file):
             metadata = opened_parquet(file, name).metadata
@@ -54,7 +54,7 @@ class PageReaders:
                     index = (number - first) // size
                     values, begin = self._batch(file, name, place, index, size), first + index * size
                     for row in range(number, begin + len(values), every):
-                        yield row, values[row - begin].as_py()
+                        yield row, values[row - begin]
                         number = row + every
                 first += group.num_rows
 
@@ -94,6 +94,8 @@ def batches_of_rows(file: Path, size: int | None = None) -> Iterator[Any]:
     """Yield the record batches of all columns. Raises BadShard if the file cannot be read."""
     with _refusing(file):
         table = opened_parquet(file)
+        for name in table.schema_arrow.names:
+            require_column(file, table.schema_arrow.names, name)
         for number in range(table.num_row_groups):
             group = table.metadata.row_group(number)
             yield from table.iter_batches(size or batch_size(group), row_groups=[number], use_threads=False)

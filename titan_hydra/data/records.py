@@ -19,7 +19,7 @@ from titan_hydra.config.files import home, kind
 from .files import place_in
 from .opening import UNREADABLE, Content, elements_of_array, is_array, mapped, numbered_lines
 from .parquet import batches_of_rows
-from .shards import BadShard, BadShards
+from .shards import BadRow, BadShard, BadShards
 
 Record = bytes | dict[str, Any]  # a JSON text, or the record itself
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -54,7 +54,7 @@ class Records:
         return self.ends[-1] if self.ends else 0
 
     def row(self, number: int) -> tuple[str, Record]:
-        """Return the place of a record, such as FILE:LINE, and the record."""
+        """Return the place of a record, such as FILE:LINE, and the record. Raises BadRow if it cannot be read."""
         part, place = place_in(self.ends, number)
         return self.parts[part].row(place)
 
@@ -118,8 +118,12 @@ class _Table:
         return self.table.num_rows
 
     def row(self, place: int) -> tuple[str, dict[str, Any]]:
-        (record,) = self.table.slice(place, 1).to_pylist()
-        return f"{self.file}: row {place + 1}", without_nulls(record)
+        where = f"{self.file}: row {place + 1}"
+        try:
+            (record,) = self.table.slice(place, 1).to_pylist()
+        except (ValueError, OverflowError) as error:  # bytes that are not UTF-8, or a date beyond Python's
+            raise BadRow(where, error) from error
+        return where, without_nulls(record)
 
 
 class HubRecords:
@@ -149,8 +153,12 @@ class HubRecords:
         return len(self.rows)
 
     def row(self, number: int) -> tuple[str, dict[str, Any]]:
-        """Return the place of a row, and the row."""
-        return f"{self.where}: row {number + 1}", without_nulls(self.rows[number])
+        """Return the place of a row, and the row. Raises BadRow if the library cannot read it."""
+        where = f"{self.where}: row {number + 1}"
+        try:
+            return where, without_nulls(self.rows[number])
+        except (ValueError, OverflowError) as error:
+            raise BadRow(where, error) from error
 
 
 def without_nulls(value: Any) -> Any:

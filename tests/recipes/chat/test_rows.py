@@ -14,7 +14,7 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.compose import compose_job, compose_unchecked
 from titan_hydra.config.rules import checks
 from titan_hydra.data.records import HubRecords, Records
-from titan_hydra.data.shards import BadShards
+from titan_hydra.data.shards import BadRow, BadShards
 from titan_hydra.job.freeze import freeze
 from titan_hydra.recipes.chat import template
 from titan_hydra.recipes.chat.conversations import parse
@@ -367,3 +367,41 @@ def test_a_template_that_does_not_teach_the_stop_is_told(tmp_path):
         (tmp_path / "own.jinja").write_text(source)
         found = [str(fault) for fault in warned(*base) if "stop" in str(fault)]
         assert len(found) == (what is not None) and (what is None or what in found[0])
+
+
+def test_messages_may_be_json_text():
+    row = talk(("user", "q", {}), ("assistant", "a", {}))
+    assert parse({"messages": json.dumps(row["messages"])}) == parse(row)
+    with pytest.raises(ValueError, match="not JSON"):
+        parse({"messages": "[{"})
+
+
+def test_arguments_that_come_from_the_row_are_refused():
+    with pytest.raises(ValueError, match="'add_generation_prompt'"):
+        parse(talk(("user", "q", {}), ("assistant", "a", {}), chat_template_kwargs={"add_generation_prompt": True}))
+
+
+def test_half_a_surrogate_pair_is_a_bad_row_for_the_launcher_too(tmp_path):
+    rows = [talk(("user", "\ud83d", {}), ("assistant", "a", {})), *ROWS[:3]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("debug=tiny", "data=chat", f"data.path={tmp_path}/a.jsonl")
+    (fault,) = checks.check(freeze(compose_unchecked(*words)))
+    assert fault.key == "data.path" and "a.jsonl:1: " in str(fault)
+    assert not list(checks.warnings(freeze(compose_unchecked(*words, "data.max_bad_rows=1"))))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    column = pyarrow.array([row["messages"] for row in ROWS[:3]])
+    table = pyarrow.Table.from_arrays([column, column], names=["messages", "messages"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="2 columns have the name 'messages'"):
+        Records([tmp_path / "a.parquet"], BadShards())
+
+
+def test_a_row_of_parquet_that_python_cannot_hold_is_a_bad_row(tmp_path):
+    dates = pyarrow.array([0, 2**58, 0], pyarrow.int64()).cast(pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"messages": ["x"] * 3, "at": dates}), tmp_path / "a.parquet")
+    found = Records([tmp_path / "a.parquet"], BadShards())
+    assert found.row(0)[1]["messages"] == found.row(2)[1]["messages"] == "x"
+    with pytest.raises(BadRow, match="row 2: "):
+        found.row(1)

@@ -21,6 +21,7 @@ CALLS = ("function_call", "tool_call")  # roles of messages whose content is a c
 # keys of a message's reasoning in data files; templates use one of the first two
 REASONING = ("reasoning_content", "thinking", "reasoning")
 FLAGS = ("weight", "train", "training")  # keys of whether a message is learned
+RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of a template that come from the row
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 OWN = ("role", "from", "content", "value", "tool_calls", "function_call", *REASONING, *FLAGS)
 
@@ -54,6 +55,8 @@ def parse(record: Record) -> Conversation:
     """
     row = record_of(record)
     messages = messages_of(row)
+    if isinstance(messages, str):
+        messages = _json(messages, "no list of messages: they are a text that is not JSON")
     if not isinstance(messages, list) or not messages:
         raise ValueError("no list of messages: they are no list, or an empty one")
     return conversation(messages, row)
@@ -75,6 +78,8 @@ def conversation(messages: list[Any], row: dict[str, Any]) -> Conversation:
         options = _json(options, "its chat_template_kwargs are not JSON")
     if not isinstance(options, dict):
         raise ValueError(f"its chat_template_kwargs are {type(options).__name__}, not a record")
+    if wrong := next((name for name in RESERVED if name in options), None):
+        raise ValueError(f"its chat_template_kwargs have {wrong!r}, which comes from the row itself")
     return Conversation(found, _tools(row), tuple(learned), options)
 
 

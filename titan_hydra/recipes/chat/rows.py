@@ -100,7 +100,6 @@ class ConversationReader:
         if name := self.special.search(conversation.everything):
             raise ValueError(f"it holds {name[0]}, whose characters would be encoded as that special token")
         text, spans = self.template.spans(conversation, self.train_on)
-        files.check_unicode(text)
         found = self.tokenizer.locate(text)
         trained = np.zeros(len(found.ids), dtype=bool)
         for begin, end in spans:
@@ -144,7 +143,8 @@ class Chat:
         while number >= first + len(found := self.packed(window)):
             empty = 0 if found else empty + 1
             if empty == self.windows:
-                raise ConfigError(f"{self.key}: no usable conversation in it")
+                reasons = [""] + [f": {reason}" for reason in self.bad.found.values()]
+                raise ConfigError(f"{self.key}: no usable conversation in it{reasons[-1]}")
             window, first = window + 1, first + len(found)
         self.places[slot] = window, first
         return self._filled(found[number - first])
@@ -285,12 +285,15 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
 
     def read(lines: Records | HubRecords) -> Iterator[str | BadRow]:
         for number in range(min(len(lines), unknown.ROWS)):
-            where, line = lines.row(number)
+            where = f"row {number + 1}"
             try:
+                where, line = lines.row(number)
                 for _, text, _ in texts(own, source, line):
                     if not number:
                         _refuse_unknown_marks(key, source, job, own, text)
                     yield text
+            except BadRow as error:
+                yield error
             except ValueError as error:
                 yield BadRow(where, error)
             except ConfigError as error:
@@ -359,7 +362,7 @@ def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: 
     def of_file(file: Path) -> Iterator[Rendered]:
         lines = _first(file)
         for number in range(len(lines)):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, BadRow):
                 yield from texts(own, source, lines.row(number)[1])
 
     where, path = place_of_rows(key, source, "train")

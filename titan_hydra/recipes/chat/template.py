@@ -32,9 +32,10 @@ from titan_hydra.base.errors import ConfigError
 from titan_hydra.config import schema
 from titan_hydra.config.files import home, similar, tokenizer_file
 from titan_hydra.data.facts import read_facts, special_tokens
+from titan_hydra.data.files import check_unicode
 from titan_hydra.data.tokenizer import BOS_NAMES, EOS_NAMES
 
-from .conversations import Conversation
+from .conversations import RESERVED, Conversation
 from .printed import END_OF_THINK, THINK, inline_reasoning, refuse_unprinted
 from .sources import TemplateSource
 
@@ -165,6 +166,7 @@ class Template:
         conversation = self.fitted(conversation)
         marked = self.render(conversation)
         text = _plain(marked)
+        check_unicode(text)
         turns, learned = _turns(conversation, train_on)
         if train_on == "all":
             spans = [(0, len(text))]
@@ -293,7 +295,7 @@ def load_template(key: str, source: TemplateSource, tokenizer: schema.Tokenizer)
         text = _read(key, name)
     names, options = special_names(tokenizer), source.chat_template_kwargs
     for option in options:
-        reserved = option in (*names, "messages", "tools", "add_generation_prompt")
+        reserved = option in (*names, *RESERVED)
         if reserved or not re.search(rf"\b{re.escape(option)}\b", text):
             reason = "is set by the data" if reserved else f"the template {name} has no such variable"
             raise ConfigError(f"{key}.chat_template_kwargs.{option}: {reason}")

@@ -202,9 +202,12 @@ def faults_of_rollouts(key: str, source: RowSource, job: schema.Job) -> Iterator
 
     def read(lines: Records | HubRecords) -> Iterator[Turns | BadRow]:
         for number in range(min(len(lines), ROWS)):
-            where, line = lines.row(number)
+            where = f"row {number + 1}"
             try:
+                where, line = lines.row(number)
                 yield rollout(line, job.model.vocab_size)
+            except BadRow as error:
+                yield error
             except ValueError as error:
                 yield BadRow(where, error)
 
