@@ -9,8 +9,9 @@ import torch
 
 from titan_hydra import cli
 from titan_hydra.checkpoint.convert import Reader
-from titan_hydra.config.compose import compose_job
-from titan_hydra.config.rules.checks import check
+from titan_hydra.config.compose import compose_job, compose_unchecked
+from titan_hydra.config.rules.checks import check, warnings
+from titan_hydra.job.freeze import freeze
 from titan_hydra.runs import checkpoints
 
 BASE = (
@@ -201,3 +202,17 @@ def test_a_hugging_face_folder_of_another_model_is_refused(whole, run_job, tmp_p
     ):
         run = run_job(compose_job(*BASE, "steps=1", change, f"checkpoint.initial_load_path={source}"), expect=2)
         assert words in (run / "attempts/1/error_0").read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "fault"),
+    [("n_heads=8", True), ("norm_eps=1e-3", True), ("rope_theta=1e4", False), ("rope_scaling.factor=2", False)],
+)
+def test_weights_of_a_run_belong_to_its_arithmetic(whole, key, fault):
+    """Shapes do not tell: without a word, the job would compute another function with these weights."""
+    start = ("debug=tiny", f"checkpoint.initial_load_path={whole}")
+    job, plain = (freeze(compose_unchecked(*start, *more)) for more in ([f"model.{key}"], []))
+    name = key.partition("=")[0].partition(".")[0]
+    (found,) = [one for one in (check if fault else warnings)(job) if one.key == f"model.{name}"]
+    assert "were trained with" in str(found)
+    assert not [one for one in (*check(plain), *warnings(plain)) if one.key.startswith("model.")]

@@ -24,7 +24,9 @@ from titan_hydra.runs import layout
 from titan_hydra.runs.base import find_weights, is_hf
 from titan_hydra.runs.inputs import initial_weights
 
-from .sections import as_started, config_files
+from .sections import as_started, config_files, find_section
+
+POSITIONS = ("rope_theta", "rope_scaling", "yarn")  # keys of models that say how positions are rotated
 
 
 def facts_at(place: Path, config_file: Path | None = None) -> Facts:
@@ -105,6 +107,38 @@ def _of_header(header: dict[str, Any]) -> Facts:
     known = {"bos_id": header["bos_id"], "eos_id": header["eos_id"]}
     ids = {"bos_token_id": header["bos_id"], "eos_token_id": header["eos_id"]}
     return Facts(tokenizer={"sha256": header["tokenizer_sha256"]} | known, generation=dict(ids), ids=ids)
+
+
+def faults_of_weights(job: schema.Job) -> Iterator[Fault]:
+    """Yield a fault for each key in which the model computes otherwise than the run whose weights it takes, but for
+    rotary positions.
+    """
+    for name, here, there in _other_arithmetic(job):
+        if name not in POSITIONS:
+            reason = f"the weights in checkpoint.initial_load_path were trained with {there}"
+            yield Fault(f"model.{name}", here, reason, (there,))
+
+
+def other_positions(job: schema.Job) -> Iterator[Fault]:
+    """Yield a warning for each key of rotary positions that differs from that of the run whose weights the job takes."""
+    for name, here, there in _other_arithmetic(job):
+        if name in POSITIONS:
+            reason = f"the weights in checkpoint.initial_load_path were trained with {there}"
+            yield Fault(f"model.{name}", here, reason)
+
+
+def _other_arithmetic(job: schema.Job) -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, value here and value there of each difference that a checkpoint of the same family shows."""
+    try:
+        place = find_weights(job.checkpoint.initial_load_path or "")
+        there = {} if is_hf(place) else find_section("model", place)[1]
+        theirs = from_dict(schema.Model, there) if there.get("family") == job.model.family else None
+    except (ConfigError, KeyError, TypeError):  # other rules say what is wrong
+        return
+    values = theirs.arithmetic() if theirs else {}
+    for name, value in job.model.arithmetic().items():
+        if theirs and value != values.get(name):
+            yield name, value, values.get(name)
 
 
 def warnings_of_weights(job: schema.Job) -> Iterator[Fault]:

@@ -22,15 +22,18 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
         )
 
 
-def weights_know_the_tokenizer(job: Job) -> Iterator[Fault]:
-    """Yield a warning if the initial weights were trained under another tokenizer than that of the job's data."""
+def weights_fit_the_job(job: Job) -> Iterator[Fault]:
+    """Yield a warning if the initial weights were trained under another tokenizer than that of the job's data, or with
+    other rotary positions, which some change on purpose for longer samples.
+    """
     if job.checkpoint.initial_load_path:
         yield from resolve("titan_hydra.checkpoint.carried:warnings_of_weights")(job)
+        yield from resolve("titan_hydra.checkpoint.carried:other_positions")(job)
 
 
 def initial_weights_are_there(job: Job) -> Iterator[Fault]:
     """The checkpoint that initial_load_path names exists, with every part that is not excluded. Otherwise the run would
-    start from random weights.
+    start from random weights. And its weights belong to the function that the job's model computes.
     """
     path, left_out = job.checkpoint.initial_load_path, job.checkpoint.exclude_from_loading
     if not path:
@@ -48,3 +51,5 @@ def initial_weights_are_there(job: Job) -> Iterator[Fault]:
         yield Fault(
             "checkpoint.exclude_from_loading", left_out, f"{path} holds only weights", legal=(f"[{','.join(LOADED)}]",)
         )
+    else:
+        yield from resolve("titan_hydra.checkpoint.carried:faults_of_weights")(job)

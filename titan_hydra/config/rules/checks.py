@@ -442,7 +442,7 @@ def warnings(job: Job) -> Iterator[Fault]:
             job.lr_scheduler.warmup_steps,
             f"more than steps={job.steps}: optimizer.lr is never reached",
         )
-    yield from checkpoint.weights_know_the_tokenizer(job)
+    yield from checkpoint.weights_fit_the_job(job)
     yield from data.corpus_fills_a_step(job)
     yield from data.sources_find_little_wrong(job)
     yield from cluster.executors_warn(job)
