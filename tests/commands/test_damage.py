@@ -431,3 +431,13 @@ def test_no_damage_ends_a_command_or_hides_other_runs(healthy, tmp_path, capsysb
     if told:
         assert f"{told} cannot be read" in out["status"] or f"{told} is missing" in out["status"]
         assert f"damaged: {told} " in out["report --allow seed"] and "1 damaged" in out["status --all"]
+
+
+def test_retry_names_a_damaged_run_and_what_mends_it(healthy, tmp_path, monkeypatch, capsys):
+    runs, places = healthy
+    shutil.copytree(runs, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    damage(tmp_path / "runs", places, "config.json", CUT)
+    assert cli.main(["retry", "runs", "--only", "interrupted"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.json cannot be read" in line and "command line" in line

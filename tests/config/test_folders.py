@@ -86,6 +86,10 @@ def test_another_checkouts_launch_py_is_refused(project):
     ("override", "words"),
     [
         ("hydra/sweeper=optuna", "search=optuna"),
+        ("hydra.launcher.partition=x", "cluster"),
+        ("hydra.sweep.subdir=x", "paths.runs"),
+        ("hydra.job.name=x", "sweep.name"),
+        ("hydra.job.env_copy=[A]", "cluster.environment"),
         ("hydra.job.chdir=true", "folder"),
         ("+hydra.job.env_set.FOO=1", "cluster.environment"),
         ("hydra.sweeper.max_batch_size=2", "search"),

@@ -62,6 +62,9 @@ def main(args: argparse.Namespace) -> int:
     rows, _ = look(selection.cells)
     again = []
     for row, cell in zip(rows, selection.cells, strict=True):
+        if row.state.kind == "damaged":
+            words = "not run again; the command line that started it mends it"
+            print(f"{row.hash}  {row.cell}: damaged {row.state.damage}: {words}", file=sys.stderr)
         if not _fits(row, args.only or ["failed"]):
             continue
         if not args.as_is and row.state.failure and row.state.failure.kind in WOULD_FAIL_AGAIN:

@@ -78,6 +78,10 @@ NOT_OURS = {  # keys of Hydra for features that this program has in another form
     "hydra.callbacks": "are not called here; titan status -f follows cells, and launch.wait=true waits for them",
     "hydra.run.dir": "Hydra writes nothing here; paths.runs is the folder of runs",
     "hydra.sweep.dir": "see paths.runs",
+    "hydra.sweep.subdir": "see paths.runs and name",
+    "hydra.launcher": "cells are started by this program itself; see cluster and launch",
+    "hydra.job.name": "has no effect here; name and sweep.name name runs and sweeps",
+    "hydra.job.env_copy": "has no effect here; cluster.environment sets the variables of ranks",
     "hydra.output_subdir": "Hydra writes nothing here; a run's config.json has the configuration",
 }
 ELSEWHERE = {  # devices for which `hardware` has no option, because this package does not run on them
