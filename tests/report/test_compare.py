@@ -56,6 +56,13 @@ def test_a_sweep_may_vary_what_it_varies(sweep, capsys):
     assert "+50.00 %" in sweep.report(capsys, "--allow", "data.seq_len")[1]
 
 
+def test_a_note_lists_at_most_three_cells_of_a_value(sweep, capsys):
+    for number in range(6):
+        sweep.cell(f"c{number}", {"data.seq_len": 4096 if number else 256}, result=SLOW)
+    out = sweep.report(capsys)[1]
+    assert "data.seq_len differs (on purpose): 256 (c0); 4096 (c1, c2, c3 and 2 more): " in out
+
+
 def test_models_of_one_name_are_told_apart(sweep, capsys):
     sweep.cell("dense", {"model.name": "dense"}, result=SLOW)
     sweep.cell("sparse", {"model.name": "sparse"}, result=SLOW)

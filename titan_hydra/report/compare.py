@@ -52,11 +52,15 @@ class Difference:
     purpose: bool  # whether the sweep varies the key on purpose
 
     def __str__(self) -> str:
+        return f"{self.key} differs: {self.shown()}"
+
+    def shown(self) -> str:
+        """Return each value with the labels of at most three of its cells."""
         values = []
         for value, labels in self.values.items():
             more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
             values.append(f"{value} ({', '.join(labels[:3])}{more})")
-        return f"{self.key} differs: {'; '.join(values)}"
+        return "; ".join(values)
 
 
 def value_of(cell: ReportCell, key: str) -> object:

@@ -244,8 +244,7 @@ class Report:
                 lost.append("held-out losses are not compared")
             why = " (on purpose)" if difference.purpose else "" if held_out else " (allowed)"
             # with --over, the names of the rows already show what the sweep varies
-            runs = {} if self.over and difference.purpose else difference.values
-            values = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in runs.items())
+            values = "" if self.over and difference.purpose else difference.shown()
             if lost or not difference.purpose:
                 notes.append(": ".join(filter(None, (f"{difference.key} differs{why}", values, ", ".join(lost)))))
         return notes
