@@ -9,6 +9,7 @@ from titan_hydra.base.errors import Exit
 from titan_hydra.launch import dispatch
 from titan_hydra.runs import layout, rundir
 
+from . import api
 from .conftest import Site, jobs, wait_for
 
 
@@ -111,3 +112,93 @@ def test_reasons_are_printed_and_cancel_tries(closed, cell, capsys):
     closed.store.forbidden = {("GET", "pods")}
     printed(capsys, "cancel", "-y", "--runs", str(one.runs))
     assert jobs(closed) == [] and layout.CANCELLED.of(attempt).exists()
+
+
+PAGE = b"HTTP/1.1 %s\r\nContent-Type: text/html\r\nContent-Length: 26\r\nConnection: close\r\n\r\n<html>please log in</html>"
+
+
+def answers(monkeypatch, site, act) -> None:
+    """Let each request of the API server run `act(handler)` instead; if that returns False, the request is answered."""
+    plain = api.Handler.handle_request
+
+    def instead(self) -> None:
+        if act(self) is False:
+            plain(self)
+
+    for method in ("GET", "POST", "PATCH", "DELETE"):
+        monkeypatch.setattr(api.Handler, f"do_{method}", instead)
+
+
+def page(status: bytes):
+    def act(handler) -> None:
+        handler.close_connection = True
+        handler.wfile.write(PAGE % status)
+
+    return act
+
+
+def failing(*paths: str):
+    """Answer 500 to requests whose path has one of these words."""
+    return lambda handler: (
+        page(b"500 Internal Server Error")(handler) if any(word in handler.path for word in paths) else False
+    )
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        page(b"200 OK"),
+        page(b"401 Unauthorized"),
+        page(b"403 Forbidden"),
+        page(b"404 Not Found"),
+        page(b"502 Bad Gateway"),
+        failing("jobs"),
+        failing("namespaces/kube-system"),
+    ],
+    ids=["200", "401", "403", "404", "502", "listing fails", "uid fails"],
+)
+def test_no_answer_ends_an_attempt(closed, cell, monkeypatch, capsys, act):
+    """A proxy's page, an error of the server or an expired login says nothing about a Job, even if it is gone."""
+    one = cell()
+    assert dispatch.begin([one]) == Exit.DONE
+    closed.store.remove("jobs", closed.store.all("jobs")[0])
+    wait_for(lambda: not closed.store.all("pods"))
+    answers(monkeypatch, closed, act)
+    state = rundir.state(one.directory)
+    assert state.kind == "unknown" and state.refused
+    assert "ended" not in layout.CLAIM.read(layout.ATTEMPT.of(one.directory, 1))
+    writes(one.directory)
+    assert rundir.state(one.directory).kind == "running"
+    dispatch.go([one], None)
+    assert jobs(closed) == [] and not layout.ATTEMPT.of(one.directory, 2).exists()
+
+
+@pytest.mark.parametrize("configuration", ["gone", "no context", "other namespace", "damaged"])
+def test_a_configuration_that_changes_under_an_attempt(closed, cell, configuration):
+    one = cell()
+    assert dispatch.begin([one]) == Exit.DONE
+    if configuration == "gone":
+        closed.config.unlink()
+    elif configuration == "damaged":
+        closed.config.write_text("{")
+    else:
+        closed.configure({"fake": "default"} if configuration == "other namespace" else {"another": "research"})
+    state = rundir.state(one.directory)
+    assert state.kind == ("queued" if configuration == "other namespace" else "unknown"), state
+    assert "ended" not in layout.CLAIM.read(layout.ATTEMPT.of(one.directory, 1))
+
+
+def test_a_namespace_that_was_created_again(closed, cell):
+    """Its Jobs are gone with it. If only its own uid could be read, it may also be that of another cluster."""
+    cells = [cell(), cell("seed=2")]
+    assert dispatch.begin(cells[:1]) == Exit.DONE
+    system = closed.store.objects.pop(("namespaces", "", "kube-system"))
+    assert dispatch.begin(cells[1:]) == Exit.DONE
+    closed.store.objects["namespaces", "", "kube-system"] = system
+    for job in closed.store.all("jobs"):
+        closed.store.remove("jobs", job)
+    wait_for(lambda: not closed.store.all("pods"))
+    closed.store.objects["namespaces", "", "research"]["metadata"]["uid"] = "new"
+    first, second = rundir.states([one.directory for one in cells])
+    assert first.kind == "interrupted" and second.kind == "unknown"
+    assert closed.address in second.host
