@@ -193,6 +193,8 @@ def test_the_script_asks_for_a_range_of_nodes_and_takes_the_largest_layout_that_
             text=True,
         )
         assert (done.returncode, done.stdout.startswith("refused: ")) == (status, True), done
+        assert (tmp_path / "exit").read_text() == f"{status}\n"  # without it, the script would seem to be killed
+        assert (tmp_path / "job.log").read_text().endswith(done.stdout)
         assert (tmp_path / "config.json").read_text() == "4\n" and not os.path.lexists(tmp_path / ".config")
 
 

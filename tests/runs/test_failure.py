@@ -104,6 +104,15 @@ def write_slurm(folder, log, **errors):
     return folder
 
 
+@pytest.mark.parametrize(("status", "kind"), [(2, Kind.CONFIG), (79, Kind.NODE)])
+def test_a_layout_that_could_not_be_taken_is_no_killed_batch_script(tmp_path, status, kind):
+    line = "22:50:01 node0: run/config.json is not written: cp: cannot stat 'layout_2.json'; nothing is started"
+    for name, content in (("job", "7"), ("exit", str(status)), ("job.log", line)):
+        (tmp_path / name).write_text(content + "\n")
+    failure = cause_of_end(tmp_path, "FAILED")
+    assert (failure.kind, failure.status, failure.line) == (kind, status, line)
+
+
 def test_a_killed_batch_script_and_a_killed_srun_are_failures_of_the_node(tmp_path):
     write_slurm(tmp_path, "")
     assert cause_of_end(tmp_path, "FAILED").kind == Kind.UNKNOWN  # the script may have refused the attempt

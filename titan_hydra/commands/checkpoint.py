@@ -118,4 +118,4 @@ def _left_behind(steps: Path) -> list[Path]:
 
 
 def _size(path: Path) -> str:
-    return f"{sum(file.stat().st_size for file in path.iterdir()) / 2**20:,.1f} MiB"
+    return f"{sum(file.lstat().st_size for file in path.iterdir()) / 2**20:,.1f} MiB"

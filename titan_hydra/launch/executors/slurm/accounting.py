@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.base.errors import Exit, Kind
+from titan_hydra.base.errors import KIND_OF, Exit, Kind
 from titan_hydra.runs import layout
 from titan_hydra.runs.failure import Failure, Outside, guilty
 
@@ -64,7 +64,11 @@ def _without_trace(attempt: Path) -> Failure:
     kind, status, line = VERDICTS["FAILED"]
     began, end = layout.OWN_JOB.of(attempt).exists(), layout.EXIT.of(attempt)
     host = layout.RANK.read(attempt, 0).get("host")
-    if began and not end.exists():
+    last = layout.last_lines(layout.JOB_LOG.of(attempt), 1)
+    if last.endswith("nothing is started") and end.exists():  # the script could not take a layout
+        status = int(end.read_text())
+        kind, line = KIND_OF.get(status, Kind.UNKNOWN), last
+    elif began and not end.exists():
         kind, status, line = Kind.NODE, Exit.UNHEALTHY, f"the batch script was killed, on {host or 'its first node'}"
     elif began and end.read_text().strip() == str(int(Exit.UNHEALTHY)):
         kind, status, line = Kind.NODE, Exit.UNHEALTHY, f"srun was killed, on {host or 'its first node'}"

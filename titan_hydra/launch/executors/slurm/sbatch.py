@@ -93,9 +93,11 @@ take_layout() {{
     [ "$nodes" = "${{#hosts[@]}}" ] || place=(--nodelist="$(IFS=,; echo "${{hosts[*]:0:nodes}}")")
     error="$({{ LC_ALL=C cp "$3/layout_$nodes.json" "$3/.config" && LC_ALL=C mv -T "$3/.config" "$3/config.json"; }} 2>&1)" && return
     rm -f "$3/.config"
-    refuse "$3/config.json is not written: $error"
-    ! grep -qiE 'no space|quota' <<<"$error" || return {config}  # on every node
-    return {unhealthy}
+    refuse "$3/config.json is not written: $error" | tee -a "$attempt/job.log"
+    rc={unhealthy}
+    ! grep -qiE 'no space|quota' <<<"$error" || rc={config}  # on every node
+    echo "$rc" >"$attempt/exit"  # without it, the script would seem to be killed
+    return "$rc"
 }}
 # Asks the ranks to stop once enough nodes are free for a larger layout, for the requeued job. $1 the nodes of each layout, $2 run
 # SLURM's answer does not count the job's own nodes, so that a limit on a user's nodes may refuse what it calls free. So each attempt
