@@ -65,43 +65,29 @@ def test_hydras_complaints_become_one_line(overrides, text):
 
 
 @pytest.mark.parametrize(
-    ("override", "text"),
+    ("override", "key", "legal"),
     [
-        ("+unknown=1", "unknown=1: no such key"),
-        ("+model.dimm=1", "model.dimm=1: no such key; nearest legal: model.dim"),
-        ("~steps", "steps=null: is needed"),
-        ("~model", "MissingMandatoryValue"),
-        ("~model.dim", "model.dim=null: is needed"),
-        (
-            "model.rope_scaling={factor: x}",
-            "model.rope_scaling.factor=x: Value 'x' of type 'str' could not be converted to Float",
-        ),
-        (
-            "model.rope_scaling={fator: 3}",
-            "model.rope_scaling.fator=3: no such key; nearest legal: model.rope_scaling.factor",
-        ),
-        (
-            "data.path=notes.txt",
-            "data.path=notes.txt: data.name=embedded does not read it; text_files or tokens or c4 or hf",
-        ),
-        ("optimizer.muon_lr=0.1", "optimizer.muon_lr=0.1: optimizer.name=adamw does not read it; muon would"),
-        (
-            "precision.recipe=rowwise",
-            "precision.recipe=rowwise: precision.converter=null does not read it; float8 would",
-        ),
-        ("adapter.rank=8", "adapter.rank=8: adapter.name=none does not read it; lora would"),
-        ("pp_schedule.csv=a.csv", "pp_schedule.csv=a.csv: pp_schedule.name=1f1b does not read it; csv would"),
-        ("parallelism.cpp=2", "parallelism.cpp=2: no such key; nearest legal: parallelism.pp or parallelism.cp"),
-        ("metrics.wandb.tags=[a]", "metrics.wandb={tags: [a]}: metrics.trackers=[] does not read it; wandb would"),
-        ("ac.save_ops=[aten.mm]", "ac.save_ops=[aten.mm]: ac.name=none does not read it; lean or op would"),
-        ("+model.head_dmi=3", "model.head_dmi=3: no such key; nearest legal: model.head_dim"),
-        ("notes=${nothing}", "notes=${nothing}: Interpolation key 'nothing' not found"),
+        ("+unknown=1", "unknown", ()),
+        ("+model.dimm=1", "model.dimm", ("model.dim",)),
+        ("~steps", "steps", ()),
+        ("~model.dim", "model.dim", ()),
+        ("model.rope_scaling={factor: x}", "model.rope_scaling.factor", ()),
+        ("model.rope_scaling={fator: 3}", "model.rope_scaling.fator", ("model.rope_scaling.factor",)),
+        ("data.path=notes.txt", "data.path", ()),
+        ("parallelism.cpp=2", "parallelism.cpp", ("parallelism.pp", "parallelism.cp")),
+        ("+model.head_dmi=3", "model.head_dmi", ("model.head_dim",)),
+        ("notes=${nothing}", "notes", ()),
     ],
 )
-def test_what_hydra_lets_pass_is_refused_after_composing(override, text):
-    job, faults = read(composed(override))
-    assert job is None
-    assert text in str(faults[0])
+def test_what_hydra_lets_pass_is_refused_after_composing(override, key, legal):
+    """The texts of more of these faults, which no check before Hydra finds, are in messages.txt."""
+    job, (fault, *_) = read(composed(override))
+    assert (job, fault.key, fault.legal[: len(legal)]) == (None, key, legal)
+
+
+def test_a_group_without_an_option_is_refused_after_composing():
+    job, (fault, *_) = read(composed("~model"))
+    assert job is None and "MissingMandatoryValue" in str(fault)
 
 
 def test_an_error_of_ours_is_not_explained_away():
