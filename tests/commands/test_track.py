@@ -7,7 +7,7 @@ import json
 import pytest
 import wandb
 
-from tests.wandb_file import records, rows
+from tests.kits.wandb_file import records, rows
 from titan_hydra import cli
 from titan_hydra.config import identity, to_dict
 from titan_hydra.config.compose import compose_job

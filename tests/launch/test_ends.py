@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests import wandb_file
+from tests.kits import wandb_file
 from titan_hydra.runs.run import tracked_id
 
 from .conftest import ROOT

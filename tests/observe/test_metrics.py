@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests import wandb_file
 from tests.checkpoint.steps import cut_back
+from tests.kits import wandb_file
 from titan_hydra.config.compose import compose_job
 from titan_hydra.models import decoder_flops, decoder_parameters
 from titan_hydra.observe.metrics import Clock, truncate

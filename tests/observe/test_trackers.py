@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.wandb_server import Server
+from tests.kits.wandb_server import Server
 from titan_hydra.config.compose import compose_job
 from titan_hydra.observe.trackers import open_trackers
 from titan_hydra.runs import layout, rundir
