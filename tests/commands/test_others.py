@@ -11,6 +11,7 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.config.user_code import digest
+from titan_hydra.runs import layout
 
 from .test_damage import OOM, PROCESS, RESULT, healthy, rows  # noqa: F401  (healthy is a fixture)
 
@@ -106,7 +107,7 @@ def test_nothing_of_theirs_is_imported(others, digested, capsys, tmp_path, monke
 
 
 def test_no_escape_sequence_is_printed(others, capsys):
-    bad = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\r"
+    bad = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\r\u202e\u2028"
     for run in others:
         (run / "result.json").write_text(json.dumps(RESULT | {"device": bad, "git_sha": bad}))
         (run / "overrides.txt").write_text(f"name={bad}\n")
@@ -124,3 +125,10 @@ def test_no_escape_sequence_is_printed(others, capsys):
     (failed / "attempts/1/rank_0.json").write_text(json.dumps(process | {"exit_status": 76, "error": error}))
     printed = read_all(failed, capsys) + read_all(others[0], capsys)
     assert not [character for character in printed if not character.isprintable() and character not in "\n\t"]
+
+
+def test_a_number_in_a_name_is_bounded(others):
+    """Readers count from rank 0 to the largest one."""
+    for name in ("rank_99999999999999999999.json", "rank_1000000.json", "rank_007.json"):
+        (others[1] / "attempts/1" / name).write_text(json.dumps(PROCESS))
+    assert list(layout.RANK.all(others[1] / "attempts/1")) == [0]

@@ -22,10 +22,10 @@ ESCAPE = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"
 
 
 def printable(text: str) -> str:
-    """Drop escape sequences and control characters except tabs and line ends, as a sequence could clear the reader's
-    screen.
+    """Drop escape sequences, control characters except tabs and line ends, and characters that reverse or break a line:
+    a sequence could clear the reader's screen, and a reversed line shows another text.
     """
-    return re.sub(rf"{ESCAPE}|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+    return re.sub(rf"{ESCAPE}|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", "", text)
 
 
 def all_printable(value: Any) -> Any:

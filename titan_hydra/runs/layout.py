@@ -39,10 +39,10 @@ class Entry:
         return folder / re.sub("<.+>", str(number), self.name)
 
     def all(self, folder: Path) -> dict[int, Path]:
-        """Return the paths of this kind in a folder, by number in ascending order. Names without a plain number, such
-        as 1.bak, are left out.
+        """Return the paths of this kind in a folder, by number in ascending order. Names without a plain number of at
+        most six digits, such as 1.bak, are left out: readers count up to the largest number.
         """
-        pattern = re.compile(re.sub("<.+>", "(0|[1-9][0-9]*)", self.name.rstrip("/")))
+        pattern = re.compile(re.sub("<.+>", "(0|[1-9][0-9]{0,5})", self.name.rstrip("/")))
         found = {
             path.relative_to(folder).as_posix(): path
             for path in folder.glob(re.sub("<.+>", "*", self.name.rstrip("/")))
