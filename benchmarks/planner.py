@@ -30,12 +30,12 @@ START = {
     "h100.attention_tflops": 650,  # as h200
     "h100.short_attention": 1000,  # from the curves in FlashAttention-3's paper
     "h100_2023.attention_tflops": 285,  # flash_tflops of h200
-    "a100_2023.bf16_tflops": 218,  # 690 x 312 / 989
+    "a100_2023.bf16_tflops": 268,  # MAMF of stas00/ml-engineering: the largest rate of a loop of matmuls
     "a100_2023.attention_tflops": 90,  # 285 x 312 / 989
     "b200.attention_tflops": 1480,  # 650 x 2,250 / 989
     "b200.short_attention": 2000,  # twice the H100's
-    "mi300x.bf16_tflops": 912,  # 690 x 1,307 / 989
-    "mi300x.float8_tflops": 2101,  # 1,590 x 2,615 / 1,979
+    "mi300x.bf16_tflops": 782,  # MAMF with ROCm 6.2; 450 with ROCm 6.1
+    "mi300x.float8_tflops": 1802,  # 782 x 1,590 / 690
     "mi300x.attention_tflops": 628,  # 475 x 1,307 / 989
     "async_tp": 1.0,
     "contention": 0.1,
@@ -47,7 +47,8 @@ START = {
     "grouped": 1.0,
     "launch_experts": 1e-3,
 }
-PULL = 1e-2  # a constant on which the rows hardly depend keeps its first value
+# (0.1 / 0.3)^2: rows of one layout differ by about 10 %, first values are known within about 30 %
+PULL = 0.1
 INSIDE = 0.85  # the share of left-out rows that a band contains, at least
 ENOUGH = 5  # rows from which a device has a band of its own for a technique
 
@@ -128,7 +129,7 @@ def bands(left_out: dict[str, list[float]]) -> dict[str, float]:
     """Return the half-width for each name that contains INSIDE of its errors, in steps of 0.05."""
     found = {}
     for name, off in left_out.items():
-        ordered = sorted(map(abs, off))
+        ordered = sorted(abs(1 / (1 + error) - 1) for error in off)  # a band is a share of the prediction
         found[name] = max(ceil(ordered[ceil(INSIDE * len(ordered)) - 1] * 20) / 20, 0.1)
     return found
 

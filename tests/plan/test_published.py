@@ -47,10 +47,6 @@ def rows_of_one(row: dict) -> dict:
     return {"stack": {}, "shape": None} | row
 
 
-# Rows further off than their band, as docs/plan.md lists them: eager tensor parallelism over 8 ranks, of unknown cause.
-FAR = {"titan-1690-fsdp4-tp8-lb16": 0.37}
-
-
 @pytest.mark.parametrize(
     "source", yaml.safe_load(SHIPPED.read_text())["sources"], ids=lambda source: source["source"][-40:]
 )
@@ -61,8 +57,15 @@ def test_the_first_row_of_each_source_is_predicted(source):
     except NotPredictable as error:
         assert "no preset" in str(error)
         return
-    bound = max(band_of(found.shape.job), 0.25) if row["id"] not in FAR else FAR[row["id"]]
-    assert found.apart or abs(found.error) < bound, found.error
+    assert found.apart or abs(found.deviation) < max(band_of(found.shape.job), 0.25), found.error
+
+
+def test_a_source_that_gives_both_confirms_how_its_flops_are_counted():
+    rows = [row for row in rows_of() if row.get("formula") == "nemo" and "tokens_per_second_per_gpu" in row]
+    assert len(rows) == 12
+    for row in rows:
+        from_flops = {name: value for name, value in row.items() if name != "tokens_per_second_per_gpu"}
+        assert score(from_flops).speed[0] == pytest.approx(row["tokens_per_second_per_gpu"], rel=2e-3), row["id"]
 
 
 @pytest.mark.long
@@ -74,11 +77,11 @@ def test_all_rows_are_predicted_as_the_page_says():
     counted = [one for one in found if not one.apart]
     dense = [abs(one.error) for one in counted if one.technique.startswith("dense")]
     experts = [abs(one.error) for one in counted if one.technique.startswith("experts")]
-    assert len(counted) == 171 and median(dense) < 0.045 and max(dense) < 0.40
-    assert median(experts) < 0.17 and max(experts) < 0.45
+    assert len(counted) == 171 and median(dense) < 0.045 and max(dense) < 0.35
+    assert median(experts) < 0.16 and max(experts) < 0.40
     memory = sorted(abs(one.memory[1] / one.memory[0] - 1) for one in counted if one.memory)
-    assert memory[-2] < 0.12 and memory[-1] < 0.25  # one row's selective checkpointing keeps no experts' matmuls
-    inside = [abs(one.error) <= band_of(one.shape.job) for one in counted]
+    assert memory[-1] < 0.12
+    inside = [abs(one.deviation) <= band_of(one.shape.job) for one in counted]
     assert sum(inside) >= 0.8 * len(inside)
     assert {technique_of(one.shape.job) for one in counted} <= {*BANDS}, "each technique with rows has a band"
 

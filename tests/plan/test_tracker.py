@@ -27,6 +27,7 @@ LAYOUTS = {
     "FSDP": (),
     "FSDP, full": ("ac=full", SMALL),
     "FSDP, op": ("ac=op", SMALL),
+    "FSDP, op, without attention": ("ac=op", "ac.save_ops=[aten.mm]", SMALL),
     "FSDP, lean, accumulated": ("ac=lean", "data.global_batch=32"),
     "FSDP, chunked loss": ("loss=linear_cross_entropy", "loss.chunk_tokens=512"),
     "FSDP, documents": ("data=embedded", "data.document_mask=true"),
@@ -99,6 +100,7 @@ LAYOUTS = {
             "FSDP": (),
             "FSDP, full": ("ac=full",),
             "FSDP, ep 2, op": ("parallelism.ep=2", "ac=op"),
+            "FSDP, ep 2, op, linears alone": ("parallelism.ep=2", "ac=op", "ac.save_ops=[aten.mm]"),
             "FSDP and TP, ep 2": ("parallelism=fsdp_tp_ep", "parallelism.tp=2", "parallelism.ep=2"),
             "PP, 1F1B, ep 2": ("parallelism=fsdp_pp_ep", "parallelism.pp=2", "parallelism.ep=2"),
         }.items()

@@ -85,7 +85,7 @@ def _speeds(rows: list[Scored]) -> tuple[str, str, str]:
 def _bands(rows: list[Scored]) -> tuple[str, str]:
     """Return the error band of predictions like these, and how many of the rows are inside their own bands."""
     bands = [band_of(one.shape.job) for one in rows]
-    inside = sum(abs(one.error) <= band for one, band in zip(rows, bands, strict=True))
+    inside = sum(abs(one.deviation) <= band for one, band in zip(rows, bands, strict=True))
     return f"+-{bands[0]:.0%}" if len({*bands}) == 1 else "-", str(inside)
 
 

@@ -3,6 +3,9 @@
 from titan_hydra.config.registry import ACTIVATION_CHECKPOINTS, ActivationCheckpointKind
 from titan_hydra.config.schema import Job
 
+ATTENTION = ("aten._scaled_dot_product", "titan_hydra.attend_documents")  # how the names of attention's operators begin
+EXCHANGE = "_c10d_functional.all_to_all_single"  # sends rows to experts
+
 
 def mode_of(job: Job) -> ActivationCheckpointKind:
     """Return the record of a job's mode of activation checkpointing."""
@@ -18,6 +21,14 @@ def recomputed_share(job: Job) -> float:
         return 1 - mode.budget(job.ac)
     every = 0 if mode.contexts else mode.every(job.ac)
     return 1 / every if every else 0.0
+
+
+def saves(job: Job, *operators: str) -> bool:
+    """Whether selective activation checkpointing saves the results of operators whose names begin with one of
+    `operators`. The modes' own lists (parallel/activation_checkpoint.py) have all operators that predictions ask for.
+    """
+    chosen: list[str] = getattr(job.ac, "save_ops", [])
+    return not chosen or any(name.startswith(operators) for name in chosen)
 
 
 def searched_modes() -> list[str]:

@@ -72,13 +72,6 @@ class ExpertShape:
         return self.rows * self.dim * self.used * (self.ep > 1)
 
     @property
-    def chosen(self) -> float:
-        """The bytes per token that selective activation checkpointing keeps in addition to the outputs of matmuls: the
-        exchanged rows, the scores and the indices.
-        """
-        return 2 * self.sent + 12 * self.rows
-
-    @property
     def traffic(self) -> float:
         """The bytes of memory traffic per token outside matmuls: to permute and unpermute rows, to weight and sum them,
         and to apply the activation function.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titan_hydra.job.recomputation import mode_of
+from titan_hydra.job.recomputation import ATTENTION, mode_of, saves
 
 from .shape import Shape
 
@@ -76,5 +76,6 @@ def recomputed(shape: Shape) -> Again:
     """Return what a block's backward recomputes in the job's mode of activation checkpointing."""
     sizes, mode = shape.sizes, mode_of(shape.job)
     if mode.contexts:
-        return Again(1 - sum(sizes[:: mode.matmuls]) / sum(sizes), 0, 1)
+        kept = sum(size for size, one in zip(sizes, shape.kept, strict=True) if one)
+        return Again(1 - kept / sum(sizes), not saves(shape.job, *ATTENTION), 1)
     return Again(shape.whole_again, shape.whole_again, shape.whole_again)

@@ -51,10 +51,21 @@ def _collective(shape: Shape, factors: Factors, size: float, inside: int, ranks:
 
 
 def tensor_parallel_passes(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of gathers and reduce-scatters of a block, recomputation included."""
+    """Return the seconds of gathers and reduce-scatters of a block, recomputation included.
+
+    Ranks split the sequence, which is the second dimension. If a microbatch has several samples, eager torch therefore
+    copies each gathered tensor, and each tensor before it is scattered (torch._utils._maybe_view_chunk_cat).
+    """
     layout = shape.job.parallelism
     seen = factors.async_tp if layout.async_tp else 1
-    return Pair(*(seen * _collective(shape, factors, sent, 1, layout.tp).seconds for sent in messages.tensor(shape)))
+    copied = layout.sequence_parallel and shape.samples > 1 and not shape.compiled
+    copy = 2 * copied / bandwidth(shape, factors)  # seconds for each byte, which is read and written
+    return Pair(
+        *(
+            seen * _collective(shape, factors, sent, 1, layout.tp).seconds + copy * sent * (layout.tp > 1)
+            for sent in messages.tensor(shape)
+        )
+    )
 
 
 def context_parallel_passes(shape: Shape, factors: Factors, attention: Pair) -> Pair:

@@ -16,7 +16,7 @@ from titan_hydra.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.config.schema import Job
 from titan_hydra.job.dtypes import GIB
 from titan_hydra.job.ranks import has_ring, rotation
-from titan_hydra.job.recomputation import mode_of
+from titan_hydra.job.recomputation import ATTENTION, EXCHANGE, mode_of, saves
 from titan_hydra.job.schedules import in_flight
 
 from .shape import Shape, shape_of
@@ -258,8 +258,11 @@ def saved(shape: Shape) -> float:
     # sum.
     both = tp > 1 and not shape.compiled
     outputs = shape.outputs(1 if both else shape.sequence)
-    kept = dim + shape.values + (2 * dim if both else 0) + sum(outputs[:: mode.matmuls])
-    return shape.tokens * (used * kept + 4 * job.model.n_heads / tp + (shape.experts.chosen if shape.experts else 0))
+    matmuls = sum(width for width, one in zip(outputs, shape.kept, strict=True) if one)
+    attention = used * shape.values + 4 * job.model.n_heads / tp if saves(job, *ATTENTION) else 0
+    # scores and indices, and the exchanged rows
+    routed = 12 * shape.experts.rows + 2 * shape.experts.sent * saves(job, EXCHANGE) if shape.experts else 0
+    return shape.tokens * (used * (dim + (2 * dim if both else 0) + matmuls) + attention + routed)
 
 
 def _norms(shape: Shape) -> float:
@@ -365,9 +368,9 @@ def _block(shape: Shape) -> Iterator[list[Term]]:
     width = (5 if shape.compiled else 6) * shape.ffn_width
     feed_forward = used * (4 * shape.residual + _norms(shape) + _heads(shape) + width) + _attention(shape)
     if shape.experts:
-        feed_forward += shape.experts.everything + shape.experts.backward(
-            mode_of(shape.job).budget is None and shape.whole_again > 0
-        )
+        mode = mode_of(shape.job)
+        again = not saves(shape.job, EXCHANGE) if mode.contexts else mode.budget is None and shape.whole_again > 0
+        feed_forward += shape.experts.everything + shape.experts.backward(again)
     yield [Term("block's backward", shape.tokens * feed_forward + used * _mask(shape))]
     if has_ring(shape.job):
         attention = used * (3 * shape.residual + _norms(shape) / 2 + 5 * queries + 4 * keys) + _attention(shape)

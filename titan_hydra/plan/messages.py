@@ -5,6 +5,7 @@ tensor are counted.
 from __future__ import annotations
 
 from titan_hydra.job.ranks import rotation
+from titan_hydra.job.recomputation import EXCHANGE, mode_of, saves
 
 from .shape import Shape
 
@@ -85,9 +86,10 @@ def _experts(shape: Shape) -> float:
 
 def exchanges(shape: Shape) -> tuple[int, int]:
     """Return how often a block's experts exchange their rows in the forward, and how often in the backward.
-    Recomputation under selective checkpointing exchanges nothing, as the received rows were kept.
+    Recomputation under selective checkpointing exchanges nothing if the received rows were kept.
     """
-    return 2, 2 + 2 * (shape.whole_again == 1)
+    again = not saves(shape.job, EXCHANGE) if mode_of(shape.job).contexts else shape.whole_again == 1
+    return 2, 2 + 2 * again
 
 
 def _shards(shape: Shape, parameters: float) -> float:

@@ -56,6 +56,11 @@ class Scored:
         return self.speed[1] / self.speed[0] - 1
 
     @property
+    def deviation(self) -> float:
+        """The relative deviation of the measured speed from the predicted speed, which the printed band bounds."""
+        return self.speed[0] / self.speed[1] - 1
+
+    @property
     def technique(self) -> str:
         """The techniques of the row's layout, such as `dense, tp pp`."""
         degrees = [name for name in ("tp", "cp", "pp", "ep") if self.row.get(name, 1) > 1]
@@ -237,12 +242,9 @@ def measured_speed(row: Row, job: Job) -> float:
     if row.get("formula") == "hardware":  # arXiv 2104.04473, equation 3: 96 B s l h^2 (1 + s / 6h + V / 16lh)
         layers, dim = model.n_layers, model.dim
         flops = 96 * layers * dim**2 * (1 + length / (6 * dim) + model.vocab_size / (16 * layers * dim))
-    else:  # Megatron counts only half the FLOPs of attention if it is causal
-        block = (
-            2 * model.dim**2 * (1 + model.n_kv_heads / model.n_heads)
-            + 3 * model.dim * model.ffn_width
-            + length * model.dim
-        )
+    else:  # of causal attention's FLOPs, Megatron counts half, NeMo counts all
+        attention = length * model.dim * (2 if row.get("formula") == "nemo" else 1)
+        block = 2 * model.dim**2 * (1 + model.n_kv_heads / model.n_heads) + 3 * model.dim * model.ffn_width + attention
         flops = 6 * (model.n_layers * block + model.dim * model.vocab_size)
     return row["tflops_per_gpu"] * 1e12 / flops
 

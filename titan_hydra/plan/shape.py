@@ -17,7 +17,7 @@ from titan_hydra.job.batches import local_batches, microbatch_size, microbatches
 from titan_hydra.job.dtypes import SIZE, gathers_in_format, gradient_dtype, has_one_scale, is_opaque
 from titan_hydra.job.experts import sparse
 from titan_hydra.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
-from titan_hydra.job.recomputation import mode_of, recomputed_share
+from titan_hydra.job.recomputation import mode_of, recomputed_share, saves
 
 from .experts import ExpertShape, experts_of, lighter, shared_width
 
@@ -240,6 +240,14 @@ class Shape:
         )
         sizes = [one.size(self.job.parallelism.tp) for one in self.linears]
         return [*sizes[: self.after], *routed, *sizes[self.after :]]
+
+    @cached_property
+    def kept(self) -> list[bool]:
+        """For each matmul of `sizes`, whether selective activation checkpointing keeps its output."""
+        linears = saves(self.job, *(("aten._scaled_mm",) if self.format else ("aten.mm", "aten.addmm")))
+        routed = [linears, *[saves(self.job, "titan_hydra.grouped_matmul")] * 3] if self.experts else []
+        listed = [*[linears] * self.after, *routed, *[linears] * (len(self.linears) - self.after)]
+        return [one and place % mode_of(self.job).matmuls == 0 for place, one in enumerate(listed)]
 
     @cached_property
     def after(self) -> int:
