@@ -5,7 +5,10 @@ import pytest
 
 from titan_hydra import data
 from titan_hydra.base.errors import ConfigError
+from titan_hydra.config.compose import compose_unchecked
+from titan_hydra.config.rules.checks import check
 from titan_hydra.data.items import Synthetic, TokenFiles
+from titan_hydra.job.freeze import freeze
 
 
 def write(path, ids, **changed):
@@ -90,3 +93,19 @@ def test_synthetic_is_uniform_and_a_function_of_its_number():
     assert len(counts) == 100
     assert (abs(counts - 1001) < 160).all()  # within five standard deviations
     assert np.array_equal(Synthetic(100, 1000, seed=-3).sample(5, 1)["tokens"], source.sample(5, 3)["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("ids", "keys", "reason"),
+    [
+        ([3841] * 90, ["data.document_mask=true"], "all eos_id=3841, so none of them is learned"),
+        ([3841] * 90, [], None),
+        ([5, 4095] * 45, ["model.vocab_size=4096"], None),
+        ([5, 4096] * 45, ["model.vocab_size=4096"], "have the id 4096, and model.vocab_size is 4096"),
+        ([5, 4096] * 45, ["model.vocab_size=4096", "data.max_bad_shards=1"], None),
+    ],
+)
+def test_ids_that_cannot_be_learned_are_refused_before_the_start(tmp_path, ids, keys, reason):
+    words = ("debug=tiny", "data=tokens", f"data.path={write(tmp_path / 'a.bin', ids)}", *keys)
+    found = [str(fault) for fault in check(freeze(compose_unchecked(*words)))]
+    assert len(found) == (reason is not None) and all(reason in fault for fault in found)

@@ -3,12 +3,13 @@ refused with their names.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.runs import layout
-from titan_hydra.runs.view import choose, choose_one
+from titan_hydra.runs.view import choose, choose_one, place_of
 
 
 @pytest.fixture
@@ -61,6 +62,17 @@ def test_what_fits_several_or_none_is_one_line_with_names(runs, target, said):
     with pytest.raises(ConfigError) as raised:
         choose(target, runs)
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("target", "run"), [("protein", "protein-aaaaaaaa"), ("thin", "base-dddddddd")])
+def test_a_folder_without_a_run_or_a_model_hides_no_name(runs, tmp_path, monkeypatch, target, run):
+    (tmp_path / "here" / target).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert place_of(target, runs) == runs / run
+    Path(target, "config.json").write_text("{}")  # a model of Hugging Face's form
+    assert place_of(target, runs) == Path(target)
+    Path("none").mkdir()
+    assert place_of("none", runs) == Path("none")
 
 
 @pytest.fixture

@@ -208,7 +208,9 @@ def vocabulary_size(config: Tokenizer) -> int:
     """
     file = tokenizer_file(config)
     if file.exists() and not file.is_file():
-        raise ValueError("a folder" if file.is_dir() else "not a file")
+        held = [name for name in ("tokenizer.json", "tokenizer.model") if (file / name).is_file()]
+        hint = f", which has {' and '.join(held)}" if held else ""
+        raise ValueError(f"a folder{hint}" if file.is_dir() else "not a file")
     if config.name == "hf":
         return size_of_hf(json.loads(file.read_text(encoding="utf-8")))
     lines = [line for line in file.read_bytes().splitlines() if line.strip()]

@@ -106,12 +106,31 @@ def faults_of_ids(key: str, source: FileSource, job: schema.Job) -> Iterator[Fau
                 bad.append(str(error))
         if len(bad) > job.data.max_bad_shards:
             yield Fault(f"{key}.{part}", path, bad[0])
+    if wrong := _wrong_beginning(source.path or "", job):
+        yield Fault(f"{key}.path", source.path, wrong)
     if len(set(found.values())) > 1:
         yield Fault(
             f"{key}.validation_path",
             held_out,
             f"encoded by the tokenizer of SHA-256 {found['validation_path']}, and {key}.path by that of {found['path']}",
         )
+
+
+def _wrong_beginning(path: str, job: schema.Job) -> str | None:
+    """Return why a job cannot train on the ids with which the first file begins; None if it can."""
+    header = first_header(path)
+    if header is None or job.data.max_bad_shards:
+        return None
+    file = next(file for file in expand(path) if file.suffix == ".bin")
+    with contextlib.suppress(OSError, ValueError):
+        ids = np.fromfile(file, header["dtype"], count=FIRST)
+        if len(ids) and (wrong := [one for one in (ids.min(), ids.max()) if not 0 <= one < job.model.vocab_size]):
+            return f"{file}: its first {len(ids):,} tokens have the id {wrong[0]}, and model.vocab_size is {job.model.vocab_size}"
+        if job.data.document_mask and len(ids) and (ids == header["eos_id"]).all():
+            return (
+                f"{file}: its first {len(ids):,} tokens are all eos_id={header['eos_id']}, so none of them is learned"
+            )
+    return None
 
 
 def warnings_of_ids(key: str, source: FileSource, job: schema.Job) -> Iterator[Fault]:

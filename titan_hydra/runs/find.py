@@ -44,6 +44,11 @@ class Selection:
         return layout.SWEEP.read(self.manifest) if self.manifest else {}
 
 
+def holds_runs(path: Path) -> bool:
+    """Whether a folder is one of runs."""
+    return any(map(is_run, path.iterdir())) or layout.SWEEPS.of(path).is_dir()
+
+
 def select_runs(target: str, runs: Path) -> Selection:
     """Return the runs that `target` selects. Raises ConfigError if `target` is ambiguous, or if it selects no run; then
     the message suggests similar names.
@@ -56,7 +61,7 @@ def select_runs(target: str, runs: Path) -> Selection:
             return sweep(folder.absolute())
     if is_run(path):
         return Selection(path.absolute().name, [run_cell(path.absolute())])
-    if path.is_dir() and (any(map(is_run, path.iterdir())) or layout.SWEEPS.of(path).is_dir()):
+    if path.is_dir() and holds_runs(path):
         return folder_of_runs(path.absolute())
     named = {folder: sweep(folder) for folder in readable(runs)[::-1]}
     if latest := [found for found in named.values() if found.name == target]:

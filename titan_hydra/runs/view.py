@@ -19,6 +19,7 @@ from titan_hydra.config.load import known_keys
 from titan_hydra.config.sweep import differing, key_of
 
 from . import checkpoints, find, layout, rundir, stragglers
+from .base import complete_at
 from .find import RunCell, Selection
 from .queue import Owner, Queue, ask, owner_in
 from .run import homes_of
@@ -91,7 +92,7 @@ def choose(target: str | None, runs: Path) -> Selection:
             print(f"{layout.SWEEP.of(folder)} cannot be read: its sweep is left out", file=sys.stderr)
     if target is None:
         target = str(newest[0] if newest else runs)
-    if not Path(target).exists() and target not in [find.sweep(folder).name for folder in newest]:
+    if not _holds_something(Path(target)) and target not in [find.sweep(folder).name for folder in newest]:
         for folder in newest:
             cells = find.sweep(folder).cells
             if named := [
@@ -125,9 +126,29 @@ def choose_one(target: str, runs: Path) -> RunCell:
     return selection.cells[0]
 
 
+def _holds_something(path: Path) -> bool:
+    """Whether a path names a file, or a folder with a run, a model or runs in it."""
+    if not path.is_dir():
+        return path.exists()
+    try:
+        return find.is_run(path) or bool(complete_at(path)) or find.holds_runs(path)
+    except OSError:  # a folder of another user
+        return True
+
+
 def place_of(target: str, runs: Path) -> Path:
-    """Return `target` if it is a path, else the directory of the run that it selects."""
-    return Path(target) if Path(target).is_dir() or "/" in target else choose_one(target, runs).directory
+    """Return `target` if it is a path, else the directory of the run that it selects. A folder that holds neither a run
+    nor a model does not hide the run of its name.
+    """
+    folder = Path(target)
+    if "/" in target or _holds_something(folder):
+        return folder
+    try:
+        return choose_one(target, runs).directory
+    except ConfigError:
+        if folder.is_dir():
+            return folder
+        raise
 
 
 def look(cells: list[RunCell]) -> tuple[list[RunRow], dict[str, Queue]]:
