@@ -3,10 +3,12 @@
 import argparse
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from titan_hydra.base.errors import Exit, RunError, denied
+from titan_hydra.base.errors import Exit, RunError, denied, require_folder
+from titan_hydra.base.text import all_printed, not_printed, ready_to_print, unprintable
 from titan_hydra.config.additions import of_all
 from titan_hydra.config.fault import did_you_mean, shown, suggest
 
@@ -73,6 +75,7 @@ RENAMED = {  # former subcommands, and what replaces each
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand. A user's mistake is printed as one line on stderr; only bugs print a traceback."""
     argv = sys.argv[1:] if argv is None else argv
+    ready_to_print()
     for old, new in of_all("RENAMED").items():
         command, word = old.split()
         if argv[:1] == [command] and word in argv[1:]:
@@ -98,8 +101,14 @@ def main(argv: list[str] | None = None) -> int:
             hint = f"; it is now {RENAMED[word]}"
         print(f"titan {shown(word)}: no such command{hint}", file=sys.stderr)
         return Exit.CONFIG
+    return _run(command.main, args)
+
+
+def _run(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command. Return its exit status, or that of the error that ended it, of which one line is printed."""
     try:
-        return command.main(args)
+        require_folder()
+        return all_printed(command(args))
     except RunError as error:
         print(error, file=sys.stderr)
         return error.status
@@ -111,6 +120,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         sys.stderr.close()
         return Exit.DONE
+    except OSError as error:
+        if not unprintable(error):
+            raise
+        return not_printed(error)
 
 
 def _arguments(command: ModuleType, argv: list[str], text: str) -> argparse.Namespace:

@@ -7,6 +7,9 @@ import pytest
 from titan_hydra import cli
 from titan_hydra.base.errors import ConfigError
 from titan_hydra.config.arguments import arranged
+from titan_hydra.config.files import CONF
+from titan_hydra.config.overrides import mistakes
+from titan_hydra.config.ranges import PATH
 
 
 @pytest.mark.parametrize(
@@ -77,3 +80,50 @@ def test_a_new_project_has_the_modes_of_its_place(tmp_path):
         path.stat().st_mode & 0o7777 for path in [tmp_path / "mylab", *(tmp_path / "mylab").rglob("*")] if path.is_dir()
     } == {0o2700}
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "mylab").rglob("*") if path.is_file()} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["seed=1,", "2"], "seed=1,2"),
+        (["optimizer.lr", "=", "1e-3"], "optimizer.lr=1e-3"),
+        (["optimizer.lr=", "1e-3"], "optimizer.lr=1e-3"),
+        (["optimizer.lr", "=1e-3"], "optimizer.lr=1e-3"),
+        (["validation.tasks=[a,", "b]"], "'validation.tasks=[a,b]'"),
+        (["+cluster.sbatch={mem:", "1}"], "'+cluster.sbatch={mem:1}'"),
+        (["seed=1,2,"], "seed=VALUE,VALUE"),
+    ],
+)
+def test_an_override_with_blanks_is_one_mistake(words, meant):
+    (line,) = mistakes(["steps=3", *words, "notes=", "gpus=1"])
+    assert line.endswith(f"as {meant}"), line
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["hydra.verbose=true", "+hydra.job.env_set.A=1", "hydra/job_logging=disabled", "hydra.sweeper.max_batch_size=2"],
+)
+def test_what_hydra_would_take_without_effect_is_refused(word):
+    assert len(mistakes([word])) == 1
+    assert not mistakes(["hydra.mode=MULTIRUN", "hydra/launcher=basic", "hydra/job_logging=none"])
+
+
+@pytest.mark.parametrize("path", ["$SCRATCH/runs", "${SCRATCH}/runs", "/a/$B/c"])
+def test_the_name_of_a_variable_is_no_folder(path):
+    assert "${oc.env:" in PATH.objection(path)
+    assert PATH.objection("/a/b$c/$(D)/e$") is None
+
+
+def test_an_option_of_cluster_names_its_executor(tmp_path):
+    (tmp_path / "cluster").mkdir()
+    for name, text in (
+        ("empty", ""),
+        ("bare", "max_parallel: 2\n"),
+        ("mine", "executor: slurm\n"),
+        ("heir", "defaults: [mine]\n"),
+    ):
+        (tmp_path / f"cluster/{name}.yaml").write_text(text)
+    lines = {
+        name: mistakes([f"cluster={name}"], [CONF, tmp_path]) for name in ("empty", "bare", "mine", "heir", "local")
+    }
+    assert [len(line) for line in lines.values()] == [1, 1, 0, 0, 0] and "executor" in lines["empty"][0]

@@ -31,7 +31,7 @@ def test_all_mistaken_overrides_are_named_at_once():
         "+cluster.sbatch.mem=0",
         "~experiment",
         "model@other=llama3_8b",
-        "hydra.verbose=true",
+        "hydra.mode=MULTIRUN",
         "data.path=null",
         "seed=choice(1,2)",
         "optimizer=glob(*)",

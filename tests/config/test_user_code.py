@@ -154,3 +154,9 @@ def test_an_option_that_hydra_would_not_use_is_refused(tmp_path):
     )
     assert mistakes(["seed=1"], [CONF, tmp_path]) == [*hidden, boolean]
     assert mistakes(["seed=1"]) == []
+
+
+def test_a_module_of_python_is_none_of_the_users(folder):
+    """`import json` gives Python's own module, and the file beside it would never run."""
+    (fault,) = load_user_modules(["json"])
+    assert fault.key == user_code.KEY and "Python's own" in fault.reason

@@ -3,6 +3,7 @@ not be used.
 """
 
 import grp
+import os
 import pwd
 import stat
 from collections.abc import Callable
@@ -110,3 +111,11 @@ def _name(known: Callable[[int], Any], number: int) -> str:
         return known(number)[0]
     except KeyError:
         return str(number)
+
+
+def require_folder() -> None:
+    """Raise ConfigError if the current folder was deleted, as relative paths would mean nothing."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was deleted; change to one that exists") from None

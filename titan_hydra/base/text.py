@@ -3,6 +3,8 @@ than it takes to read the runs.)
 """
 
 import contextlib
+import errno
+import io
 import json
 import math
 import os
@@ -19,6 +21,39 @@ NARROWEST = 12  # minimum number of characters to which a column is truncated
 
 # a whole escape sequence: one that sets a colour or moves the cursor, or one that sets the terminal's title
 ESCAPE = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"
+
+
+def ready_to_print() -> None:
+    """Let this program print whatever its streams can encode, and nothing where a stream is closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (it stays open as long as the program)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def all_printed(status: int) -> int:
+    """Return an exit status, or 1 if what was printed cannot be written, as on a full disk."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return not_printed(error)
+    return status
+
+
+def not_printed(error: OSError) -> int:
+    """Print that standard output cannot be written, and return the exit status. Nothing more is written there."""
+    print(f"standard output cannot be written: {error.strerror}", file=sys.stderr)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python would try again at its end)
+    return 1
+
+
+def unprintable(error: OSError) -> bool:
+    """Whether an error seems to come from printing onto a full disk: it names no file."""
+    return error.errno == errno.ENOSPC and error.filename is None
 
 
 def printable(text: str) -> str:
@@ -78,7 +113,7 @@ def table(
         index = titles.index(title)
         excess = sum(widths) + len(GAP) * (len(widths) - 1) - screen
         widths[index] -= max(min(excess, widths[index] - NARROWEST), 0)
-    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
+    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     lines = []
     for line, colour in zip(texts, [dict.fromkeys(titles, "dim"), *(colours or [{}] * (len(texts) - 1))], strict=True):
         parts = []

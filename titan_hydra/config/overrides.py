@@ -100,8 +100,31 @@ def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> lis
     # a user's options or modules may register a part with its own keys
     own = len(folders) > 1 or any("train.imports" in text for text in overrides)
     files = [line for folder in folders[1:] for line in unusable_options(folder)]
-    found = (_mistake(text, folders, own) for text in overrides)
-    return files + [line for line in found if line]
+    return files + [
+        line
+        for words in _put_together(overrides)
+        if (line := _split_at_blanks(words) if len(words) > 1 else _mistake(words[0], folders, own))
+    ]
+
+
+def _put_together(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides, each as a list of one word; of several where the shell has split one at blanks, as in
+    `seed=1, 2` and `optimizer.lr = 1e-3`.
+    """
+    found: list[list[str]] = []
+    for word in overrides:
+        before = "".join(found[-1]) if found else ""
+        inside = any(before.count(start) > before.count(end) for start, end in ("[]", "{}", "()"))
+        goes_on = word.startswith(("=", ",")) or ("=" not in word and (inside or before.endswith((",", "="))))
+        if before and len(before) < LONGEST and goes_on:
+            found[-1].append(word)
+        else:
+            found.append([word])
+    return found
+
+
+def _split_at_blanks(words: list[str]) -> str:
+    return f"{shown(' '.join(words))}: the shell splits it at its blanks; type it without them, as {shown(quoted([''.join(words)]))}"
 
 
 def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
@@ -115,15 +138,8 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
     except (HydraException, ValueError, RecursionError) as error:
         return f"{shown(text)}: {_unreadable(text, error)}"
     key, add = override.key_or_group, override.is_add() or override.is_force_add()
-    if key.startswith("hydra"):
-        return next(
-            (
-                f"{shown(text)}: {reason}"
-                for start, reason in NOT_OURS.items()
-                if key.startswith(start) and override.value() != "basic"
-            ),
-            None,
-        )
+    if re.match(r"hydra([./]|$)", key):
+        return _without_effect(text, key, override.value())
     if not key:
         return f"{shown(text)}: is not KEY=VALUE"
     if len(key) > 200:
@@ -150,6 +166,15 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
     return next(filter(None, (_wrong_value(key, value, override, folders, own) for value in values)), None)
 
 
+def _without_effect(text: str, key: str, value: Any) -> str | None:
+    """Return why a key of Hydra's own cannot be used here; None for hydra.mode, and for what is so already."""
+    reason = next(
+        (reason for start, reason in NOT_OURS.items() if key.startswith(start)),
+        "a setting of Hydra's own, which has no effect here",
+    )
+    return None if key == "hydra.mode" or value in ("basic", "none") else f"{shown(text)}: {reason}"
+
+
 def _unreadable(text: str, error: BaseException) -> str:
     """Explain why Hydra's parser rejects an override."""
     if "=" not in text:
@@ -160,6 +185,8 @@ def _unreadable(text: str, error: BaseException) -> str:
     if not isinstance(error, ValueError) or "digits" not in str(error):
         key, _, value = text.partition("=")
         said = shown(str(error).splitlines()[0], 80)
+        if value.endswith(",") and not value.startswith(("[", "{", "'", '"')):
+            return f"ends with a comma; several values are typed as {shown(key)}=VALUE,VALUE"
         if "interval(" in value:
             return f"an interval has two bounds that are numbers, as interval(1e-4,1e-1) ({said})"
         if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # the value is a text

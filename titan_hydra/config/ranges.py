@@ -10,6 +10,8 @@ from typing import Any
 LARGEST = 2**31 - 1  # upper limit of counts without a natural limit: the largest int of C
 # characters that end lines, move cursors, or have no form in UTF-8
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# the name of a variable at the start of a part of a path, as it is and without signs
+VARIABLE = re.compile(r"(?:^|/)(\$\{?([A-Za-z_]\w*)\}?)")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Text:
     pattern: str = ""
     longest: int = 10_000
     longest_part: int = 10_000  # maximum number of bytes between two slashes
+    path: bool = False  # whether it is a path, in which the name of a variable was meant to be its value
 
     def __str__(self) -> str:
         return self.words
@@ -72,6 +75,11 @@ class Text:
             return "must not hold control characters"
         if self.pattern and not re.fullmatch(self.pattern, value):
             return f"must be {self.words}"
+        if self.path and (variable := VARIABLE.search(value)):
+            return (
+                f"holds the name {variable[1]}, which only a shell replaces, outside of single quotes; "
+                f"${{oc.env:{variable[2]}}} is replaced here"
+            )
         if len(value.encode()) > self.longest:
             return f"is {len(value.encode()):,} bytes long, and {self.longest:,} are the most"
         if any(len(part.encode()) > self.longest_part for part in value.split("/")):
@@ -106,7 +114,7 @@ WORD = Text("a word without blanks", r"\S+", longest=1000)
 NAME = Text(
     "a name of letters, digits and . _ + = , - that begins with a letter or digit", r"[^\W_][\w.+=,-]*", longest=200
 )
-PATH = Text("a path", ".+", longest=4095, longest_part=255)
+PATH = Text("a path", ".+", longest=4095, longest_part=255, path=True)
 ADDRESS = Text("an address HOST:PORT", r"[\w.-]+:[1-9]\d{0,4}", longest=300)
 ANY = Text("")  # any text without control characters
 

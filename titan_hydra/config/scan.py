@@ -104,8 +104,10 @@ def _read_as(key: str, node: yaml.ScalarNode) -> str:
 
 
 def misread_options(group: str, option: str, folders: Sequence[Path]) -> list[str]:
-    """Return the lines of `misread` for the file of an option and for the files that its defaults list names."""
-    lines, waiting, seen = [], [(group, option)], set()
+    """Return the lines of `misread` for the file of an option and for the files that its defaults list names; and a line
+    for an option of `cluster` that names no executor, as its cells would run on this machine.
+    """
+    lines, waiting, seen, named = [], [(group, option)], set(), set()
     while waiting:
         one = waiting.pop()
         # os.path.isfile is false for a name that is too long, where Path.is_file raises
@@ -115,7 +117,21 @@ def misread_options(group: str, option: str, folders: Sequence[Path]) -> list[st
         seen.add(one)
         lines += misread(file, one[0])
         waiting += _defaults(file, one[0])
+        named |= _names(file)
+    if group == "cluster" and seen and not lines and "executor" not in named:
+        lines.append(
+            f"cluster={option}: names no executor, so its cells would run on this machine; add executor: slurm"
+        )
     return lines
+
+
+def _names(file: Path) -> set[str]:
+    """Return the names at the top of a file of YAML that has no mistakes."""
+    try:
+        content = load_yaml(file)
+    except Exception:  # `misread` has a line for it
+        return set()
+    return set(map(str, content)) if isinstance(content, dict) else set()
 
 
 def _defaults(file: Path, group: str) -> list[tuple[str, str]]:

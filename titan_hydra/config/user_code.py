@@ -43,7 +43,9 @@ def load_user_modules(modules: list[str]) -> list[Fault]:
     importlib.invalidate_caches()
     for module in modules:
         reason = f"{module} is not the name of a module, such as folder.file"
-        if is_name(module):
+        if is_name(module) and module.partition(".")[0] in sys.stdlib_module_names:
+            reason = f"{module} is a module of Python's own library; give yours another name"
+        elif is_name(module):
             there = any(name == module for name, _, _ in _files_of(module))
             reason = _failure(module) if there else f"there is no module {module} on PYTHONPATH or in this folder"
         faults += [Fault(KEY, modules, reason)] if reason else []

@@ -10,8 +10,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from titan_hydra.base.errors import ConfigError, RunError, denied
+from titan_hydra.base.errors import ConfigError, RunError, denied, require_folder
 from titan_hydra.base.private import composing_once
+from titan_hydra.base.text import all_printed, not_printed, ready_to_print, unprintable
 from titan_hydra.config import folders
 from titan_hydra.config.arguments import arranged
 from titan_hydra.config.cells import Question
@@ -49,12 +50,17 @@ def launch(script: str) -> None:
     """Run the command line, and exit with its status. A folder conf/ beside the script adds options, after those of
     --config-dir.
     """
+    ready_to_print()
     try:
-        sys.exit(main(Path(script)))
+        sys.exit(all_printed(main(Path(script))))
     except KeyboardInterrupt:  # Ctrl-C came during composition, when nothing had started yet
         sys.exit(130)
     except BrokenPipeError:  # the program that reads this program's output, such as `head`, has closed the pipe
         sys.stderr.close()
+    except OSError as error:
+        if not unprintable(error):
+            raise
+        sys.exit(not_printed(error))
 
 
 def main(script: Path | None = None) -> int:
@@ -69,6 +75,7 @@ def main(script: Path | None = None) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # without this, Hydra itself would print the error and exit with status 1
     register_schema()
     try:
+        require_folder()
         typed = sys.argv[1:]
         named, sys.argv[1:] = folders.taken_out(sys.argv[1:])
         folders.add(folders.usable_folders(named, folders.of_script(script) if script else ()))

@@ -93,7 +93,7 @@ def _show(samples: Chat, job: Job, row: int) -> None:
 
 def coloured() -> bool:
     """Whether the output is a terminal that shows colours."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def marked(reader: ConversationReader, turns: Turns) -> str:

@@ -35,6 +35,16 @@ OURS = {
     "comment": "cluster.comment",
     "cpus-per-task": "cluster.cpus_per_task",
 }
+# flags with which sbatch does not submit a job, or submits another one, each with what it does
+UNUSABLE = {
+    "test-only": "sbatch would check the job and submit nothing; launch.mode=dry checks it",
+    "wait": "sbatch would return only when the job has ended; launch.wait=true waits for all cells",
+    "chdir": "relative paths would mean other files on the node; jobs start in the folder in which the line is typed",
+    "wrap": "sbatch would run it in place of the ranks",
+    "help": "sbatch would print a page and submit nothing",
+    "usage": "sbatch would print a page and submit nothing",
+    "version": "sbatch would print its version and submit nothing",
+}
 # keys whose values stand in #SBATCH lines of the batch script
 SBATCH = ("partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "sbatch")
 # START: seconds that ranks may need until their first step; EARLY: how many seconds too early SLURM's signal may come
@@ -83,6 +93,8 @@ def flags_are_the_sites(cluster: SlurmCluster) -> Iterator[Fault]:
             )
         elif name in OURS and value is not None:
             yield Fault("cluster.sbatch", flag, f"follows from {OURS[name]}")
+        elif name in UNUSABLE and value not in (None, False):
+            yield Fault("cluster.sbatch", flag, UNUSABLE[name])
     for argument in cluster.srun:
         name = argument.partition("=")[0]
         if not name.startswith("-"):
