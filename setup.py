@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithOptions(build_py):
-    """Copies conf/ beside the modules; titan_hydra.config.files.CONF is there in an installed package. A checkout uses
+    """Copies conf/ beside the modules; titan_hydra.core.job.config.files.CONF is there in an installed package. A checkout uses
     its own.
     """
 

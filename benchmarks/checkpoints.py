@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from titan_hydra.checkpoint.checkpointer import Checkpointer
-from titan_hydra.config.operation import Checkpoint
-from titan_hydra.runs.run import Run
+from titan_hydra.core.checkpoint.checkpointer import Checkpointer
+from titan_hydra.core.job.config.operation import Checkpoint
+from titan_hydra.core.job.run.run import Run
 
 WIDTH = 2048
 KINDS = ("sync", "async", "async, bare")  # bare: no step runs beside the copy, so training waits for all of it

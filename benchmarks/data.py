@@ -15,12 +15,13 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from titan_hydra import cli, data
-from titan_hydra.commands.tokenizer import _train
-from titan_hydra.config import from_dict, schema
-from titan_hydra.config.registry import DATA_SOURCES
-from titan_hydra.data.embedded import Embedded
-from titan_hydra.data.tokenizer import load
+from titan_hydra import cli
+from titan_hydra.core import data
+from titan_hydra.experiments.runs.command_tokenizer import _train
+from titan_hydra.core.job.config import from_dict, schema
+from titan_hydra.core.job.config.registry import DATA_SOURCES
+from titan_hydra.core.data.embedded import Embedded
+from titan_hydra.core.data.tokenizer import load
 
 
 def main() -> None:

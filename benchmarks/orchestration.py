@@ -19,12 +19,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from titan_hydra.base.errors import Exit, Stopped
-from titan_hydra.config.compose import compose_job
-from titan_hydra.config.files import write_json, write_text
-from titan_hydra.job.freeze import freeze
-from titan_hydra.runs import rundir
-from titan_hydra.runs.failure import describe
+from titan_hydra.core.base.errors import Exit, Stopped
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.core.job.config.files import write_json, write_text
+from titan_hydra.core.job.freeze import freeze
+from titan_hydra.experiments.runs import rundir
+from titan_hydra.core.job.run.failure import describe
 
 ROOT = Path(__file__).parents[1]
 LAUNCH, TITAN = [str(ROOT / "launch.py")], ["-m", "titan_hydra.cli"]

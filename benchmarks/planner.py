@@ -5,7 +5,7 @@ that follow.
 
 For each publisher of titan_hydra/assets/published.yaml, the constants that docs/plan.md calls fitted to its rows are
 fitted to the rows of all other publishers instead. The fit begins at values that no row determined. The fitted constants
-then predict the publisher's own rows. The bands of titan_hydra/plan/bands.py contain these predictions.
+then predict the publisher's own rows. The bands of titan_hydra/experiments/plan/bands.py contain these predictions.
 """
 
 from collections import defaultdict
@@ -16,13 +16,13 @@ from functools import cache
 from math import ceil, log
 from statistics import median
 
-from titan_hydra.plan import time
-from titan_hydra.plan.bands import technique_of
-from titan_hydra.plan.calibrate import descend
-from titan_hydra.plan.factors import Factors
-from titan_hydra.plan.predict import changed
-from titan_hydra.plan.published import Scored, rows_of, score
-from titan_hydra.plan.shape import NotPredictable
+from titan_hydra.experiments.plan import time
+from titan_hydra.experiments.plan.bands import technique_of
+from titan_hydra.instruments.rates.calibrate import descend
+from titan_hydra.experiments.plan.factors import Factors
+from titan_hydra.experiments.plan.predict import changed
+from titan_hydra.instruments.rates.published import Scored, rows_of, score
+from titan_hydra.experiments.plan.shape import NotPredictable
 
 # The fit begins with the H200's measured rates, scaled by data sheets, and with factors of almost no effect. A constant
 # on which no remaining row depends keeps its first value.

@@ -48,7 +48,7 @@ def start(folder: Path, *words: str) -> mp.Process:
 
 
 def launched(folder: Path, words: list[str]) -> None:
-    from titan_hydra.launch.main import main
+    from titan_hydra.experiments.launch.main import main
 
     os.setsid()
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def finished(folder: Path, *words: str) -> None:
 
 def found(folder: Path):
     """Return the summary of the one search in a folder."""
-    from titan_hydra.search.summary import summary_of
+    from titan_hydra.instruments.search.summary import summary_of
 
     (sweep,) = (folder / "runs/_sweeps").glob("*-search-*")
     return summary_of(sweep)
@@ -152,7 +152,7 @@ def main() -> int:
     args = parser.parse_args()
     import optuna  # noqa: F401
 
-    import titan_hydra.train.loop  # noqa: F401  (before the forks)
+    import titan_hydra.core.train.loop  # noqa: F401  (before the forks)
 
     shutil.rmtree(args.folder, ignore_errors=True)
     good = kills(args.folder / "kills", args.kills) if args.kills else True

@@ -13,19 +13,19 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from titan_hydra.runs import layout
-from titan_hydra.runs.stragglers import slow_rank
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.stragglers import slow_rank
 
 ROOT = Path(__file__).parents[1]
 RECORD = """
-from titan_hydra.config.registry import ObjectiveKind, register
+from titan_hydra.core.job.config.registry import ObjectiveKind, register
 register(ObjectiveKind("slowed", "slowed_on_ranks:Slowed"))
 """
 OBJECTIVE = """
 import time
 import torch
 import torch.distributed as dist
-from titan_hydra.train.objectives.language import Language
+from titan_hydra.core.train.objectives.language import Language
 
 class Slowed(Language):
     last = None

@@ -27,16 +27,16 @@ sys.dont_write_bytecode = False
 # affects.
 QUICK = (
     "test_walls.py",
-    "runs/test_find.py",
-    "runs/test_layout.py",
-    "runs/test_rundir.py",
-    "config/test_load.py",
-    "config/test_checks.py",
-    "models/test_moe.py",
+    "experiments/runs/test_find.py",
+    "core/job/run/test_layout.py",
+    "experiments/runs/test_rundir.py",
+    "core/job/test_load.py",
+    "core/job/test_checks.py",
+    "core/models/test_moe.py",
     "kernels/",
     "parallel/",
     "pretended_cuda/",
-    "train/test_optimizer.py",
+    "core/train/test_optimizer.py",
 )
 QUICK_LAYOUTS = (
     "fsdp 2",
@@ -57,66 +57,66 @@ QUICK_LAYOUTS = (
 # These tests are left out by default; `.ci/run` runs them with `pytest -m "long and not slow"`. They take long, and for
 # each of them the default suite has a shorter, similar test. equivalence/cover.py chooses the matrix's long cases.
 LONG = (
-    "checkpoint/test_reshard.py",
-    "checkpoint/test_torture.py",
-    "commands/test_automation.py",
-    "commands/test_certify.py::test_retry_asks_for_a_card_too",
-    "commands/test_certify.py::test_two_ranks_get_a_card",
-    "commands/test_compare.py",
-    "commands/test_extend.py::test_an_extended_run_is_the_longer_run_bitwise",
-    "commands/test_extend.py::test_fewer_ranks_go_on_as_the_page_says",
-    "commands/test_json.py::test_plan_prints_one_document",
-    "commands/test_json.py::test_verify_prints_one_document",
-    "commands/test_resume.py::test_a_run_goes_on_in_four_layouts_and_learns_the_same",
-    "commands/test_owners.py::test_a_closed_folder_of_runs_is_one_line",
-    "config/test_cells.py::test_a_cell_is_what_hydra_composes",
-    "config/test_fuzz.py",
-    "config/test_registries.py",
+    "core/checkpoint/test_reshard.py",
+    "core/checkpoint/test_torture.py",
+    "experiments/runs/test_automation.py",
+    "instruments/verify/test_certify.py::test_retry_asks_for_a_card_too",
+    "instruments/verify/test_certify.py::test_two_ranks_get_a_card",
+    "experiments/runs/test_compare.py",
+    "experiments/runs/test_extend.py::test_an_extended_run_is_the_longer_run_bitwise",
+    "experiments/runs/test_extend.py::test_fewer_ranks_go_on_as_the_page_says",
+    "experiments/runs/test_json.py::test_plan_prints_one_document",
+    "experiments/runs/test_json.py::test_verify_prints_one_document",
+    "experiments/runs/test_resume.py::test_a_run_goes_on_in_four_layouts_and_learns_the_same",
+    "experiments/runs/test_owners.py::test_a_closed_folder_of_runs_is_one_line",
+    "experiments/compose/test_cells.py::test_a_cell_is_what_hydra_composes",
+    "core/job/test_fuzz.py",
+    "core/job/test_registries.py",
     "equivalence/test_cases.py",
     "equivalence/test_fake.py",
     "equivalence/test_random.py",
-    "fault_tolerance/test_per_step.py",
-    "fault_tolerance/test_replicas.py",
+    "core/train/fault_tolerance/test_per_step.py",
+    "core/train/fault_tolerance/test_replicas.py",
     "gpu/test_benchmarks.py::test_every_row_fits_the_card_for_which_it_is_chosen",
     "gpu/test_carried.py::test_rows_are_measured_and_published",
     "gpu/test_kit.py::test_shards_run_side_by_side",
     "gpu/test_kit.py::test_a_case_that_raises_dies_or_hangs_costs_itself",
     "kubernetes/test_drills.py",
     "kubernetes/test_kubectl.py::test_a_submission_killed_half_way",
-    "launch/test_cells.py::test_changed_config_is_refused",
-    "launch/test_cells.py::test_failed_run_is_listed_and_retried_by_class",
-    "launch/test_cells.py::test_sweep_goes_on_after_a_failed_cell_and_shows_all",
-    "launch/test_cells.py::test_worker_runs_under_torchrun",
-    "launch/test_ends.py::test_peers_of_a_dead_rank_are_ended",
-    "launch/test_ends.py::test_power_cut_is_an_interruption",
-    "launch/test_ends.py::test_ranks_outlive_their_launcher_and_the_line_attaches_again",
-    "launch/test_ends.py::test_two_launchers_run_a_line_once",
-    "launch/test_ends.py::test_wandb_sees_one_run_with_rising_steps_after_kills",
-    "launch/test_secrets.py",
-    "launch/test_worked_examples.py",
-    "models/test_stranger.py::test_six_layouts_learn_what_one_process_learns",
-    "observe/test_flight.py",
-    "observe/test_nan_hunt.py",
-    "observe/test_stragglers.py::test_status_and_report_name_a_rank_that_is_slowed_by_a_third",
-    "observe/test_stuck.py",
-    "plan/test_tracker.py",
-    "plan/test_tune.py",
+    "experiments/launch/test_cells.py::test_changed_config_is_refused",
+    "experiments/launch/test_cells.py::test_failed_run_is_listed_and_retried_by_class",
+    "experiments/launch/test_cells.py::test_sweep_goes_on_after_a_failed_cell_and_shows_all",
+    "experiments/launch/test_cells.py::test_worker_runs_under_torchrun",
+    "experiments/launch/test_ends.py::test_peers_of_a_dead_rank_are_ended",
+    "experiments/launch/test_ends.py::test_power_cut_is_an_interruption",
+    "experiments/launch/test_ends.py::test_ranks_outlive_their_launcher_and_the_line_attaches_again",
+    "experiments/launch/test_ends.py::test_two_launchers_run_a_line_once",
+    "experiments/launch/test_ends.py::test_wandb_sees_one_run_with_rising_steps_after_kills",
+    "experiments/launch/test_secrets.py",
+    "experiments/launch/test_worked_examples.py",
+    "core/models/test_stranger.py::test_six_layouts_learn_what_one_process_learns",
+    "core/train/observe/test_flight.py",
+    "core/train/observe/test_nan_hunt.py",
+    "core/train/observe/test_stragglers.py::test_status_and_report_name_a_rank_that_is_slowed_by_a_third",
+    "core/train/observe/test_stuck.py",
+    "core/train/test_tracker.py",
+    "instruments/rates/test_tune.py",
     "recipes/chat/test_sft.py::test_every_layout_learns_what_one_process_learns",
     "recipes/flux/test_diffusion.py::test_every_layout_learns_what_one_process_learns",
     "recipes/image_text/test_image_text.py::test_every_layout_learns_what_one_process_learns",
     "recipes/image_text/test_image_text.py::test_other_decoders_and_rings_learn_it_too",
     "recipes/policy/test_policy.py::test_policies_are_the_same_on_every_layout",
     "recipes/policy/test_policy.py::test_preferences_are_the_same_on_every_layout",
-    "search/test_driver.py::test_runs_outlive_their_driver_and_the_next_one_attaches_to_them",
+    "instruments/search/test_driver.py::test_runs_outlive_their_driver_and_the_next_one_attaches_to_them",
     "slurm/test_accidents.py",
     "slurm/test_failures.py",
     "slurm/test_owners.py",
     "slurm/test_preemption.py",
     "slurm/test_sweeps.py",
-    "train/test_experts_run.py",
-    "train/test_lora.py::test_every_layout_learns_what_one_process_learns",
-    "train/test_objectives.py::test_every_layout_learns_what_one_process_learns",
-    "train/test_world.py::test_a_process_may_train_any_number_of_compiled_models",
+    "core/train/test_experts_run.py",
+    "core/train/test_lora.py::test_every_layout_learns_what_one_process_learns",
+    "core/train/test_objectives.py::test_every_layout_learns_what_one_process_learns",
+    "core/train/test_world.py::test_a_process_may_train_any_number_of_compiled_models",
 )
 
 # The folders of the files that take longest: their tests start launch.py, or ranks for every layout.
@@ -124,7 +124,7 @@ LONG_FOLDERS = ("equivalence", "launch", "commands", "fault_tolerance")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--update", action="store_true", help="write the texts of messages anew (config/messages.txt)")
+    parser.addoption("--update", action="store_true", help="write the texts of messages anew (core/job/messages.txt)")
 
 
 def pytest_collection_modifyitems(items):
@@ -162,7 +162,7 @@ def user_modules(tmp_path_factory):
     """Return a function that writes files, given by name, into a folder on Python's path and returns this folder. Parts
     that these modules register are removed after the test.
     """
-    from titan_hydra.config.registry import REGISTRIES
+    from titan_hydra.core.job.config.registry import REGISTRIES
 
     known = [(registry, dict(registry)) for registry in REGISTRIES.values()]
     folder = tmp_path_factory.mktemp("user")

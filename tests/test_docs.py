@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.config import describe
+from titan_hydra.experiments.compose import describe
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

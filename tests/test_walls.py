@@ -14,7 +14,7 @@ PACKAGE = TESTS.parent / "titan_hydra"
 GROUND = {"base", "config", "job"}
 ALLOWED = {  # the rooms, and which others each may import, anywhere in a file
     "base": set(),
-    # only config/rules and compose.py import job/, and stand above it; the schema is below job/
+    # only core/job/rules and compose.py import job/, and stand above it; the schema is below job/
     "config": {
         "base",
         "job",
@@ -52,20 +52,20 @@ NO_TORCH = (
     "scaling",
     "search",
     "commands",
-    "verify/case.py",
-    "verify/matrix.py",
-    "verify/many.py",
-    "verify/scaled.py",
-    "verify/mutants",
-    "verify/reduce.py",
+    "instruments/verify/case.py",
+    "instruments/verify/matrix.py",
+    "instruments/verify/many.py",
+    "instruments/verify/scaled.py",
+    "instruments/verify/mutants",
+    "instruments/verify/reduce.py",
     "cli.py",
-    "models/__init__.py",
+    "core/models/__init__.py",
     *(
         f"models/{family}/{file}.py"
         for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3")
         for file in ("__init__", "config")
     ),
-    "models/sparse.py",
+    "core/models/sparse.py",
     *(
         file.relative_to(PACKAGE).as_posix()
         for name in (
@@ -138,7 +138,7 @@ def imported_files(file: Path) -> set[Path]:
 
 
 def test_job_stands_between_the_schema_and_the_rules():
-    """Files in config/rules and config/compose.py import job/, and job/ imports the schema. So no file that job/
+    """Files in core/job/rules and experiments/compose/compose.py import job/, and job/ imports the schema. So no file that job/
     imports, directly or through other files, may import job/.
     """
     below, new = set(), set((PACKAGE / "job").glob("*.py"))
@@ -146,17 +146,17 @@ def test_job_stands_between_the_schema_and_the_rules():
         below |= new
         new = {other for file in new for other in imported_files(file)} - below
     above = {file for file in (PACKAGE / "config").rglob("*.py") if "job" in imported_rooms(file)}
-    assert PACKAGE / "config/schema.py" in below and PACKAGE / "config/compose.py" in above and not above & below
+    assert PACKAGE / "core/job/config/schema.py" in below and PACKAGE / "experiments/compose/compose.py" in above and not above & below
 
 
 def test_other_rooms_ask_the_rules_for_checks_alone():
-    """Other rooms import only the checks from config/rules; facts that are derived from a job are in job/."""
+    """Other rooms import only the checks from core/job/rules; facts that are derived from a job are in job/."""
     asked = {
         alias.name
         for file in PACKAGE.rglob("*.py")
         if not file.is_relative_to(PACKAGE / "config")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titan_hydra.config.rules")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titan_hydra.core.job.rules")
         for alias in node.names
     }
     assert {"checks", "check", "warnings"} <= asked <= {"checks", "check", "warnings", "sources_find_little_wrong"}
@@ -188,7 +188,7 @@ def test_what_a_cluster_calls_things_is_known_in_its_folder_alone(executor):
     """Only an executor's folder contains the names of its scheduler, except the name of a file in layout.py and the list of
     executors. No file compares an executor's name.
     """
-    words, folder = re.compile(rf"{WORDS[executor]}|executor [!=]=|executors\.{executor}"), PACKAGE / "launch/executors"
+    words, folder = re.compile(rf"{WORDS[executor]}|executor [!=]=|executors\.{executor}"), PACKAGE / "experiments/launch/executors"
     for file in PACKAGE.rglob("*.py"):
         if not file.is_relative_to(folder / executor) and file != folder / "__init__.py":
             assert not words.search(file.read_text()), file
@@ -226,14 +226,14 @@ def test_files_stay_short():
 # Members that look private to this check but are allowed: members of foreign classes that our subclasses override or
 # use, and public members of Python.
 INHERITED = {
-    ("launch/executors/ranks.py", "_forward_signal"): "submitit.local.local:Controller",
-    ("launch/executors/ranks.py", "_submit_command"): "submitit.local.local:LocalExecutor",
-    ("launch/executors/slurm/sbatch.py", "_make_submission_file_text"): "submitit.slurm.slurm:SlurmExecutor",
-    ("parallel/norm.py", "_apply"): "torch.distributed.tensor.parallel.style:ParallelStyle",
-    ("parallel/pipeline.py", "_validate_fwd_outputs"): None,  # only in torch 2.11, as is the next
-    ("parallel/pipeline.py", "_get_init_p2p_neighbors_ops"): None,
-    ("parallel/simple_fsdp.py", "_parameters"): None,  # a member of a module, not of its class
-    ("train/muon.py", "_step_supports_amp_scaling"): None,  # read by `getattr`
+    ("experiments/launch/executors/ranks.py", "_forward_signal"): "submitit.local.local:Controller",
+    ("experiments/launch/executors/ranks.py", "_submit_command"): "submitit.local.local:LocalExecutor",
+    ("experiments/launch/executors/slurm/sbatch.py", "_make_submission_file_text"): "submitit.slurm.slurm:SlurmExecutor",
+    ("core/parallel/norm.py", "_apply"): "torch.distributed.tensor.parallel.style:ParallelStyle",
+    ("core/parallel/pipeline.py", "_validate_fwd_outputs"): None,  # only in torch 2.11, as is the next
+    ("core/parallel/pipeline.py", "_get_init_p2p_neighbors_ops"): None,
+    ("core/parallel/simple_fsdp.py", "_parameters"): None,  # a member of a module, not of its class
+    ("core/train/muon.py", "_step_supports_amp_scaling"): None,  # read by `getattr`
 }
 PYTHON = {"os._exit", "sys._current_frames"}  # both are documented
 
@@ -307,13 +307,13 @@ def test_private_members_are_seen(source):
 def test_private_members_of_libraries_stand_in_one_file():
     for file in PACKAGE.rglob("*.py"):
         name = file.relative_to(PACKAGE).as_posix()
-        if name != "base/private.py":
+        if name != "core/base/private.py":
             known = {member for place, member in INHERITED if place == name}
             assert foreign_privates(ast.parse(file.read_text())) <= known, file
 
 
 def test_private_members_exist_and_are_used():
-    from titan_hydra.base import private
+    from titan_hydra.core.base import private
 
     used = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py") if file.name != "private.py")
     for name in private.MEMBERS:
@@ -365,5 +365,5 @@ def test_public_names_are_unique():
     assert {name: files for name, files in twice.items() if name not in CONVENTIONS | SECTIONS} == {}
     assert twice.keys() >= CONVENTIONS
     assert all(
-        len(twice[name]) == 2 and {"config/schema.py", "config/operation.py"} & set(twice[name]) for name in SECTIONS
+        len(twice[name]) == 2 and {"core/job/config/schema.py", "core/job/config/operation.py"} & set(twice[name]) for name in SECTIONS
     )

@@ -7,60 +7,60 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from titan_hydra.base.errors import Exit, RunError, denied, require_folder
-from titan_hydra.base.text import all_printed, not_printed, ready_to_print, unprintable
-from titan_hydra.config.additions import of_all
-from titan_hydra.config.fault import did_you_mean, shown, suggest
+from titan_hydra.core.base.errors import Exit, RunError, denied, require_folder
+from titan_hydra.core.base.text import all_printed, not_printed, ready_to_print, unprintable
+from titan_hydra.core.job.config.additions import of_all
+from titan_hydra.core.job.config.fault import did_you_mean, shown, suggest
 
 from . import __version__
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is given
     "plan": (
-        "titan_hydra.commands.plan",
+        "titan_hydra.experiments.plan.command_plan",
         "which layouts would fit N GPUs, and how fast they would be; --tune runs the best, --calibrate fits the rates to runs",
     ),
-    "init": ("titan_hydra.commands.init", "write a project of your own: launch.py, options, a model, a sweep, a test"),
+    "init": ("titan_hydra.experiments.runs.command_init", "write a project of your own: launch.py, options, a model, a sweep, a test"),
     "status": (
-        "titan_hydra.commands.status",
+        "titan_hydra.experiments.runs.command_status",
         "the states of runs, in one table; -f follows them; --all: a line for each sweep and run",
     ),
     "logs": (
-        "titan_hydra.commands.logs",
+        "titan_hydra.experiments.runs.command_logs",
         "the log of a rank; -f follows it; --guilty: why the run failed; --hang: which rank is late",
     ),
-    "cancel": ("titan_hydra.commands.cancel", "stop running and queued runs"),
-    "retry": ("titan_hydra.commands.retry", "run failed cells again, all or by the class of their failure"),
+    "cancel": ("titan_hydra.experiments.runs.command_cancel", "stop running and queued runs"),
+    "retry": ("titan_hydra.experiments.launch.command_retry", "run failed cells again, all or by the class of their failure"),
     "resume": (
-        "titan_hydra.commands.resume",
+        "titan_hydra.experiments.launch.command_resume",
         "continue the same run on other GPUs or in another layout: gpus=N, parallelism=OPTION",
     ),
     "extend": (
-        "titan_hydra.commands.extend",
+        "titan_hydra.experiments.launch.command_extend",
         "train a run longer: a new run with steps=N, from a checkpoint of the first",
     ),
-    "report": ("titan_hydra.commands.report", "the table of a sweep, its plots and its page"),
+    "report": ("titan_hydra.experiments.report.command_report", "the table of a sweep, its plots and its page"),
     "compare": (
-        "titan_hydra.commands.compare",
+        "titan_hydra.experiments.report.command_compare",
         "how two runs differ, and the first step and module at which they diverge",
     ),
     "track": (
-        "titan_hydra.commands.track",
+        "titan_hydra.experiments.runs.command_track",
         "copy what runs recorded to wandb or TensorBoard; --send: send wandb's offline files",
     ),
     "cluster": (
-        "titan_hydra.commands.cluster",
+        "titan_hydra.experiments.launch.command_cluster",
         "init: write conf/cluster/NAME.yaml for the cluster of this machine; check: what works there, on two nodes",
     ),
-    "checkpoint": ("titan_hydra.commands.checkpoint", "list, verify and prune the checkpoints of a run"),
-    "convert": ("titan_hydra.commands.convert", "checkpoints to and from Hugging Face safetensors"),
-    "generate": ("titan_hydra.commands.generate", "let the model of a run or checkpoint continue a text"),
+    "checkpoint": ("titan_hydra.experiments.runs.command_checkpoint", "list, verify and prune the checkpoints of a run"),
+    "convert": ("titan_hydra.experiments.runs.command_convert", "checkpoints to and from Hugging Face safetensors"),
+    "generate": ("titan_hydra.experiments.runs.command_generate", "let the model of a run or checkpoint continue a text"),
     "score": (
-        "titan_hydra.commands.score",
+        "titan_hydra.experiments.runs.command_score",
         "the log-probability that the model of a run or export gives each text of a file",
     ),
-    "tokenizer": ("titan_hydra.commands.tokenizer", "train a tokenizer, or encode text files to a .bin"),
+    "tokenizer": ("titan_hydra.experiments.runs.command_tokenizer", "train a tokenizer, or encode text files to a .bin"),
     **of_all("COMMANDS"),
-    "completion": ("titan_hydra.commands.completion", "let bash, zsh or fish complete titan's commands and options"),
+    "completion": ("titan_hydra.experiments.runs.command_completion", "let bash, zsh or fish complete titan's commands and options"),
 }
 RENAMED = {  # former subcommands, and what replaces each
     "ls": "titan status --all",

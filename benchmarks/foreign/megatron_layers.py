@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
-from titan_hydra.verify.subject import Subject
+from titan_hydra.instruments.verify.subject import Subject
 
 DIM, WIDTH, VOCABULARY = 32, 64, 96
 SPLIT = {"up": 0, "down": 1, "head": 0, "embedding": 0}  # dimension of each weight that the tensor-parallel ranks split

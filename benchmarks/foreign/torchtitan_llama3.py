@@ -21,7 +21,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
-from titan_hydra.verify.subject import Subject
+from titan_hydra.instruments.verify.subject import Subject
 
 parallel_dims.device_type = "cpu"
 DIM, HEADS, VOCABULARY, SAMPLES, LENGTH = 64, 4, 256, 8, 16

@@ -8,7 +8,7 @@ from torchtune.models.llama3 import base_llama_tp_plan
 from torchtune.models.llama3._component_builders import llama3
 from torchtune.models.llama3_2._component_builders import llama3_2
 
-from titan_hydra.verify.subject import Subject
+from titan_hydra.instruments.verify.subject import Subject
 
 SIZES = {
     "vocab_size": 256,

@@ -10,7 +10,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from titan_hydra.verify.subject import Subject
+from titan_hydra.instruments.verify.subject import Subject
 
 SIZES = {
     "vocab_size": 256,

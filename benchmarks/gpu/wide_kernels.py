@@ -18,9 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a carried tree is not installed
 
-from titan_hydra.kernels import float8
-from titan_hydra.kernels.cross_entropy import logits_to_slopes, softmax_sums
-from titan_hydra.kernels.split_masters import halves_of, join, update_split
+from titan_hydra.core.kernels import float8
+from titan_hydra.core.kernels.cross_entropy import logits_to_slopes, softmax_sums
+from titan_hydra.core.kernels.split_masters import halves_of, join, update_split
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cuda"
 CPU = DEVICE == "cpu"

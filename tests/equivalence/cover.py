@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import combinations
 
-from titan_hydra.verify.case import Case
-from titan_hydra.verify.mutants.corpus import corpus
+from titan_hydra.instruments.verify.case import Case
+from titan_hydra.instruments.verify.mutants.corpus import corpus
 
 LAYOUT = ("parallelism", "pp_schedule", "ac", "compile")
 

@@ -10,28 +10,28 @@ from planted import found
 
 FAULTS = {
     "the balanced order of a sequence ends with its fourth part": (
-        "parallel/context.py",
+        "core/parallel/context.py",
         "chunks[-1 - rank]",
         "chunks[3 - rank]",
         "16 ranks, cp 8, tp 2",
         "cp 2, allgather, sequence 32",
     ),
     "replicas read samples at a stride of two": (
-        "parallel/mesh.py",
+        "core/parallel/mesh.py",
         'self.coordinate("dp_replicate") * self.degrees.dp_shard +',
         'self.coordinate("dp_replicate") * 2 +',
         "32 ranks, simple_fsdp, dp_replicate 4, dp_shard 4, tp 2",
         "hsdp 4",
     ),
     "the norm adds the degrees that split a gradient": (
-        "parallel/gradients.py",
+        "core/parallel/gradients.py",
         "math.prod(gradient.device_mesh.size(dim) for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())",
         "max(1, sum(gradient.device_mesh.size(dim) for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()))",
         "32 ranks, dp_shard 4, tp 8",
         "fsdp 4, tp 2, uneven mask, vocabulary 2047, loss parallel on",
     ),
     "the vocabulary's offset is that of halves": (
-        "parallel/loss_head.py",
+        "core/parallel/loss_head.py",
         "* -(-weight.shape[0] // mesh.size())",
         "* -(-weight.shape[0] // 2)",
         "32 ranks, qwen3, dp_shard 4, tp 8",

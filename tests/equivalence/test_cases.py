@@ -1,8 +1,8 @@
 """Every case of the matrix has a legal job: one that no rule refuses, at the number of ranks that it states."""
 
-from titan_hydra.job.ranks import world_size
-from titan_hydra.verify.matrix import whole_matrix
-from titan_hydra.verify.verify import job_of
+from titan_hydra.core.job.ranks import world_size
+from titan_hydra.instruments.verify.matrix import whole_matrix
+from titan_hydra.instruments.verify.verify import job_of
 
 
 def test_no_case_is_refused():

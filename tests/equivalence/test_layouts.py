@@ -1,13 +1,13 @@
 """Every layout of the acceptance matrix learns what one process learns; `titan verify` runs the same matrix. This
-folder has the tests of titan_hydra/verify.
+folder has the tests of titan_hydra/instruments/verify.
 """
 
 import pytest
 
 from tests.equivalence.cover import cover
-from titan_hydra.verify.case import QUICK_STEPS
-from titan_hydra.verify.matrix import whole_matrix
-from titan_hydra.verify.verify import verify
+from titan_hydra.instruments.verify.case import QUICK_STEPS
+from titan_hydra.instruments.verify.matrix import whole_matrix
+from titan_hydra.instruments.verify.verify import verify
 
 CASES = list(whole_matrix())
 DEFAULT = cover([case for case in CASES if case.quick])

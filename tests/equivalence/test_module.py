@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from titan_hydra.base.errors import ConfigError
+from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.cli import main
-from titan_hydra.verify.module import verify_module
-from titan_hydra.verify.subject import load_subject
+from titan_hydra.instruments.verify.module import verify_module
+from titan_hydra.instruments.verify.subject import load_subject
 
 SUBJECTS = '''
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from titan_hydra.verify.subject import Subject
+from titan_hydra.instruments.verify.subject import Subject
 
 
 class Network(nn.Module):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.config import to_dict
-from titan_hydra.config.compose import compose_job
-from titan_hydra.verify.processes import spawn_ranks
+from titan_hydra.core.job.config import to_dict
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.instruments.verify.processes import spawn_ranks
 
 
 def note_parent(device, folder, jobs):

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_hydra.verify import reference
-from titan_hydra.verify import verify as program
-from titan_hydra.verify.judge import Outcome
-from titan_hydra.verify.matrix import MATRIX
-from titan_hydra.verify.sampler import draw_jobs
-from titan_hydra.verify.verify import verify, verify_drawn
+from titan_hydra.instruments.verify import reference
+from titan_hydra.instruments.verify import verify as program
+from titan_hydra.instruments.verify.judge import Outcome
+from titan_hydra.instruments.verify.matrix import MATRIX
+from titan_hydra.instruments.verify.sampler import draw_jobs
+from titan_hydra.instruments.verify.verify import verify, verify_drawn
 
 
 def check(cases):

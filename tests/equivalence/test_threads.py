@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from titan_hydra.verify.matrix import MATRIX
-from titan_hydra.verify.threads import Stuck, as_threads
-from titan_hydra.verify.verify import job_of, trace
+from titan_hydra.instruments.verify.matrix import MATRIX
+from titan_hydra.instruments.verify.threads import Stuck, as_threads
+from titan_hydra.instruments.verify.verify import job_of, trace
 
 RANKS = 12
 

@@ -15,11 +15,11 @@ import pytest
 import titan_hydra
 from tests.equivalence.cover import cover
 from titan_hydra import cli
-from titan_hydra.verify.matrix import whole_matrix
-from titan_hydra.verify.mutants import copy, trial
-from titan_hydra.verify.mutants import corpus as module
-from titan_hydra.verify.mutants.corpus import corpus
-from titan_hydra.verify.mutants.mutant import Mutant
+from titan_hydra.instruments.verify.matrix import whole_matrix
+from titan_hydra.instruments.verify.mutants import copy, trial
+from titan_hydra.instruments.verify.mutants import corpus as module
+from titan_hydra.instruments.verify.mutants.corpus import corpus
+from titan_hydra.instruments.verify.mutants.mutant import Mutant
 
 PACKAGE = Path(titan_hydra.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ FOUND = ("the norm counts copies", "AdamW's betas are exchanged", "expert gradie
 HARMLESS = Mutant(
     "nothing",
     "any",
-    "train/step.py",
+    "core/train/step.py",
     "loss.backward()",
     "loss.backward()  # as before",
     "Nothing is wrong.",
@@ -46,7 +46,7 @@ def test_a_mutant_has_its_place_and_can_be_compiled(mutant):
 
 
 def test_a_text_that_has_changed_is_named():
-    with pytest.raises(ValueError, match=r"train/step.py has 1 places for 'nothing', not 2"):
+    with pytest.raises(ValueError, match=r"core/train/step.py has 1 places for 'nothing', not 2"):
         Mutant(**vars(HARMLESS) | {"times": 2}).planted_in((PACKAGE / HARMLESS.file).read_text())
 
 
@@ -109,7 +109,7 @@ def test_what_fails_without_a_mutant_finds_nothing(monkeypatch, capsys):
 
 def test_a_test_that_has_no_end_finds_nothing(monkeypatch):
     """On a busy machine any test can run out of time."""
-    one = Mutant(**vars(HARMLESS) | {"cases": (), "tests": ("tests/train/test_step.py",)})
+    one = Mutant(**vars(HARMLESS) | {"cases": (), "tests": ("tests/core/train/test_step.py",)})
     monkeypatch.setattr(trial.Copy, "__init__", lambda _: None)
     monkeypatch.setattr(trial.Copy, "close", lambda _: None)
     monkeypatch.setattr(trial.Copy, "planted", lambda *_: contextlib.nullcontext())

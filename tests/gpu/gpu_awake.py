@@ -4,8 +4,8 @@ gradient. Name this module in `train.imports`.
 
 from dataclasses import dataclass, replace
 
-from titan_hydra.models import family_of, register
-from titan_hydra.models.init import Normal
+from titan_hydra.core.models import family_of, register
+from titan_hydra.core.models.init import Normal
 from titan_hydra.recipes.flux import FluxConfig
 from titan_hydra.recipes.flux.model import Flux
 

@@ -22,11 +22,12 @@ import torch
 from gpu_checks import Here, rows, trained
 
 from titan_hydra import cli
-from titan_hydra.checkpoint.reader import PREFIX, Reader
-from titan_hydra.config import Job, identity
-from titan_hydra.config.files import ASSETS, read_json
-from titan_hydra.job.ranks import processes
-from titan_hydra.runs import checkpoints, rundir
+from titan_hydra.core.checkpoint.reader import PREFIX, Reader
+from titan_hydra.core.job.config import Job, identity
+from titan_hydra.core.job.config.files import ASSETS, read_json
+from titan_hydra.core.job.ranks import processes
+from titan_hydra.core.job.run import checkpoints
+from titan_hydra.experiments.runs import rundir
 
 ROOT = Path(__file__).parents[2]
 # the checks must not inherit another process's place among ranks
@@ -229,7 +230,7 @@ def times_out(here: Here) -> dict[str, Any]:
 
 
 SLEEPER = """import os, time
-from titan_hydra.train.trainer import Trainer
+from titan_hydra.core.train.trainer import Trainer
 forward_backward, calls = Trainer.forward_backward, []
 def sleeping(self, batch):
     calls.append(1)
@@ -257,7 +258,7 @@ def started(here: Here, job: Job, number: int, **environment: str) -> tuple[Path
     started, ranks = [], processes(job)
     for rank in range(ranks):
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
-        command = [sys.executable, "-m", "titan_hydra.launch.worker", str(directory), str(number)]
+        command = [sys.executable, "-m", "titan_hydra.core.train.worker", str(directory), str(number)]
         started.append(
             subprocess.Popen(command, env=plain_environment() | place | {"NCCL_HOSTID": f"host{rank}"} | environment)
         )

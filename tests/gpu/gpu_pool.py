@@ -22,7 +22,7 @@ from typing import Any
 
 from gpu_cases import Case, base_of
 
-from titan_hydra.config.files import read_json
+from titan_hydra.core.job.config.files import read_json
 
 HERE = Path(__file__).parent
 PER_SET = 12  # cases that share one set of processes: each leaves process groups with the memory of their NCCL buffers

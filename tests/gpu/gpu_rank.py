@@ -32,11 +32,11 @@ import gpu_together
 import torch
 import torch.distributed as dist
 
-from titan_hydra.config.files import write_json
-from titan_hydra.launch.worker import set_environment
-from titan_hydra.observe import health
-from titan_hydra.runs.run import Run
-from titan_hydra.train.world import world
+from titan_hydra.core.job.config.files import write_json
+from titan_hydra.core.train.worker import set_environment
+from titan_hydra.core.train.observe import health
+from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.train.world import world
 
 
 def main(folder: Path, rank: int) -> None:

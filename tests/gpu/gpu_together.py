@@ -16,10 +16,10 @@ import torch.distributed as dist
 from gpu_cases import base_of
 from gpu_checks import Here
 
-from titan_hydra.base.errors import Unhealthy
-from titan_hydra.observe import flight, health
-from titan_hydra.verify import verify
-from titan_hydra.verify.matrix import Case as Layout
+from titan_hydra.core.base.errors import Unhealthy
+from titan_hydra.core.train.observe import flight, health
+from titan_hydra.instruments.verify import verify
+from titan_hydra.instruments.verify.matrix import Case as Layout
 
 # For a dry run. Bfloat16 is slow on many CPUs.
 SMALLER = {

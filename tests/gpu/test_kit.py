@@ -24,10 +24,10 @@ import gpu_pool
 import gpu_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_hydra import models
-from titan_hydra.observe import memory
-from titan_hydra.runs.run import Run
-from titan_hydra.verify import verify
+from titan_hydra.core import models
+from titan_hydra.core.train.observe import memory
+from titan_hydra.core.job.run.run import Run
+from titan_hydra.instruments.verify import verify
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Variables that Python or libraries read when they are started or imported.
 AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "TORCH", "CUDA", "LD_")
-PROGRAMS = ["titan_hydra.launch.main", "titan_hydra.cli"]
+PROGRAMS = ["titan_hydra.experiments.launch.main", "titan_hydra.cli"]
 
 
 def can_run(environment: Mapping[str, str]) -> bool:
@@ -32,7 +32,7 @@ def run(
     program: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], timeout: float = 300
 ) -> subprocess.CompletedProcess:
     """Run "launch.py" or "titan" with these words to its end, as subprocess.run does."""
-    from titan_hydra.verify.processes import PRELOADED
+    from titan_hydra.instruments.verify.processes import PRELOADED
 
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([*PRELOADED, *PROGRAMS])
@@ -66,7 +66,7 @@ def _main(program: str, words: list[str], folder: str, environment: dict[str, st
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     try:
         if program == "launch.py":
-            from titan_hydra.launch.main import launch
+            from titan_hydra.experiments.launch.main import launch
 
             sys.argv = [str(ROOT / program), *words]
             status = launch(sys.argv[0])

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.conftest import Submitter
-from titan_hydra.config.compose import compose_job
-from titan_hydra.launch.cell import Cell
-from titan_hydra.launch.executors.kubernetes import submit
-from titan_hydra.runs import rundir
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.launch.cell import Cell
+from titan_hydra.experiments.launch.executors.kubernetes import submit
+from titan_hydra.experiments.runs import rundir
 
 from . import api
 from .kubelet import IMAGE, Kubelet

@@ -5,9 +5,10 @@ not ask, and when a Job is missing although its ranks write. The real kubectl, a
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.base.errors import Exit
-from titan_hydra.launch import dispatch
-from titan_hydra.runs import layout, rundir
+from titan_hydra.core.base.errors import Exit
+from titan_hydra.experiments.launch import dispatch
+from titan_hydra.core.job.run import layout
+from titan_hydra.experiments.runs import rundir
 
 from . import api
 from .conftest import Site, jobs, wait_for

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import Launcher
+from tests.experiments.launch.conftest import Launcher
 from tests.slurm.conftest import Submitter
 
 from .kubelet import IMAGE
@@ -22,7 +22,7 @@ trainer.Trainer.update = lambda self, *given: time.sleep(0.1) or update(self, *g
 # Rank 1 raises the error that the file `raise` in its run directory names; ranks wait while there is a file `hold`.
 SABOTAGE = """
 import sys, torch
-from titan_hydra.base.errors import NotFinite
+from titan_hydra.core.base.errors import NotFinite
 slow, place = trainer.Trainer.update, sys.argv[1] + "/raise"
 def failing(self, *given):
     while os.path.exists(sys.argv[1] + "/hold"):

@@ -8,13 +8,14 @@ import subprocess
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.base.errors import Exit, Kind
-from titan_hydra.config.compose import compose_job
-from titan_hydra.config.registry import executor_named
-from titan_hydra.launch import dispatch
-from titan_hydra.launch.executors.kubernetes import kubectl, states, submit
-from titan_hydra.runs import layout, rundir, view
-from titan_hydra.runs.find import RunCell
+from titan_hydra.core.base.errors import Exit, Kind
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.core.job.config.registry import executor_named
+from titan_hydra.experiments.launch import dispatch
+from titan_hydra.experiments.launch.executors.kubernetes import kubectl, states, submit
+from titan_hydra.core.job.run import layout
+from titan_hydra.experiments.runs import rundir, view
+from titan_hydra.experiments.runs.find import RunCell
 
 from .api import Refusal
 from .conftest import jobs, wait_for
@@ -147,7 +148,7 @@ def test_a_lost_answer_submits_once(closed, cell, capsys):
 KILLED = """
 import os, sys
 sys.path.insert(0, {root!r})
-from titan_hydra.launch.executors.kubernetes import kubectl
+from titan_hydra.experiments.launch.executors.kubernetes import kubectl
 call = kubectl.Namespace.call
 def killed(self, *arguments, **more):
     if {what!r} not in more.get("text", "") or "--dry-run=server" in arguments:
@@ -156,7 +157,7 @@ def killed(self, *arguments, **more):
         call(self, *arguments, **more)
     os.kill(os.getpid(), 9)
 kubectl.Namespace.call = killed
-from titan_hydra.launch.main import main
+from titan_hydra.experiments.launch.main import main
 sys.exit(main())
 """
 

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from titan_hydra.base.errors import ConfigError, Exit, Unhealthy
-from titan_hydra.launch.executors.kubernetes import node
-from titan_hydra.launch.executors.kubernetes.manifest import PodShape
-from titan_hydra.launch.executors.kubernetes.node import Node
-from titan_hydra.runs import layout, rundir
-from titan_hydra.runs.records import this_process
+from titan_hydra.core.base.errors import ConfigError, Exit, Unhealthy
+from titan_hydra.experiments.launch.executors.kubernetes import node
+from titan_hydra.experiments.launch.executors.kubernetes.manifest import PodShape
+from titan_hydra.experiments.launch.executors.kubernetes.node import Node
+from titan_hydra.core.job.run import layout
+from titan_hydra.experiments.runs import rundir
+from titan_hydra.core.job.run.records import this_process
 
 OWNER = {
     **this_process(),

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from titan_hydra import cli
-from titan_hydra.base.errors import Exit
-from titan_hydra.launch import dispatch
-from titan_hydra.launch.executors.kubernetes import rights
-from titan_hydra.runs import rundir
+from titan_hydra.core.base.errors import Exit
+from titan_hydra.experiments.launch import dispatch
+from titan_hydra.experiments.launch.executors.kubernetes import rights
+from titan_hydra.experiments.runs import rundir
 
 from .api import KINDS, METHODS
 from .conftest import jobs

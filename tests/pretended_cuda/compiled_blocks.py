@@ -123,7 +123,7 @@ class Compiler:
 
 def of_objective(module: Any) -> bool:
     """Return whether the compiled part is the loss, as the compiler's record of its operators' sources shows."""
-    from titan_hydra.config.registry import OBJECTIVES
+    from titan_hydra.core.job.config.registry import OBJECTIVES
 
     files = [kind.build.partition(":")[0].replace(".", "/") + ".py" for kind in OBJECTIVES.values()]
     return any(file in (node.meta.get("stack_trace") or "") for node in module.graph.nodes for file in files)
@@ -203,10 +203,10 @@ def compile_step(words: tuple[str, ...]) -> list[Graph]:
     from torch._inductor.runtime import triton_helpers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from titan_hydra.config.compose import compose_unchecked
-    from titan_hydra.job.freeze import freeze
-    from titan_hydra.train.trainer import assemble
-    from titan_hydra.verify.fake import fake_world
+    from titan_hydra.experiments.compose.compose import compose_unchecked
+    from titan_hydra.core.job.freeze import freeze
+    from titan_hydra.core.train.trainer import assemble
+    from titan_hydra.core.train.fake import fake_world
 
     triton.runtime.driver.set_active(Driver())
     triton_helpers.set_driver_to_gpu = lambda: None  # this would create Triton's own driver, which asks the device

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-EXCHANGE = "parallel/experts.py AllToAll.sizes"
-FINITE = "item at train/optimizer.py step"  # torch does not shard fused SGD, the only kind of SGD that can skip a step by itself
+EXCHANGE = "core/parallel/experts.py AllToAll.sizes"
+FINITE = "item at core/train/optimizer.py step"  # torch does not shard fused SGD, the only kind of SGD that can skip a step by itself
 BASE = (
     "cluster.executor=slurm",
     "cluster.gpus_per_node=8",
@@ -105,8 +105,8 @@ def of_matrix() -> dict[str, Layout]:
     """Return the layouts of the acceptance matrix as they run on a GPU: in bfloat16, with real Float8. Loads of experts
     are even, because otherwise the values that the host reads are not known.
     """
-    from titan_hydra.verify.case import BASE as SIZES
-    from titan_hydra.verify.matrix import MATRIX
+    from titan_hydra.instruments.verify.case import BASE as SIZES
+    from titan_hydra.instruments.verify.matrix import MATRIX
 
     found = {}
     for case in MATRIX:

@@ -50,7 +50,7 @@ def before(act: Callable) -> Callable[[Callable], Callable]:
 
 def in_block(act: Callable) -> Callable[[], AbstractContextManager]:
     """Return a function that acts on the input of every feed-forward."""
-    return around("titan_hydra.models.layers:FeedForward", "forward", before(act))
+    return around("titan_hydra.core.models.layers:FeedForward", "forward", before(act))
 
 
 def other_stream(x):
@@ -127,39 +127,39 @@ PLANTED = {
         in_block(lambda x: x + __import__("torch").ones(x.shape[-1])), "takes a host tensor"
     ),
     "a number read": Plant(
-        in_block(lambda x: x.sum().item()), "item at models/layers.py Block.forward: the host waits"
+        in_block(lambda x: x.sum().item()), "item at core/models/layers.py Block.forward: the host waits"
     ),
     "a list read": Plant(
-        in_block(lambda x: x[0, :2, 0].tolist()), "tolist at models/layers.py Block.forward: the host waits"
+        in_block(lambda x: x[0, :2, 0].tolist()), "tolist at core/models/layers.py Block.forward: the host waits"
     ),
-    "nonzero": Plant(in_block(lambda x: x.nonzero()), "nonzero at models/layers.py Block.forward"),
+    "nonzero": Plant(in_block(lambda x: x.nonzero()), "nonzero at core/models/layers.py Block.forward"),
     "a copy to the host": Plant(
-        in_block(lambda x: x.sum().cpu()), "copy to the host at models/layers.py Block.forward"
+        in_block(lambda x: x.sum().cpu()), "copy to the host at core/models/layers.py Block.forward"
     ),
     "a list as a tensor": Plant(
         in_block(lambda x: __import__("torch").tensor([1, 2], device=x.device)), "pageable copy to the device"
     ),
     "a batch from pageable memory": Plant(
-        around("titan_hydra.data.batch", "onto", lambda onto: lambda device, tensor: tensor.to(device)),
+        around("titan_hydra.core.data.batch", "onto", lambda onto: lambda device, tensor: tensor.to(device)),
         "pageable copy to the device",
     ),
     "a wait for everything": Plant(
-        in_block(lambda x: __import__("torch").cuda.synchronize()), "synchronize at models/layers.py"
+        in_block(lambda x: __import__("torch").cuda.synchronize()), "synchronize at core/models/layers.py"
     ),
     "a stream that does not wait": Plant(in_block(other_stream), "does not wait for the stream"),
     "memory freed under another stream": Plant(in_block(freed_early), "is freed while a stream"),
     "flash before cuDNN": Plant(
-        around("titan_hydra.kernels.attention", "kernels", flash_first), "layers.*.attention.sdpa"
+        around("titan_hydra.core.kernels.attention", "kernels", flash_first), "layers.*.attention.sdpa"
     ),
     "no rotation, and none of its casts": Plant(
-        around("titan_hydra.models.layers", "rotate", lambda rotate: lambda x, rotary: x), "layers.*.attention "
+        around("titan_hydra.core.models.layers", "rotate", lambda rotate: lambda x, rotary: x), "layers.*.attention "
     ),
     "an attention whose gradient has strides": Plant(
         around("torch.nn.functional", "scaled_dot_product_attention", strided), "several strides"
     ),
     "gradients in the layout that they come in": Plant(
         around(
-            "titan_hydra.kernels.attention:OneLayout",
+            "titan_hydra.core.kernels.attention:OneLayout",
             "backward",
             lambda _: staticmethod(lambda ctx, gradient: gradient),
         ),
@@ -168,7 +168,7 @@ PLANTED = {
     ),
     "cuDNN in a ring": Plant(
         around(
-            "titan_hydra.parallel.context",
+            "titan_hydra.core.parallel.context",
             "kernels",
             lambda kernels: lambda asked, call: kernels(asked, call._replace(ring=False)),
         ),

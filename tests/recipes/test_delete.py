@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.config.additions import names_of_additions
-from titan_hydra.config.registry import REGISTRIES
+from titan_hydra.core.job.config.additions import names_of_additions
+from titan_hydra.core.job.config.registry import REGISTRIES
 
 ROOT = Path(__file__).parents[2]
 RECIPES = names_of_additions("recipes")
@@ -56,7 +56,7 @@ def test_without_a_recipe_the_quick_tests_pass(tmp_path, name):
     ]:
         shutil.rmtree(tmp_path / file) if (tmp_path / file).is_dir() else (tmp_path / file).unlink()
     subprocess.run(
-        [sys.executable, "-m", "titan_hydra.config.describe", "docs/configuration.md"], cwd=tmp_path, check=True
+        [sys.executable, "-m", "titan_hydra.experiments.compose.describe", "docs/configuration.md"], cwd=tmp_path, check=True
     )
     words = ["-q", "-m", "quick", *(f"--ignore={file}" for file in OTHERS)]
     done = subprocess.run(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import ROOT, Launcher
+from tests.experiments.launch.conftest import ROOT, Launcher
 
 SCRIPT = Path(__file__).parent / "slurm-cluster"
 NODES, GPUS = 4, 4

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.launch.conftest import ROOT
+from tests.experiments.launch.conftest import ROOT
 
 
 def cells(submit, *target):

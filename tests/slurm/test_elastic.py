@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.fault_tolerance.test_replicas import slow_steps
+from tests.core.train.fault_tolerance.test_replicas import slow_steps
 
 from .conftest import desk, running
 

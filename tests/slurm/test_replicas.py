@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.fault_tolerance.test_replicas import slow_steps, state
+from tests.core.train.fault_tolerance.test_replicas import slow_steps, state
 
 SLOWLY = slow_steps(0.5)
 STEPS, GROUPS = 300, 4

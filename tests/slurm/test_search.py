@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from titan_hydra.search.journal import Journal
+from titan_hydra.instruments.search.journal import Journal
 
 from .test_preemption import SLOW
 

@@ -29,7 +29,7 @@ def test_edits_while_the_job_waits_change_nothing(submit):
         assert submit.job_id(run) in out and "_" not in submit.job_id(run)
         edit(submit.code / "conf/debug/tiny.yaml", "steps: 5", "steps: 7")
         edit(
-            submit.code / "titan_hydra/train/loop.py",
+            submit.code / "titan_hydra/core/train/loop.py",
             "def train(",
             "raise SystemExit('the edited file runs')\n\n\ndef train(",
         )

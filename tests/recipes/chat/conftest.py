@@ -1,5 +1,5 @@
-"""Import the fixtures of data (tests/data), as conversations are data."""
+"""Import the fixtures of data (tests/core/data), as conversations are data."""
 
-from tests.data.conftest import job
+from tests.core.data.conftest import job
 
 __all__ = ["job"]

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tests.data.test_unknown import ROWS, letters, warned
-from tests.report.test_changes import what_differs
+from tests.core.data.test_unknown import ROWS, letters, warned
+from tests.experiments.report.test_changes import what_differs
 from titan_hydra import cli
-from titan_hydra.config.registry import DATA_SOURCES
+from titan_hydra.core.job.config.registry import DATA_SOURCES
 
 __all__ = ["letters"]
 TALK = {"messages": [{"role": "user", "content": ROWS[-1]}, {"role": "assistant", "content": "A"}]}

@@ -12,23 +12,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.checkpoint.steps import cut_back, tensors
-from tests.config.test_load import validations_are_short
+from tests.core.checkpoint.steps import cut_back, tensors
+from tests.core.job.test_load import validations_are_short
 from tests.kits import forked
-from titan_hydra import cli, data, models
-from titan_hydra.checkpoint.carried import facts_at
-from titan_hydra.config.compose import compose_job
-from titan_hydra.data import tokenizer
-from titan_hydra.job.freeze import freeze
-from titan_hydra.models import layers
-from titan_hydra.models.init import init_weights
+from titan_hydra import cli
+from titan_hydra.core import data, models
+from titan_hydra.core.checkpoint.carried import facts_at
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.core.data import tokenizer
+from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.models import layers
+from titan_hydra.core.models.init import init_weights
 from titan_hydra.recipes.chat.rows import ConversationReader
 from titan_hydra.recipes.chat.template_of_run import template_of_facts
-from titan_hydra.runs.checkpoints import newest
-from titan_hydra.train.objectives import build_objective
-from titan_hydra.train.objectives.language import IGNORED, cross_entropy
-from titan_hydra.verify.case import case
-from titan_hydra.verify.verify import verify
+from titan_hydra.core.job.run.checkpoints import newest
+from titan_hydra.core.train.objectives import build_objective
+from titan_hydra.core.train.objectives.language import IGNORED, cross_entropy
+from titan_hydra.instruments.verify.case import case
+from titan_hydra.instruments.verify.verify import verify
 
 ROOT = Path(__file__).parents[3]
 CONVERSATIONS = ROOT / "titan_hydra/recipes/chat/assets/train.jsonl"
@@ -43,7 +44,7 @@ LAYOUTS = {
     "fused loss": (2, "parallelism=fsdp", "data.local_batch=8", "loss=linear_cross_entropy"),
 }
 RECORDING = """
-from titan_hydra.config.registry import ObjectiveKind, register
+from titan_hydra.core.job.config.registry import ObjectiveKind, register
 
 register(ObjectiveKind("recording", "recording_on_ranks:Recording", needs=("tokens", "trained", "documents")))
 """
@@ -54,7 +55,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titan_hydra.train.objectives.language import IGNORED
+from titan_hydra.core.train.objectives.language import IGNORED
 from titan_hydra.recipes.chat.objective import SupervisedFineTuning
 
 

@@ -6,25 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.steps import cut_back, tensors
-from titan_hydra import data, models
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.compose import compose_job
-from titan_hydra.config.registry import OBJECTIVES
-from titan_hydra.models.init import init_weights
+from tests.core.checkpoint.steps import cut_back, tensors
+from titan_hydra.core import data, models
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.core.job.config.registry import OBJECTIVES
+from titan_hydra.core.models.init import init_weights
 from titan_hydra.recipes.flux import images
 from titan_hydra.recipes.flux.diffusion import as_latents, as_tokens
-from titan_hydra.runs.checkpoints import newest
-from titan_hydra.train.objectives import build_objective
-from titan_hydra.verify.case import case
-from titan_hydra.verify.matrix import in_bf16
-from titan_hydra.verify.verify import reference_of, verify
+from titan_hydra.core.job.run.checkpoints import newest
+from titan_hydra.core.train.objectives import build_objective
+from titan_hydra.instruments.verify.case import case
+from titan_hydra.instruments.verify.matrix import in_bf16
+from titan_hydra.instruments.verify.verify import reference_of, verify
 
 AWAKE = '''
 """FLUX whose modulations and output do not begin at 0, so that the first step gives every parameter a gradient."""
 from dataclasses import dataclass, replace
 
-from titan_hydra.models import family_of, register
+from titan_hydra.core.models import family_of, register
 from titan_hydra.recipes.flux import FluxConfig
 
 
@@ -37,7 +37,7 @@ register(replace(family_of(FluxConfig(family="flux")), name="awake", config=Awak
 '''
 AWAKE_ON_RANKS = """
 from titan_hydra.recipes.flux.model import Flux
-from titan_hydra.models.init import Normal
+from titan_hydra.core.models.init import Normal
 
 
 class AwakeFlux(Flux):

@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 from tests.recipes.flux.folders import write_encoders
-from titan_hydra import cli, data
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.compose import compose_job
+from titan_hydra import cli
+from titan_hydra.core import data
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.recipes.flux.images import CAPTIONS, picture
 from titan_hydra.recipes.flux.sample import as_bytes
 

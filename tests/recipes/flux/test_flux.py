@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_hydra import cli, models
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import import_hf
-from titan_hydra.checkpoint.initial import load_hf
-from titan_hydra.config.compose import compose_job
+from titan_hydra import cli
+from titan_hydra.core import models
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.checkpoint.convert import import_hf
+from titan_hydra.core.checkpoint.initial import load_hf
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.recipes.flux.config import FluxConfig
 from titan_hydra.recipes.flux.model import Flux
 

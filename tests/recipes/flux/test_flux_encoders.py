@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.recipes.flux.folders import BEGIN, END, MERGES, ROOM, T5_WORDS, WIDTH, write_encoders
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.compose import compose_job
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.recipes.flux import images
 from titan_hydra.recipes.flux.encoders import Encoders
 
@@ -248,7 +248,7 @@ def test_missing_libraries_are_one_line(tmp_path, monkeypatch):
 def test_what_needs_no_encoders_imports_no_libraries():
     code = """import sys
 from titan_hydra import data
-from titan_hydra.config.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.recipes.flux import encode, encode_command, sample, sample_command
 loader = data.build(compose_job("experiment=flux_laptop", "gpus=1", "data.local_batch=2"), 0, 1)
 loader.next()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.data.test_unknown import ROWS, letters, warned
-from tests.parallel.test_float8 import EMULATED, converted
-from tests.parallel.test_fused import FUSED, job_of
-from tests.report.test_changes import what_differs
-from titan_hydra.config.attention import call_of
-from titan_hydra.config.compose import compose_job
+from tests.core.data.test_unknown import ROWS, letters, warned
+from tests.core.parallel.test_float8 import EMULATED, converted
+from tests.core.parallel.test_fused import FUSED, job_of
+from tests.experiments.report.test_changes import what_differs
+from titan_hydra.core.job.config.attention import call_of
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.recipes.flux import encode
 from titan_hydra.recipes.flux.images import Caption
 from titan_hydra.recipes.flux.model import Modulation

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from titan_hydra import cli
-from titan_hydra.config.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.recipes.flux.images import Caption
 from titan_hydra.recipes.flux.sample import flow, times
 

@@ -5,10 +5,10 @@ import json
 import os
 import tarfile
 
-from tests.data.test_unknown import ROWS, letters, warned
-from tests.report.test_changes import what_differs
+from tests.core.data.test_unknown import ROWS, letters, warned
+from tests.experiments.report.test_changes import what_differs
 from titan_hydra import cli
-from titan_hydra.data import unknown
+from titan_hydra.core.data import unknown
 from titan_hydra.recipes.image_text import images
 
 __all__ = ["letters"]

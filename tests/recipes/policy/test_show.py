@@ -2,9 +2,9 @@
 
 import json
 
-from tests.data.test_unknown import ROWS, letters
+from tests.core.data.test_unknown import ROWS, letters
 from tests.recipes.chat.test_chat_show import shows_what_is_unknown
-from tests.report.test_changes import what_differs
+from tests.experiments.report.test_changes import what_differs
 from titan_hydra import cli
 
 __all__ = ["letters"]

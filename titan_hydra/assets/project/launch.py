@@ -1,4 +1,4 @@
-from titan_hydra.launch.main import launch
+from titan_hydra.experiments.launch.main import launch
 
 if __name__ == "__main__":
     launch(__file__)

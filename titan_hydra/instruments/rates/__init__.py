@@ -1,13 +1,13 @@
 """Rates of hardware: fitted to runs, tuned by runs, scored against published measurements; and useful time."""
 
-WORDS = "titan_hydra.commands"
+WORDS = "titan_hydra.experiments"
 PLAN = {  # options of `titan plan`: the module of each has add_arguments, asked and main
     "score": f"{WORDS}.plan_score",
     "calibrate": f"{WORDS}.calibrate",
     "tune": f"{WORDS}.tune",
     "goodput": f"{WORDS}.goodput",
 }
-PREDICTED = "titan_hydra.report.predicted"
+PREDICTED = "titan_hydra.instruments.rates.predicted"
 REPORT_CHANGES = {  # options of `titan report` that add to its rows: what each does, and its function
     "predicted": (
         "print titan plan's prediction of each run, and mark runs that are more than 20 %% slower than predicted",

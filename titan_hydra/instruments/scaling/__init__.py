@@ -4,7 +4,7 @@ held-out losses, and what follows for larger runs. Imports no torch; scipy is im
 
 COMMANDS = {
     "scale": (
-        "titan_hydra.commands.scale",
+        "titan_hydra.instruments.scaling.command_scale",
         "fit a scaling law to a ladder of sizes: predict larger runs, compare two recipes; --make writes a ladder",
     ),
 }

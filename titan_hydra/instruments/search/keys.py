@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_hydra.config.field import key
-from titan_hydra.config.operation import Search
-from titan_hydra.config.ranges import COUNT, NATURAL, POSITIVE, Interval
+from titan_hydra.core.job.config.field import key
+from titan_hydra.core.job.config.operation import Search
+from titan_hydra.core.job.config.ranges import COUNT, NATURAL, POSITIVE, Interval
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on conversations, in which the assistant's tokens are learned."""
 
-from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
+from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, register
 
 from .sources import ChatSource, ConversationSource
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from titan_hydra.commands.generate import add_options, print_continuation
+from titan_hydra.experiments.runs.command_generate import add_options, print_continuation
 
 if TYPE_CHECKING:
-    from titan_hydra.checkpoint.opened import Opened
+    from titan_hydra.core.checkpoint.opened import Opened
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

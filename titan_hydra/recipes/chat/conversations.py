@@ -5,8 +5,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_hydra.data.files import record_of
-from titan_hydra.data.records import Record
+from titan_hydra.core.data.files import record_of
+from titan_hydra.core.data.records import Record
 
 from .forms import messages_of
 

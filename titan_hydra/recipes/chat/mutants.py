@@ -1,8 +1,8 @@
 """Mutants of fine-tuning on conversations. Imports no torch."""
 
-from titan_hydra.verify.mutants.mutant import Mutant
+from titan_hydra.instruments.verify.mutants.mutant import Mutant
 
-OBJECTIVE, ROWS, TRAINER = "recipes/chat/objective.py", "recipes/chat/rows.py", "train/trainer.py"
+OBJECTIVE, ROWS, TRAINER = "recipes/chat/objective.py", "recipes/chat/rows.py", "core/train/trainer.py"
 EXACT = "sft, against float64"
 RESUMED = "sft, fsdp 2, resumed, validated"
 TESTS = "tests/recipes/chat/test_sft.py"
@@ -33,6 +33,6 @@ MUTANTS = [
            "The held-out loss is that of one rank's samples.", (RESUMED,), (VALIDATION,), "pytorch/torchtitan#4167"),
     Mutant("every validation sees other samples", "validation", TRAINER, "        loader.rewind()\n", "",
            "Held-out losses of different steps are of different samples.", (RESUMED,),
-           (VALIDATION, "tests/train/test_pipelined.py", TESTS)),
+           (VALIDATION, "tests/core/train/test_pipelined.py", TESTS)),
 ]
 # fmt: on

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan_hydra.data.batch import Batch
-from titan_hydra.data.loader import Sample
-from titan_hydra.train.objectives.language import IGNORED, Language, packed
+from titan_hydra.core.data.batch import Batch
+from titan_hydra.core.data.loader import Sample
+from titan_hydra.core.train.objectives.language import IGNORED, Language, packed
 
 
 class SupervisedFineTuning(Language):

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import schema
-from titan_hydra.config.fault import Fault, counted
-from titan_hydra.config.files import home
-from titan_hydra.data import files, tokenizer, unknown
-from titan_hydra.data.first_rows import faults_in_files, faults_in_rows
-from titan_hydra.data.permutation import permute
-from titan_hydra.data.records import SUFFIXES, HubRecords, Record, Records
-from titan_hydra.data.shards import UNLIMITED, BadRow, BadShard, BadShards
-from titan_hydra.data.tokenizer import Tokenizer
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.fault import Fault, counted
+from titan_hydra.core.job.config.files import home
+from titan_hydra.core.data import files, tokenizer, unknown
+from titan_hydra.core.data.first_rows import faults_in_files, faults_in_rows
+from titan_hydra.core.data.permutation import permute
+from titan_hydra.core.data.records import SUFFIXES, HubRecords, Record, Records
+from titan_hydra.core.data.shards import UNLIMITED, BadRow, BadShard, BadShards
+from titan_hydra.core.data.tokenizer import Tokenizer
 
 from . import template
 from .conversations import Conversation, parse
@@ -36,7 +36,7 @@ from .printed import forgotten
 from .sources import ConversationSource, RowSource, TemplateSource
 
 if TYPE_CHECKING:
-    from titan_hydra.data import Wanted
+    from titan_hydra.core.data import Wanted
 
 READING = 2  # changes whenever the same row gives other tokens than before, so that an older run is not resumed
 # number of conversations that are packed together; with 200 tokens each, in samples of 8,192 tokens, 2 % is padding

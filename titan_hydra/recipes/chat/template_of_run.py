@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import schema
-from titan_hydra.data import tokenizer
-from titan_hydra.data.facts import DEFAULT, Facts, special_tokens
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.data import tokenizer
+from titan_hydra.core.data.facts import DEFAULT, Facts, special_tokens
 
 from .conversations import Conversation
 from .sources import TemplateSource

@@ -1,7 +1,7 @@
 """FLUX.1: text to image by rectified flow, with a transformer over image and text (MMDiT, arXiv 2403.03206)."""
 
-from titan_hydra.config.family import Family
-from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
+from titan_hydra.core.job.config.family import Family
+from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, register
 
 from .config import FluxConfig, flops, no_linears, parameters, running_order, stacks_of_flux
 from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource

@@ -1,7 +1,7 @@
 """The cases of `titan verify` for FLUX."""
 
-from titan_hydra.verify.case import case
-from titan_hydra.verify.matrix import EXACT, in_bf16
+from titan_hydra.instruments.verify.case import case
+from titan_hydra.instruments.verify.matrix import EXACT, in_bf16
 
 BASE = (
     "model=flux_debug",

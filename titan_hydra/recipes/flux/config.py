@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from titan_hydra.config.family import Linear, Stack
-from titan_hydra.config.fault import Fault
-from titan_hydra.config.field import key
-from titan_hydra.config.model import Model
-from titan_hydra.config.ranges import COUNT, NOT_NEGATIVE, WIDTH, Interval
+from titan_hydra.core.job.config.family import Linear, Stack
+from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.field import key
+from titan_hydra.core.job.config.model import Model
+from titan_hydra.core.job.config.ranges import COUNT, NOT_NEGATIVE, WIDTH, Interval
 
 PATCH = 2  # side length in latents of an image token
 TIME = 256  # number of sines and cosines in the embedding of the time

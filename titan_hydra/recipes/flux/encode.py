@@ -15,16 +15,16 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.checkpoint.convert import make_target
-from titan_hydra.config.files import home, write_json
-from titan_hydra.train.generate import device_here
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.checkpoint.convert import make_target
+from titan_hydra.core.job.config.files import home, write_json
+from titan_hydra.core.train.generate import device_here
 
 from .encoders import Encoders
 from .images import DESCRIPTION, EMPTY, Caption, CaptionedImages, Example
 
 if TYPE_CHECKING:
-    from titan_hydra.data import Wanted
+    from titan_hydra.core.data import Wanted
 
     from .sources import ImageFilesSource
 

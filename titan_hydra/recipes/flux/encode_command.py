@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.config import Fault
+from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.job.config import Fault
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.files import read_json
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.files import read_json
 
 
 class Encoders:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_hydra.config.schema import Job
-from titan_hydra.verify.reference import Routed, Weights, affine, gelu_by_tanh, rms_norm, standardized
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.instruments.verify.reference import Routed, Weights, affine, gelu_by_tanh, rms_norm, standardized
 
 
 def squared_error(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:

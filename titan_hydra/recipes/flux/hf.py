@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from titan_hydra.models.hf import HuggingFace, only_these, only_values
+from titan_hydra.core.models.hf import HuggingFace, only_these, only_values
 
 from .config import FluxConfig
 

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.config.fault import Fault
-from titan_hydra.config.files import home, read_json
-from titan_hydra.config.schema import Tokenizer
-from titan_hydra.data.files import path_of, place_in
-from titan_hydra.data.items import OPEN_FILES, Numbered, dice_of
-from titan_hydra.data.permutation import permute
-from titan_hydra.data.unknown import in_rows
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.files import home, read_json
+from titan_hydra.core.job.config.schema import Tokenizer
+from titan_hydra.core.data.files import path_of, place_in
+from titan_hydra.core.data.items import OPEN_FILES, Numbered, dice_of
+from titan_hydra.core.data.permutation import permute
+from titan_hydra.core.data.unknown import in_rows
 
 if TYPE_CHECKING:
-    from titan_hydra.config.schema import Job
-    from titan_hydra.data import Wanted
+    from titan_hydra.core.job.config.schema import Job
+    from titan_hydra.core.data import Wanted
 
     from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
 

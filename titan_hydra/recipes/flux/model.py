@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_hydra.models.init import Normal
-from titan_hydra.models.layers import SDPA
+from titan_hydra.core.models.init import Normal
+from titan_hydra.core.models.layers import SDPA
 
 from .config import TIME, FluxConfig
 

@@ -1,6 +1,6 @@
 """Mutants of FLUX. Imports no torch."""
 
-from titan_hydra.verify.mutants.mutant import Mutant
+from titan_hydra.instruments.verify.mutants.mutant import Mutant
 
 DIFFUSION, IMAGES, MODEL = (f"recipes/flux/{name}.py" for name in ("diffusion", "images", "model"))
 FSDP, CP, EXACT = "flux, fsdp 2", "flux, cp 2", "flux, against float64"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.commands.model import add_model, checkpoint_of
-from titan_hydra.config import Fault
+from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.experiments.runs.command_model import add_model, checkpoint_of
+from titan_hydra.core.job.config import Fault
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

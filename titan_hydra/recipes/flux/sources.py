@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_hydra.config.field import key
-from titan_hydra.config.ranges import PATH, SHARE
-from titan_hydra.config.source import FileSource, Source
+from titan_hydra.core.job.config.field import key
+from titan_hydra.core.job.config.ranges import PATH, SHARE
+from titan_hydra.core.job.config.source import FileSource, Source
 
 
 @dataclass

@@ -1,18 +1,11 @@
 """Decoders that read images: a vision tower of Siglip2's kind (arXiv 2502.14786) before Llama 3 or Qwen3."""
 
-from titan_hydra.config.family import Family, causal_keys, family_named
-from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
-from titan_hydra.config.source import FileSource
+from titan_hydra.core.job.config.family import Family, causal_keys, family_named
+from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, register
+from titan_hydra.core.job.config.source import FileSource
 from titan_hydra.recipes.chat import TURNS
 
-from .config import (
-    IllustratedText,
-    Llama3VisionConfig,
-    Qwen3VisionConfig,
-    modules_with_tower,
-    parameters_with_tower,
-    stacks_with_tower,
-)
+from .config import IllustratedText, Llama3VisionConfig, Qwen3VisionConfig, modules_with_tower, parameters_with_tower, stacks_with_tower
 
 GIVEN = (*TURNS, "patches", "cells", "images", "places")
 TAKEN = "text with images"

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from titan_hydra.config.family import Linear, Stack, decoder_modules
-from titan_hydra.config.fault import Fault
-from titan_hydra.config.field import key
-from titan_hydra.config.model import Model
-from titan_hydra.config.ranges import COUNT, WIDTH, Interval
-from titan_hydra.config.schema import Objective
-from titan_hydra.models.llama3.config import Llama3Config
-from titan_hydra.models.qwen3.config import Qwen3Config
+from titan_hydra.core.job.config.family import Linear, Stack, decoder_modules
+from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.field import key
+from titan_hydra.core.job.config.model import Model
+from titan_hydra.core.job.config.ranges import COUNT, WIDTH, Interval
+from titan_hydra.core.job.config.schema import Objective
+from titan_hydra.core.models.llama3.config import Llama3Config
+from titan_hydra.core.models.qwen3.config import Qwen3Config
 
 
 @dataclass

@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from titan_hydra.base.errors import ConfigError
-from titan_hydra.config import schema
-from titan_hydra.config.fault import Fault
-from titan_hydra.config.source import FileSource
-from titan_hydra.data import files, unknown
-from titan_hydra.data.shards import BadRow, BadShard, BadShards
-from titan_hydra.data.tokenizer import Tokenizer
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.source import FileSource
+from titan_hydra.core.data import files, unknown
+from titan_hydra.core.data.shards import BadRow, BadShard, BadShards
+from titan_hydra.core.data.tokenizer import Tokenizer
 from titan_hydra.recipes.chat.rows import Chat, ConversationReader, Turns
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from titan_hydra.data import Wanted
+    from titan_hydra.core.data import Wanted
 
 SUFFIXES = ("jpg", "jpeg", "png", "webp")
 TURNED = 274  # the EXIF tag of the orientation; values from 5 on exchange rows and columns

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_hydra.config.model import Model
-from titan_hydra.models.init import Normal
-from titan_hydra.models.layers import SDPA, Decoder
-from titan_hydra.models.llama3.model import Llama3
-from titan_hydra.models.qwen3.model import Qwen3
+from titan_hydra.core.job.config.model import Model
+from titan_hydra.core.models.init import Normal
+from titan_hydra.core.models.layers import SDPA, Decoder
+from titan_hydra.core.models.llama3.model import Llama3
+from titan_hydra.core.models.qwen3.model import Qwen3
 
 from .config import Llama3VisionConfig, Qwen3VisionConfig, Vision
 

@@ -1,6 +1,6 @@
 """Mutants of decoders that read images. Imports no torch."""
 
-from titan_hydra.verify.mutants.mutant import Mutant
+from titan_hydra.instruments.verify.mutants.mutant import Mutant
 
 MODEL, OBJECTIVE, SHARDING = (f"recipes/image_text/{name}.py" for name in ("model", "objective", "sharding"))
 TP, PP = "bf16, llama3_vision, tp 2", "bf16, llama3_vision, pp 2"

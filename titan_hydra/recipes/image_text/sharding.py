@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from titan_hydra.config.schema import Parallelism
-from titan_hydra.models.llama3 import sharding as llama3
-from titan_hydra.models.qwen3 import sharding as qwen3
-from titan_hydra.parallel.norm import Norm
-from titan_hydra.parallel.plans import Linears, Plan
-from titan_hydra.parallel.whole import WholeTree
+from titan_hydra.core.job.config.schema import Parallelism
+from titan_hydra.core.models.llama3 import sharding as llama3
+from titan_hydra.core.models.qwen3 import sharding as qwen3
+from titan_hydra.core.parallel.norm import Norm
+from titan_hydra.core.parallel.plans import Linears, Plan
+from titan_hydra.core.parallel.whole import WholeTree
 
 
 def llama3_vision(config: Parallelism, norm: Norm, linears: Linears) -> Plan:

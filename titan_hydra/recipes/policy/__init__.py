@@ -1,6 +1,6 @@
 """Learning from whole answers: pairs with a preferred answer (dpo), and sampled tokens with advantages (policy)."""
 
-from titan_hydra.config.registry import DataSourceKind, ObjectiveKind, register
+from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, register
 from titan_hydra.recipes.chat import LINES, TEMPLATE, TURNS
 
 from .config import DirectPreference, PairSource, PolicyGradient, RolloutSource

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from titan_hydra.config.field import key
-from titan_hydra.config.ranges import POSITIVE
-from titan_hydra.config.schema import Objective
-from titan_hydra.config.source import DigestedSource
+from titan_hydra.core.job.config.field import key
+from titan_hydra.core.job.config.ranges import POSITIVE
+from titan_hydra.core.job.config.schema import Objective
+from titan_hydra.core.job.config.source import DigestedSource
 from titan_hydra.recipes.chat.sources import RowSource, TemplateSource
 
 

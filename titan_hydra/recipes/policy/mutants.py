@@ -1,6 +1,6 @@
 """Mutants of preferences and policies. Imports no torch."""
 
-from titan_hydra.verify.mutants.mutant import Mutant
+from titan_hydra.instruments.verify.mutants.mutant import Mutant
 
 LOSSES, ROWS = "recipes/policy/objectives.py", "recipes/policy/rows.py"
 PAIRS, ROLLOUTS = "dpo, against float64", "policy, against float64"

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from titan_hydra.config.fault import Fault
-from titan_hydra.config.schema import Job
+from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.schema import Job
 
 
 def faults(job: Job) -> Iterator[Fault]:

@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from titan_hydra.base.errors import ConfigError, Exit
-from titan_hydra.commands.bad_rows import RowsLeftOut, add_max_bad_rows
-from titan_hydra.commands.model import add_model, model_at
+from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.experiments.runs.bad_rows import RowsLeftOut, add_max_bad_rows
+from titan_hydra.experiments.runs.command_model import add_model, model_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,0 @@
-"""Import the fixtures of launch.py (tests/launch), which start the runs that the commands read."""
-
-from tests.launch.conftest import launcher, launcher_of_module
-
-__all__ = ["launcher", "launcher_of_module"]

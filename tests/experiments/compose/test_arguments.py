@@ -1,0 +1,129 @@
+"""Flags of launch.py may stand anywhere on the line, and a wrong one gives one line."""
+
+import os
+
+import pytest
+
+from titan_hydra import cli
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.experiments.compose.arguments import arranged
+from titan_hydra.core.job.config.files import CONF
+from titan_hydra.experiments.compose.overrides import mistakes
+from titan_hydra.core.job.config.ranges import PATH
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "flags"),
+    [
+        ("debug=tiny -m seed=1,2", "debug=tiny seed=1,2", "-m"),
+        ("-m debug=tiny seed=1,2", "debug=tiny seed=1,2", "-m"),
+        ("debug=tiny --cfg job steps=3 --resolve -p steps", "debug=tiny steps=3", "--cfg job --resolve -p steps"),
+        ("--config-dir . steps=3 --multirun seed=1,2", "steps=3 seed=1,2", "--config-dir . --multirun"),
+        ("~experiment +cluster.sbatch.mem=0 --info config", "~experiment +cluster.sbatch.mem=0", "--info config"),
+        ("-sc query=bash", "query=bash", "-sc"),
+    ],
+)
+def test_flags_may_stand_anywhere(arguments, overrides, flags):
+    assert arranged(arguments.split()) == (overrides.split(), flags.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--resolve", "--resolve: goes with --cfg job"),
+        ("-sc", "takes install=SHELL"),
+        ("-sc foo=bar", "takes install=SHELL"),
+        ("-m --cfg job", "--multirun and --cfg: only one of them"),
+        ("-p model.nosuch --cfg job", "--package model.nosuch: no such key or group"),
+        ("--steps=10", "--steps=10: keys are given without dashes, as steps=VALUE"),
+        ("--batch-size 8", "--batch-size: keys are given without dashes"),
+        ("--nosuch", "unrecognized arguments: --nosuch"),
+        ("-c", "expected one argument"),
+        ("--cfg nothing", "invalid choice"),
+        ("--experimental-rerun file.pickle", "the same command line resumes"),
+        ("steps=x -m modle=3", "steps=x: must be a whole number, at least 1 (optimizer steps)\nmodle: no such key"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(arguments, text):
+    with pytest.raises(ConfigError) as raised:
+        arranged(arguments.split())
+    assert text in str(raised.value) and len(str(raised.value).splitlines()) == text.count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("stauts", "did you mean status?"),
+        ("plna", "did you mean plan?"),
+        ("everything", "`titan` lists them"),
+        ("ls", "it is now titan status --all"),
+        ("sync", "it is now titan track --send"),
+        ("from-torchtitan", "it is now a page, docs/coming-from.md: TorchTitan itself has no TOML any more"),
+    ],
+)
+def test_titan_suggests_a_word(word, hint, capsys):
+    assert cli.main([word, "--json"]) == 2
+    assert capsys.readouterr().err == f"titan {word}: no such command; {hint}\n"
+
+
+def test_a_new_project_has_the_modes_of_its_place(tmp_path):
+    """`titan init` obeys the umask and a folder's setgid bit; copies of the package's files would keep the package's
+    modes.
+    """
+    tmp_path.chmod(0o2770)
+    before = os.umask(0o077)
+    try:
+        assert cli.main(["init", str(tmp_path / "mylab")]) == 0
+    finally:
+        os.umask(before)
+    assert {
+        path.stat().st_mode & 0o7777 for path in [tmp_path / "mylab", *(tmp_path / "mylab").rglob("*")] if path.is_dir()
+    } == {0o2700}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "mylab").rglob("*") if path.is_file()} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["seed=1,", "2"], "seed=1,2"),
+        (["optimizer.lr", "=", "1e-3"], "optimizer.lr=1e-3"),
+        (["optimizer.lr=", "1e-3"], "optimizer.lr=1e-3"),
+        (["optimizer.lr", "=1e-3"], "optimizer.lr=1e-3"),
+        (["validation.tasks=[a,", "b]"], "'validation.tasks=[a,b]'"),
+        (["+cluster.sbatch={mem:", "1}"], "'+cluster.sbatch={mem:1}'"),
+        (["seed=1,2,"], "seed=VALUE,VALUE"),
+    ],
+)
+def test_an_override_with_blanks_is_one_mistake(words, meant):
+    (line,) = mistakes(["steps=3", *words, "notes=", "gpus=1"])
+    assert line.endswith(f"as {meant}"), line
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["hydra.verbose=true", "+hydra.job.env_set.A=1", "hydra/job_logging=disabled", "hydra.sweeper.max_batch_size=2"],
+)
+def test_what_hydra_would_take_without_effect_is_refused(word):
+    assert len(mistakes([word])) == 1
+    assert not mistakes(["hydra.mode=MULTIRUN", "hydra/launcher=basic", "hydra/job_logging=none"])
+
+
+@pytest.mark.parametrize("path", ["$SCRATCH/runs", "${SCRATCH}/runs", "/a/$B/c"])
+def test_the_name_of_a_variable_is_no_folder(path):
+    assert "${oc.env:" in PATH.objection(path)
+    assert PATH.objection("/a/b$c/$(D)/e$") is None
+
+
+def test_an_option_of_cluster_names_its_executor(tmp_path):
+    (tmp_path / "cluster").mkdir()
+    for name, text in (
+        ("empty", ""),
+        ("bare", "max_parallel: 2\n"),
+        ("mine", "executor: slurm\n"),
+        ("heir", "defaults: [mine]\n"),
+    ):
+        (tmp_path / f"cluster/{name}.yaml").write_text(text)
+    lines = {
+        name: mistakes([f"cluster={name}"], [CONF, tmp_path]) for name in ("empty", "bare", "mine", "heir", "local")
+    }
+    assert [len(line) for line in lines.values()] == [1, 1, 0, 0, 0] and "executor" in lines["empty"][0]

@@ -1,0 +1,118 @@
+"""Test predictions of published measurements: titan_hydra/assets/published.yaml, and files in the same format."""
+
+import contextlib
+from statistics import median
+
+import pytest
+import yaml
+
+from titan_hydra.cli import main
+from titan_hydra.experiments.plan.bands import BANDS, band_of, technique_of
+from titan_hydra.instruments.rates.published import SHIPPED, rows_of, score
+from titan_hydra.experiments.plan.shape import NotPredictable
+
+ROW = {
+    "id": "own",
+    "source": "here",
+    "model": "llama3_8b",
+    "hardware": "h100",
+    "gpus": 64,
+    "tp": 2,
+    "dp": 32,
+    "dp_kind": "fsdp2",
+    "global_batch": 64,
+    "seq_len": 8192,
+    "precision": "bf16",
+    "recompute": "full",
+    "compile": "block",
+    "tokens_per_second_per_gpu": 9000,
+}
+
+
+def test_a_row_becomes_the_job_that_it_describes():
+    found = score(rows_of_one(ROW))
+    assert {"gpus=64", "parallelism.dp_shard=32", "parallelism.tp=2", "data.global_batch=64", "data.local_batch=1"} <= {
+        *found.overrides
+    }
+    assert {"ac=full", "compile=block", "precision=bf16", "hardware=h100"} <= {*found.overrides}
+    assert found.technique == "dense, tp" and found.speed[0] == 9000 and found.memory is None and found.apart is None
+    balanced = score(
+        rows_of_one(ROW | {"model": "deepseek_v3_16b", "tp": 1, "ep": 8, "dp": 64, "routing": "forced balance"})
+    )
+    drifting = score(rows_of_one(ROW | {"model": "deepseek_v3_16b", "tp": 1, "ep": 8, "dp": 64}))
+    assert balanced.technique == "experts, ep" and balanced.speed[1] > 1.02 * drifting.speed[1]
+
+
+def rows_of_one(row: dict) -> dict:
+    return {"stack": {}, "shape": None} | row
+
+
+@pytest.mark.parametrize(
+    "source", yaml.safe_load(SHIPPED.read_text())["sources"], ids=lambda source: source["source"][-40:]
+)
+def test_the_first_row_of_each_source_is_predicted(source):
+    row = next(row for row in rows_of() if row["id"] == source["rows"][0]["id"])
+    try:
+        found = score(row)
+    except NotPredictable as error:
+        assert "no preset" in str(error)
+        return
+    assert found.apart or abs(found.deviation) < max(band_of(found.shape.job), 0.25), found.error
+
+
+def test_a_source_that_gives_both_confirms_how_its_flops_are_counted():
+    rows = [row for row in rows_of() if row.get("formula") == "nemo" and "tokens_per_second_per_gpu" in row]
+    assert len(rows) == 12
+    for row in rows:
+        from_flops = {name: value for name, value in row.items() if name != "tokens_per_second_per_gpu"}
+        assert score(from_flops).speed[0] == pytest.approx(row["tokens_per_second_per_gpu"], rel=2e-3), row["id"]
+
+
+@pytest.mark.long
+def test_all_rows_are_predicted_as_the_page_says():
+    found = []
+    for row in rows_of():
+        with contextlib.suppress(NotPredictable):
+            found.append(score(row))
+    counted = [one for one in found if not one.apart]
+    dense = [abs(one.error) for one in counted if one.technique.startswith("dense")]
+    experts = [abs(one.error) for one in counted if one.technique.startswith("experts")]
+    assert len(counted) == 171 and median(dense) < 0.045 and max(dense) < 0.35
+    assert median(experts) < 0.16 and max(experts) < 0.40
+    memory = sorted(abs(one.memory[1] / one.memory[0] - 1) for one in counted if one.memory)
+    assert memory[-1] < 0.12
+    inside = [abs(one.deviation) <= band_of(one.shape.job) for one in counted]
+    assert sum(inside) >= 0.8 * len(inside)
+    assert {technique_of(one.shape.job) for one in counted} <= {*BANDS}, "each technique with rows has a band"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hardware": "gh200"}, "hardware=gh200: has no preset"),
+        ({"precision": "nvfp4"}, "precision=nvfp4: is not a format of this trainer"),
+        ({"model": "of_another"}, "model=of_another: its shape is not known"),
+        ({"global_batch": 33}, "global_batch=33: is no multiple of dp=32"),
+        ({"seq_len": None}, "seq_len: is not given"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_says_why(change, reason):
+    row = {key: value for key, value in (rows_of_one(ROW) | change).items() if value is not None or key == "shape"}
+    with pytest.raises(NotPredictable) as error:
+        score(row)
+    assert str(error.value) == reason
+
+
+def test_the_command_reads_a_file_of_rows(tmp_path, capsys):
+    file = tmp_path / "rows.yaml"
+    file.write_text(yaml.safe_dump([ROW, ROW | {"id": "other", "hardware": "gh200"}]))
+    assert main(["plan", "--score", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "dense" in told and "own: 9,000 tokens/s, predicted" in told and "skipped  other: hardware=gh200" in told
+    file.write_text("nonsense")
+    assert main(["plan", "--score", str(file)]) == 2
+    assert "is not a list of rows with an id each" in capsys.readouterr().err
+    assert main(["plan", "model=llama3_8b", "--score"]) == 2
+    assert "--score takes no overrides" in capsys.readouterr().err
+    assert main(["plan", "--score", str(tmp_path / "none.yaml")]) == 2
+    assert "cannot be read" in capsys.readouterr().err

@@ -1,0 +1,256 @@
+"""Read the tensors of a model, or any part of a tensor, from a Hugging Face folder (safetensors).
+
+In this package, a matrix of all experts is one tensor. A folder may store it as one tensor for each expert, or in the
+packed form that transformers 5 uses in memory, with the gate and up projections of all experts in one tensor. Weights
+in float8 are multiplied by the scales of their blocks, which are separate tensors of the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.family import FAMILIES
+from titan_hydra.core.job.config.fault import shown
+from titan_hydra.core.job.config.model import Model
+from titan_hydra.core.models.hf import HuggingFace, typed_model
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+ROWS = 4096  # number of rows of a matrix that are compared at a time
+SCALE = "_scale_inv"  # suffix of the tensor with a float8 weight's scales
+PACKED = {  # an expert's matrix: (tensor with this matrix of all experts, index of its part, number of parts by rows)
+    "gate_proj.weight": ("gate_up_proj", 0, 2),
+    "up_proj.weight": ("gate_up_proj", 1, 2),
+    "down_proj.weight": ("down_proj", 0, 1),
+}
+UNUSED = ("rotary_emb.inv_freq", SCALE)  # suffixes of tensors in a folder that are not weights
+
+
+class Folder:
+    """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` is the family's
+    HuggingFace record; by default, it is chosen by the model_type in config.json. Raises ConfigError if the folder
+    cannot be read.
+    """
+
+    def __init__(self, source: Path, hf: HuggingFace | None = None):
+        self.source, self.handles = source, {}
+        if (adapters := source / "adapter_config.json").exists():
+            raise ConfigError(f"{adapters}: adapters cannot be converted; merge them into the weights first, with PEFT")
+        config_file = source / "config.json"
+        content = content_of(config_file)
+        self.hf = hf or side_of(content, config_file)
+        try:
+            self.config: Model = typed_model(self.hf.from_config(content, config_file), config_file)
+        except KeyError as error:
+            raise ConfigError(f"{config_file}: lacks {error}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{config_file}: has a value of another type than its key takes ({error})") from error
+        self.hf = self.hf.of(self.config)
+        # Blocks of multi-token prediction, which no model here has, are numbered after the model's blocks.
+        layers = self.config.n_layers
+        self.unused = tuple(
+            f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0)
+        )
+        self.block = block_of(content.get("quantization_config"), config_file)
+        self.files = weight_files(source, self.hf.files)
+
+    def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
+        """Return the dtype in which each tensor of a model is stored; bfloat16 for float8. Raises ConfigError if a tensor
+        is missing or has another shape, or if the folder has weights that the model lacks.
+        """
+        found, seen = {}, set()
+        for fqn, tensor in state.items():
+            if (
+                isinstance(tensor, nn.Parameter) or fqn in self
+            ):  # buffers may be missing: they keep their initial values
+                wanted = self.shapes(fqn, tensor.shape)
+                found[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
+                seen |= wanted.keys()
+        head = f"{self.hf.names.get('output')}.weight" if self.config.tie_embeddings else ""
+        if head in self.files and not self._equal(head, self.hf.name("tok_embeddings.weight")):
+            raise ConfigError(
+                f"{self.files[head]}: {head} differs from the embedding, and tie_word_embeddings=true in config.json says "
+                "that they are one; nearest legal: tie_word_embeddings=false"
+            )
+        for name in self.files.keys() - seen - {head}:
+            if not name.startswith(self.unused) and not name.endswith(UNUSED):
+                raise ConfigError(f"{self.files[name]}: {name} has no place in the model")
+        return found
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same values. They are read in pieces, as they can be large."""
+        shape, others = self._entry(one).get_shape(), self._entry(other).get_shape()
+        return shape == others and all(
+            torch.equal(*(self._part(name, (row, 0), (min(ROWS, shape[0] - row), shape[1])) for name in (one, other)))
+            for row in range(0, shape[0], ROWS)
+        )
+
+    def __contains__(self, fqn: str) -> bool:
+        return self.hf.name(fqn).format(0) in self.files
+
+    def shapes(self, fqn: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of each tensor in the folder that contains the model's tensor `fqn` or a part of this
+        tensor.
+        """
+        name = self.hf.name(fqn)
+        if packed := self._packed(name):
+            theirs, _, parts = packed
+            return {theirs: (shape[0], parts * shape[1], shape[2])}
+        return (
+            {name.format(number): tuple(shape[1:]) for number in range(shape[0])}
+            if "{}" in name
+            else {name: tuple(shape)}
+        )
+
+    def tensor(self, fqn: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read a whole tensor and convert it to `dtype`. Raises ConfigError if it is missing or has another shape."""
+        for name, part in self.shapes(fqn, shape).items():
+            self._checked(name, part)
+        found = torch.empty(shape, dtype=dtype)
+        self.read(fqn, shape, [0] * len(shape), found)
+        return found
+
+    def read(self, fqn: str, shape: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
+        """Read a part of the tensor `fqn` into `target`. The part begins at `offsets` and has the shape of `target`;
+        `shape` is that of the whole tensor.
+        """
+        name = self.hf.name(fqn)
+        if target.numel() == 0:
+            return
+        if packed := self._packed(name):
+            theirs, part, _ = packed
+            name = theirs
+            target.copy_(self._part(theirs, (offsets[0], part * shape[1] + offsets[1], offsets[2]), target.shape))
+        elif "{}" in name:
+            for number, part in enumerate(target, offsets[0]):
+                part.copy_(self._part(name.format(number), offsets[1:], part.shape))
+        else:
+            target.copy_(self._part(name, offsets, target.shape))
+        if not target.isfinite().all():
+            raise ConfigError(
+                f"{self.files[name.format(offsets[0])]}: {name} has values in {str(target.dtype).removeprefix('torch.')} "
+                "that are not finite: the file is damaged, or the dtype too small"
+            )
+
+    def _packed(self, name: str) -> tuple[str, int, int] | None:
+        """Return (tensor, index of the part, number of parts), as in PACKED, for a packed matrix of experts; else None."""
+        experts, _, kind = name.partition("{}.")
+        if kind not in PACKED or experts + PACKED[kind][0] not in self.files:
+            return None
+        theirs, part, parts = PACKED[kind]
+        return experts + theirs, part, parts
+
+    def _part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        where = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        values = self._open(name).get_slice(name)[where]
+        if values.dtype != torch.float8_e4m3fn:
+            return values
+        blocks = (1,) * (values.dim() - 2) + self.block
+        over = tuple(
+            slice(part.start // block, -(-part.stop // block)) for part, block in zip(where, blocks, strict=True)
+        )
+        scales = self._open(name + SCALE).get_slice(name + SCALE)[over].float()
+        for dim, block in enumerate(blocks):
+            scales = scales.repeat_interleave(block, dim).narrow(dim, offsets[dim] % block, sizes[dim])
+        return values.float() * scales
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
+        """Return a tensor's dtype; bfloat16 for float8. Raises ConfigError for a missing tensor, or a wrong shape."""
+        entry = self._entry(name)
+        if (found := tuple(entry.get_shape())) != shape:
+            raise ConfigError(f"{self.files[name]}: {name} is {found}; the model needs {shape}")
+        if (stored := entry.get_dtype()) in DTYPES:
+            return DTYPES[stored]
+        if stored != "F8_E4M3" or self.block is None:
+            raise ConfigError(
+                f"{self.files[name]}: {name} is {stored}; legal: {', '.join(DTYPES)}, or F8_E4M3 with quantization_config.weight_block_size"
+            )
+        blocks = (1,) * (len(shape) - 2) + self.block
+        needed = tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
+        if (found := tuple(self._entry(name + SCALE).get_shape())) != needed:
+            raise ConfigError(f"{self.files[name + SCALE]}: {name + SCALE} is {found}; the weight needs {needed}")
+        return torch.bfloat16
+
+    def _entry(self, name: str) -> Any:
+        if name not in self.files:
+            raise ConfigError(f"{self.source}: has no {name}, which the model needs")
+        try:
+            return self._open(name).get_slice(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self.files[name]}: {name} cannot be read ({error})") from error
+
+    def _open(self, name: str) -> Any:
+        """Return the open file of a tensor. Each file is opened once, as a model may have tens of thousands of tensors."""
+        file = self.files[name]
+        if file not in self.handles:
+            self.handles[file] = safe_open(file, framework="pt")
+        return self.handles[file]
+
+
+def side_of(content: dict, file: Path) -> HuggingFace:
+    """Return the HuggingFace record of the family whose model a config.json describes. Raises ConfigError if its
+    model_type belongs to no family.
+    """
+    sides = {side.model_type: side for family in FAMILIES.values() if (side := family.part("hf"))}
+    kind = content.get("model_type") or content.get("_class_name")
+    if kind not in sides:
+        raise ConfigError(f"{file}: model_type={kind}: only {', '.join(sides)} can be converted")
+    return sides[kind]
+
+
+def block_of(quantization: dict | None, file: Path) -> tuple[int, ...] | None:
+    """Return (rows, columns) of the blocks into which float8 weights are divided, with one scale for each block. None
+    if weights are not quantized. Raises ConfigError for other quantizations.
+    """
+    if not quantization:
+        return None
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or not block:
+        raise ConfigError(
+            f"{file}: quantization_config.quant_method={method}, weight_block_size={block}: only fp8 in blocks can be converted"
+        )
+    return tuple(block)
+
+
+def weight_files(source: Path, stem: str) -> dict[str, Path]:
+    """Return for each tensor the file in a folder that holds it. The names of weight files begin with `stem`."""
+    index = source / f"{stem}.safetensors.index.json"
+    single = source / f"{stem}.safetensors"
+    if index.is_file():
+        places = content_of(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ConfigError(f"{index}: weight_map={shown(str(places))}: must name the file of each tensor")
+        found = {name: source / file for name, file in places.items()}
+        if single.exists() and single not in found.values():
+            raise ConfigError(
+                f"{source}: has {single.name} and {index.name}, which names other files: which are the weights? Move one of them away"
+            )
+        return found
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{single}: cannot be read, and there is no {index.name} ({error})") from error
+
+
+def content_of(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file. Raises ConfigError if it cannot be read, or holds no JSON object."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: not a JSON object")
+    return content
+
+
+def write_content(file: Path, content: dict) -> None:
+    """Write a JSON file as Hugging Face's libraries do: indented, with the keys in the order of `content`."""
+    file.write_text(json.dumps(content, indent=2) + "\n")

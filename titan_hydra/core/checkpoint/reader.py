@@ -1,0 +1,71 @@
+"""Read single tensors of a checkpoint, or of adapters merged into the frozen weights with which they were trained."""
+
+import pickle
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from titan_hydra.core.base.errors import CheckpointError
+
+from . import safe
+from .folder import Folder
+from .planner import LoadPlanner
+
+PREFIX = "model."  # prefix of the names of parameters in a checkpoint
+
+
+class Reader:
+    """Reads tensors of a checkpoint, without running code. Its index, which can be large, is read once. Weights in
+    `factors` are multiplied by their factor.
+    """
+
+    def __init__(self, checkpoint: Path, factors: dict[str, float] | None = None):
+        self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
+        self.factors = factors or {}
+        self.metadata = self.reader.index
+
+    def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
+        """Return the dtype in which each tensor of a model is stored. Missing tensors are left out."""
+        stored = self.metadata.state_dict_metadata
+        return {
+            name: entry.properties.dtype
+            for name in state
+            if isinstance(entry := stored.get(PREFIX + name), TensorStorageMetadata)
+        }
+
+    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read a whole parameter, whose shards any number of ranks may have written, and convert it to `dtype`."""
+        factor = self.factors.get(name, 1.0)
+        state = {PREFIX + name: torch.empty(shape, dtype=dtype if factor == 1 else torch.float32)}
+        try:
+            dcp.load(state, storage_reader=self.reader, planner=LoadPlanner(), no_dist=True)
+        except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged"
+            ) from error
+        return state[PREFIX + name] if factor == 1 else (state[PREFIX + name] * factor).to(dtype)
+
+
+class Merged:
+    """Reads weights with the products of their adapters added, in float32: w + factor * B A."""
+
+    def __init__(self, base: Reader | Folder, adapters: Reader, factor: float):
+        self.base, self.adapters, self.factor = base, adapters, factor
+        self.dtypes = base.dtypes
+
+    def adapter(self, weight: str) -> dict[str, Tensor]:
+        """Return the matrices lora_a and lora_b of a weight's adapter; {} if it has none."""
+        stem, stored = weight.removesuffix("weight"), self.adapters.metadata.state_dict_metadata
+        return {
+            part: self.adapters.tensor(stem + part, entry.size, torch.float32)
+            for part in ("lora_a", "lora_b")
+            if isinstance(entry := stored.get(f"{PREFIX}{stem}{part}"), TensorStorageMetadata)
+        }
+
+    def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Read a whole parameter, merge it, and convert it to `dtype`."""
+        weight, found = self.base.tensor(name, shape, torch.float32), self.adapter(name)
+        return (weight.addmm_(found["lora_b"], found["lora_a"], alpha=self.factor) if found else weight).to(dtype)

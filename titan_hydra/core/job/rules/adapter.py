@@ -1,0 +1,72 @@
+"""The rules of adapters: which linears can have one, and what they cannot be combined with."""
+
+from collections.abc import Iterator
+
+from titan_hydra.core.job.config.family import family_of
+from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.operation import LOADED
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.adapter import adapts
+
+
+def adapted_linears_exist(job: Job) -> Iterator[Fault]:
+    """Every entry of adapter.linears names a linear of the family's blocks."""
+    known = [linear.name for linear in family_of(job.model).linears(job.model)]
+    if wrong := [name for name in job.adapter.linears if name not in known]:
+        yield Fault(
+            "adapter.linears",
+            job.adapter.linears,
+            f"{job.model.family} has no linear {wrong[0]}",
+            legal=(f"[{','.join(known)}]",),
+        )
+
+
+def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
+    """Adapters leave the weights as they are, so the weights must be plain and sharded by FSDP2."""
+    if not adapts(job):
+        return
+    adapter = f"adapter={job.adapter.name}"
+    if job.model.sparse:
+        yield Fault(
+            "adapter.name", job.adapter.name, f"experts of {job.model.family} have no adapters", legal=("none",)
+        )
+    if job.precision.converter:
+        yield Fault("precision.converter", job.precision.converter, f"{adapter} needs plain linears", legal=("null",))
+    if job.parallelism.backend != "fsdp2":
+        yield Fault(
+            "parallelism.backend",
+            job.parallelism.backend,
+            f"{adapter} has frozen weights, which this backend does not shard",
+            legal=("fsdp2",),
+        )
+    if job.loss.name == "linear_cross_entropy":
+        yield Fault(
+            "loss.name",
+            job.loss.name,
+            f"it computes the gradient of the head, which {adapter} freezes",
+            legal=("cross_entropy",),
+        )
+    if job.fault_tolerance.name != "off":
+        yield Fault(
+            "fault_tolerance.name",
+            job.fault_tolerance.name,
+            f"replica groups exchange all weights, and {adapter} trains only its own",
+            legal=("off",),
+        )
+    if job.checkpoint.export_dtype:
+        yield Fault(
+            "checkpoint.export_dtype",
+            job.checkpoint.export_dtype,
+            f"{adapter} is exported by titan convert",
+            legal=("null",),
+        )
+    if not set(job.checkpoint.exclude_from_loading) >= set(LOADED):
+        yield Fault(
+            "checkpoint.exclude_from_loading",
+            job.checkpoint.exclude_from_loading,
+            f"{adapter} takes its base from initial_load_path, and nothing else",
+            legal=(f"[{','.join(LOADED)}]",),
+        )
+
+
+RULES = [adapted_linears_exist, adapters_go_with_plain_weights]

@@ -1,0 +1,115 @@
+"""Describe the code of a run: the files of the package and of the user's modules, their digest, the commit and the
+uncommitted changes.
+"""
+
+import hashlib
+import os
+import re
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import titan_hydra
+from titan_hydra.core.base.redact import redact
+
+ROOT = Path(titan_hydra.__file__).parents[1]
+PACKAGE = "titan_hydra"
+USER = "_imports"  # name of the folder for the user's modules in a copy of the code
+MOST_DIFF = 1 << 20  # bytes of uncommitted changes that are kept; of longer changes, the digest and the files' names
+MOST_UNTRACKED = 1000  # number of untracked files that are named
+ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Options that give `git diff` the same form whatever the user has set in git's configuration.
+PLAIN = (
+    "--no-color",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-renames",
+    "--submodule=short",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+)
+
+
+def code_here(user: dict[str, Path]) -> dict[str, Path]:
+    """Return the files that a rank imports, by their names in a copy of the code: the package, and the user's modules
+    (`user_code.sources`).
+    """
+    code = {f"{PACKAGE}/{name}": file for name, file in code_in(ROOT / PACKAGE).items()}
+    return code | {f"{USER}/{name}": file.resolve() for name, file in user.items()}
+
+
+def code_in(folder: Path) -> dict[str, Path]:
+    """Return the regular files and the links in a folder, by name. Hidden files and compiled Python files are left out."""
+    found = []
+    for path, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
+        links = [name for name in folders if (Path(path) / name).is_symlink()]
+        found += [os.path.relpath(os.path.join(path, name), folder) for name in [*names, *links] if name[0] != "."]
+    files = {name: folder / name for name in found}
+    return {name: file for name, file in files.items() if _kept(file)}
+
+
+def _kept(file: Path) -> bool:
+    mode = file.lstat().st_mode
+    return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+
+
+def fingerprints(code: dict[str, Path]) -> dict[str, str]:
+    """Return a digest of each file; for a link, of its target."""
+    return {
+        name: hashlib.sha256(os.readlink(file).encode() if file.is_symlink() else file.read_bytes()).hexdigest()
+        for name, file in code.items()
+    }
+
+
+def edited(before: dict[str, str], now: dict[str, str]) -> str:
+    """Return a phrase that names the files whose fingerprints differ; "" if none does."""
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def describe_code() -> dict[str, Any]:
+    """Return the commit, the uncommitted changes and the untracked files of this checkout; None for what git does not
+    tell. Everything in the changes that looks like a secret is replaced.
+    """
+    diff, untracked = _git("diff", *PLAIN, "HEAD"), _git("ls-files", "-z", "--others", "--exclude-standard")
+    names = [os.fsdecode(name) for name in (untracked or b"").split(b"\0") if name]
+    more = [f"and {len(names) - MOST_UNTRACKED} more"] if len(names) > MOST_UNTRACKED else []
+    sha = _git("rev-parse", "HEAD")
+    return {
+        "git_sha": sha and sha.decode().strip(),
+        "git_diff": None if diff is None else _shortened(diff),
+        "git_untracked": [name.encode(errors="replace").decode() for name in names[:MOST_UNTRACKED]] + more,
+    }
+
+
+def _shortened(diff: bytes) -> str:
+    """Return a diff as text without secrets. Of a diff over MOST_DIFF, only its beginning, its digest and the names of its
+    files are kept.
+    """
+    kept = diff if len(diff) <= MOST_DIFF else diff[: diff.rfind(b"\n", 0, MOST_DIFF)]
+    text = redact(ESCAPES.sub("", kept.decode(errors="replace")).strip(), code=True)
+    if kept is diff:
+        return text
+    files = re.findall(rb"^diff --git a/(.+) b/", diff[len(kept) :], re.M)
+    names = "\n".join(f"diff --git a/{name.decode(errors='replace')}" for name in files[:MOST_UNTRACKED])
+    return (
+        f"{text}\n[{len(diff):,} bytes, sha256 {hashlib.sha256(diff).hexdigest()}; what follows is left out]\n{names}"
+    )
+
+
+def _git(*arguments: str) -> bytes | None:
+    """Return the output of git in the checkout of this code; None if there is no checkout, or if git fails.
+
+    Variables such as GIT_DIR, which hooks and `rebase --exec` set, would make git describe another repository.
+    """
+    if not (ROOT / ".git").exists():
+        return None
+    settings = ("color.ui=false", "core.quotePath=true")
+    command = ["git", "-C", str(ROOT), *(word for one in settings for word in ("-c", one)), *arguments]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=30, env=variables).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None

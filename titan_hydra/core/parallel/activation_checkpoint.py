@@ -1,0 +1,155 @@
+"""Activation checkpointing: the backward of a block recomputes what its forward did not save.
+
+A block is checkpointed by replacing its class with one whose forward is wrapped; the names of the block and of its
+parameters do not change. A block draws no random numbers, so the random state need not be restored. If experts are
+compiled, ac=op and ac=lean checkpoint each compiled part separately.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.base.keep import kept
+from titan_hydra.core.base.private import OpOverload, functorch_config, operator_names
+from titan_hydra.core.job.config.family import family_of
+from titan_hydra.core.job.config.parts import OperatorCheckpoint
+from titan_hydra.core.job.config.registry import resolve
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.recomputation import mode_of
+from titan_hydra.core.kernels import documents, grouped  # noqa: F401 - they register operators that SAVED names
+
+from .compile import compiled_parts
+from .experts import sparse_layers
+from .mesh import Mesh
+
+MATMULS = ("aten.mm", "aten.addmm", "aten._scaled_mm", "titan_hydra.grouped_matmul")  # addmm is a matmul with bias
+SAVED = (  # results that are expensive to recompute, or need communication
+    *MATMULS,
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "titan_hydra.attend_documents",
+    "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.all_reduce",
+    "aten.max",  # Float8's amax: one number, but computed in a pass over a whole tensor
+)
+SAVED_OF_EXPERTS = ("_c10d_functional.all_to_all_single",)
+
+
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
+    """Checkpoint the blocks of a stage, in place. Raises ConfigError for a name in ac.save_ops that this torch does not
+    have.
+
+    The mode's record (core/job/config/registry.py) determines which blocks are checkpointed, and what they save in addition to
+    their input.
+    """
+    config, mode, blocks = job.ac, mode_of(job), family_of(job.model).blocks(module)
+    functorch_config.activation_memory_budget = mode.budget(config) if mode.budget else 1.0
+    every = mode.every(config)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode.contexts:
+        options["context_fn"] = resolve(mode.contexts)(config, bool(sparse_layers(module)))
+    # equal blocks share one class: the compiler compiles once per class
+    classes: dict[tuple[type, str, bool], type] = {}
+    for name, block in blocks.items():
+        if every == 0 or int(name) % every:
+            continue
+        sparse = bool(sparse_layers(block))
+        # No policy may wrap compiled parts: inductor's code reuses memory, which would overwrite tensors that the
+        # policy saved.
+        apart = sparse and "context_fn" in options and job.compile.name != "off"
+        own = options | {"context_fn": partial(keeping, options.get("context_fn"))} if sparse and not apart else options
+        for owner, method in compiled_parts(block) if apart else [(block, "forward")]:
+            key = (type(owner), method, sparse)
+            if key not in classes:
+                classes[key] = checkpointed(type(owner), method, own)
+            owner.__class__ = classes[key]
+
+
+def checkpointed(kind: type[nn.Module], method: str, options: dict[str, Any]) -> type[nn.Module]:
+    """Return a subclass of the same name whose method `method` is checkpointed."""
+    plain = getattr(kind, method)
+
+    def forward(self, *args, **kwargs):
+        return checkpoint(partial(plain, self), *args, **options, **kwargs)
+
+    return type(kind.__name__, (kind,), {method: forward, "__module__": kind.__module__})
+
+
+def every_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[], tuple]:
+    """Return the context_fn of ac=lean, which saves the results of all listed operators."""
+    return partial(selective_contexts, _saved(config, sparse), False)
+
+
+def every_second_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[], tuple]:
+    """Return the context_fn of ac=op, which saves the results of the listed operators, but only every second matmul."""
+    return partial(selective_contexts, _saved(config, sparse), True)
+
+
+def _saved(config: OperatorCheckpoint, sparse: bool) -> frozenset:
+    return frozenset(operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse else SAVED)))
+
+
+def keeping(others: Callable[[], tuple] | None) -> tuple:
+    """Return a context for a forward and one for its recomputation, in which `keep` works. Both enclose the contexts
+    that `others` returns.
+    """
+    return tuple(
+        both(*pair) for pair in zip(kept(), others() if others else (nullcontext(), nullcontext()), strict=True)
+    )
+
+
+@contextmanager
+def both(first: AbstractContextManager, second: AbstractContextManager) -> Iterator[None]:
+    """Enter two contexts."""
+    with first, second:
+        yield
+
+
+def selective_contexts(saved: frozenset, alternate: bool) -> tuple:
+    """Return the contexts of one block's forward and of its recomputation. All matmuls are saved or, if `alternate`,
+    every second one, beginning with the first.
+
+    Forward and recomputation count matmuls separately, because torch before 2.13 calls the policy again in the
+    recomputation.
+    """
+    matmuls = operators(MATMULS)
+    counts: Counter[bool] = Counter()
+
+    def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+        if operator in matmuls:
+            counts[context.is_recompute] += 1
+            if alternate and counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def operators(names: Iterable[str]) -> set[OpOverload]:
+    """Return the operators for names such as aten.mm (all its overloads) or aten.max.default. Raises ConfigError for an
+    unknown name.
+    """
+    found = set()
+    for name in names:
+        namespace, operator, *overload = name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is None or not set(overload) <= set(packet.overloads()):
+            known = [known.replace("::", ".") for known in operator_names()]
+            raise ConfigError(
+                f"ac.save_ops={name}: this torch has no such operator; nearest legal: "
+                f"{' or '.join(difflib.get_close_matches(name, known, n=2, cutoff=0))}"
+            )
+        found |= {getattr(packet, name) for name in overload or packet.overloads()}
+    return found

@@ -1,0 +1,111 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): linears with a frozen weight, plus the product of two thin matrices that
+are trained.
+
+An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts with normal numbers, whose standard
+deviation is that of the paper's code and PEFT. B [outputs, rank] starts at zero, so the model is unchanged at the
+start. The weight keeps its name: checkpoints, Hugging Face names and the plan of tensor parallelism are the same as
+without adapters.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.family import family_of
+from titan_hydra.core.job.config.parts import LowRank
+from titan_hydra.core.job.config.registry import ADAPTERS, resolve
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.adapter import adapted, adapts
+
+from .formats.select import is_plain
+from .mesh import Mesh
+from .whole import read_whole
+
+
+class LoraLinear(nn.Linear):
+    """A linear with an adapter. `apply` turns plain linears into such linears."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    factor: float
+    reduce_dtype: torch.dtype  # dtype in which gradients are summed over the tensor-parallel ranks
+    initial_std: dict[str, float]  # standard deviations of A and B at the start (core/models/init.py)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = super().forward(x)
+        if not isinstance(x, DTensor):
+            return base + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        # The following computes on plain tensors. In a column linear, x is whole, and a rank's part of B gives the
+        # rank's part of the output. In a row linear, a rank's parts of x and A give one summand of the whole output, as
+        # the rank's part of the weight does.
+        whole = x.placements[0].is_replicate()
+        part = x.to_local(grad_placements=[Partial()] if whole else None)
+        product = self.factor * F.linear(F.linear(part, self._here(self.lora_a)), self._here(self.lora_b))
+        return base + DTensor.from_local(product, x.device_mesh, [Shard(-1) if whole else Partial()], run_check=False)
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        """Return this rank's part of a matrix. If the matrix is replicated, each rank has a partial gradient of it."""
+        return (
+            parameter.to_local()
+            if parameter.placements[0].is_shard()
+            else read_whole(parameter, self.reduce_dtype, Partial())
+        )
+
+
+def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
+    """Freeze the weights of a meta-device stage, in the compute dtype, and add adapters to linears of its blocks, in
+    place.
+
+    Call this after tensor parallelism: the adapters are split to match the weight. For a column linear, A is whole and
+    B is split by rows; for a row linear, A is split by columns and B is whole. Frozen weights need no higher precision
+    than the compute dtype, to which every forward would round them.
+    """
+    if not adapts(job):
+        return
+    adapt = resolve(ADAPTERS[job.adapter.name].adapt)
+    dtype = getattr(torch, job.precision.compute_dtype)
+    for owner in module.modules():
+        # new Parameters are registered, as assigning `data` would not change the dtype of a DTensor's local tensor
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+    wanted = {linear.name for linear in adapted(job)}
+    for block in family_of(job.model).blocks(module).values():
+        found = [
+            linear
+            for name, linear in block.named_modules()
+            if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in wanted
+        ]
+        if not found:
+            raise ConfigError(
+                f"adapter={job.adapter.name}: a block of {job.model.family} has no linear {' or '.join(sorted(wanted))}"
+            )
+        for linear in found:
+            adapt(linear, job)
+
+
+def adapt(linear: nn.Linear, job: Job) -> None:
+    """Turn a linear into one with an adapter, in place. Raises ConfigError for a module of another class, whose own
+    forward would be lost.
+    """
+    if not is_plain(linear):
+        raise ConfigError(
+            f"adapter={job.adapter.name}: adapts plain linears, and one of {job.model.family} is a {type(linear).__name__}; "
+            "nearest legal: none, or adapter.linears without it"
+        )
+    config = cast(LowRank, job.adapter)
+    rank, dtype = config.rank, getattr(torch, job.precision.param_dtype)
+    outputs, inputs = linear.weight.shape
+    linear.__class__ = LoraLinear
+    made = cast(LoraLinear, linear)
+    made.factor, made.reduce_dtype = config.alpha / rank, getattr(torch, job.precision.reduce_dtype)
+    made.initial_std = {"lora_a": (3 * inputs) ** -0.5, "lora_b": 0.0}
+    for name, shape, split in (("lora_a", (rank, inputs), 1), ("lora_b", (outputs, rank), 0)):
+        matrix = torch.empty(shape, dtype=dtype, device="meta")
+        if isinstance(linear.weight, DTensor):
+            placement = Shard(split) if linear.weight.placements[0].is_shard(split) else Replicate()
+            matrix = distribute_tensor(matrix, linear.weight.device_mesh, [placement], src_data_rank=None)
+        linear.register_parameter(name, nn.Parameter(matrix))

@@ -1,0 +1,76 @@
+"""Objectives, one in each module. An objective defines what a sample is, which of its elements count, the inputs of the
+model, and the loss.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from titan_hydra.core.job.config.registry import OBJECTIVES, resolve
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.data.batch import Batch, Dims
+from titan_hydra.core.data.loader import Sample
+
+Tensors = dict[str, Tensor]  # the tensors of a batch, by name
+
+
+class Objective(ABC):
+    """What is learned (`objective.name`). It has no state, so that it can be built anywhere; `batch` runs in the data
+    thread.
+
+    The loss of a step is the sum of `loss` over its microbatches, divided by the sum of `count` over the whole global
+    batch.
+    """
+
+    dims: Mapping[str, Dims]  # for every tensor that `batch` can return, the dimensions along which it is cut
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.keys: Any = job.objective  # the job's section with this objective's keys
+
+    @abstractmethod
+    def blank_sample(self) -> Sample:
+        """Return a sample of zeros, in the form in which the data source gives samples. All samples have the same
+        shapes.
+        """
+
+    @abstractmethod
+    def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
+        """Return samples as a batch in host memory. `separators` are the begin- and end-of-text ids of the data
+        source.
+        """
+
+    @abstractmethod
+    def count(self, batch: Tensors) -> Tensor:
+        """Return the number of elements that count, or the sum of their weights. The batch has whole sequences, or this
+        rank's part of each sequence.
+        """
+
+    @abstractmethod
+    def inputs(self, batch: Tensors) -> tuple[Tensor, Tensors]:
+        """Return the arguments of the model's forward: the first one, which in a pipeline only the first stage gets,
+        and all others by name.
+        """
+
+    @abstractmethod
+    def loss(self, output: Tensor, batch: Tensors) -> Tensor:
+        """Return the loss summed over the elements that count. `output` is the model's output. compile=block compiles
+        this function too.
+        """
+
+    def measure(self, output: Tensor, batch: Tensors) -> Tensor:
+        """Return the sum that a validation divides by the number of elements that count, to measure the model."""
+        return self.loss(output, batch)
+
+    def example(self, samples: int) -> Batch:
+        """Return a batch of zeros with the shapes of real batches. Each of its samples is a single document."""
+        return self.batch([self.blank_sample()] * samples, (None, None))
+
+
+def build_objective(job: Job) -> Objective:
+    """Build the job's objective."""
+    return resolve(OBJECTIVES[job.objective.name].build)(job)

@@ -1,0 +1,65 @@
+"""Run one local batch through the model, for gradients or only for the loss. The loss function is the same with and
+without a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.data.batch import Batch
+from titan_hydra.core.job.batches import microbatch_size
+from titan_hydra.core.parallel import compile
+from titan_hydra.core.parallel import context as context_parallel
+from titan_hydra.core.parallel import data as data_parallel
+from titan_hydra.core.parallel.mesh import Mesh, local_part
+
+from .objectives import Objective
+
+if TYPE_CHECKING:
+    from titan_hydra.core.parallel.pipeline import Inputs, Pipeline, Summed
+
+
+def build_step(
+    stages: list[nn.Module], mesh: Mesh, job: Job, device: torch.device, objective: Objective
+) -> Plain | Pipeline:
+    """Build the object whose `forward_backward` and `forward` run a local batch, with or without a pipeline."""
+    loss, measure = (compile.function(function, job.compile) for function in (objective.loss, objective.measure))
+    if mesh.degrees.pp == 1:
+        return Plain(stages[0], objective.inputs, loss, measure)
+    # imported here, because the import takes a second, and only jobs with a pipeline need it
+    from titan_hydra.core.parallel.pipeline import Pipeline
+
+    microbatch = objective.example(microbatch_size(job))
+    first, _ = objective.inputs(context_parallel.shard_batch(microbatch, mesh).tensors)
+    return Pipeline(stages, mesh, job, device, first, objective.inputs, loss, measure)
+
+
+class Plain:
+    """Runs local batches through a whole model. `inputs`, `loss` and `measure` are the objective's functions."""
+
+    has_loss = True  # True on every rank; with a pipeline only on the rank of the last stage
+
+    def __init__(self, model: nn.Module, inputs: Inputs, loss: Summed, measure: Summed):
+        self.model, self.inputs, self.loss, self.measure = model, inputs, loss, measure
+
+    def forward_backward(self, batch: Batch, count: Tensor, last: bool) -> Tensor:
+        """Accumulate the gradients of a local batch's summed loss divided by `count`, and return this quotient.
+        Replicas reduce gradients only in the `last` local batch of a step.
+        """
+        data_parallel.last_microbatch(self.model, last)
+        loss = self._sum(self.loss, batch, self.inputs) / count
+        loss.backward()
+        return loss.detach()
+
+    def forward(self, batch: Batch, objective: Objective | None = None) -> Tensor:
+        """Return the summed measure of a local batch. `objective`, if given, replaces the job's objective."""
+        inputs, measure = (objective.inputs, objective.measure) if objective else (self.inputs, self.measure)
+        return self._sum(measure, batch, inputs)
+
+    def _sum(self, function: Summed, batch: Batch, inputs: Inputs) -> Tensor:
+        first, others = inputs(batch.tensors)
+        return local_part(function(self.model(first, **others), batch.tensors))

@@ -1,0 +1,156 @@
+"""Count what a rank of the fake world holds and sends: the bytes of live storages, and messages along each dimension of
+the mesh.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_hydra.core.base.private import TorchDispatchMode, swap_propagation, tree_leaves
+from titan_hydra.core.parallel.mesh import Mesh, local_part
+
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts live bytes, their peak, and the bytes of messages while `tracking`.
+
+    It sees the operators on local tensors, below DTensor. A message has the size of a collective's input or result,
+    whichever is larger.
+    """
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.live = self.peak = 0
+        self.messages: Counter[str] = Counter()  # bytes along each dimension of the mesh
+        self.sizes: dict[int, int] = {}  # bytes of each live storage, by the id of its Python object
+        self.groups = _names_of_groups(mesh)
+        self.paused = False
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count a tensor's storage until it is freed. A meta tensor has no storage."""
+        local = local_part(tensor)
+        # unwraps the result of an asynchronous collective that has not been waited for
+        local = getattr(local, "elem", local)
+        if local.device.type != "meta":
+            storage = local.untyped_storage()
+            if id(storage) not in self.sizes:
+                weakref.finalize(storage, self.resize, id(storage), 0)
+            self.resize(id(storage), storage.nbytes())
+
+    def resize(self, key: int, size: int) -> None:
+        """Count a storage with a new size in bytes; 0 if it is freed."""
+        self.live += size - self.sizes.pop(key, 0)
+        self.peak = max(self.peak, self.live)
+        if size:
+            self.sizes[key] = size
+
+    def restart(self) -> int:
+        """Return the peak so far, and reset it to the bytes that are live now."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # not counted here: DTensor calls the operator again with local tensors
+        result = operator(*args, **(kwargs or {}))
+        if not self.paused:
+            if operator.namespace in COLLECTIVES:
+                self.count(tree_leaves((args, kwargs, result)))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.hold(leaf)
+        return result
+
+    def count(self, leaves: list) -> None:
+        """Count a collective by its arguments and results. An operator without a process group, such as a wait, is no
+        collective.
+        """
+        for dimension in {self.groups[name] for leaf in leaves if (name := _name_of_group(leaf)) in self.groups}:
+            self.messages[dimension] += max(
+                leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)
+            )
+
+
+def _names_of_groups(mesh: Mesh) -> dict[str, str]:
+    """Return the mesh dimension of each process group, by the group's name; `fsdp` stands for dp_shard x cp."""
+    names = {}
+    if mesh.fsdp is not None:
+        shards, *replicas = reversed([str(mesh.fsdp.get_group(place).group_name) for place in range(mesh.fsdp.ndim)])
+        names = {shards: "fsdp"} | dict.fromkeys(replicas, "dp_replicate")
+    dimensions = mesh.world.mesh_dim_names if mesh.world is not None else ()
+    if mesh.experts is not None:
+        names |= {
+            str(mesh.experts.get_group(own).group_name): name
+            for own, name in (("efsdp", "fsdp"), ("ep", "ep"))
+            if own in mesh.experts.mesh_dim_names
+        }
+    return {str(mesh.world.get_group(name).group_name): name for name in dimensions} | names
+
+
+def _name_of_group(leaf: Any) -> str | None:
+    """Return the name of a process group if an argument of a collective is a group or a name, else None."""
+    if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf):
+        return dist.ProcessGroup.unbox(leaf).group_name
+    return leaf if isinstance(leaf, str) else None
+
+
+@contextmanager
+def tracking(tracker: MemoryTracker) -> Iterator[None]:
+    """Let a tracker count while the block runs.
+
+    Operators that DTensor runs on global shapes, to infer a result's shape, do not count. FSDP frees gathered weights
+    with `resize_` of a storage, which is not an operator and is therefore patched. Norms are computed in one kernel, as
+    on CUDA; torch's norms on a CPU would keep float32 copies of their input.
+    """
+
+    def unseen(original: Callable) -> Callable:
+        def propagate(*args: Any) -> Any:
+            tracker.paused = True
+            try:
+                return original(*args)
+            finally:
+                tracker.paused = False
+
+        return propagate
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        done = resize(storage, size)
+        tracker.resize(id(storage), size)
+        return done
+
+    resize, norm, undo = torch.UntypedStorage.resize_, F.rms_norm, swap_propagation(unseen)
+    torch.UntypedStorage.resize_, F.rms_norm = resized, _rms_norm  # type: ignore[assignment]
+    try:
+        with tracker:
+            yield
+    finally:
+        torch.UntypedStorage.resize_, F.rms_norm = resize, norm
+        undo()
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    """Return a tensor with the shape of F.rms_norm's result. It saves for the backward what CUDA's kernel saves."""
+    return _Norm.apply(x, weight)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

@@ -1,0 +1,61 @@
+"""Parse the arguments of launch.py before Hydra does. Flags may stand anywhere, and each mistake gives one line."""
+
+from typing import Any
+
+from titan_hydra.core.base.errors import ConfigError
+
+from titan_hydra.core.job.config.files import CONF
+from .folders import added
+from titan_hydra.core.job.config.load import kind_of
+from .overrides import SYNONYMS, mistakes
+
+# flags that exclude each other, because Hydra accepts only one of them
+MODES = ("run", "multirun", "cfg", "info", "shell_completion")
+
+
+def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides and the flags separately, as Hydra's parser needs all overrides next to each other. Raises
+    ConfigError with a line for each mistake.
+    """
+    from titan_hydra.core.base.private import get_args_parser
+
+    parser = get_args_parser()
+    parser.error = _refuse  # argparse would print its usage first
+    args = parser.parse_intermixed_args(arguments)
+    flags = list(arguments)
+    for override in args.overrides:
+        flags.remove(override)
+    if wrong := _wrong_flag(args):
+        raise ConfigError(wrong)
+    elsewhere = args.shell_completion or args.hydra_help or args.config_path
+    if not elsewhere and (lines := mistakes(args.overrides, [CONF, *added])):
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
+    return args.overrides, flags
+
+
+def _refuse(message: str) -> None:
+    """Raise ConfigError with the message that argparse gives for arguments that it cannot parse."""
+    _, unknown, words = message.partition("unrecognized arguments: ")
+    first = words.split(" ")[0]
+    name = first.lstrip("-").partition("=")[0].replace("-", "_")
+    if unknown and (kind_of(name) is not None or any(name in words.split() for words in SYNONYMS.values())):
+        message = f"{first}: keys are given without dashes, as {first.lstrip('-').partition('=')[0]}=VALUE"
+    raise ConfigError(f"{message} (`python launch.py --help` lists keys and flags)")
+
+
+def _wrong_flag(args: Any) -> str | None:
+    """Return what is wrong with the flags of a command line; None if nothing is."""
+    modes = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(args, mode)]
+    if len(modes) > 1:
+        return f"{' and '.join(modes)}: only one of them at a time"
+    if args.resolve and not args.cfg:
+        return "--resolve: goes with --cfg job"
+    if args.experimental_rerun:
+        return "--experimental-rerun: is not supported; the same command line resumes a run"
+    if args.shell_completion and not any(
+        text.startswith(("install=", "uninstall=", "query=")) for text in args.overrides
+    ):
+        return "--shell-completion: takes install=SHELL or uninstall=SHELL (bash, fish or zsh)"
+    if args.package and not args.package.startswith(("_global_", "hydra")) and kind_of(args.package) is None:
+        return f"--package {args.package}: no such key or group"
+    return None

@@ -1,0 +1,337 @@
+"""Find the mistakes in the overrides of a command line before Hydra composes them. Each mistake gives one line that names
+what would be right.
+"""
+
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.core.job.config.fault import Fault, as_value, did_you_mean, quoted, shown, suggest
+from titan_hydra.core.job.config.files import CONF, default_options, unusable_options
+from titan_hydra.core.job.config.load import PICKED, holder_of, kind_of, known_keys
+from titan_hydra.core.job.config.ranges import range_of
+from .scan import misread_options, takes_text
+
+# maximum length of an override in characters; with longer overrides Hydra's parser takes seconds or crashes
+LONGEST = 20_000
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list, as [a,b]",
+    dict: "a table, as {NAME: VALUE}",
+}
+SYNONYMS = {  # names that other programs give to our keys and groups
+    "data.local_batch": "batch_size micro_batch_size per_device_train_batch_size bs",
+    "optimizer.lr": "learning_rate max_lr",
+    "data.global_batch": "batch_size gradient_accumulation_steps grad_accum accumulate_grad_batches",
+    "optimizer.weight_decay": "wd decay",
+    "optimizer.max_norm": "clip grad_clip gradient_clip max_grad_norm",
+    "lr_scheduler.warmup_steps": "warmup num_warmup_steps warmup_iters",
+    "steps": "max_steps num_steps train_steps iterations iters max_iters epochs num_epochs max_epochs num_train_epochs",
+    "data.seq_len": "sequence_length seq_length block_size context_length max_length",
+    "model.dim": "hidden_size hidden_dim d_model n_embd",
+    "model.n_layers": "layers num_layers n_layer num_hidden_layers depth",
+    "model.n_heads": "heads num_heads n_head num_attention_heads",
+    "model.n_kv_heads": "num_key_value_heads kv_heads",
+    "model.n_experts": "n_routed_experts num_experts num_local_experts",
+    "model.experts_per_token": "num_experts_per_tok moe_router_topk top_k",
+    "model.expert_dim": "moe_intermediate_size moe_ffn_hidden_size",
+    "model.first_k_dense_replace": "first_k_dense_replace",
+    "model.norm_topk_prob": "norm_topk_prob",
+    "model.routed_scaling_factor": "routed_scaling_factor moe_router_topk_scaling_factor",
+    "model.n_group": "n_group moe_router_num_groups",
+    "model.topk_group": "topk_group moe_router_group_topk",
+    "model.router_bias_update_rate": "router_bias_update_rate moe_router_bias_update_rate load_balance_coeff",
+    "model.q_lora_rank": "q_lora_rank",
+    "model.kv_lora_rank": "kv_lora_rank",
+    "model.qk_nope_head_dim": "qk_nope_head_dim qk_head_dim",
+    "model.qk_rope_head_dim": "qk_rope_head_dim qk_pos_emb_head_dim",
+    "model.v_head_dim": "v_head_dim",
+    "precision.converter": "quantization fp8 float8",
+    "gpus": "nproc nproc_per_node world_size num_gpus n_gpus devices ranks nodes",
+    "data": "dataset corpus",
+    "data.path": "dataset_path train_file",
+    "precision": "dtype bf16 fp16 fp32 amp mixed_precision",
+    "paths.runs": "output_dir save_dir out_dir log_dir",
+    "checkpoint.interval": "save_steps save_every save_interval",
+    "checkpoint.initial_load_path": "resume_from load ckpt pretrained",
+    "validation.interval": "eval_steps eval_every eval_interval",
+    "metrics.log_every": "logging_steps log_interval",
+    "metrics": "wandb tensorboard",
+    "name": "run_name exp_name experiment_name",
+    "ac": "gradient_checkpointing activation_checkpointing",
+    "parallelism": "fsdp ddp strategy",
+    "lr_scheduler": "scheduler lr_schedule",
+}
+NOT_OURS = {  # keys of Hydra for features that this program has in another form
+    "hydra/launcher": "cells are started by this program itself; use cluster=slurm (or cluster=local)",
+    "hydra/sweeper": "cells are composed by this program itself; -m with values or range() makes them, and search=optuna draws them",
+    "hydra.sweeper": "cells are composed by this program itself; see search and launch",
+    "hydra.job.chdir": "nothing changes the folder here; paths are those of the folder in which the line is typed",
+    "hydra.job.env_set": "has no effect here; the shell sets the variables of launch.py, cluster.environment those of ranks",
+    "hydra.callbacks": "are not called here; titan status -f follows cells, and launch.wait=true waits for them",
+    "hydra.run.dir": "Hydra writes nothing here; paths.runs is the folder of runs",
+    "hydra.sweep.dir": "see paths.runs",
+    "hydra.sweep.subdir": "see paths.runs and name",
+    "hydra.launcher": "cells are started by this program itself; see cluster and launch",
+    "hydra.job.name": "has no effect here; name and sweep.name name runs and sweeps",
+    "hydra.job.env_copy": "has no effect here; cluster.environment sets the variables of ranks",
+    "hydra.output_subdir": "Hydra writes nothing here; a run's config.json has the configuration",
+}
+ELSEWHERE = {  # devices for which `hardware` has no option, because this package does not run on them
+    r"mi\d|amd|rocm|radeon": "AMD's GPUs are not supported: nothing here has run on ROCm (`titan plan` knows mi300x)",
+    r"tpu|v[2-7][ep]?$": "TPUs are not supported: PyTorch's distributed parts used here run on CUDA GPUs and CPUs; see docs/coming-from.md",
+    r"gaudi|hpu|trn|trainium|inferentia|m[1-9]|mps": "is not supported: training runs on NVIDIA's GPUs and on CPUs",
+}
+
+
+def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> list[str]:
+    """Return one line for each wrong override, and for each unusable file in the user's folders (all of `folders`
+    except the first).
+
+    Options are looked up in `folders`; syntax that only Hydra understands is not checked.
+    """
+    # a user's options or modules may register a part with its own keys
+    own = len(folders) > 1 or any("train.imports" in text for text in overrides)
+    files = [line for folder in folders[1:] for line in unusable_options(folder)]
+    return files + [
+        line
+        for words in _put_together(overrides)
+        if (line := _split_at_blanks(words) if len(words) > 1 else _mistake(words[0], folders, own))
+    ]
+
+
+def _put_together(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides, each as a list of one word; of several where the shell has split one at blanks, as in
+    `seed=1, 2` and `optimizer.lr = 1e-3`.
+    """
+    found: list[list[str]] = []
+    for word in overrides:
+        before = "".join(found[-1]) if found else ""
+        inside = any(before.count(start) > before.count(end) for start, end in ("[]", "{}", "()"))
+        goes_on = word.startswith(("=", ",")) or ("=" not in word and (inside or before.endswith((",", "="))))
+        if before and len(before) < LONGEST and goes_on:
+            found[-1].append(word)
+        else:
+            found.append([word])
+    return found
+
+
+def _split_at_blanks(words: list[str]) -> str:
+    return f"{shown(' '.join(words))}: the shell splits it at its blanks; type it without them, as {shown(quoted([''.join(words)]))}"
+
+
+def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if len(text) > LONGEST:
+        return f"{shown(text, 60)}: an override has at most {LONGEST:,} characters"
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError, RecursionError) as error:
+        return f"{shown(text)}: {_unreadable(text, error)}"
+    key, add = override.key_or_group, override.is_add() or override.is_force_add()
+    if re.match(r"hydra([./]|$)", key):
+        return _without_effect(text, key, override.value())
+    if not key:
+        return f"{shown(text)}: is not KEY=VALUE"
+    if len(key) > 200:
+        return f"{shown(key, 60)}: no such key or group"
+    if not override.is_sweep_override():
+        values = [override.value()]
+    # a glob gives only names that exist
+    elif override.is_discrete_sweep() and override.value_type.name != "GLOB_CHOICE_SWEEP":
+        values = [getattr(value, "text", value) for value in islice(override.sweep_iterator(), 1000)]
+    else:
+        values = []
+    if override.package is not None or (own and kind_of(key) is None and holder_of(key)[0] in PICKED):
+        return None  # `read` checks the keys of the selected part later
+    if any((folder / key).is_dir() for folder in folders):
+        if override.is_delete():
+            return (
+                f"~{key}: a group needs an option; choose one with {key}=OPTION" if default_options().get(key) else None
+            )
+        wrong = next(filter(None, (_wrong_option(key, value, add, folders) for value in values)), None)
+        lines = [line for value in values for line in misread_options(key, str(value), folders)]
+        return wrong or "\n".join(dict.fromkeys(lines)) or None
+    if override.is_delete() and kind_of(key) is not None:
+        return f"~{key}: every key is needed; give it another value with {key}=VALUE" if key in known_keys() else None
+    return next(filter(None, (_wrong_value(key, value, override, folders, own) for value in values)), None)
+
+
+def _without_effect(text: str, key: str, value: Any) -> str | None:
+    """Return why a key of Hydra's own cannot be used here; None for hydra.mode, and for what is so already."""
+    reason = next(
+        (reason for start, reason in NOT_OURS.items() if key.startswith(start)),
+        "a setting of Hydra's own, which has no effect here",
+    )
+    return None if key == "hydra.mode" or value in ("basic", "none") else f"{shown(text)}: {reason}"
+
+
+def _unreadable(text: str, error: BaseException) -> str:
+    """Explain why Hydra's parser rejects an override."""
+    if "=" not in text:
+        chosen = [f"{group}={text}" for group in default_options() if (CONF / group / f"{text}.yaml").is_file()]
+        return "is not KEY=VALUE" + did_you_mean(chosen[:1])
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    if not isinstance(error, ValueError) or "digits" not in str(error):
+        key, _, value = text.partition("=")
+        said = shown(str(error).splitlines()[0], 80)
+        if value.endswith(",") and not value.startswith(("[", "{", "'", '"')):
+            return f"ends with a comma; several values are typed as {shown(key)}=VALUE,VALUE"
+        if "interval(" in value:
+            return f"an interval has two bounds that are numbers, as interval(1e-4,1e-1) ({said})"
+        if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # the value is a text
+            return f"cannot be parsed ({said}); as a text it is typed {quoted([f'{key}={as_value(value)}'])}"
+        return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({said})"
+    return "has too many digits"
+
+
+def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) -> str | None:
+    """Return what is wrong with choosing this option in a group; None if nothing is."""
+    if isinstance(value, dict):
+        return f"{group}: takes the name of an option; single keys are set one by one, as {group}.KEY=VALUE"
+    if isinstance(value, list):
+        return f"{group}: takes one option, not a list"
+    names = sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+    typed = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if add and group in default_options():
+        return f"+{group}: the group is in the defaults already; write {group}=OPTION without +"
+    if not add and group == "sweeps":
+        return "sweeps: a file of sweeps/ is added to the configuration; write +sweeps=NAME"
+    legal = isinstance(value, str) and re.fullmatch(r"[\w+-][\w.+-]*(/[\w+-][\w.+-]*)*", value) and len(value) < 200
+    if legal and any((folder / group / f"{value}.yaml").is_file() for folder in folders):
+        return None
+    if group == "hardware" and (
+        maker := next((why for pattern, why in ELSEWHERE.items() if re.match(pattern, typed, re.I)), None)
+    ):
+        return f"{group}={shown(typed)}: {maker} (options of {group}: {', '.join(names)})"
+    if legal and (
+        other := next((path for folder in folders if (path := folder / group / f"{value}.yml").exists()), None)
+    ):
+        return f"{group}={value}: Hydra reads only files that end in .yaml; rename {other}"
+    hint = did_you_mean(suggest_option(typed, names))
+    return f"{group}={shown(typed)}: no such option{hint} (options of {group}: {', '.join(names)})"
+
+
+def suggest_option(word: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the options that a word may mean, even if the word is spelled differently, such as 8b or llama-3.1-8b."""
+    parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if part]
+    return suggest(word, names) or tuple(name for name in names if parts and name.endswith(f"_{parts[-1]}"))[:3]
+
+
+def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], own: bool) -> str | None:
+    """Return what is wrong with a key or with the value given to it; None if nothing is."""
+    kind, add = kind_of(key), override.is_add() or override.is_force_add()
+    if kind is None:
+        return unknown_key(key)
+    if override.is_add() and key in known_keys() and not isinstance(value, dict | list):
+        return f"+{key}: the key exists already; write {key}=VALUE without +"
+    if not add and typing.get_origin(kind) is dict and isinstance(value, dict) and value:
+        return f"{key}: add to it with a plus, as +{key}={{NAME: VALUE}}"
+    if not add and key not in known_keys():
+        return f"{key}: names of your own are added with a plus, as +{shown(override.input_line)}"
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return next(
+            filter(
+                None, (_wrong_value(f"{key}.{name}", inner, override, folders, own) for name, inner in value.items())
+            ),
+            None,
+        )
+    if dataclasses.is_dataclass(kind):
+        first = dataclasses.fields(kind)[0].name
+        return f"{key}={shown(str(value))}: is a group of keys, which are set one by one, as {key}.{first}=VALUE"
+    group, _, last = key.rpartition(".")
+    names = (
+        sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+        if last == "name" and group
+        else []
+    )
+    if names and not own and isinstance(value, str) and value not in names:
+        return f"{key}={shown(value)}: is the name of the chosen option; choose one with {group}=OPTION ({', '.join(names)})"
+    if _fits(key, value):
+        return _read_otherwise(key, value, override.input_line) if takes_text(key) else None
+    help = f" ({known_keys()[key].metadata['help']})" if key in known_keys() else ""
+    return str(Fault(key, value, f"must be {wanted(key)}")) + help
+
+
+def _read_otherwise(key: str, value: Any, line: str) -> str | None:
+    """Return what is wrong with a value of a key that takes a text, if Hydra reads a number or a truth value and its text
+    is another one than was typed.
+    """
+    if isinstance(value, dict | list):
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        return next(filter(None, (_read_otherwise(key, one, line) for one in inner)), None)
+    if not isinstance(value, int | float) or re.search(rf"(?<![\w.+-]){re.escape(str(value))}(?![\w.+-])", line):
+        return None
+    typed = line.partition("=")[2]
+    whole = bool(re.fullmatch(r"[\w.+-]+", typed))
+    as_text = quoted([f'{key}="{typed}"']) if whole else "it in double quotes, inside single ones for the shell"
+    return f"{shown(line)}: {key} takes a text, and Hydra reads {typed if whole else 'one'} as {value}; write {as_text}"
+
+
+def unknown_key(key: str) -> str:
+    """Return the message for a key or group that does not exist, with the names that were probably meant."""
+    above, names = key.rpartition(".")[0], [*dict.fromkeys([*known_keys(), *default_options()])]
+    if dataclasses.is_dataclass(kind_of(above)):  # the key may be below a name that the user chose
+        names += [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))]
+    elif kind_of(above) is not None:
+        return f"{shown(key)}: {above} is {wanted(above)}, and has no keys below it"
+    last = key.rpartition(".")[2].lower()
+    meant = tuple(name for name, words in SYNONYMS.items() if last in words.split())
+    legal = meant or suggest(key, names) or suggest(key.lower(), names)
+    return f"{shown(key)}: no such key or group" + did_you_mean(
+        legal, otherwise="; `python launch.py --help` lists them"
+    )
+
+
+def wanted(key: str) -> str:
+    """Describe the values of a key in words: type, choices, range."""
+    spec, parts = (
+        known_keys().get(key),
+        [part for part in (*typing.get_args(kind_of(key)), kind_of(key)) if part is not type(None)],
+    )
+    optional = type(None) in typing.get_args(kind_of(key))
+    plain = parts[0] if optional else typing.get_origin(kind_of(key)) or kind_of(key)
+    choices, of = (
+        spec.metadata["choices"] if spec else (),
+        str(range_of(spec) or "") if spec and plain is not dict else "",
+    )
+    of = f"one of {', '.join(choices)}" if choices else of
+    words = (
+        of if plain is str and of else KINDS.get(plain, "text") + (f", {'each ' * (plain is list)}{of}" if of else "")
+    )
+    return words + " or null" * optional
+
+
+def _fits(key: str, value: Any) -> bool:
+    """Whether OmegaConf accepts a value for a key. For a bool only the numbers 0 and 1 are accepted, though OmegaConf
+    accepts any.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if kind_of(key) is bool and isinstance(value, int) and value not in (0, 1):
+        return False
+    section, name = holder_of(key)
+    try:
+        OmegaConf.update(_structured(section), name, value, merge=False, force_add=True)
+    except (OmegaConfBaseException, ValueError):
+        return False
+    return True
+
+
+@functools.cache
+def _structured(section: Any) -> Any:
+    """Return a typed configuration in which values of a section's keys can be tried."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(section)

@@ -1,0 +1,211 @@
+"""Turn composed cells into runs: read and check all cells, then give the cells without faults to their executor."""
+
+import errno
+import sys
+import tempfile
+from collections.abc import Iterable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.core.base.errors import Exit
+from titan_hydra.core.base.redact import redact
+from titan_hydra.core.job.config import Fault, Job, identity, read
+from titan_hydra.experiments.compose.cells import with_count
+from titan_hydra.core.job.config.fault import counted, shown
+from titan_hydra.core.job.config.registry import executor_named
+from titan_hydra.core.job.rules.checks import warnings
+from titan_hydra.experiments.compose.sweep import named
+from titan_hydra.core.job.freeze import freeze
+from titan_hydra.experiments.plan import predict
+from titan_hydra.core.job.run import inputs
+from titan_hydra.experiments.runs import manifest, rundir
+from titan_hydra.experiments.runs.rundir import State
+
+from . import own_kernels, show
+from .cell import Cell, to_start, without_card
+from .executor import Executor
+from .layouts import checked_layouts, in_words
+
+
+def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
+    """Run composed cells, each a pair (configuration, overrides). Return the exit status of the first cell that failed or
+    was stopped, or 0.
+    """
+    if not composed:  # there are no cells: Hydra has answered --help, --cfg or --info
+        return Exit.DONE
+    cells, faults = read_all(named(composed))
+    skip = any(config.launch.skip_invalid is True for config, _ in composed)
+    for fault in faults:
+        print(f"{'left out: ' if skip else ''}{fault}", file=sys.stderr)
+    if not cells or (faults and not skip):
+        return Exit.CONFIG
+    if line_faults := list(faults_of_the_line(cells)):
+        print(*line_faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
+    return begin(list(without_twins(cells)))
+
+
+def begin(cells: list[Cell]) -> int:
+    """Start the cells that passed the checks; with launch.mode=dry only print them. Return the exit status.
+
+    Nothing starts if `faults_of_the_place` finds a fault.
+    """
+    states = rundir.states([cell.directory for cell in cells])
+    start = to_start(cells, states)
+    if place_faults := list(faults_of_the_place(cells, states)):
+        print(*place_faults, sep="\n", file=sys.stderr)
+        return Exit.CONFIG
+    if cells[0].job.launch.mode == "dry":
+        show.dry_run(cells, states, gpu_hours(start))
+        for text in _executor(cells).place(cells):
+            print(text)
+        return Exit.DONE
+    show.predicted(start)
+    try:
+        return go(cells, manifest.folder_of(cells))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(
+            f"{cells[0].runs}: {error.strerror}; free disk space, then the same command line continues", file=sys.stderr
+        )
+        return Exit.BUG
+    except KeyboardInterrupt:  # Ctrl-C came between two cells, or during a cell that runs in this process
+        print("stopped; the same command line continues", file=sys.stderr)
+        return 130
+
+
+def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[str]]:
+    """Load, freeze and check all cells. Return the cells without faults, and a line for each fault."""
+    cells, lines, notices = [], [], []
+    for number, (config, typed) in enumerate(with_count(composed, "checked"), start=1):
+        cell, faults, told = examine(config, typed, number, len(composed))
+        notices += told
+        where = (
+            f"   (cell {number} of {len(composed)}: {shown(redact(config.sweep.cell or ' '.join(typed)))})"
+            if len(composed) > 1
+            else ""
+        )
+        lines += [f"{redact(str(fault))}{where}" for fault in faults]
+        cells += [cell] if cell else []
+    for notice in dict.fromkeys(map(str, notices)):
+        print(f"warning: {notice}", file=sys.stderr)
+    return cells, lines
+
+
+def examine(
+    config: Any, typed: list[str], number: int = 1, of: int = 1
+) -> tuple[Cell | None, list[Fault], list[Fault]]:
+    """Load, freeze and check one cell, and predict whether it fits. Return the cell (None if it has faults), the faults
+    and the warnings.
+    """
+    job, faults = read(config)
+    layouts: tuple[Job, ...] = ()
+    notices: list[Fault] = []
+    if job is not None:
+        job = freeze(job)
+        layouts, faults = checked_layouts(job)
+        notices += [] if faults else warnings(job)
+    predictions = [] if faults else [predict.of_launch(one) for one in (job, *layouts)]
+    for prediction in filter(None, predictions):
+        if job.launch.oom_check != "off" and (fault := predict.objection(prediction)):
+            if prediction.job.gpus != job.gpus:
+                fault = Fault("elastic", in_words(prediction.job), str(fault))
+            refused = job.launch.oom_check == "refuse" and predict.too_large(prediction)
+            (faults if refused else notices).append(fault)
+    if faults:
+        return None, faults, notices
+    return Cell(number, typed, job, rundir.directory_of(job), of, predictions[0], layouts), faults, notices
+
+
+def without_twins(cells: list[Cell]) -> Iterable[Cell]:
+    """Yield the cells, except those with the same identity as an earlier cell; print a message about each of them."""
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        twin = first.setdefault(identity(cell.job), cell)
+        if twin is cell:
+            yield cell
+        else:
+            print(
+                f"cell {cell.number} is the same experiment as cell {twin.number} ({twin.directory.name}): it runs once"
+            )
+
+
+def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
+    """Yield a fault for each key whose value must be the same in all cells of a command line, but differs."""
+    for key in ("cluster.executor", "launch.mode", "launch.packed", "launch.wait", "launch.max_gpu_hours"):
+        if len(values := list(dict.fromkeys(attrgetter(key)(cell.job) for cell in cells))) > 1:
+            yield Fault(key, values, "all cells of a command line must have the same value", legal=tuple(values))
+    if cells[0].job.launch.packed and len({repr(cell.job.cluster) for cell in cells}) > 1:
+        yield Fault(
+            "launch.packed", True, "packed cells share one job, but their cluster settings differ", legal=(False,)
+        )
+
+
+def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Fault]:
+    """Return the reasons why these cells cannot be started now: a run to be replaced is running or queued, the files of a
+    run have changed since it began, the executor finds a fault, the GPU-hours exceed the limit, or a folder cannot be
+    written. A dry run creates nothing.
+    """
+    launch, faults = cells[0].job.launch, []
+    for cell, state in zip(cells, states, strict=True):
+        if launch.force and state.kind in ("running", "queued"):
+            faults.append(
+                Fault(
+                    "launch.force",
+                    True,
+                    f"{cell.directory.name} is {state.kind}; {state.stopped_by(cell.directory.name)}",
+                )
+            )
+    began = {cell.directory: cell.job for cell, state in zip(cells, states, strict=True) if state.kind != "new"}
+    faults += [] if launch.force else inputs.check_files(began, cells[0].runs)
+    faults += without_card(to_start(cells, states))
+    faults += own_kernels.under_a_ring([cell.job for cell in to_start(cells, states)])
+    faults += _executor(cells).check(cells, states)
+    if launch.max_gpu_hours is not None:
+        start = to_start(cells, states)
+        hours = gpu_hours(start)
+        if hours is None:
+            faults.append(
+                Fault(
+                    "launch.max_gpu_hours",
+                    launch.max_gpu_hours,
+                    "needs cluster.time_minutes: nothing else limits a job",
+                )
+            )
+        elif hours > launch.max_gpu_hours:
+            reason = f"{counted(len(start), 'cell')} could take {hours:,.1f} GPU-hours"
+            faults.append(Fault("launch.max_gpu_hours", launch.max_gpu_hours, reason))
+    for runs in {} if faults else {cell.runs for cell in cells}:
+        try:
+            if launch.mode != "dry":
+                runs.mkdir(parents=True, exist_ok=True)
+            # The temporary file has no name, so nothing is left if this process is killed.
+            tempfile.TemporaryFile(dir=next(folder for folder in (runs, *runs.parents) if folder.exists())).close()
+        except OSError as error:
+            faults.append(Fault("paths.runs", runs, f"cannot be written: {error.strerror}"))
+    return faults
+
+
+def gpu_hours(cells: list[Cell]) -> float | None:
+    """Return an upper bound of the cells' GPU-hours; None without a time limit. A packed job occupies as many devices as
+    its largest cell until all cells have run, and runs the baseline twice.
+    """
+    hours = [cell.gpu_hours for cell in cells]
+    if None in hours:
+        return None
+    return max(hours) * (len(hours) + 1) if cells and cells[0].job.launch.packed else sum(hours)
+
+
+def go(cells: list[Cell], folder: Path | None) -> int:
+    """Run checked cells on their executor, and return the exit status. `folder` is the folder of their sweep; None for a
+    single cell.
+    """
+    return _executor(cells).submit(cells, folder)
+
+
+def _executor(cells: list[Cell]) -> Executor:
+    """Return the executor of these cells; all cells of a command line have the same executor."""
+    executor: Executor = executor_named(cells[0].job.cluster.executor)
+    return executor

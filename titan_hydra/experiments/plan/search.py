@@ -1,0 +1,171 @@
+"""Search for layouts of a job on a number of devices, at a fixed global batch: find the legal layouts that fit, and
+rank them by speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_hydra.core.job.config.fault import divisors
+from titan_hydra.core.job.config.registry import PIPELINE_SCHEDULES
+from titan_hydra.core.job.rules import checks
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.experts import expert_degrees
+from titan_hydra.core.job.recomputation import searched_modes
+
+from .predict import Prediction, changed, in_memory, on_nodes, timed, with_mode
+from .shape import NotPredictable
+
+ROWS = 10  # maximum number of layouts that a search returns
+CHUNKS = (2, 3, 4, 5, 6, 8)  # numbers of stages per pipeline rank to try, if the schedule allows several
+LONG = 32_768  # sequence length in tokens from which context parallelism is searched by default
+LARGEST = 64  # maximum number of samples in a local batch, if there is no pipeline
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout with its prediction. `front` marks a layout on the Pareto front: no faster layout takes less memory."""
+
+    prediction: Prediction
+    front: bool = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return the layout's degrees and schedule. A result has only one of the rows with the same key, which differ
+        in batches or checkpointing.
+        """
+        job = self.prediction.job
+        return (*(getattr(job.parallelism, name) for name in DEGREES), job.parallelism.pp > 1 and job.pp_schedule.name)
+
+    @property
+    def overrides(self) -> str:
+        """Return the layout as overrides of a command line."""
+        job = self.prediction.job
+        degrees = [
+            f"parallelism.{name}={getattr(job.parallelism, name)}"
+            for name in DEGREES
+            if name == "dp_shard" or getattr(job.parallelism, name) > 1
+        ]
+        schedule = (
+            [
+                f"pp_schedule={job.pp_schedule.name}",
+                f"pp_schedule.stages_per_rank={job.pp_schedule.stages_per_rank}",
+                f"pp_schedule.microbatches={job.pp_schedule.microbatches}",
+            ]
+            if job.parallelism.pp > 1
+            else []
+        )
+        async_tp = ["parallelism.async_tp=true"] * job.parallelism.async_tp
+        batches = [f"data.local_batch={job.data.local_batch}", f"data.global_batch={job.data.global_batch}"]
+        return " ".join([f"gpus={job.gpus}", *degrees, *async_tp, *schedule, f"ac={job.ac.name}", *batches])
+
+
+def prepared(job: Job, gpus: int) -> Job:
+    """Return a copy of a job for planning on `gpus` devices. If the job has no global batch, it becomes the local batch
+    times the number of devices.
+    """
+    return changed(on_nodes(job, gpus), data={"global_batch": job.data.global_batch or job.data.local_batch * gpus})
+
+
+def search(job: Job, gpus: int) -> tuple[list[Row], int]:
+    """Return up to ROWS layouts, the fastest first, and the number of legal jobs that were examined. Raises
+    NotPredictable.
+
+    If more than ROWS layouts fit, those on the Pareto front of speed and memory are kept before all others. If no
+    layout fits, the layouts that need least memory are returned.
+    """
+    found = [*_points(prepared(job, gpus))]
+    if found and (reason := timed(found[0], exact=False).reason):
+        raise NotPredictable(reason)
+    fitting = [timed(one, exact=False) for one in found if one.fits != "no"]
+    ranked = sorted(fitting, key=lambda one: -one.speed.tokens_per_second) or sorted(
+        found, key=lambda one: one.peak.gib
+    )
+    rows: dict[tuple[Any, ...], Row] = {}
+    for one in ranked:
+        row = Row(one)
+        if row.key not in rows and not checks.check(one.job):
+            rows[row.key] = row
+        if len(rows) == 2 * ROWS:  # twice as many layouts as are returned get an exact prediction of their time
+            break
+    exact = [Row(timed(row.prediction)) for row in rows.values()]
+    if fitting:
+        exact.sort(key=lambda row: (-row.prediction.speed.tokens_per_second, row.prediction.peak.gib))
+    marked, least = [], float("inf")
+    for row in exact:
+        marked.append(replace(row, front=row.prediction.peak.gib < least))
+        least = min(least, row.prediction.peak.gib)
+    best = sorted(marked, key=lambda row: not row.front)[:ROWS] if fitting else marked[:ROWS]
+    return [row for row in marked if row in best], len(found)
+
+
+def _points(job: Job) -> Iterator[Prediction]:
+    """Yield the predicted memory of the legal jobs in the search space. Among jobs that differ only in activation
+    checkpointing, yield only one: of those that fit, the job that recomputes least; if none fits, the job that keeps
+    least.
+    """
+    modes = searched_modes()
+    for layout in _layouts(job):
+        for batches in _batches(layout):
+            last = next(_legal(batches, reversed(modes)), None)
+            if (
+                last and (memory := in_memory(last)).fits == "no"
+            ):  # a common case: the job does not even fit in the mode that keeps least, so it fits in no mode
+                yield memory
+            elif last:
+                yield next(one for one in map(in_memory, _legal(batches, modes)) if one.fits != "no")
+
+
+def _legal(job: Job, modes: Iterable[str]) -> Iterator[Job]:
+    """Return a copy of a job in each mode of activation checkpointing that the rules accept, in the order of `modes`."""
+    return (point for mode in modes if not checks.check(point := with_mode(job, mode), (checks.RECIPE,)))
+
+
+def _layouts(job: Job) -> Iterator[Job]:
+    """Yield copies of the job, one for each legal choice of degrees and pipeline schedule."""
+    node, layers = job.hardware.gpus_per_node, job.model.n_layers
+    asked = job.parallelism.cp > 1 or job.data.seq_len >= LONG
+    for tp in divisors(job.model.n_kv_heads):
+        for cp in (1, 2, 4, 8, 16) if asked else (1,):
+            for pp in divisors(job.gpus):
+                rest = job.gpus // (tp * cp * pp)
+                if tp > node or pp > layers or rest * tp * cp * pp != job.gpus or job.data.global_batch % rest:
+                    continue
+                inside = max(node // (tp * cp), 1)
+                for shards in {rest, inside} if rest % inside == 0 and inside < rest else {rest}:
+                    async_tp = job.compile.name == "block" and tp > 1 and job.parallelism.sequence_parallel
+                    for ep in expert_degrees(job, shards * cp * tp):
+                        degrees = dict(zip(DEGREES, (rest // shards, shards, cp, tp, pp, ep), strict=True))
+                        split = changed(job, parallelism=degrees | {"async_tp": async_tp})
+                        yield from _schedules(split) if pp > 1 else [split]
+
+
+def _schedules(job: Job) -> Iterator[Job]:
+    for kind in PIPELINE_SCHEDULES.values():
+        for chunks in (kind.stages_per_rank,) if kind.stages_per_rank else CHUNKS:
+            if not kind.from_file and chunks * job.parallelism.pp <= job.model.n_layers:
+                yield changed(
+                    job,
+                    pp_schedule={"name": kind.name, "stages_per_rank": chunks, "split": [], "layers_per_stage": None},
+                )
+
+
+def _batches(job: Job) -> Iterator[Job]:
+    """Yield copies of the job, one for each legal size of local batch and microbatch."""
+    pp, samples = job.parallelism.pp, job.data.global_batch // (job.parallelism.dp_replicate * job.parallelism.dp_shard)
+    if pp == 1:
+        cuts = [(size, None) for size in divisors(samples) if size <= LARGEST]
+    else:
+        cuts = [
+            (size * number, number)
+            for size in (1, 2, 4)
+            for number in {samples // size, 4 * pp, 2 * pp, pp}
+            if number and samples % (size * number) == 0
+        ]
+    for local, number in cuts:
+        cut = changed(job, data={"local_batch": local}, pp_schedule={"microbatches": number})
+        if not checks.check(cut, (checks.RANKS, checks.LAYOUT)):
+            yield cut

@@ -1,0 +1,227 @@
+"""The rows of the report's table, each a cell that is compared with the baseline, and the table's columns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import hypot
+from typing import Any
+
+from titan_hydra.experiments.plan.predict import Prediction
+
+from . import compare
+from .band import Band, band
+from .cells import FEW, Mean, ReportCell, error_of, mean
+from .digits import MINUS, digits_of, percent, rate, truncated_percent, with_error
+
+NONE = "\N{EN DASH}"
+# reasons why a difference from the baseline is not reliable
+FEW_STEPS, NOISE, ONE_RUN = "few steps", "noise", "one run"
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """A row of the table: one cell, compared with the baseline."""
+
+    cell: ReportCell
+    label: str
+    baseline: bool = False
+    difference: float | None = None  # relative difference between the tokens/s of the cell and of the baseline
+    noise: float | None = None  # a relative difference up to this value cannot be distinguished from noise
+    doubt: str = ""  # FEW_STEPS, NOISE or ONE_RUN; "" if the difference is reliable
+    # only for a `Mean`: the difference between its loss and the baseline's loss, with the standard error
+    change: tuple[float, float | None] | None = None
+    band: Band | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def predicted_rate(self) -> float | None:
+        return self.prediction.speed.tokens_per_second if self.prediction and self.prediction.speed else None
+
+    @property
+    def predicted_gib(self) -> float | None:
+        return self.prediction.peak.gib if self.prediction else None
+
+    @property
+    def to_prediction(self) -> float | None:
+        """The relative difference between the measured and the predicted tokens/s."""
+        return self.cell.rate / self.predicted_rate - 1 if self.cell.rate and self.predicted_rate else None
+
+    @property
+    def rate(self) -> str:
+        """Tokens/s, marked with * if the run is not finished; if the run has no rate, its state."""
+        if isinstance(self.cell, Mean):
+            return with_error(self.cell.rate, error_of(self.cell.of("rate")), 0) or self.cell.word
+        text = rate(self.cell.rate, self.cell.iqr)
+        return self.cell.word if text is None else f"{text}*" if self.cell.partial else text
+
+    @property
+    def speed(self) -> str | None:
+        """The difference in tokens/s, with as many digits as the noise justifies, followed by `doubt` in parentheses."""
+        text = percent(self.difference, digits_of(self.noise))
+        return f"{text} ({self.doubt})" if text and self.doubt else text
+
+    @property
+    def flagged(self) -> bool:
+        """Whether the cell's loss left the baseline's band."""
+        return self.band is not None and not self.band.inside
+
+    @property
+    def verdict(self) -> str | None:
+        if self.baseline:
+            return "baseline" if self.cell.losses else None
+        return str(self.band) if self.band else None
+
+    def loss(self, name: str) -> str | None:
+        """Format the loss in attribute `name` of the cell; the loss of a `Mean` gets its standard error."""
+        value = getattr(self.cell, name)
+        if isinstance(self.cell, Mean):
+            return with_error(value, error_of(self.cell.of(name)), 4)
+        return _number(value, ".4f")
+
+
+# A column: its title, its name in CSV, and two functions that return its text and its value in a row. A column without
+# a text in any row is left out.
+Column = tuple[str, str, Callable[[ReportRow], str | None], Callable[[ReportRow], Any]]
+COLUMNS: tuple[Column, ...] = (
+    ("technique", "technique", lambda row: row.label, lambda row: row.label),
+    ("runs", "runs", lambda row: _number(len(row.cell.members) or None), lambda row: len(row.cell.members) or None),
+    ("tokens/s per device", "tokens_per_second", lambda row: row.rate, lambda row: row.cell.rate),
+    ("IQR", "tokens_per_second_iqr", lambda row: rate(row.cell.iqr, row.cell.iqr), lambda row: row.cell.iqr),
+    ("steps", "measured_steps", lambda row: _number(row.cell.measured), lambda row: row.cell.measured),
+    ("difference", "difference_percent", lambda row: row.speed, lambda row: truncated_percent(row.difference)),
+    ("goodput", "goodput", lambda row: _number(row.cell.goodput, ".1%"), lambda row: row.cell.goodput),
+    ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
+    ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
+    (
+        "lowest held out",
+        "lowest_held_out_loss",
+        lambda row: _lowest(row),
+        lambda row: row.cell.lowest and row.cell.lowest[0],
+    ),
+    ("mean loss", "mean_loss", lambda row: row.loss("loss"), lambda row: row.cell.loss),
+    ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
+    ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
+    ("MFU", "mfu", lambda row: _number(row.cell.mfu, ".1%"), lambda row: row.cell.mfu),
+    ("parameters", "parameters", lambda row: _number(row.cell.parameters, ","), lambda row: row.cell.parameters),
+    ("FLOPs of a token", "flops_per_token", lambda row: _number(row.cell.flops, ".3g"), lambda row: row.cell.flops),
+    ("tokens seen", "tokens", lambda row: _number(row.cell.tokens, ","), lambda row: row.cell.tokens),
+    ("GPUs", "gpus", lambda row: _number(row.cell.gpus), lambda row: row.cell.gpus),
+    ("commit", "commit", lambda row: row.cell.commit, lambda row: row.cell.commit),
+    ("torch", "torch", lambda row: row.cell.version("torch"), lambda row: row.cell.version("torch")),
+    ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
+)
+PREDICTED: tuple[Column, ...] = (  # further columns of --predicted
+    (
+        "predicted tokens/s",
+        "predicted_tokens_per_second",
+        lambda row: _number(row.predicted_rate, ",.0f"),
+        lambda row: row.predicted_rate,
+    ),
+    (
+        "to prediction",
+        "to_prediction_percent",
+        lambda row: percent(row.to_prediction),
+        lambda row: truncated_percent(row.to_prediction),
+    ),
+    (
+        "predicted GiB",
+        "predicted_memory_gib",
+        lambda row: _number(row.predicted_gib, ".1f"),
+        lambda row: row.predicted_gib,
+    ),
+)
+WORDS = ("technique", "loss in band", "commit", "torch", "device")  # titles of the columns that are aligned left
+
+
+def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
+    """Build a cell's row. The row has the differences from the baseline, unless a key that must be equal differs.
+    `drift` is how much the baseline's rate changed in its second run, as a fraction.
+    """
+    if cell is baseline:
+        return ReportRow(cell, label, baseline=True)
+    work = [key for key in compare.WORK if not compare.is_allowed(key, allowed)]
+    difference = noise = None
+    if cell.rate and baseline.rate and compare.same(cell, baseline, work):
+        difference = cell.rate / baseline.rate - 1
+        sizes = [abs(one.noise / baseline.rate) for one in (cell, baseline) if one.noise is not None]
+        noise = max(*sizes, drift) if len(sizes) == 2 else None
+    doubt = ""
+    if difference is not None and any(one.measured is not None and one.measured < FEW for one in (cell, baseline)):
+        doubt = FEW_STEPS
+    elif difference is not None and any(isinstance(one, Mean) and len(one.of("rate")) < 2 for one in (cell, baseline)):
+        doubt = ONE_RUN
+    elif difference is not None and noise is not None and abs(difference) < noise:
+        doubt = NOISE
+    comparable = (
+        not cell.lost
+        and cell.members.keys() == baseline.members.keys()
+        and compare.same(cell, baseline, compare.LEARNING)
+    )
+    own_band = band(baseline, cell) if comparable else None
+    return ReportRow(cell, label, False, difference, noise, doubt, loss_change(cell, baseline), own_band)
+
+
+def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | None] | None:
+    """Return the difference between the losses of two `Mean` cells, with its standard error. None for other cells.
+
+    The compared loss is the held-out loss if all members have one over the same samples. Values that both cells
+    have (the same seeds) are paired, and others are left out; without any, the means are compared.
+    """
+    if not (isinstance(cell, Mean) and isinstance(baseline, Mean)):
+        return None
+    every = [*cell.members.values(), *baseline.members.values()]
+    alike = all(one.held_out is not None and compare.same(one, every[0], compare.HELD_OUT) for one in every)
+    name = "held_out" if alike else "loss"
+    a, b = (
+        {value: loss for value, one in side.members.items() if (loss := getattr(one, name)) is not None}
+        for side in (cell, baseline)
+    )
+    if not a or not b:
+        return None
+    if common := a.keys() & b.keys():
+        pairs = [a[value] - b[value] for value in a if value in common]
+        return mean(pairs), error_of(pairs)
+    errors = [error_of(list(side.values())) for side in (a, b)]
+    return mean(list(a.values())) - mean(list(b.values())), None if None in errors else hypot(*errors)
+
+
+def _lowest(row: ReportRow) -> str | None:
+    """Format the lowest held-out loss with its step, and whether its checkpoint was kept; None if the last held-out
+    loss is the lowest.
+    """
+    if row.cell.lowest is None or row.cell.lowest[1] == max(row.cell.validation):
+        return None
+    kept = ", kept" if row.cell.result.get("best_checkpoint") else ""
+    return f"{row.cell.lowest[0]:.4f} (step {row.cell.lowest[1]}{kept})"
+
+
+def task_columns(rows: list[ReportRow]) -> tuple[Column, ...]:
+    """Return columns with the newest results of each evaluation task (validation.tasks) for which a run has results."""
+    names = {name: None for row in rows for one in row.cell.single for name in one.tasks}
+    columns = []
+    for task in names:
+        for metric in ("acc", "acc_norm", "perplexity"):
+            value, text = partial(_task, task, metric, False), partial(_task, task, metric, True)
+            columns.append((f"{task} {metric}", f"{task}_{metric}", text, value))
+    return tuple(columns)
+
+
+def _task(task: str, metric: str, as_text: bool, row: ReportRow) -> Any:
+    """Return a result of an evaluation task, averaged over a `Mean`; with `as_text`, formatted with its standard error."""
+    found = (one.tasks.get(task, {}).get(metric) for one in row.cell.single)
+    values = [value for value in found if value is not None]
+    return with_error(mean(values), error_of(values), 4) if as_text else mean(values)
+
+
+def _change(row: ReportRow) -> str | None:
+    if row.change is None:
+        return None
+    value, error = row.change
+    text = f"{'+' if value >= 0 else MINUS}{with_error(abs(value), error, 4)}"
+    if error is None:
+        return f"{text} ({ONE_RUN})"
+    return f"{text} ({NOISE})" if abs(value) < 2 * error else text
+
+
+def _number(value: float | None, form: str = "") -> str | None:
+    return None if value is None else f"{value:{form}}"

@@ -1,0 +1,295 @@
+"""`titan tokenizer`: train a tokenizer on text, or encode text into a .bin file, which data=tokens maps into memory."""
+
+import argparse
+import base64
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.data import files
+from titan_hydra.core.data import tokenizer as tokenizers_of_jobs
+from titan_hydra.core.data.embedded import Embedded
+from titan_hydra.core.data.long_text import LongText, Piece, is_long
+from titan_hydra.core.data.shards import BadRow, BadShards
+from titan_hydra.core.data.unknown import share_of_unknown
+
+from .bad_rows import RowsLeftOut, add_max_bad_rows
+
+BATCH_CHARACTERS = 1 << 20  # number of characters of text in a worker's batch
+WORKER: dict[str, Any] = {}  # the tokenizer and the dtype of this worker process
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="tokenizer_command", required=True)
+    train = commands.add_parser("train", help="train a tokenizer of Llama 3's kind and write it as tokenizer.model")
+    train.add_argument(
+        "--vocab", type=int, required=True, help="vocabulary size, including Llama 3's 256 special tokens"
+    )
+    train.add_argument("--out", type=Path, required=True, help="the tokenizer.model to write")
+    encode = commands.add_parser("encode", help="encode documents into a file of token ids, for data=tokens")
+    encode.add_argument(
+        "--tokenizer",
+        default="embedded",
+        help="path of a tokenizer.model or tokenizer.json (default: embedded, the package's own tokenizer)",
+    )
+    encode.add_argument(
+        "--out", type=Path, required=True, help=".bin file to write; a second file, OUT.json, describes it"
+    )
+    encode.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="number of encoding processes (default: %(default)s)"
+    )
+    for command, count in ((train, "*"), (encode, "+")):
+        command.add_argument(
+            "files",
+            nargs=count,
+            help=f"{' '.join(files.TEXT_SUFFIXES)} files, also with .gz or .zst; globs and folders are allowed"
+            f"{'; without files: the embedded corpus' if command is train else ''}",
+        )
+        command.add_argument(
+            "--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)"
+        )
+        add_max_bad_rows(command)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train a tokenizer, or encode text. Raises ConfigError for errors that the user can repair, such as a full disk or
+    a killed worker.
+    """
+    try:
+        return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)
+    except OSError as error:
+        raise ConfigError(f"--out={args.out}: {error.strerror or error}") from error
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            f"--workers={args.workers}: a worker was killed, perhaps because memory ran out; use fewer"
+        ) from error
+
+
+def train_tokenizer(args: argparse.Namespace) -> int:
+    """Train byte-pair merges with the library `tokenizers`, write them for tiktoken, and check that both libraries
+    encode in the same way.
+    """
+    merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
+    if merges < 0:
+        raise ConfigError(
+            f"--vocab={args.vocab}: 256 bytes and {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens need 512"
+        )
+    bad = RowsLeftOut(args.max_bad_rows)
+    trained = _train((piece.text for piece in _texts(args, bad)), 256 + merges)
+    bytes_of = _bytes_of_ids(trained)
+    tokens = [bytes([byte]) for byte in range(256)] + [token for _, token in sorted(bytes_of.items()) if len(token) > 1]
+    if len(tokens) < 256 + merges:
+        raise ConfigError(f"--vocab={args.vocab}: the text is too short for it; it yields {len(tokens) + 256}")
+    model = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
+    _write(args.out, model.encode())
+    ours = tokenizers_of_jobs.load(schema.Tokenizer(name="tiktoken", path=str(args.out)))
+    sample = [piece.text for piece in islice(_texts(args, bad), 1000)]
+    for text in sample:
+        if [bytes_of[id] for id in trained.encode(text).ids] != [tokens[id] for id in ours.encode(text)]:
+            raise RuntimeError(f"tiktoken does not encode as the trained tokenizer does: {text[:80]!r}")
+    print(
+        f"{args.out}: {len(tokens)} ranks + {len(tokenizers_of_jobs.LLAMA3_SPECIALS)} special tokens = {args.vocab}; "
+        f"tiktoken and tokenizers agree on {len(sample)} documents{bad}"
+    )
+    return Exit.DONE
+
+
+def encode(args: argparse.Namespace) -> int:
+    """Write the documents' tokens into the .bin file, in the order of the input files, and write its header file."""
+    if args.workers < 1:
+        raise ConfigError(f"--workers={args.workers}: at least 1")
+    config = _tokenizer_config(args.tokenizer)
+    tokenizer = tokenizers_of_jobs.load(config)
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    header, partial = Path(f"{args.out}.json"), Path(f"{args.out}.partial")
+    documents = tokens = unknown = 0
+    bad = RowsLeftOut(args.max_bad_rows)
+    texts = _texts(args, bad)
+    try:
+        with open(partial, "wb") as stream, _progress() as progress:
+            row = progress.add_task("encoding", documents=0, tokens=0)
+            for encoded, count in _encode_in_order(config, texts, dtype, args.workers):
+                stream.write(encoded)
+                ids = np.frombuffer(encoded, dtype)
+                documents, tokens, unknown = (
+                    documents + count,
+                    tokens + len(ids),
+                    unknown + int((ids == tokenizer.unknown).sum()),
+                )
+                progress.update(row, documents=documents, tokens=tokens)
+        if not tokens:
+            raise ConfigError(f"{' '.join(args.files)}: no text")
+        header.unlink(missing_ok=True)  # an old header is deleted first, as it must not describe the new tokens
+        partial.replace(args.out)
+    finally:
+        partial.unlink(missing_ok=True)
+    _write(
+        header,
+        json.dumps(
+            {
+                "dtype": dtype,
+                "tokens": tokens,
+                "documents": documents,
+                "vocab_size": tokenizer.vocab_size,
+                "bos_id": tokenizer.bos_id,
+                "eos_id": tokenizer.eos_id,
+                "tokenizer_sha256": tokenizer.sha256,
+            },
+            indent=2,
+        ).encode()
+        + b"\n",
+    )
+    print(f"{args.out}: {documents} documents, {tokens} tokens{share_of_unknown(unknown, tokens)}, {dtype}{bad}")
+    return Exit.DONE
+
+
+def _texts(args: argparse.Namespace, bad: BadShards) -> Iterator[Piece]:
+    """Return the documents of the files, long ones in pieces. All paths are checked before the first document is read."""
+    if not args.files:
+        corpus = Embedded()
+        return (Piece(text) for unit in range(corpus.units) for _, text in corpus.rows(unit))
+    paths = [file for path in args.files for file in files.require("FILES", path, files.TEXT_SUFFIXES)]
+    return (piece for path in paths for piece in _pieces(path, args.text_key, bad))
+
+
+def _pieces(file: Path, text_key: str, bad: BadShards) -> Iterator[Piece]:
+    if is_long(file):
+        yield from (piece for _, piece in LongText(file).pieces())
+        return
+    for _, text in files.rows(file, text_key):
+        if not isinstance(text, BadRow):
+            yield from [Piece(text)] if text else ()
+        else:
+            bad.add(text)
+
+
+def _train(texts: Iterable[str], size: int):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(tokenizers_of_jobs.LLAMA3_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty()
+        ),
+    )
+    return tokenizer
+
+
+def _bytes_of_ids(trained) -> dict[int, bytes]:
+    """Return the bytes of each id of the trained tokenizer. Ids are in the order in which merges were learnt."""
+    from titan_hydra.core.checkpoint.tokenizer import letters_of_bytes
+
+    letters = letters_of_bytes()
+    return {id: bytes(letters.index(letter) for letter in token) for token, id in trained.get_vocab().items()}
+
+
+def _tokenizer_config(name: str) -> schema.Tokenizer:
+    if name == "embedded":
+        return schema.Tokenizer(name="embedded")
+    return schema.Tokenizer(name="hf" if name.endswith(".json") else "tiktoken", path=name)
+
+
+def _encode_in_order(
+    config: schema.Tokenizer, texts: Iterator[Piece], dtype: str, workers: int
+) -> Iterator[tuple[bytes, int]]:
+    """Yield for each batch its encoded tokens and its number of documents, in the order of `texts`. At most 2 * workers
+    batches are encoded ahead of the writer.
+    """
+    if workers == 1:
+        _start_worker(config, dtype)
+        yield from map(_encode_batch, _batches(texts))
+        return
+    # workers are not forked, as a forked process would lack the tokenizer's threads
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (config, dtype))
+    waiting: deque = deque()
+    try:
+        for batch in _batches(texts):
+            waiting.append(pool.submit(_encode_batch, batch))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(config: schema.Tokenizer, dtype: str) -> None:
+    """Load the tokenizer in a worker process. The worker ignores Ctrl-C, which the writing process handles, and it ends
+    when the writing process ends.
+    """
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    WORKER.update(tokenizer=tokenizers_of_jobs.load(config), dtype=dtype)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _encode_batch(pieces: list[Piece]) -> tuple[bytes, int]:
+    """Return the tokens of some documents or parts of one, and the number of documents that end in them."""
+    ids = [token for piece in pieces for token in piece.encode(WORKER["tokenizer"])]
+    return np.array(ids, dtype=WORKER["dtype"]).tobytes(), sum(piece.last for piece in pieces)
+
+
+def _batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch, size = [], 0
+    for piece in texts:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file under another name, then rename it. So an interrupted command leaves either the old file or the new
+    file.
+    """
+    partial = Path(f"{path}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _progress():
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens"),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True))

@@ -1,0 +1,138 @@
+"""Fit the rates of a hardware file to measured runs, for `titan plan --calibrate` and for each round of `titan plan
+--tune`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.base.text import notes_on_stderr, table, to_json
+from titan_hydra.core.job.config import Fault
+from titan_hydra.core.job.config.files import CONF, write_text
+from titan_hydra.core.job.config.operation import Hardware
+from titan_hydra.core.train.worker import load_job
+from titan_hydra.instruments.rates import calibrate as plan
+from titan_hydra.core.job.run import layout
+from titan_hydra.experiments.runs.find import RunCell
+from titan_hydra.core.job.run.modules import import_modules
+from titan_hydra.experiments.runs.view import choose
+
+from titan_hydra.experiments.plan.command_plan import planned_job
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="RUN",
+        help="instead of planning, fit the rates of hardware=NAME to finished runs or sweeps, and print the error of each prediction",
+    )
+    parser.add_argument(
+        "--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml"
+    )
+
+
+def asked(args: argparse.Namespace) -> bool:
+    if args.into and not (args.calibrate or args.tune):
+        raise ConfigError(
+            f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written"
+        )
+    return bool(args.calibrate)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Fit the rates, print them with the residuals, and write the hardware file that --into names."""
+    into = target_file(args.into)
+    hardware = planned_job(args)[0].hardware
+    found = fit_cells([cell for target in args.calibrate for cell in choose(target, args.runs).cells], hardware)
+    if args.json:
+        print(to_json(fit_as_json(found, hardware)))
+    else:
+        show_fit(found, hardware)
+    if into:
+        with notes_on_stderr(args.json):
+            write_file(found, into)
+    return Exit.DONE
+
+
+def write_file(found: plan.Fit, file: Path) -> None:
+    """Write a hardware file, and print the option that chooses it. Raises ConfigError if the file cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, plan.as_yaml(found, file.stem))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
+    known = ((CONF / "hardware").resolve(), Path("conf/hardware").resolve())
+    where = "" if file.parent.resolve() in known else f"--config-dir {shlex.quote(str(file.parent.parent))} "
+    print(f"{file}: written; plan with {where}hardware={file.stem}")
+
+
+def target_file(into: str | None) -> Path | None:
+    """Return the path of the file that --into names, conf/hardware/INTO.yaml; None without --into. Raises ConfigError if
+    the file exists.
+    """
+    if into is None:
+        return None
+    if not re.fullmatch(r"\w[\w-]*", into):
+        raise ConfigError(f"--into {into}: cannot be typed as hardware=NAME; letters, digits, _ and - can")
+    file = (Path("conf") if Path("conf").is_dir() else CONF) / "hardware" / f"{into}.yaml"
+    if file.exists():
+        raise ConfigError(str(Fault("--into", into, f"{file} already exists", legal=(f"{into}_2",))))
+    return file
+
+
+def fit_cells(cells: list[RunCell], hardware: Hardware) -> plan.Fit:
+    """Fit the hardware's rates to the runs that have finished. Raises ConfigError if no run has finished."""
+    finished = [run for cell in cells if (run := _measured(cell))]
+    if not finished:
+        names = ", ".join(cell.name for cell in cells[:6])
+        raise ConfigError(f"no finished run with a measured speed among {names or 'no runs at all'}")
+    return plan.fit(finished, hardware)
+
+
+def _measured(cell: RunCell) -> plan.Measured | None:
+    """Return a run's job and its seconds per step; None if the run has not finished, or has no measured speed."""
+    rate = layout.RESULT.read(cell.directory).get("tokens_per_second")
+    if not rate:
+        return None
+    import_modules(cell.directory)
+    return plan.measured(cell.name, load_job(cell.directory), rate)
+
+
+def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:
+    """Return as JSON values what `show_fit` prints."""
+    runs = [
+        {
+            "name": run.name,
+            "step_seconds": run.step_seconds,
+            "predicted_before": plan.seconds(run, start),
+            "predicted": plan.seconds(run, found.hardware),
+            "residual": found.residual(run),
+        }
+        for run in found.runs
+    ]
+    rates = {name: {"before": getattr(start, name), "fitted": getattr(found.hardware, name)} for name in found.told}
+    return {"hardware": start.name, "rates": rates, "runs": runs, "notes": [*found.notes]}
+
+
+def show_fit(found: plan.Fit, start: Hardware) -> None:
+    """Print the rates before and after the fit, and for each run the measured and the predicted seconds of a step."""
+    rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(found.hardware, name):.4g}") for name in found.told]
+    print(*table(("rate", start.name, "fitted"), rates, (start.name, "fitted")), sep="\n")
+    rows = [
+        (
+            run.name,
+            f"{run.step_seconds:.3f}",
+            f"{plan.seconds(run, start):.3f}",
+            f"{plan.seconds(run, found.hardware):.3f}",
+            f"{found.residual(run):+.1%}",
+        )
+        for run in found.runs
+    ]
+    titles = ("run", "seconds a step", f"by {start.name}", "fitted", "residual")
+    print("", *table(titles, rows, titles[1:], ("run",)), *found.notes, sep="\n")

@@ -1,0 +1,108 @@
+"""`titan plan --score`: print the errors of predictions of published measurements."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.base.text import table, to_json
+from titan_hydra.experiments.plan.bands import band_of, technique_of
+from titan_hydra.instruments.rates.published import Scored, rows_of, score
+from titan_hydra.experiments.plan.shape import NotPredictable
+
+TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "band", "inside", "GiB: median error", "worst")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--score",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="FILE",
+        help="instead of planning, predict published measurements (default: the package's), and print the errors of the predictions",
+    )
+
+
+def asked(args: argparse.Namespace) -> bool:
+    if args.score is not None and args.overrides:
+        raise ConfigError(f"{args.overrides[0]}: --score takes no overrides, as each row says its own job")
+    return args.score is not None
+
+
+def main(args: argparse.Namespace) -> int:
+    """Predict the rows of a file, or the rows that the package ships, and print the errors by source, device and
+    technique. Returns 0, or 2 if no row can be predicted.
+    """
+    found, skipped = [], []
+    for row in rows_of(args.score if args.score.name else None):
+        try:
+            found.append(score(row))
+        except (NotPredictable, ConfigError, KeyError, ValueError) as error:
+            skipped.append(
+                (
+                    row["id"],
+                    f"{error.args[0]} is not given" if isinstance(error, KeyError) else str(error).splitlines()[0],
+                )
+            )
+    if args.json:
+        print(to_json({"rows": [*map(_as_json, found)], "skipped": dict(skipped)}))
+        return Exit.DONE if found else Exit.CONFIG
+    counted, apart = [one for one in found if not one.apart], [one for one in found if one.apart]
+    for title, rows, name in (
+        ("by source", counted, lambda one: str(one.row.get("source", "no source")).split(",")[0][:60]),
+        ("by device and technique", counted, lambda one: f"{one.row['hardware']}, {technique_of(one.shape.job)}"),
+        ("apart", apart, lambda one: one.apart),
+        ("together", counted, lambda one: one.technique.split(",")[0]),
+    ):
+        if rows:
+            print(title, *table(TITLES, _groups(rows, name), TITLES[1:]), "", sep="\n")
+    for one in sorted(counted, key=lambda one: -abs(one.error))[:5]:
+        print(f"{one.error:+.1%}  {one.row['id']}: {one.speed[0]:,.0f} tokens/s, predicted {one.speed[1]:,.0f}")
+    for name, reason in skipped:
+        print(f"skipped  {name}: {reason}")
+    return Exit.DONE if found else Exit.CONFIG
+
+
+def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple]:
+    """Group the rows by the name that `name` gives them, and return a row of the table for each group."""
+    groups = defaultdict(list)
+    for one in rows:
+        groups[name(one)].append(one)
+    return [(title, len(own), *_speeds(own), *_bands(own), *_memories(own)) for title, own in groups.items()]
+
+
+def _speeds(rows: list[Scored]) -> tuple[str, str, str]:
+    errors = [one.error for one in rows]
+    return f"{median(map(abs, errors)):.1%}", f"{median(errors):+.1%}", f"{max(errors, key=abs):+.1%}"
+
+
+def _bands(rows: list[Scored]) -> tuple[str, str]:
+    """Return the error band of predictions like these, and how many of the rows are inside their own bands."""
+    bands = [band_of(one.shape.job) for one in rows]
+    inside = sum(abs(one.deviation) <= band for one, band in zip(rows, bands, strict=True))
+    return f"+-{bands[0]:.0%}" if len({*bands}) == 1 else "-", str(inside)
+
+
+def _memories(rows: list[Scored]) -> tuple[str, str]:
+    errors = [one.memory[1] / one.memory[0] - 1 for one in rows if one.memory]
+    return (f"{median(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}") if errors else ("-", "-")
+
+
+def _as_json(one: Scored) -> dict[str, Any]:
+    return {
+        "id": one.row["id"],
+        "source": one.row.get("source"),
+        "technique": one.technique,
+        "overrides": " ".join(one.overrides),
+        "tokens_per_second": one.speed,
+        "memory_gib": one.memory,
+        "error": one.error,
+        "band": band_of(one.shape.job),
+        "apart": one.apart,
+    }

@@ -1,0 +1,273 @@
+"""What a search has found: its trials, the importance of the keys, and the GPU-hours that it used and saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from titan_hydra.core.base.text import table
+from titan_hydra.experiments.report.table import Section
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.checkpoints import step_of
+from titan_hydra.core.job.run.useful import device_hours
+
+from .journal import COMPLETE, Journal, SearchTrial, require_optuna
+from .lines import JournalDamaged
+from .trials import OBJECTIVES
+
+FEWEST = 4  # minimum number of complete trials for an estimate of the importance of the keys
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The trials of a search, read from its folder."""
+
+    runs: Path
+    directions: list[str]
+    trials: list[SearchTrial]
+    confirmed: dict[str, Any]
+    importance: dict[str, float]
+
+    @property
+    def full(self) -> int:
+        """The steps of a whole run; 0 before the first run."""
+        return max((steps for trial in self.trials for steps in trial.runs), default=0)
+
+    @cached_property
+    def best(self) -> list[SearchTrial]:
+        """The complete trials, the best first. With two objectives, only the Pareto front: a trial is left out if another
+        one is at least as good in both and better in one.
+        """
+        complete = [trial for trial in self.trials if trial.state == COMPLETE]
+        if len(self.directions) == 1:
+            return sorted(complete, key=lambda trial: (self._cost(trial)[0], trial.number))
+        return [trial for trial in complete if not any(self._exceeds(other, trial) for other in complete)]
+
+    def _cost(self, trial: SearchTrial) -> list[float]:
+        signs = [1 if direction == "minimize" else -1 for direction in self.directions]
+        return [sign * value for sign, value in zip(signs, trial.objectives, strict=True)]
+
+    def _exceeds(self, one: SearchTrial, other: SearchTrial) -> bool:
+        pairs = list(zip(self._cost(one), self._cost(other), strict=True))
+        return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+    def seeds(self, trial: SearchTrial) -> list[float]:
+        """Return the objectives of a trial's runs with several seeds; [] if the trial has a single seed."""
+        found = [entry["value"] for name, entry in self.confirmed.items() if name.split()[0] == str(trial.number)]
+        return [*trial.objectives[:1], *(value for value in found if value is not None)] if found else []
+
+    @cached_property
+    def winner(self) -> SearchTrial | None:
+        """The trial with the best mean among the trials that were run with several seeds; without such trials, the best
+        trial. None with two objectives, or before a trial is complete.
+        """
+        if len(self.directions) > 1 or not self.best:
+            return None
+        sign = 1 if self.directions == ["minimize"] else -1
+        again = [trial for trial in self.best if self.seeds(trial)]
+        return min(again or self.best[:1], key=lambda trial: sign * fmean(self.seeds(trial) or trial.objectives))
+
+    @cached_property
+    def hours(self) -> dict[int, float]:
+        """The GPU-hours of each trial, by number, without its runs with other seeds."""
+        return {one.number: sum(device_hours(self.runs / run) for run in one.runs.values()) for one in self.trials}
+
+    @property
+    def spent(self) -> float:
+        """The GPU-hours of all trials."""
+        return sum(self.hours.values())
+
+    @property
+    def confirming(self) -> float:
+        """The GPU-hours of the runs with other seeds."""
+        return sum(device_hours(self.runs / entry["run"]) for entry in self.confirmed.values() if entry["run"])
+
+    @cached_property
+    def steps(self) -> tuple[int, int]:
+        """The number of steps that the trials have made, and the number that they would have made if all of them were
+        trained to the last step.
+        """
+        made = sum(_made(self.runs / run, steps) for trial in self.trials for steps, run in trial.runs.items())
+        return made, self.full * sum(bool(trial.runs) for trial in self.trials)
+
+    @property
+    def saved(self) -> float:
+        """The GPU-hours that training all trials to the last step would have cost in addition, at the same GPU-hours
+        per step.
+        """
+        made, whole = self.steps
+        return self.spent * (whole / made - 1) if made else 0.0
+
+    def document(self) -> dict[str, Any]:
+        """Return the search as JSON values."""
+        made, whole = self.steps
+        return {
+            "directions": self.directions,
+            "trials": [
+                {
+                    "trial": trial.number,
+                    "overrides": trial.overrides,
+                    "state": self.word(trial),
+                    "reason": trial.reason,
+                    "lengths": [
+                        {"steps": steps, "run": run, "loss": trial.values.get(steps)}
+                        for steps, run in sorted(trial.runs.items())
+                    ],
+                    "objectives": trial.objectives,
+                    "seeds": self.seeds(trial),
+                    "gpu_hours": self.hours[trial.number],
+                }
+                for trial in self.trials
+            ],
+            "winner": self.winner and self.winner.number,
+            "best": [trial.number for trial in self.best],
+            "importance": self.importance,
+            "spent_gpu_hours": self.spent,
+            "confirming_gpu_hours": self.confirming,
+            "saved_gpu_hours": self.saved,
+            "steps": made,
+            "steps_of_whole_runs": whole,
+        }
+
+    def word(self, trial: SearchTrial) -> str:
+        """Return the state of a trial in a word."""
+        if trial.state == COMPLETE:
+            return (
+                "winner"
+                if self.winner is trial
+                else "front"
+                if len(self.directions) > 1 and trial in self.best
+                else "done"
+            )
+        if trial.open:
+            return "runs" if any(steps not in trial.values for steps in trial.runs) or not trial.runs else "waits"
+        return "stopped" if trial.values else "failed" if trial.runs else "refused"
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """Return the titles and rows of the table of trials, sorted by number, with a loss for each length."""
+        keys = [one.partition("=")[0] for one in self.trials[0].overrides] if self.trials else []
+        lengths = sorted({steps for trial in self.trials for steps in trial.values})
+        names = [f"loss at {steps}" for steps in lengths]
+        if self.directions != ["minimize"]:
+            names = ["held-out loss", "tokens/s"][-len(self.directions) :] if len(self.directions) > 1 else ["tokens/s"]
+        titles = ["trial", *keys, *names, "seeds", "state", "GPU-hours"]
+        rows = []
+        for trial in self.trials:
+            numbers = (
+                [trial.values.get(steps) for steps in lengths]
+                if self.directions == ["minimize"]
+                else trial.objectives or [None] * len(names)
+            )
+            shown = ["" if value is None else f"{value:,.4f}" if value < 1000 else f"{value:,.0f}" for value in numbers]
+            hours, word = self.hours[trial.number], self.word(trial) + (f": {trial.reason}" if trial.reason else "")
+            values = [one.partition("=")[2] for one in trial.overrides]
+            rows.append([str(trial.number), *values, *shown, _spread(self.seeds(trial)), word, f"{hours:.4f}"])
+        return titles, rows
+
+    def notes(self) -> list[str]:
+        """Return the lines below the table."""
+        made, whole = self.steps
+        lines = [
+            f"{self.spent:.3f} GPU-hours spent on trials, {self.saved:.3f} saved against whole runs of all of them "
+            f"({made:,} of {whole:,} steps); {self.confirming:.3f} on other seeds"
+        ]
+        if self.importance:
+            shares = ", ".join(f"{key} {share:.0%}" for key, share in self.importance.items())
+            lines.append(f"importance of the keys (PED-ANOVA): {shares}")
+        if self.winner:
+            mean = _spread(self.seeds(self.winner))
+            lines.append(
+                f"winner: trial {self.winner.number}, {' '.join(self.winner.overrides)}"
+                + (f": mean over {len(self.seeds(self.winner))} seeds {mean}" if mean else ", with one seed")
+            )
+            if doubt := self._doubt():
+                lines.append(doubt)
+        return lines
+
+    def _doubt(self) -> str:
+        """Return a line if the winner's lead is smaller than the spread over seeds; "" if it is not, or unknown."""
+        samples = [self.seeds(trial) for trial in self.best if len(self.seeds(trial)) > 1]
+        if len(samples) < 2:
+            return ""
+        means = sorted((fmean(values) for values in samples), reverse=self.directions != ["minimize"])
+        error = (fmean(stdev(values) ** 2 / len(values) for values in samples) * 2) ** 0.5
+        lead = abs(means[1] - means[0])
+        return (
+            f"its lead of {lead:.4g} over the next is less than twice the standard error {error:.2g} of such a difference"
+            if lead < 2 * error
+            else ""
+        )
+
+
+def summary_of(folder: Path) -> Summary:
+    """Read a search from the folder of its sweep. Raises JournalDamaged, also if a number of the journal is not that of
+    the run's result.
+    """
+    journal = Journal(folder, ())
+    trials = journal.trials()
+    directions = ["minimize" if direction.name == "MINIMIZE" else "maximize" for direction in journal.study.directions]
+    runs = folder.parents[1]
+    names = [name for name, direction in OBJECTIVES.items() if direction in directions]
+
+    def value(run: str) -> list[float] | None:
+        found: list[Any] = [layout.RESULT.read(runs / run).get(name) for name in names]
+        return None if None in found else found
+
+    if difference := journal.differs(value):
+        raise JournalDamaged(f"{journal.file}: {difference}")
+    return Summary(runs, directions, trials, journal.confirmed, _importance(journal, trials))
+
+
+def section_of(folder: Path) -> Section:
+    """Return a search as a section of a report."""
+    require_optuna()
+    summary = summary_of(folder)
+    return Section("search", *summary.rows(), summary.notes(), summary.document())
+
+
+def printed(summary: Summary) -> list[str]:
+    """Return the summary as lines for a terminal."""
+    titles, rows = summary.rows()
+    return [*table(titles, rows, [title for title in titles if title != "state"], ("state",)), "", *summary.notes()]
+
+
+def _importance(journal: Journal, trials: list[SearchTrial]) -> dict[str, float]:
+    """Return the share of each key in the variance of the objective among the better half of the trials; {} if too few
+    are known. If trials have several lengths, the length that most of them have reached is used.
+    """
+    import optuna
+    from optuna.trial import TrialState, create_trial
+
+    lengths = [steps for trial in trials for steps in trial.values]
+    length = max(sorted(set(lengths)), key=lengths.count, default=None)
+    memory = optuna.create_study(direction=journal.study.directions[0])
+    for trial, frozen in zip(trials, journal.study.get_trials(deepcopy=False), strict=True):
+        value = trial.objectives[0] if trial.objectives and length is None else trial.values.get(length)
+        if value is not None:
+            memory.add_trial(
+                create_trial(
+                    state=TrialState.COMPLETE, value=value, params=frozen.params, distributions=frozen.distributions
+                )
+            )
+    if len(memory.trials) < FEWEST or len({trial.value for trial in memory.trials}) < 2:
+        return {}
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.5)
+    return optuna.importance.get_param_importances(memory, evaluator=evaluator)
+
+
+def _made(run: Path, steps: int) -> int:
+    """Return the number of steps that a run has made itself, without those of the run from whose checkpoint it
+    continues.
+    """
+    loaded = (layout.CONFIG.read(run).get("checkpoint") or {}).get("initial_load_path")
+    done = (layout.METRICS.last(run) or {}).get("step", 0)
+    return max(min(done, steps) - (step_of(Path(loaded)) if loaded and Path(loaded).name.startswith("step-") else 0), 0)
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return ""
+    return f"{fmean(values):,.4f}" + (f" ± {stdev(values):.2g}" if len(values) > 1 else "")

@@ -1,0 +1,134 @@
+"""The two checks of a certificate that need real runs: a run is killed and resumed; weights are exported and imported."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.core.base.errors import ConfigError, RunError
+from titan_hydra.core.job.config import Job
+from titan_hydra.core.job.config.operation import Checkpoint, Launch, Paths
+from titan_hydra.experiments.launch import dispatch
+from titan_hydra.experiments.launch.cell import Cell
+from titan_hydra.core.job.run import checkpoints, layout
+from titan_hydra.experiments.runs import rundir
+
+# steps of a run (so many that the kill comes before the end), and steps between two checkpoints
+STEPS, INTERVAL = 24, 4
+TRIES = 3  # maximum number of runs that are started, until one of them is killed before its end
+
+
+def killed_and_carried_on(job: Job, folder: Path) -> tuple[dict[str, Any], Path]:
+    """Train a reduced job twice, once without interruption, and once killed after its first checkpoint and resumed.
+    Returns whether every loss and gradient norm has the same bits, and the directory of the uninterrupted run.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        whole = _cell(job, folder / "undisturbed")
+        if status := _begin(whole):
+            return {
+                "passed": False,
+                "reason": f"the undisturbed run ended with exit status {int(status)}",
+            }, whole.directory
+        for turn in range(TRIES):
+            broken = _cell(job, folder / f"killed_{turn}")
+            at, saved = _run_until_killed(broken)
+            if saved:
+                break
+        else:
+            return {"passed": False, "reason": "the run was over before it could be killed"}, whole.directory
+        status = _begin(_cell(job, folder / f"killed_{turn}", retry="all"))
+    rows, others = (_numbers(cell.directory) for cell in (whole, broken))
+    differing = [step for step in rows if rows[step] != others.get(step)]
+    return {
+        "passed": not status and not differing and len(rows) == STEPS,
+        "steps": STEPS,
+        "killed_at_step": at,
+        "carried_on_from_step": saved,
+        "first_other_bits": min(differing, default=None),
+        "reason": f"the run that was carried on ended with exit status {int(status)}" if status else None,
+    }, whole.directory
+
+
+def _cell(job: Job, runs: Path, retry: str = "none") -> Cell:
+    new = copy.deepcopy(job)
+    new.paths, new.launch, new.steps = Paths(str(runs)), Launch(retry=retry, oom_check="off"), STEPS
+    new.checkpoint = Checkpoint(new.checkpoint.name, interval=INTERVAL, keep_latest_k=0)
+    return Cell(1, [], new, rundir.directory_of(new), 1)
+
+
+def _begin(cell: Cell) -> int:
+    """Run a cell to its end, and return its exit status. Raises KeyboardInterrupt if Ctrl-C or SIGTERM has stopped it."""
+    status = dispatch.begin([cell])
+    if status > 128:
+        raise KeyboardInterrupt
+    return status
+
+
+def _run_until_killed(cell: Cell) -> tuple[int, int]:
+    """Start a run and kill it. Returns the last step that the run has logged and the step of its newest checkpoint;
+    both are 0 if the run was done before the kill.
+    """
+    ended = threading.Event()
+    killer = threading.Thread(target=_kill_after_a_save, args=(cell.directory, ended), daemon=True)
+    killer.start()
+    _begin(cell)
+    ended.set()
+    killer.join()
+    if rundir.state(cell.directory).kind == "done":
+        return 0, 0
+    return layout.METRICS.last(cell.directory).get("step", 0), _last_save(cell.directory)
+
+
+def _kill_after_a_save(directory: Path, ended: threading.Event) -> None:
+    """Send SIGKILL to all ranks once the run has a complete checkpoint."""
+    while not ended.wait(0.02):
+        if _last_save(directory):
+            for rank in rundir.running_ranks(layout.ATTEMPT.of(directory, 1)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank["pid"], signal.SIGKILL)
+            return
+
+
+def _last_save(directory: Path) -> int:
+    """Return the step of the newest complete checkpoint; 0 if there is none."""
+    return max(map(checkpoints.step_of, checkpoints.complete(layout.CHECKPOINTS.of(directory))), default=0)
+
+
+def _numbers(directory: Path) -> dict[int, tuple[float, float]]:
+    """Return the loss and the gradient norm of each step."""
+    return {row["step"]: (row["loss"], row.get("grad_norm")) for row in layout.METRICS.rows(directory)[0]}
+
+
+def exported_and_imported(run: Path, job: Job, folder: Path) -> dict[str, Any]:
+    """Export the last weights of a run to Hugging Face's format, import them again, and compare every bit."""
+    import torch
+
+    from titan_hydra.core.checkpoint import convert
+    from titan_hydra.core.checkpoint.reader import PREFIX, Reader
+
+    if job.adapter.name != "none":
+        return {"passed": None, "reason": f"adapter={job.adapter.name}: an export merges the adapters into the weights"}
+    step = checkpoints.complete(layout.CHECKPOINTS.of(run))[-1]
+    try:
+        convert.export_hf(step, folder / "exported")
+        convert.import_hf(folder / "exported", folder / "imported", imports=job.train.imports)
+    except ConfigError as error:  # raised if the family has no Hugging Face format
+        return {"passed": None, "reason": str(error)}
+    except RunError as error:
+        return {"passed": False, "reason": str(error)}
+    before, after = Reader(step), Reader(folder / "imported")
+    names = [name for name in after.metadata.state_dict_metadata if name.startswith(PREFIX)]
+    differing = []
+    for name in names:
+        entry: Any = before.metadata.state_dict_metadata.get(name)
+        if entry is None or not torch.equal(
+            *(one.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for one in (before, after))
+        ):
+            differing.append(name.removeprefix(PREFIX))
+    return {"passed": bool(names) and not differing, "tensors": len(names), "differing": differing, "reason": None}

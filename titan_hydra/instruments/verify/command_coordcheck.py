@@ -1,0 +1,220 @@
+"""`titan coordcheck`: test whether the model's width or depth affects how much training changes the activations, or
+which learning rate is best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.base.text import notes_on_stderr, table, to_json
+from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.instruments.verify.case import later_wins
+
+WIDTHS, STEPS, SEEDS = (64, 128, 256, 512, 1024), 5, 3
+FLAT = 0.05  # largest slope that counts as flat: a factor of 1.15 over four doublings of the size
+NEAR = 1.5  # largest ratio between the best rates of the smallest and of the largest size that counts as flat
+# A job that is small enough to be trained many times on a CPU. The user's overrides replace its values.
+SMALL = (
+    "precision=fp32",
+    "parallelism=single",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.local_batch=8",
+    "data.global_batch=8",
+    "model.vocab_size=256",
+    "model.n_layers=2",
+    "lr_scheduler=constant",
+    "lr_scheduler.warmup_steps=0",
+    "checkpoint=off",
+)
+
+
+@dataclass(frozen=True)
+class SizeCheck:
+    """The models that are compared. They differ in their sizes, which are widths or depths."""
+
+    what: str  # "width" or "depth"
+    sizes: list[int]
+    seeds: int
+    job: Job
+
+    def job_of(self, size: int, seed: int, rate: float | None = None) -> Job:
+        """Return the job for one size. Raises ConfigError if a width of the model would be no whole number."""
+        made = copy.deepcopy(self.job)
+        made.seed = seed
+        made.optimizer.lr = made.optimizer.lr if rate is None else rate
+        if self.what == "depth":
+            made.model.n_layers = size
+        else:
+            made.model = made.model.widened(size)
+        return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the job, such as parametrization=mup"
+    )
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--widths",
+        type=_numbers,
+        default=list(WIDTHS),
+        metavar="N,N",
+        help="values of model.dim to compare; the other widths of the model grow with it (default: 64 to 1024)",
+    )
+    sizes.add_argument("--depths", type=_numbers, metavar="N,N", help="compare values of model.n_layers instead")
+    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"runs of each size (default: {SEEDS})")
+    parser.add_argument(
+        "--rates",
+        type=lambda text: [float(part) for part in text.split(",")],
+        metavar="LR,LR",
+        help="compare the best of these learning rates (optimizer.lr), three or more, instead of the activations",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result into this file")
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the check. Returns 1 if a slope, or the ratio of the best rates, is too large; else 0."""
+    job = compose_job(*later_wins(*SMALL, f"steps={STEPS}", *args.overrides))
+    check = SizeCheck("depth" if args.depths else "width", args.depths or args.widths, args.seeds, job)
+    if len(check.sizes) < 2 or args.seeds < 1 or (args.rates and len(args.rates) < 3):
+        raise ConfigError(
+            "titan coordcheck: needs two sizes or more, a seed or more, and with --rates three rates or more"
+        )
+    if args.plot and args.plot.suffix != ".png":
+        raise ConfigError(
+            str(Fault("--plot", str(args.plot), "is drawn as PNG", legal=(args.plot.with_suffix(".png"),)))
+        )
+    result = _rates(check, args.rates) if args.rates else _coordinates(check)
+    if args.json:
+        print(to_json(result))
+    elif args.rates:
+        _show_rates(check, result)
+    else:
+        _show_coordinates(check, result)
+    if args.plot:
+        from titan_hydra.experiments.report.coordinates import draw_coordinates
+
+        with notes_on_stderr(args.json):
+            print(draw_coordinates(result, args.plot))
+    return 0 if result["flat"] else 1
+
+
+def _measure(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    from titan_hydra.instruments.verify.coordinates import measured_sizes
+
+    return measured_sizes(list(jobs))
+
+
+def _coordinates(check: SizeCheck) -> dict[str, Any]:
+    """Return for each kind of activation the mean change at each size, and the slope of log(change) over log(size)."""
+    places = [(size, seed) for size in check.sizes for seed in range(check.seeds)]
+    found = _measure([check.job_of(*place) for place in places])
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind in found[0]["change"]:
+        means = [
+            statistics.fmean(one["change"][kind] for (own, _), one in zip(places, found, strict=True) if own == size)
+            for size in check.sizes
+        ]
+        logs = [math.log2(mean) if mean > 0 else math.nan for mean in means]
+        fit = statistics.linear_regression([math.log2(size) for size in check.sizes], logs)
+        kinds[kind] = {"change": means, "slope": fit.slope, "flat": abs(fit.slope) <= FLAT}
+    return _about(check) | {"kinds": kinds, "flat": all(one["flat"] for one in kinds.values())}
+
+
+def _rates(check: SizeCheck, rates: list[float]) -> dict[str, Any]:
+    """Return for each size the best learning rate, and the loss at each rate (the mean over the last quarter of steps)."""
+    places = [(size, seed, rate) for size in check.sizes for rate in sorted(rates) for seed in range(check.seeds)]
+    found = _measure([check.job_of(*place) for place in places])
+    losses: dict[int, dict[float, list[float]]] = {}
+    for (size, _, rate), one in zip(places, found, strict=True):
+        last = one["losses"][-max(1, len(one["losses"]) // 4) :]
+        losses.setdefault(size, {}).setdefault(rate, []).append(statistics.fmean(last))
+    means = {size: {rate: statistics.fmean(own) for rate, own in of.items()} for size, of in losses.items()}
+    best = {size: best_rate(of) for size, of in means.items()}
+    ends = [best[min(best)], best[max(best)]]
+    ratio = max(ends) / min(ends)
+    rows = [{"size": size, "losses": list(of.values()), "best": best[size]} for size, of in means.items()]
+    return _about(check) | {"rates": sorted(rates), "sizes_at_rates": rows, "ratio": ratio, "flat": ratio <= NEAR}
+
+
+def best_rate(losses: dict[float, float]) -> float:
+    """Return the rate with the lowest loss. A parabola over the logarithm of the rate is fitted through the lowest loss
+    and its two neighbours; the result is the lowest point of the parabola. If the lowest loss is at an end of the list,
+    the result is the rate there. A loss that is not a number counts as infinite.
+    """
+    rates = sorted(losses)
+    values = [losses[rate] if math.isfinite(losses[rate]) else math.inf for rate in rates]
+    place = min(range(len(rates)), key=values.__getitem__)
+    if place in (0, len(rates) - 1) or math.inf in values[place - 1 : place + 2]:
+        return rates[place]
+    x0, x1, x2 = (math.log(rate) for rate in rates[place - 1 : place + 2])
+    y0, y1, y2 = values[place - 1 : place + 2]
+    left, right = (x1 - x0) * (y1 - y2), (x1 - x2) * (y1 - y0)
+    return (
+        math.exp(x1 - 0.5 * ((x1 - x0) * left - (x1 - x2) * right) / (left - right)) if left != right else rates[place]
+    )
+
+
+def _about(check: SizeCheck) -> dict[str, Any]:
+    job = check.job
+    return {
+        "what": check.what,
+        "sizes": check.sizes,
+        "seeds": check.seeds,
+        "steps": job.steps,
+        "model": job.model.name,
+        "parametrization": job.parametrization.name,
+        "optimizer": job.optimizer.name,
+    }
+
+
+def _show_coordinates(check: SizeCheck, result: dict[str, Any]) -> None:
+    rows = [
+        [kind, *(f"{value:.3g}" for value in one["change"]), f"{one['slope']:+.3f}", "yes" if one["flat"] else "NO"]
+        for kind, one in result["kinds"].items()
+    ]
+    print(_title(result) + ": change of the activations of the first batch (root mean square)")
+    titles = [check.what, *map(str, check.sizes), "slope", "flat"]
+    print("\n".join(table(titles, rows, right=titles[1:-1])))
+    word = "flat: every slope is at most" if result["flat"] else "NOT flat: a slope is more than"
+    print(f"{word} {FLAT} (log2 of the change over log2 of the {check.what}; 0 is no dependence)")
+
+
+def _show_rates(check: SizeCheck, result: dict[str, Any]) -> None:
+    rows = [
+        [str(one["size"]), *(f"{loss:.4f}" for loss in one["losses"]), f"{one['best']:.3g}"]
+        for one in result["sizes_at_rates"]
+    ]
+    print(_title(result) + ": loss at each learning rate (mean of the last quarter of the steps)")
+    titles = [check.what, *(f"{rate:g}" for rate in result["rates"]), "best rate"]
+    print("\n".join(table(titles, rows, right=titles[1:])))
+    word = "the same" if result["flat"] else "NOT the same"
+    print(
+        f"best rate: {word}; the ratio of smallest and largest {check.what} is {result['ratio']:.2f}, allowed is {NEAR}"
+    )
+
+
+def _title(result: dict[str, Any]) -> str:
+    return f"{result['model']}, {result['parametrization']}, {result['optimizer']}, {result['steps']} steps, seeds {result['seeds']}"
+
+
+def _numbers(text: str) -> list[int]:
+    """Parse sizes. Raises ArgumentTypeError."""
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = [0]
+    if found[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers of 1 or more with commas between them")
+    return found

@@ -1,0 +1,259 @@
+"""`titan verify`: run the acceptance matrix or random jobs, and print how their results differ from the references. The
+results of the whole matrix are written to docs/acceptance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.base.text import notes_on_stderr, table, to_json
+from titan_hydra.core.base.versions import versions
+from titan_hydra.core.job.config import Fault
+from titan_hydra.core.job.config.fault import suggest
+from titan_hydra.core.job.config.files import CONF
+from titan_hydra.instruments.verify.case import Case
+from titan_hydra.instruments.verify.matrix import whole_matrix
+
+if TYPE_CHECKING:
+    from titan_hydra.instruments.verify.judge import Outcome
+
+STEPS_OF_RANDOM = 4  # number of optimizer steps of each job of --random
+STEPS_OF_MODULE = 3  # number of optimizer steps of --module: one before the run is resumed, and two after
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="overrides for every case and its reference, to verify another model, such as model=qwen3_debug or a model of your own",
+    )
+    parser.add_argument(
+        "--config-dir",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder with your own options, as for launch.py",
+    )
+    parser.add_argument("--only", metavar="NAME", help="only cases (or mutants) whose name contains this text")
+    parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
+    parser.add_argument(
+        "--random",
+        type=int,
+        metavar="N",
+        help="run N random legal jobs instead of the matrix, and compare them with the float64 reference",
+    )
+    parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (default: 0)")
+    parser.add_argument(
+        "--module",
+        metavar="FILE.py:NAME",
+        help="verify a module of your own instead of the matrix (docs/verify-module.md)",
+    )
+    parser.add_argument(
+        "--mutants",
+        action="store_true",
+        help="instead of running the matrix, plant known faults in a copy of the package, and print which case or test finds each fault",
+    )
+    parser.add_argument("--quick", action="store_true", help="with --mutants: run only the short cases")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON for scripts: for each case, the difference and the bound in each column",
+    )
+    docs = CONF.parent / "docs"  # only a checkout has this folder
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        default=(docs if docs.is_dir() else Path()) / "acceptance.md",
+        help="file for the table of the whole matrix (default: docs/acceptance.md)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the cases. Returns 0 if every case passed, else 1."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, as there may be more ranks than cores
+    if args.mutants:
+        from .command_verify_mutants import run_mutants
+
+        return run_mutants(args)
+    # the ranks compute on CPUs, as there are more ranks than a machine has GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if args.module:
+        return _verify_module(args.module, args.json)
+    from titan_hydra.instruments.verify.coverage import Coverage, covered
+    from titan_hydra.instruments.verify.sampler import draw_jobs
+    from titan_hydra.instruments.verify.verify import STEPS, verify, verify_drawn
+
+    drawn = args.random is not None
+    steps = STEPS_OF_RANDOM if drawn else STEPS
+    cases = list(draw_jobs(args.random, args.seed)) if drawn else whole_matrix()
+    chosen = _chosen(args, cases)
+    if args.list:
+        names = [{"name": case.name, "ranks": case.ranks} for case in chosen]
+        print(to_json(names) if args.json else "\n".join(f"{case.ranks:>3}  {case.name}" for case in chosen))
+        return Exit.DONE
+    own = bool(args.overrides or args.config_dir)
+    coverage = covered(chosen, tuple(args.overrides), tuple(args.config_dir or ()), steps) if own else Coverage(chosen)
+    outcomes = (verify_drawn if drawn else verify)(coverage.cases, steps)
+    if own:
+        outcomes = coverage.without_refused(outcomes)
+        with notes_on_stderr(args.json):
+            print(*coverage.lines(len(outcomes), len(cases)), "", sep="\n")
+        if not outcomes:
+            return Exit.CONFIG
+    if args.json:
+        print(
+            to_json(
+                {"steps": steps, "versions": versions(), "cases": [outcome_as_json(outcome) for outcome in outcomes]}
+            )
+        )
+    header, rows = _rows(outcomes)
+    if not args.json:
+        show_outcomes(outcomes, header, rows)
+    if coverage.cases == whole_matrix():
+        _write(args.write, header, rows, STEPS)
+    return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
+
+
+def outcome_as_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON values; a difference that is not finite is null."""
+    case = outcome.case
+    columns = ("loss", "norm", "gradients", "weights")
+    return {
+        "name": case.name,
+        "ranks": case.ranks,
+        "passed": outcome.passed,
+        **{name: {"difference": getattr(outcome, name), "bound": getattr(case, name)} for name in columns},
+        "band": outcome.band or None,
+        **{name: getattr(outcome, name) for name in ("start", "routing", "drift", "rounded", "data", "export")},
+        "worst": outcome.worst,
+        "error": outcome.error or None,
+        "overrides": [*case.overrides, *case.base],
+    }
+
+
+def _rows(outcomes: list[Outcome]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the titles and the rows of the table of outcomes."""
+    header = ("case", "ranks", "loss", "norm", "gradient", "weights", "band", "start", "copies", "rounded", "passed")
+    rows = [
+        (
+            o.case.name,
+            str(o.case.ranks),
+            *(f"{value:.1e}" for value in (o.loss, o.norm, o.gradients, o.weights)),
+            f"{o.band:.2f}" if o.band else "",
+            *map(str, (o.start, o.drift, o.rounded)),
+            "yes" if o.passed else "NO",
+        )
+        for o in outcomes
+    ]
+    return header, rows
+
+
+def show_outcomes(outcomes: list[Outcome], header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Print the table, and a line for each case that has not passed."""
+    colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
+    print(
+        "Largest relative differences from the reference:",
+        *table(header, rows, header[1:-1], ("case",), colours),
+        sep="\n",
+    )
+    for outcome in outcomes:
+        if not outcome.passed:
+            print(outcome)
+
+
+def _verify_module(place: str, as_json: bool) -> int:
+    """Print the verdict on a user's module (`Subject`). Returns 0 if no check has failed, else 1."""
+    from titan_hydra.instruments.verify.module import verify_module
+    from titan_hydra.instruments.verify.processes import Crashed, Raised
+
+    try:
+        verdict = verify_module(place, STEPS_OF_MODULE)
+    except (Raised, Crashed) as error:
+        with notes_on_stderr(as_json):
+            print(error)
+        return Exit.BUG
+    if as_json:
+        print(to_json({**asdict(verdict), "passed": verdict.passed}))
+        return Exit.DONE if verdict.passed else Exit.BUG
+    words = {True: "yes", False: "NO", None: "unknown"}
+    header = ("check", "found", "allowed", "where", "passed")
+    rows = [(check.name, check.value, check.allowed, check.where, words[check.passed]) for check in verdict.checks]
+    colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
+    mesh = " x ".join(f"{name} {size}" for name, size in verdict.mesh.items())
+    print(
+        f"{place} on {mesh} against one process in {verdict.reference}:",
+        *table(header, rows, (), ("where",), colours),
+        sep="\n",
+    )
+    wrong = {name: pair for name, pair in verdict.gradients.items() if not pair[0] <= pair[1]}
+    if wrong:
+        print(f"\n{len(wrong)} of {len(verdict.gradients)} gradients are wrong:")
+        rows = [
+            (name, f"{value:.1e}", f"{allowed:.1e}")
+            for name, (value, allowed) in sorted(wrong.items(), key=lambda item: -item[1][0])
+        ]
+        print(*table(("parameter", "difference", "allowed"), rows[:20], ("difference", "allowed")), sep="\n")
+    return Exit.DONE if verdict.passed else Exit.BUG
+
+
+def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:
+    """Return the cases that --only and --ranks choose. Raises ConfigError if there are none."""
+    if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
+        raise ConfigError(str(Fault("--ranks", args.ranks, "no case has this number of ranks", legal=ranks)))
+    chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
+    if not chosen:
+        names = [case.name for case in cases if args.ranks in (None, case.ranks)]
+        raise ConfigError(
+            str(Fault("--only", args.only, "no such case; --list names them", legal=suggest(args.only, names)))
+        )
+    return chosen
+
+
+def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
+    from titan_hydra.instruments.verify.judge import DRAWS, MORE_DRAWS, MULTIPLE, NEAR, TIGHT
+
+    lines = [
+        "# Acceptance",
+        "",
+        f"The table has the largest relative differences of each layout from the same job in one process, over {steps} steps: of the",
+        "loss, of the gradient norm, of a parameter's gradient at the first step, and of a parameter after the last step. The",
+        "difference of a parameter is relative to how far the parameter has moved; before that, the difference that the rounding of its",
+        "updates explains is subtracted.",
+        "`start` counts initial tensors that differ in any bit; in a comparison with float64, those that are drawn from another",
+        "distribution. `copies` counts parts of weights whose copies on several ranks differ in any bit after the last step. `rounded`",
+        "counts parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their overrides and their",
+        "upper bounds are in [matrix.py](../titan_hydra/instruments/verify/matrix.py). Ranks are processes. The cases of 4 to 128 ranks in",
+        "[many.py](../titan_hydra/instruments/verify/many.py) make two steps, have threads of one process as ranks, and have no pipelines.",
+        "",
+        "How much rounding changes a run in these steps depends on the processor, so it is measured on the machine that runs the cases.",
+        f"A loss or norm within {TIGHT['loss']:.0e}, a gradient within {TIGHT['gradients']:.0e} and a parameter within",
+        f"{TIGHT['weights']:.0e} pass at once. If a difference is larger, the reference is run again, at most {len(DRAWS)} times, and",
+        f"{len(MORE_DRAWS)} times more if the difference is too large by less than {NEAR:.0f} times: with every initial weight moved to",
+        "the next float32 above or below it, with its sums in another order (the samples shuffled, the batch in several parts; for tensor",
+        "parallelism, and for context parallelism in bfloat16, each linear in parts that are rounded before they are added), or with both.",
+        "A gradient or a parameter",
+        f"may then differ by {MULTIPLE['weights']:.0f} times the largest difference that it had in these runs, loss and norm by",
+        f"{MULTIPLE['loss']:.0f} times. No more runs are made than are needed.",
+        "`band` is the largest ratio of a difference to what is allowed: if it is above 1, the case has not passed. It is empty if no",
+        "band was needed, and if the reference rounds in another way (another number format, or float64); then only the fixed upper",
+        "bounds apply.",
+        "",
+        f"Written by `titan verify` on {date.today()}; "
+        + ", ".join(f"{name} {version}" for name, version in versions().items())
+        + ".",
+        "",
+        "| " + " | ".join(header) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]
+    path.write_text("\n".join(lines))

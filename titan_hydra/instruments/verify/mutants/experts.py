@@ -1,0 +1,105 @@
+"""Mutants of experts: routes, routers and their biases, the balance loss, grouped matmuls. Imports no torch."""
+
+from .mutant import Mutant
+
+EXPERTS, MOE, MESH = "core/parallel/experts.py", "core/models/moe.py", "core/parallel/mesh.py"
+QWEN, QWEN_TP, QWEN_WHOLE = "qwen3_moe, fsdp 2, ep 2", "qwen3_moe, tp 2, ep 2", "qwen3_moe, tp 2, ep 1"
+DEEPSEEK, DEEPSEEK_TP = "deepseek_v3, fsdp 2, ep 2, ac full", "deepseek_v3, tp 2, ep 2"
+EXACT, PLAIN = (
+    "deepseek_v3, against float64",
+    "qwen3_moe, plain scores, a dense block, the loss of balance, against float64",
+)
+SIGMOID = "qwen3_moe, sigmoid, against float64"
+EXPORTED = "qwen3_moe, twelve experts, exported, against float64"
+TESTS, RANKS = "tests/core/models/test_moe.py", "tests/core/parallel/test_experts.py"
+KEPT = f"{RANKS}::test_the_host_waits_once_for_each_layer_and_gathers_start_before"
+
+# fmt: off
+MUTANTS = [
+    Mutant("expert gradients are divided by the ep ranks", "ep", EXPERTS, "Travel.apply(rows, route.back, route.there)",
+           "Travel.apply(rows, route.back, lambda gradient: route.there(gradient) / self.group.size())",
+           "The gradients of experts are divided by the number of expert-parallel ranks.", (QWEN,), like="pytorch/pytorch#160285"),
+    Mutant("expert gradients are doubled", "ep", EXPERTS, "Travel.apply(rows, route.back, route.there)",
+           "Travel.apply(rows, route.back, lambda gradient: route.there(gradient) * self.group.size())",
+           "The gradients of experts are multiplied by the number of expert-parallel ranks; with AdamW the loss looks right.", (QWEN,),
+           like="pytorch/pytorch#160285"),
+    Mutant("gradients below the experts are doubled", "ep", EXPERTS, "Travel.apply(plan.spread(rows), route.there, route.back)",
+           "Travel.apply(plan.spread(rows), route.there, lambda gradient: 2 * route.back(gradient))",
+           "The gradients that experts pass back to their tokens are doubled.", (QWEN,), like="pytorch/torchtitan#4054"),
+    Mutant("rows that arrive stay in the order of their ranks", "ep", EXPERTS, "    moves = ends.view_as(counts) -",
+           "    moves = 0 * ends.view_as(counts) - 0 *", "Experts compute rows that were sent to other experts.", (QWEN,)),
+    Mutant("experts are not sharded over tp", "ep, tp", MESH, " or (sparse and degrees.tp > 1)", "",
+           "Without expert parallelism, each tensor-parallel rank trains its experts on its own part of the tokens.", (QWEN_WHOLE,),
+           like="pytorch/torchtitan#4054"),
+    Mutant("biases follow the tokens of one rank", "ep", EXPERTS, "        dist.all_reduce(sums, group=mesh.stage)\n", "        pass\n",
+           "Each rank updates the routers' biases from the token counts of this rank alone.", (QWEN,), like="pytorch/torchtitan#4154"),
+    Mutant("biases miss the tokens of tp ranks", "ep, tp", EXPERTS, "dist.all_reduce(sums, group=mesh.stage)",
+           "dist.all_reduce(sums, group=mesh.batch)", "The counts of tokens are summed over data-parallel ranks alone.", (QWEN_TP,),
+           like="pytorch/torchtitan#4154"),
+    Mutant("biases move the wrong way", "any", EXPERTS, "(even - load).sign()", "(load - even).sign()",
+           "A router's bias favours the experts that have most tokens.", (EXACT,)),
+    Mutant("a bias changes the gates", "any", MOE, "picked = scores.gather(1, chosen)",
+           "picked = (scores if self.bias is None else scores + self.bias).gather(1, chosen)",
+           "A bias that should only choose experts also changes the factors of their outputs.", (SIGMOID,)),
+    Mutant("a bias is in no checkpoint", "any", MOE, "torch.zeros(config.n_experts) if config.router_bias_update_rate else None)",
+           "torch.zeros(config.n_experts) if config.router_bias_update_rate else None, persistent=False)",
+           "The routers' biases begin anew when a run resumes.", ("qwen3_moe, fsdp 2, ep 2, resumed",),
+           ("tests/core/checkpoint/test_convert_experts.py",),
+           "pytorch/torchtitan#1226"),
+    Mutant("tokens are counted in every forward", "ac", MOE, "        ctx.sums, ctx.shape = sums, shares.shape\n",
+           "        ctx.sums, ctx.shape = sums, shares.shape\n        sums[0].add_(counts)\n",
+           "A recomputation counts the tokens of each expert again.", (DEEPSEEK,), like="pytorch/torchtitan#1304"),
+    Mutant("the loss of balance counts a rank's part", "tp", EXPERTS, "            dist.all_reduce(x, group=group)\n", "            pass\n",
+           "The balance loss sees only one rank's part of the tokens of a sequence.", (DEEPSEEK_TP,), like="pytorch/torchtitan#4154"),
+    Mutant("the loss of balance is twice as large", "any", EXPERTS, "layer.router.scale = 1 /", "layer.router.scale = 2 /",
+           "The weight of the balance loss is doubled.", (EXACT,)),
+    Mutant("the loss of balance is divided by labels", "any", "core/train/trainer.py",
+           "        parts = batch.split(self.job.data.local_batch)\n",
+           "        parts = batch.split(self.job.data.local_batch)\n"
+           "        for part in [part for part in self.model.modules() if hasattr(part, 'router')]:\n"
+           "            part.router.scale = 1 / count.item()\n",
+           "With masked labels, the balance loss is multiplied by the ratio of tokens to labels.", (PLAIN,)),
+    Mutant("shared experts count half", "any", MOE, "y + self.shared_experts(x)", "y + 0.5 * self.shared_experts(x)",
+           "The output of shared experts is halved.", (EXACT,)),
+    Mutant("gates are scaled twice", "any", MOE, "return picked * self.config.routed_scaling_factor",
+           "return picked * self.config.routed_scaling_factor**2", "routed_scaling_factor is applied twice.", (PLAIN,)),
+    Mutant("gates are not normalized", "any", MOE, "if self.config.norm_topk_prob:", "if self.config.norm_topk_prob and self.bias is None:",
+           "Routers with a bias do not normalize the gates of a token.", (EXACT, SIGMOID)),
+    Mutant("gates are detached", "any", MOE, "gates = self.router.gates(scores, chosen)",
+           "gates = self.router.gates(scores.detach(), chosen)",
+           "The router gets no gradient from the experts' outputs.", (EXACT,), like="pytorch/torchtitan#4054"),
+    Mutant("a group is rated by its best expert", "any", MOE, "groups.topk(min(2, groups.shape[-1]), -1)", "groups.topk(1, -1)",
+           "Groups of experts are chosen by their highest score, not by the sum of their two highest.", (EXACT,),
+           (f"{TESTS}::test_groups_are_the_best_two_experts_and_limit_the_choice",)),
+    Mutant("copies of a row lose a gradient", "any", MOE, "back.unflatten(0, (ctx.rows, -1)).sum(1)",
+           "back.unflatten(0, (ctx.rows, -1)).sum(1) - back.unflatten(0, (ctx.rows, -1))[:, 0] * 0.5",
+           "A token's gradient contains only half of its first expert's part.", (EXACT,)),
+    Mutant("gradients of idle experts are what the memory held", "any", "core/kernels/grouped.py", "if not fills_empty_groups(rows.device)",
+           "if False", "The gradient of an expert without tokens is not set to zero.", (),
+           (f"{TESTS}::test_gradients_that_a_kernel_does_not_write_are_zero",), "pytorch/pytorch#172439"),
+    Mutant("a recomputation exchanges numbers again", "ep, ac", "core/parallel/activation_checkpoint.py",
+           'partial(keeping, options.get("context_fn"))} if sparse', "None} if False",
+           "A recomputation routes the tokens again, and waits for the device again.", (), (KEPT,)),
+    Mutant("experts are gathered after the wait", "ep", "core/parallel/data.py", "    if mesh.degrees.ep > 1:\n",
+           "    if mesh.degrees.ep > 99:\n",
+           "The gathers of the next block start after the wait for the numbers of tokens.", (), (KEPT,)),
+    Mutant("packed experts have gate and up exchanged", "any", "core/checkpoint/folder.py",
+           '"gate_proj.weight": ("gate_up_proj", 0, 2),\n    "up_proj.weight": ("gate_up_proj", 1, 2)',
+           '"gate_proj.weight": ("gate_up_proj", 1, 2),\n    "up_proj.weight": ("gate_up_proj", 0, 2)',
+           "The two halves of a packed matrix are exchanged at import.", (),
+           ("tests/core/checkpoint/test_convert_experts.py::test_packed_experts_can_be_read",), "pytorch/torchtitan#4373"),
+    Mutant("experts are numbered as strings", "any", "core/models/hf.py", "for number, part in enumerate(tensor)}",
+           "for number, part in zip(sorted(range(len(tensor)), key=str), tensor)}",
+           "Experts are exported in the order 0, 1, 10, 11, 2.", (EXPORTED,),
+           ("tests/core/checkpoint/test_convert_experts.py::test_experts_are_written_one_by_one_in_their_order",), "pytorch/torchtitan#1918"),
+    Mutant("pairs of rotary positions are halves", "any", "core/models/deepseek_v3/model.py",
+           "return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)", "return x",
+           "DeepSeek's weights are rotated in another order of dimensions.", (EXACT,), like="pytorch/torchtitan#1441"),
+    Mutant("latents have the model's epsilon", "any", "core/models/deepseek_v3/model.py", "nn.RMSNorm(rank, eps=LATENT_EPS)",
+           "nn.RMSNorm(rank, eps=config.norm_eps)", "The norm of the keys' latent uses the epsilon of all other norms, not its own.",
+           ("deepseek_v3, yarn, no latent of queries, against float64",)),
+    Mutant("YaRN's temperature is not squared", "any", "core/models/deepseek_v3/model.py",
+           "return (1 + 0.1 * yarn.temperature * math.log(yarn.factor)) ** 2", "return 1 + 0.1 * yarn.temperature * math.log(yarn.factor)",
+           "Attention's logits are too small for stretched positions.", ("deepseek_v3, yarn, no latent of queries, against float64",)),
+]
+# fmt: on

@@ -1,0 +1,450 @@
+"""An independent reference in float64: Llama 3, Qwen3, DeepSeek-V3, loss, clipping, optimizers, learning rate, muP and
+CompleteP, written only from the papers.
+
+It shares no arithmetic with the trainer: only the initial weights, the batches and the configuration are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_hydra.core.job.config.model import Model
+from titan_hydra.core.job.config.parts import AdamW, MuonAndAdamW
+from titan_hydra.core.job.config.registry import OBJECTIVES, resolve
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.data.batch import Batch
+
+from .inputs import Order, odd_starts
+from .multipliers import Multipliers, scaled_optimizer
+
+Weights = dict[str, Tensor]
+# by layer: (whether a token chose an expert, the expert's share of the token's scores), each for all tokens and experts;
+# number of tokens that stand between two experts (`_in_doubt`)
+Routed = dict[str, tuple[Tensor, Tensor, int]]
+DOUBT = 1e-5  # relative change of a score by which a token may not change its experts, or its choice is in doubt
+Sparse = Any  # the `model` section of a family with experts; its keys depend on the family
+
+
+@dataclass
+class Trace:
+    """The values of a run that are compared. Tensors are whole, not sharded."""
+
+    losses: list[float]  # mean loss of each step
+    norms: list[float]  # gradient norm of each step
+    gradients: Weights  # gradients of the first step
+    start: Weights  # initial weights
+    weights: Weights  # weights at the end
+    loads: list[dict[str, list[float]]]  # for each step: number of tokens of each expert, by layer
+    biases: Weights  # all buffers at the end, including the routers' biases
+    drift: int = 0  # see Outcome.drift
+    rounded: int = 0  # see Outcome.rounded
+    # number of initial tensors (`odd_starts`) and random states (restart.restarted) that are wrong in one process
+    odd: int = 0
+    data: int = 0  # see Outcome.data
+    export: int = 0  # see Outcome.export
+    doubtful: int = 0  # see Outcome.doubtful
+
+
+def train_in_float64(
+    job: Job,
+    start: Weights,
+    batches: Callable[[int], Batch],
+    held_out: Sequence[Batch] = (),
+    then: Job | None = None,
+) -> Trace:
+    """Train all steps of a job from the weights `start`, with the batches `batches(step)`. If there are `held_out`
+    batches, their mean loss follows those of the steps. The second half of the steps has the optimizer and the schedule
+    of the job `then`.
+    """
+    trained = {name: value for name, value in start.items() if ".lora_" in name} or start
+    weights = {name: value.double().requires_grad_() for name, value in trained.items()}
+    frozen = {name: value.double() for name, value in start.items() if name not in trained}
+    state: dict[str, dict] = {name: {} for name in weights}
+    model: Sparse = job.model
+    record = Trace([], [], {}, trained, {}, [], first_biases(start, job.model), odd=odd_starts(start, job))
+    order = Order(job)
+    for step in range(1, job.steps + 1):
+        now = then if then is not None and step > job.steps // 2 else job
+        batch = batches(step)
+        record.data += order.faults(batch)
+        loss, imbalance, loads, doubtful = mean_loss(merged(frozen | weights, job) | record.biases, batch, job)
+        record.doubtful += doubtful
+        gradients = dict(zip(weights, torch.autograd.grad(loss + imbalance, list(weights.values())), strict=True))
+        record.gradients = record.gradients or gradients
+        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
+        clip = min(1.0, now.optimizer.max_norm / max(norm, 1e-30)) if now.optimizer.max_norm else 1.0
+        factor = _rate(step, job.steps, now.lr_scheduler)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                own = scaled_optimizer(name, tuple(weight.shape), now)
+                update(name, weight, gradients[name] * clip, state[name], step, factor, own)
+        for name, bias in record.biases.items():
+            load = loads[name.removesuffix(".router.bias")]
+            bias += model.router_bias_update_rate * (load.mean() - load).sign().float()
+        record.losses.append(loss.item())
+        record.norms.append(norm)
+        record.loads.append({name: load.tolist() for name, load in loads.items()})
+    record.weights = {name: weight.detach() for name, weight in weights.items()}
+    if held_out:
+        everything = merged(frozen | record.weights, job) | record.biases
+        record.losses.append(mean_loss_of(everything, held_out, job))
+        record.data += sum(order.repeated(batch) for batch in held_out)
+    return record
+
+
+def first_biases(start: Weights, model: Sparse) -> Weights:
+    """Return the initial biases of the routers (arXiv 2408.15664): zero, and float32 as in every run."""
+    routers = [name.removesuffix("weight") for name in start if name.endswith(".router.weight")]
+    return {f"{router}bias": torch.zeros(model.n_experts) for router in routers if model.router_bias_update_rate}
+
+
+def merged(weights: Weights, job: Job) -> Weights:
+    """Return the weights with the product of each adapter's matrices added to its linear (arXiv 2106.09685)."""
+    keys: Any = job.adapter
+    return {
+        name: weight + keys.alpha / keys.rank * weights[f"{owner}.lora_b"] @ weights[f"{owner}.lora_a"]
+        if f"{(owner := name.rpartition('.')[0])}.lora_a" in weights
+        else weight
+        for name, weight in weights.items()
+        if ".lora_" not in name
+    }
+
+
+# --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.
+
+
+def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor, Weights, int]:
+    """Return (mean loss of the elements that count, mean balance loss of a sequence over all layers, number of tokens
+    of each expert by layer, number of tokens in doubt). The loss is the cross-entropy of labels, or the loss that the
+    objective's record defines for this reference.
+    """
+    routed: Routed = {}
+    summed, number = summed_loss(weights, batch, job, routed)
+    imbalance = sum((_unbalanced(*layer[:2], job.model).mean() for layer in routed.values()), torch.zeros(()))
+    loads = {name: chosen.sum((0, 1)).double() for name, (chosen, *_) in routed.items()}
+    return summed / max(number, 1), imbalance, loads, sum(doubtful for *_, doubtful in routed.values())
+
+
+def mean_loss_of(weights: Weights, batches: Sequence[Batch], job: Job) -> float:
+    """Return the mean loss of several batches."""
+    sums = [summed_loss(weights, batch, job, {}) for batch in batches]
+    return sum(summed.item() for summed, _ in sums) / sum(number for _, number in sums)
+
+
+def summed_loss(weights: Weights, batch: Batch, job: Job, routed: Routed) -> tuple[Tensor, int]:
+    """Return the summed loss of the elements that count, and their number."""
+    exact = resolve(OBJECTIVES[job.objective.name].exact) or next_token_loss
+    return exact(weights, batch.tensors, job, routed)
+
+
+def next_token_loss(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:
+    """Return the summed cross-entropy of the labels that count, and their number."""
+    labels = following(batch)
+    return -logs_of_labels(weights, batch, labels, job, routed).sum(), int((labels >= 0).sum())
+
+
+def following(batch: Weights) -> Tensor:
+    """Return the labels that follow from the tokens and documents: the next token of the document, or -1 if the label
+    does not count in the batch. Only the last label of a sample is taken from the batch.
+    """
+    tokens, counts = batch["tokens"], batch["labels"] >= 0
+    if (documents := batch.get("documents")) is not None:
+        counts = counts & torch.cat((documents[:, 1:] == documents[:, :-1], counts[:, -1:]), 1)
+    return torch.cat((tokens[:, 1:], batch["labels"][:, -1:]), 1).where(counts, -1)
+
+
+def logs_of_labels(
+    weights: Weights, batch: Weights, labels: Tensor, job: Job, routed: Routed, x: Tensor | None = None
+) -> Tensor:
+    """Return the log-probability of each label [batch, seq]; 0 where the label is negative. `x` has the embeddings; if
+    it is None, they are looked up for the tokens. `forward` explains `routed`.
+    """
+    x = weights["tok_embeddings.weight"][batch["tokens"]] if x is None else x
+    logits = forward(weights, x, batch.get("documents"), job.model, routed, Multipliers.of(job)).log_softmax(-1)
+    return logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
+
+
+def forward(
+    weights: Weights, x: Tensor, documents: Tensor | None, model: Model, routed: Routed, scales: Multipliers
+) -> Tensor:
+    """Return logits [batch, seq, vocab] of embeddings x. `documents` [batch, seq] has the number of each token's
+    document; a token attends only to its own document, and positions begin at 0 in each. Stores in `routed`, by layer,
+    which experts the router chose and their shares.
+    """
+    size, length, _ = x.shape
+    places = torch.arange(length)
+    positions, sees = places.expand(size, length), (places <= places.unsqueeze(1)).expand(size, length, length)
+    if documents is not None:
+        same = documents.unsqueeze(2) == documents.unsqueeze(1)
+        positions, sees = places - same.int().argmax(-1), sees & same
+    for layer in range(model.n_layers):
+        block = {
+            name.removeprefix(f"layers.{layer}."): value
+            for name, value in weights.items()
+            if name.startswith(f"layers.{layer}.")
+        }
+        attend = latent_attention if "attention.wkv_a.weight" in block else attention
+        h = rms_norm(x, block["attention_norm.weight"], model.norm_eps)
+        x = x + attend(block, h, positions, sees, model, scales.sharpness) / scales.depth
+        h = rms_norm(x, block["ffn_norm.weight"], model.norm_eps)
+        if "feed_forward.router.weight" in block:
+            y, chosen, shares, doubtful = _experts(block, h, model)
+            routed[f"layers.{layer}.feed_forward"] = chosen, shares, doubtful
+        else:
+            y = swiglu(h, *(block[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3")))
+        x = x + y / scales.depth
+    head = weights["tok_embeddings.weight" if model.tie_embeddings else "output.weight"]
+    return rms_norm(x, weights["norm.weight"], model.norm_eps) @ head.T / scales.width
+
+
+def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    gate = x @ w1.T
+    return (gate * torch.sigmoid(gate) * (x @ w3.T)) @ w2.T
+
+
+def affine(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """Apply a linear, which may have a bias."""
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
+
+def standardized(x: Tensor, eps: float) -> Tensor:
+    """Return rows with mean 0 and variance 1, before the weights of a LayerNorm."""
+    x = x - x.mean(-1, keepdim=True)
+    return x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def gelu_by_tanh(x: Tensor) -> Tensor:
+    """Return GELU in its approximation by tanh (arXiv 1606.08415)."""
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Model, sharpness: float) -> Tensor:
+    """Compute softmax attention head by head; a group of query heads shares one key/value head. `sharpness` multiplies
+    the products of queries and keys.
+    """
+    width = model.head_width
+    outputs = []
+    for head in range(model.n_heads):
+        shared = head // (model.n_heads // model.n_kv_heads)
+        q, k, v = (
+            x @ block[f"attention.{name}.weight"][index * width : (index + 1) * width].T
+            for name, index in (("wq", head), ("wk", shared), ("wv", shared))
+        )
+        if "attention.q_norm.weight" in block:
+            q, k = (
+                rms_norm(one, block[f"attention.{name}_norm.weight"], model.norm_eps)
+                for name, one in (("q", q), ("k", k))
+            )
+        scores = _rotate(q, positions, model) @ _rotate(k, positions, model).transpose(1, 2) * sharpness
+        outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ v)
+    return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
+
+
+# --- experts and latent attention: arXiv 2412.19437, section 2.1; 2505.09388, section 2 -------------------------------
+
+
+def _experts(block: Weights, x: Tensor, model: Sparse) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Compute every expert for every token. Returns (sum over the experts that the router chose, for each expert
+    whether it was chosen [batch, seq, experts], each expert's share of the token's scores, number of tokens in doubt).
+    """
+    logits = x @ block["feed_forward.router.weight"].T
+    scores = logits.softmax(-1) if model.router == "softmax" else 1 / (1 + torch.exp(-logits))
+    wanted = scores.detach() + block.get("feed_forward.router.bias", 0)
+    chosen = _choice(wanted, model)
+    gates = scores * chosen
+    if model.norm_topk_prob:
+        gates = gates / gates.sum(-1, keepdim=True)
+    w1, w2, w3 = (block[f"feed_forward.experts.{name}"] for name in ("w1", "w2", "w3"))
+    y = torch.zeros_like(x)
+    for expert in range(model.n_experts):
+        y = y + model.routed_scaling_factor * gates[..., expert, None] * swiglu(x, w1[expert], w2[expert], w3[expert])
+    if model.n_shared_experts:
+        y = y + swiglu(x, *(block[f"feed_forward.shared_experts.{name}.weight"] for name in ("w1", "w2", "w3")))
+    return y, chosen, scores / scores.sum(-1, keepdim=True), _in_doubt(wanted, chosen, model)
+
+
+def _in_doubt(scores: Tensor, chosen: Tensor, model: Sparse) -> int:
+    """Count the tokens that choose other experts after a small random change of all scores, as by float32's rounding."""
+    dice = torch.Generator().manual_seed(0)
+    nudged = (scores * (1 + DOUBT * torch.rand(scores.shape, generator=dice, dtype=scores.dtype)) for _ in range(4))
+    return max(int((_choice(one, model) != chosen).any(-1).sum()) for one in nudged)
+
+
+def _choice(scores: Tensor, model: Sparse) -> Tensor:
+    """Return for each token and expert whether the token uses the expert, which must have one of the highest scores in
+    the best groups. A group is rated by the sum of its two highest scores.
+    """
+    width = model.n_experts // model.n_group
+    groups = scores.unflatten(-1, (model.n_group, width))
+    strength = groups.sort(-1, descending=True).values[..., :2].sum(-1)
+    allowed = (_place(strength) < model.topk_group).repeat_interleave(width, -1)
+    return _place(scores.masked_fill(~allowed, -math.inf)) < model.experts_per_token
+
+
+def _place(x: Tensor) -> Tensor:
+    """Return each element's place in the descending order of its row; the largest element has place 0."""
+    return x.argsort(-1, descending=True).argsort(-1)
+
+
+def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
+    """Return the balance loss of each sequence (2412.19437, equations 17 to 20): the sum of f P over experts. f is the
+    number of the sequence's tokens that chose the expert, relative to an even distribution; P is the expert's mean
+    share.
+    """
+    f = chosen.double().mean(1) * model.n_experts / model.experts_per_token
+    return model.sequence_balance * (f * shares.mean(1)).sum(-1)
+
+
+def latent_attention(
+    block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Sparse, sharpness: float
+) -> Tensor:
+    """Compute multi-head latent attention head by head; all heads share the rotated part of the key. DeepSeek-V3's
+    epsilon for latents is always 1e-6.
+    """
+    plain, value, width = model.qk_nope_head_dim, model.v_head_dim, model.qk_nope_head_dim + model.qk_rope_head_dim
+    down = x @ block["attention.wkv_a.weight"].T
+    latent = rms_norm(down[..., : model.kv_lora_rank], block["attention.kv_norm.weight"], 1e-6)
+    shared = rotate_pairs(down[..., model.kv_lora_rank :], positions, model)
+    source, matrix = x, "wq"
+    if model.q_lora_rank:
+        source, matrix = rms_norm(x @ block["attention.wq_a.weight"].T, block["attention.q_norm.weight"], 1e-6), "wq_b"
+    sharpness *= (1 + 0.1 * model.yarn.temperature * math.log(model.yarn.factor)) ** 2
+    outputs = []
+    for head in range(model.n_heads):
+        q = source @ block[f"attention.{matrix}.weight"][head * width : (head + 1) * width].T
+        kv = latent @ block["attention.wkv_b.weight"][head * (plain + value) : (head + 1) * (plain + value)].T
+        scores = q[..., :plain] @ kv[..., :plain].transpose(1, 2)
+        scores = scores + rotate_pairs(q[..., plain:], positions, model) @ shared.transpose(1, 2)
+        outputs.append((scores * sharpness).masked_fill(~sees, -math.inf).softmax(-1) @ kv[..., plain:])
+    return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
+
+
+def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
+    """Apply rotary positions to one head [batch, seq, width]: neighbouring dimensions form a complex number, which is
+    rotated.
+    """
+    half = x.shape[-1] // 2
+    angles = positions.double().unsqueeze(-1) * torch.tensor(
+        [yarn_frequency(i, half, model) for i in range(half)], dtype=torch.float64
+    )
+    turned = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def yarn_frequency(i: int, half: int, model: Sparse) -> float:
+    """Return the radians per position of the i-th pair with YaRN (arXiv 2309.00071, section 3.2). They are unscaled if
+    the pair rotates more than `beta_fast` times over the original length, divided by the factor if it rotates fewer
+    than `beta_slow` times, and interpolated linearly in between.
+    """
+    value, yarn = model.rope_theta ** (-i / half), model.yarn
+    if yarn.factor == 1:
+        return value
+    # indices of the pairs that rotate beta_fast and beta_slow times
+    fast, slow = (
+        half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta)
+        for turns in (yarn.beta_fast, yarn.beta_slow)
+    )
+    fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
+    stretched = min(max((i - fast) / max(slow - fast, 1e-3), 0), 1)
+    return value * (1 - stretched + stretched / yarn.factor)
+
+
+# --- rotary positions of the other families
+# -----------------------------------------------------------------------------------
+
+
+def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
+    """Apply rotary positions (arXiv 2104.09864) to one head [batch, seq, width]; dimensions i and i + width / 2 are a
+    pair.
+    """
+    half = x.shape[-1] // 2
+    angles = positions.double().unsqueeze(-1) * torch.tensor(
+        [frequency(i, half, model) for i in range(half)], dtype=torch.float64
+    )
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+
+def frequency(i: int, half: int, model: Model) -> float:
+    """Return the radians per position of the i-th pair, with Llama 3.1's scaling of the low frequencies."""
+    value, scaling = model.rope_theta ** (-i / half), getattr(model, "rope_scaling", None)
+    length = 2 * math.pi / value
+    if scaling is None or scaling.factor == 1 or length < scaling.original_max_seq_len / scaling.high_freq_factor:
+        return value
+    if length > scaling.original_max_seq_len / scaling.low_freq_factor:
+        return value / scaling.factor
+    smooth = (scaling.original_max_seq_len / length - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    return (1 - smooth) * value / scaling.factor + smooth * value
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _rate(step: int, steps: int, config: Any) -> float:
+    """Return the learning rate of a step (counted from 1) relative to the peak rate, as in TorchTitan 0.2.2."""
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    if config.name == "constant":
+        return 1.0
+    rest = steps - config.warmup_steps
+    decay = rest if config.name == "cosine" else min(rest, round(steps * config.decay_ratio))
+    if (begun := step - (steps + 1 - decay)) <= 0:
+        return 1.0
+    progress = begun / decay
+    shape = "cosine" if config.name == "cosine" else config.decay_type
+    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}[
+        shape
+    ]
+    return config.min_factor + (1 - config.min_factor) * left
+
+
+def update(name: str, weight: Tensor, gradient: Tensor, state: dict, step: int, factor: float, config: Any) -> None:
+    """Apply one step of the parameter's optimizer, in place."""
+    decays = weight.dim() > 1 or not config.decay_matrices_only
+    if config.name == "sgd":
+        gradient = gradient + config.weight_decay * decays * weight
+        state["momentum"] = state["momentum"] * config.sgd_momentum + gradient if state else gradient
+        weight -= config.lr * factor * state["momentum"]
+    elif config.name == "muon" and name.startswith("layers.") and weight.dim() > 1:
+        for matrix in range(len(weight)) if weight.dim() > 2 else (...,):  # each expert's matrix, or the only matrix
+            _muon(weight[matrix], gradient[matrix], state.setdefault(matrix, {}), factor * config.muon_lr, config)
+    else:
+        _adamw(weight, gradient, state, step, factor * config.lr, config.weight_decay * decays, config)
+
+
+def _adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: float, decay: float, config: AdamW) -> None:
+    """Apply one step of AdamW (arXiv 1711.05101), in place."""
+    state["mean"] = config.beta1 * state.get("mean", 0) + (1 - config.beta1) * gradient
+    state["square"] = config.beta2 * state.get("square", 0) + (1 - config.beta2) * gradient * gradient
+    mean, square = state["mean"] / (1 - config.beta1**step), state["square"] / (1 - config.beta2**step)
+    weight -= lr * decay * weight + lr * mean / (square.sqrt() + config.eps)
+
+
+def _muon(weight: Tensor, gradient: Tensor, state: Weights, lr: float, config: MuonAndAdamW) -> None:
+    """Apply one step of Muon (kellerjordan.github.io/posts/muon), in place, with five Newton-Schulz iterations in
+    bfloat16 as published.
+    """
+    state["momentum"] = config.muon_momentum * state.get("momentum", 0) + (1 - config.muon_momentum) * gradient
+    x = ((1 - config.muon_momentum) * gradient + config.muon_momentum * state["momentum"]).bfloat16()
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    scale = math.sqrt(max(1.0, weight.shape[0] / weight.shape[1]))
+    weight -= lr * config.weight_decay * weight + lr * scale * (x.T if tall else x).double()

@@ -1,3 +1,0 @@
-"""Scaling curves: ladders of sizes and numbers of tokens, the law L(N, D) = E + A / N^alpha + B / D^beta fitted to their
-held-out losses, and what follows for larger runs. Imports no torch; scipy is imported by law.py when it fits.
-"""

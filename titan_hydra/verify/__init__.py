@@ -1,1 +1,0 @@
-"""The acceptance matrix of layouts, its verification, and the fake world that builds any rank of any layout."""
