@@ -17,11 +17,11 @@ import pyarrow.parquet
 
 from titan_hydra import cli
 from titan_hydra.core import data
-from titan_hydra.experiments.runs.command_tokenizer import _train
-from titan_hydra.core.job.config import from_dict, schema
-from titan_hydra.core.job.config.registry import DATA_SOURCES
 from titan_hydra.core.data.embedded import Embedded
 from titan_hydra.core.data.tokenizer import load
+from titan_hydra.core.job.config import from_dict, schema
+from titan_hydra.core.job.config.registry import DATA_SOURCES
+from titan_hydra.experiments.runs.command_tokenizer import _train
 
 
 def main() -> None:

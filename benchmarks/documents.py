@@ -11,12 +11,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.kernels.documents import document_mask, document_offsets
 from titan_hydra.core.models import layers
-from titan_hydra.core.train.objectives.language import ends_of
 from titan_hydra.core.train.count import count_rank
+from titan_hydra.core.train.objectives.language import ends_of
+from titan_hydra.experiments.compose.compose import compose_unchecked
 
 JOB = (
     "model=llama3_debug",

@@ -24,10 +24,10 @@ from typing import Any
 
 import matplotlib
 
-from titan_hydra.experiments.report.plots import figure, save_figure
-from titan_hydra.experiments.report.style import settings
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.useful import goodput_of
+from titan_hydra.experiments.report.plots import figure, save_figure
+from titan_hydra.experiments.report.style import settings
 
 COUNTER = r"""#!/bin/bash
 run="$4" attempt="$5" rank="$SLURM_PROCID" here="$4/attempts/$5"

@@ -4,11 +4,11 @@
     python benchmarks/memory.py            # Llama 3.1 8B with 12 of its layers at batch 2, and whole at batch 1; no GPU; a few minutes
 """
 
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.freeze import freeze
-from titan_hydra.experiments.plan import memory
 from titan_hydra.core.train.count import count_rank
+from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.plan import memory
 
 JOB = (
     "model=llama3_8b",

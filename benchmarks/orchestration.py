@@ -20,11 +20,11 @@ import time
 from pathlib import Path
 
 from titan_hydra.core.base.errors import Exit, Stopped
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.files import write_json, write_text
 from titan_hydra.core.job.freeze import freeze
-from titan_hydra.experiments.runs import rundir
 from titan_hydra.core.job.run.failure import describe
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.runs import rundir
 
 ROOT = Path(__file__).parents[1]
 LAUNCH, TITAN = [str(ROOT / "launch.py")], ["-m", "titan_hydra.cli"]

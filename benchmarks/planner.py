@@ -18,11 +18,11 @@ from statistics import median
 
 from titan_hydra.experiments.plan import time
 from titan_hydra.experiments.plan.bands import technique_of
-from titan_hydra.instruments.rates.calibrate import descend
 from titan_hydra.experiments.plan.factors import Factors
 from titan_hydra.experiments.plan.predict import changed
-from titan_hydra.instruments.rates.published import Scored, rows_of, score
 from titan_hydra.experiments.plan.shape import NotPredictable
+from titan_hydra.instruments.rates.calibrate import descend
+from titan_hydra.instruments.rates.published import Scored, rows_of, score
 
 # The fit begins with the H200's measured rates, scaled by data sheets, and with factors of almost no effect. A constant
 # on which no remaining row depends keeps its first value.

@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 
 from titan_hydra.core.job.config import to_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.files import write_json
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.run import layout
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.runs import rundir
 
 ROOT = Path(__file__).parents[1]

@@ -33,8 +33,8 @@ QUICK = (
     "core/job/test_load.py",
     "core/job/test_checks.py",
     "core/models/test_moe.py",
-    "kernels/",
-    "parallel/",
+    "core/kernels/",
+    "core/parallel/",
     "pretended_cuda/",
     "core/train/test_optimizer.py",
 )
@@ -120,7 +120,7 @@ LONG = (
 )
 
 # The folders of the files that take longest: their tests start launch.py, or ranks for every layout.
-LONG_FOLDERS = ("equivalence", "launch", "commands", "fault_tolerance")
+LONG_FOLDERS = ("equivalence", "launch", "fault_tolerance")
 
 
 def pytest_addoption(parser):

@@ -11,57 +11,45 @@ import pytest
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "titan_hydra"
-GROUND = {"base", "config", "job"}
-ALLOWED = {  # the rooms, and which others each may import, anywhere in a file
-    "base": set(),
-    # only core/job/rules and compose.py import job/, and stand above it; the schema is below job/
-    "config": {
-        "base",
-        "job",
-    },
-    "job": {"base", "config"},
-    "models": GROUND | {"kernels", "parallel"},  # only sharding.py files import parallel, for its styles
-    "runs": GROUND,
-    "plan": GROUND,  # and the families' config.py, through the records of the registry
-    "kernels": GROUND,
-    "parallel": GROUND | {"kernels"},
-    "data": GROUND,
-    "observe": GROUND | {"runs", "parallel"},
-    "checkpoint": GROUND | {"models", "runs", "kernels", "parallel", "data"},
-    "recipes": GROUND | {"models", "kernels", "parallel", "data", "checkpoint", "train", "verify", "commands"},
-    "train": GROUND | {"models", "runs", "kernels", "parallel", "data", "observe", "checkpoint"},
-    "fault_tolerance": GROUND | {"runs", "parallel", "data", "observe", "checkpoint", "train"},
-    "verify": GROUND | {"models", "runs", "kernels", "parallel", "data", "checkpoint", "train"},
-    # launch imports train, fault_tolerance and verify only inside the worker's rank function (see NO_TORCH)
-    "launch": GROUND | {"runs", "plan", "train", "fault_tolerance", "verify"},
-    "report": GROUND | {"runs", "plan"},
-    "scaling": GROUND | {"runs", "plan", "report"},
-    "search": GROUND | {"runs", "launch", "report", "instruments"},
-    "instruments": GROUND,  # what each instrument registers
-    "commands": GROUND
-    | {"runs", "plan", "launch", "report", "scaling", "search", "data", "observe", "checkpoint", "train", "verify"},
+BASE = {"core/base", "core/job"}
+CORE = BASE | {f"core/{room}" for room in ("models", "parallel", "kernels", "data", "checkpoint", "train")}
+EXPERIMENTS = {f"experiments/{room}" for room in ("compose", "runs", "report", "plan", "launch")}
+ALLOWED = {  # the rooms of the four wings, and which others each may import, anywhere in a file
+    "core/base": set(),
+    "core/job": {"core/base"},
+    "core/models": BASE | {"core/kernels", "core/parallel"},  # only sharding.py files import parallel, for its styles
+    "core/kernels": BASE,
+    "core/parallel": BASE | {"core/kernels"},
+    "core/data": BASE,
+    "core/checkpoint": BASE | {"core/models", "core/kernels", "core/parallel", "core/data"},
+    "core/train": CORE,
+    "experiments/compose": BASE,
+    "experiments/runs": CORE | {"experiments/compose"},
+    "experiments/report": BASE | {"experiments/compose", "experiments/runs"},
+    "experiments/plan": CORE | {"experiments/compose", "experiments/runs", "experiments/report"},
+    "experiments/launch": CORE | EXPERIMENTS,
+    **{f"instruments/{name}": CORE | EXPERIMENTS for name in ("rates", "scaling", "search", "verify")},
+    **{f"recipes/{name}": CORE | EXPERIMENTS for name in ("chat", "flux")},
+    **{f"recipes/{name}": CORE | EXPERIMENTS | {"recipes/chat"} for name in ("image_text", "policy")},
 }
+# files of a recipe that only `titan verify` imports, and that may import it: cases, float64 references, planted faults
+PROOFS = ("cases.py", "exact.py", "mutants.py")
 NO_TORCH = (
-    "base",
-    "config",
-    "job",
-    "runs",
-    "plan",
-    "launch",
-    "report",
-    "scaling",
-    "search",
-    "commands",
-    "instruments/verify/case.py",
-    "instruments/verify/matrix.py",
-    "instruments/verify/many.py",
-    "instruments/verify/scaled.py",
+    "core/base",
+    "core/job",
+    "core/train/worker.py",
+    "core/train/snapshot.py",
+    "experiments",
+    "instruments/rates",
+    "instruments/scaling",
+    "instruments/search",
+    *(f"instruments/verify/{name}.py" for name in ("case", "matrix", "many", "scaled", "reduce")),
+    *(file.relative_to(PACKAGE).as_posix() for file in (PACKAGE / "instruments/verify").glob("command_*.py")),
     "instruments/verify/mutants",
-    "instruments/verify/reduce.py",
     "cli.py",
     "core/models/__init__.py",
     *(
-        f"models/{family}/{file}.py"
+        f"core/models/{family}/{file}.py"
         for family in ("llama3", "qwen3", "qwen3_moe", "deepseek_v3")
         for file in ("__init__", "config")
     ),
@@ -85,8 +73,14 @@ NO_TORCH = (
 )
 
 
+def room_of(module: str) -> str:
+    """Return the room of a dotted name below titan_hydra: its wing and the folder in it."""
+    parts = module.split(".")[1:]
+    return "/".join(parts[:2]) if len(parts) > 1 and (PACKAGE / parts[0] / parts[1]).is_dir() else parts[0]
+
+
 def imported_rooms(file: Path) -> set[str]:
-    """Return the subpackages of titan_hydra that a file imports, anywhere in it."""
+    """Return the rooms of titan_hydra that a file imports, anywhere in it."""
     rooms = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -95,16 +89,16 @@ def imported_rooms(file: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         else:
             continue
-        rooms |= {name.split(".")[1] for name in names if name.startswith("titan_hydra.")}
-    return {room for room in rooms if (PACKAGE / room).is_dir()}
+        rooms |= {room_of(name) for name in names if name.startswith("titan_hydra.")}
+    return {room for room in rooms if "/" in room}
 
 
 def test_a_model_knows_nothing_of_ranks():
     """In a model family only sharding.py knows of ranks. A family's keys and its record need no torch, because login
     nodes check cells.
     """
-    for file in [*(PACKAGE / "models").rglob("*.py"), *(PACKAGE / "recipes").rglob("model.py")]:
-        assert file.name == "sharding.py" or "parallel" not in imported_rooms(file), file
+    for file in [*(PACKAGE / "core/models").rglob("*.py"), *(PACKAGE / "recipes").rglob("model.py")]:
+        assert file.name == "sharding.py" or "core/parallel" not in imported_rooms(file), file
         if file.name in ("model.py", "layers.py"):
             assert "torch.distributed" not in file.read_text(), file
 
@@ -112,7 +106,8 @@ def test_a_model_knows_nothing_of_ranks():
 @pytest.mark.parametrize("room", ALLOWED)
 def test_imports_run_one_way(room):
     for file in (PACKAGE / room).rglob("*.py"):
-        assert imported_rooms(file) <= ALLOWED[room] | {room}, file
+        proofs = {"instruments/verify"} if room.startswith("recipes/") and file.name in PROOFS else set()
+        assert imported_rooms(file) <= ALLOWED[room] | {room} | proofs, file
 
 
 def imported_files(file: Path) -> set[Path]:
@@ -137,24 +132,26 @@ def imported_files(file: Path) -> set[Path]:
     }
 
 
-def test_job_stands_between_the_schema_and_the_rules():
-    """Files in core/job/rules and experiments/compose/compose.py import job/, and job/ imports the schema. So no file that job/
-    imports, directly or through other files, may import job/.
+def test_the_schema_stands_below_what_follows_from_a_job():
+    """Files in core/job/rules import the files of core/job, and these import core/job/config. So no file that core/job/*.py
+    imports, directly or through other files, may import core/job/*.py.
     """
-    below, new = set(), set((PACKAGE / "job").glob("*.py"))
+    derived = {file for file in (PACKAGE / "core/job").glob("*.py") if file.name != "__init__.py"}
+    below, new = set(), derived
     while new:
         below |= new
         new = {other for file in new for other in imported_files(file)} - below
-    above = {file for file in (PACKAGE / "config").rglob("*.py") if "job" in imported_rooms(file)}
-    assert PACKAGE / "core/job/config/schema.py" in below and PACKAGE / "experiments/compose/compose.py" in above and not above & below
+    above = {file for file in (PACKAGE / "core/job").rglob("*.py") if imported_files(file) & derived} - derived
+    assert PACKAGE / "core/job/config/schema.py" in below and PACKAGE / "core/job/rules/checks.py" in above
+    assert not above & below
 
 
 def test_other_rooms_ask_the_rules_for_checks_alone():
-    """Other rooms import only the checks from core/job/rules; facts that are derived from a job are in job/."""
+    """Other rooms import only the checks from core/job/rules; facts that are derived from a job are in core/job."""
     asked = {
         alias.name
         for file in PACKAGE.rglob("*.py")
-        if not file.is_relative_to(PACKAGE / "config")
+        if not file.is_relative_to(PACKAGE / "core/job") and not file.is_relative_to(PACKAGE / "experiments/compose")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titan_hydra.core.job.rules")
         for alias in node.names
@@ -162,8 +159,10 @@ def test_other_rooms_ask_the_rules_for_checks_alone():
     assert {"checks", "check", "warnings"} <= asked <= {"checks", "check", "warnings", "sources_find_little_wrong"}
 
 
-def test_the_package_consists_of_these_rooms():
-    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ALLOWED)
+def test_the_package_consists_of_these_wings_and_rooms():
+    wings = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert wings == {room.partition("/")[0] for room in ALLOWED}
+    assert {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.glob("*/*/__init__.py")} == set(ALLOWED)
 
 
 # Folders of tests that do not belong to one room: tests of verify, which are the acceptance matrix; tests of all rooms
@@ -173,8 +172,8 @@ OTHER_TESTS = {"equivalence", "gpu", "kubernetes", "pretended_cuda", "slurm"}
 
 def test_the_tests_of_a_room_stand_in_its_folder():
     """Tests that do not belong to a single room have a folder of their own."""
-    folders = {file.relative_to(TESTS).parts[0] for file in TESTS.glob("*/**/test_*.py")}
-    assert folders == (set(ALLOWED) - {"verify", "instruments"}) | OTHER_TESTS
+    folders = {file.relative_to(TESTS).parent.as_posix() for file in TESTS.glob("*/**/test_*.py")}
+    assert {folder for folder in folders if not (PACKAGE / folder).is_dir()} == OTHER_TESTS
 
 
 WORDS = {  # of each executor for a cluster: names that only its folder may contain
@@ -188,17 +187,20 @@ def test_what_a_cluster_calls_things_is_known_in_its_folder_alone(executor):
     """Only an executor's folder contains the names of its scheduler, except the name of a file in layout.py and the list of
     executors. No file compares an executor's name.
     """
-    words, folder = re.compile(rf"{WORDS[executor]}|executor [!=]=|executors\.{executor}"), PACKAGE / "experiments/launch/executors"
+    words, folder = (
+        re.compile(rf"{WORDS[executor]}|executor [!=]=|executors\.{executor}"),
+        PACKAGE / "experiments/launch/executors",
+    )
     for file in PACKAGE.rglob("*.py"):
         if not file.is_relative_to(folder / executor) and file != folder / "__init__.py":
             assert not words.search(file.read_text()), file
 
 
 def test_threads_of_a_rank_have_its_device():
-    """Threads are created in one place, which gives them the rank's GPU. Only runs/ and commands/ create other threads,
-    which use no GPU.
+    """Threads are created in one place, which gives them the rank's GPU. Only the wings beside core create other
+    threads, which use no GPU.
     """
-    for room in ("data", "observe", "checkpoint", "train", "fault_tolerance", "models", "parallel", "recipes"):
+    for room in ("core/data", "core/checkpoint", "core/train", "core/models", "core/parallel", "recipes"):
         for file in (PACKAGE / room).rglob("*.py"):
             assert not re.search(r"\bThread\(|ThreadPoolExecutor\(", file.read_text()), file
 
@@ -228,7 +230,10 @@ def test_files_stay_short():
 INHERITED = {
     ("experiments/launch/executors/ranks.py", "_forward_signal"): "submitit.local.local:Controller",
     ("experiments/launch/executors/ranks.py", "_submit_command"): "submitit.local.local:LocalExecutor",
-    ("experiments/launch/executors/slurm/sbatch.py", "_make_submission_file_text"): "submitit.slurm.slurm:SlurmExecutor",
+    (
+        "experiments/launch/executors/slurm/sbatch.py",
+        "_make_submission_file_text",
+    ): "submitit.slurm.slurm:SlurmExecutor",
     ("core/parallel/norm.py", "_apply"): "torch.distributed.tensor.parallel.style:ParallelStyle",
     ("core/parallel/pipeline.py", "_validate_fwd_outputs"): None,  # only in torch 2.11, as is the next
     ("core/parallel/pipeline.py", "_get_init_p2p_neighbors_ops"): None,
@@ -365,5 +370,6 @@ def test_public_names_are_unique():
     assert {name: files for name, files in twice.items() if name not in CONVENTIONS | SECTIONS} == {}
     assert twice.keys() >= CONVENTIONS
     assert all(
-        len(twice[name]) == 2 and {"core/job/config/schema.py", "core/job/config/operation.py"} & set(twice[name]) for name in SECTIONS
+        len(twice[name]) == 2 and {"core/job/config/schema.py", "core/job/config/operation.py"} & set(twice[name])
+        for name in SECTIONS
     )

@@ -19,7 +19,10 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "titan_hydra.experiments.plan.command_plan",
         "which layouts would fit N GPUs, and how fast they would be; --tune runs the best, --calibrate fits the rates to runs",
     ),
-    "init": ("titan_hydra.experiments.runs.command_init", "write a project of your own: launch.py, options, a model, a sweep, a test"),
+    "init": (
+        "titan_hydra.experiments.runs.command_init",
+        "write a project of your own: launch.py, options, a model, a sweep, a test",
+    ),
     "status": (
         "titan_hydra.experiments.runs.command_status",
         "the states of runs, in one table; -f follows them; --all: a line for each sweep and run",
@@ -29,7 +32,10 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "the log of a rank; -f follows it; --guilty: why the run failed; --hang: which rank is late",
     ),
     "cancel": ("titan_hydra.experiments.runs.command_cancel", "stop running and queued runs"),
-    "retry": ("titan_hydra.experiments.launch.command_retry", "run failed cells again, all or by the class of their failure"),
+    "retry": (
+        "titan_hydra.experiments.launch.command_retry",
+        "run failed cells again, all or by the class of their failure",
+    ),
     "resume": (
         "titan_hydra.experiments.launch.command_resume",
         "continue the same run on other GPUs or in another layout: gpus=N, parallelism=OPTION",
@@ -51,16 +57,28 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "titan_hydra.experiments.launch.command_cluster",
         "init: write conf/cluster/NAME.yaml for the cluster of this machine; check: what works there, on two nodes",
     ),
-    "checkpoint": ("titan_hydra.experiments.runs.command_checkpoint", "list, verify and prune the checkpoints of a run"),
+    "checkpoint": (
+        "titan_hydra.experiments.runs.command_checkpoint",
+        "list, verify and prune the checkpoints of a run",
+    ),
     "convert": ("titan_hydra.experiments.runs.command_convert", "checkpoints to and from Hugging Face safetensors"),
-    "generate": ("titan_hydra.experiments.runs.command_generate", "let the model of a run or checkpoint continue a text"),
+    "generate": (
+        "titan_hydra.experiments.runs.command_generate",
+        "let the model of a run or checkpoint continue a text",
+    ),
     "score": (
         "titan_hydra.experiments.runs.command_score",
         "the log-probability that the model of a run or export gives each text of a file",
     ),
-    "tokenizer": ("titan_hydra.experiments.runs.command_tokenizer", "train a tokenizer, or encode text files to a .bin"),
+    "tokenizer": (
+        "titan_hydra.experiments.runs.command_tokenizer",
+        "train a tokenizer, or encode text files to a .bin",
+    ),
     **of_all("COMMANDS"),
-    "completion": ("titan_hydra.experiments.runs.command_completion", "let bash, zsh or fish complete titan's commands and options"),
+    "completion": (
+        "titan_hydra.experiments.runs.command_completion",
+        "let bash, zsh or fish complete titan's commands and options",
+    ),
 }
 RENAMED = {  # former subcommands, and what replaces each
     "ls": "titan status --all",

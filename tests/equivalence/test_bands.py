@@ -5,8 +5,8 @@ lie within the band, larger ones outside it.
 import pytest
 import torch
 
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.data.batch import Batch, Dims
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import case
 from titan_hydra.instruments.verify.draws import shuffled
 from titan_hydra.instruments.verify.judge import MULTIPLE, TIGHT, beyond, flips, parts_of_linears, whole_parts, widen

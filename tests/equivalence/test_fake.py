@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra.core.base.private import TorchDispatchMode
-from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.ranks import world_size
-from titan_hydra.core.train.trainer import assemble
 from titan_hydra.core.train.fake import fake_step, fake_world
+from titan_hydra.core.train.trainer import assemble
+from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 
 LAUNCH = Path(__file__).parents[2] / "launch.py"
 B8, B70, B405 = (("data=synthetic", f"model=llama3_{size}") for size in ("8b", "70b", "405b"))

@@ -5,9 +5,9 @@ weights, and the order of samples. The mutants of `titan verify --mutants` show 
 import torch
 
 from titan_hydra.core import data, models
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.models.init import init_weights
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import BASE, later_wins
 from titan_hydra.instruments.verify.inputs import Order, odd_starts
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.cli import main
+from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.instruments.verify.module import verify_module
 from titan_hydra.instruments.verify.subject import load_subject
 

@@ -19,17 +19,17 @@ import torch
 
 from titan_hydra.core.checkpoint import state
 from titan_hydra.core.job.config import Job, identity
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.files import read_json
-from titan_hydra.core.train import worker
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.models import layers
 from titan_hydra.core.models.init import Normal, fill
-from titan_hydra.core.train.observe import health, memory, metrics
-from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs import rundir
-from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.train import worker
 from titan_hydra.core.train.loop import train
+from titan_hydra.core.train.observe import health, memory, metrics
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.runs import rundir
 from titan_hydra.instruments.verify.case import later_wins
 
 # The debug model's default precision is fp32, which fused attention on CUDA does not support.

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra.core.job.config.attention import kernels as allowed
 from titan_hydra.core.job.config.attention import takes_offsets
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.kernels import float8
 from titan_hydra.core.kernels.attention import SDPA, call_on
 from titan_hydra.core.kernels.documents import document_mask, document_offsets
@@ -21,6 +20,7 @@ from titan_hydra.core.models.moe import Experts
 from titan_hydra.core.parallel.split_masters import master_of, split_parameter
 from titan_hydra.core.train.optimizer import step as optimizer_step
 from titan_hydra.core.train.split_adamw import SplitAdamW
+from titan_hydra.experiments.compose.compose import compose_job
 
 
 class Operators(TorchDispatchMode):

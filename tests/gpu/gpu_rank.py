@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.core.job.config.files import write_json
-from titan_hydra.core.train.worker import set_environment
-from titan_hydra.core.train.observe import health
 from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.train.observe import health
+from titan_hydra.core.train.worker import set_environment
 from titan_hydra.core.train.world import world
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 from titan_hydra.experiments.plan.memory import peak
-from titan_hydra.instruments.rates.published import rows_of, score
 from titan_hydra.experiments.plan.time import speed
+from titan_hydra.instruments.rates.published import rows_of, score
 
 ROOT = Path(__file__).parents[2]
 LISTS = sorted(file.stem for file in (ROOT / "benchmarks/gpu/lists").glob("*.yaml"))
@@ -221,7 +221,8 @@ class Carried:
         return None if here and not here & {carried} else PathFinder.find_spec(name, path, target)
 
 sys.meta_path = [Carried() if finder is PathFinder else finder for finder in sys.meta_path]
-import titan_hydra.experiments.launch.main, titan_hydra.core.train.worker, titan_hydra.core.train.loop, titan_hydra.instruments.verify.verify
+import titan_hydra.experiments.launch.main, titan_hydra.core.train.worker, titan_hydra.core.train.loop
+import titan_hydra.instruments.verify.verify
 import titan_hydra.core.checkpoint.convert, titan_hydra.core.train.generate, titan_hydra.recipes.flux.sample, titan_hydra.core.train.score
 """
 

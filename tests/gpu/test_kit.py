@@ -25,8 +25,8 @@ import gpu_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra.core import models
-from titan_hydra.core.train.observe import memory
 from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.train.observe import memory
 from titan_hydra.instruments.verify import verify
 
 ROOT = Path(__file__).parents[2]

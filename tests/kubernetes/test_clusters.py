@@ -6,8 +6,8 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.core.base.errors import Exit
-from titan_hydra.experiments.launch import dispatch
 from titan_hydra.core.job.run import layout
+from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.runs import rundir
 
 from . import api

@@ -9,11 +9,11 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.core.base.errors import Exit, Kind
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.registry import executor_named
+from titan_hydra.core.job.run import layout
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.executors.kubernetes import kubectl, states, submit
-from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.runs import rundir, view
 from titan_hydra.experiments.runs.find import RunCell
 

@@ -13,12 +13,18 @@ import pytest
 import yaml
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
-from titan_hydra.core.job.rules.checks import check, warnings
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check, warnings
+from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.executors.kubernetes import submit
-from titan_hydra.experiments.launch.executors.kubernetes.manifest import LONGEST, SERVICE, PodShape, Submission, toleration
+from titan_hydra.experiments.launch.executors.kubernetes.manifest import (
+    LONGEST,
+    SERVICE,
+    PodShape,
+    Submission,
+    toleration,
+)
 from titan_hydra.experiments.runs import rundir
 
 from .kubelet import expand

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from titan_hydra.core.base.errors import ConfigError, Exit, Unhealthy
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.records import this_process
 from titan_hydra.experiments.launch.executors.kubernetes import node
 from titan_hydra.experiments.launch.executors.kubernetes.manifest import PodShape
 from titan_hydra.experiments.launch.executors.kubernetes.node import Node
-from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.runs import rundir
-from titan_hydra.core.job.run.records import this_process
 
 OWNER = {
     **this_process(),

@@ -203,10 +203,10 @@ def compile_step(words: tuple[str, ...]) -> list[Graph]:
     from torch._inductor.runtime import triton_helpers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from titan_hydra.experiments.compose.compose import compose_unchecked
     from titan_hydra.core.job.freeze import freeze
-    from titan_hydra.core.train.trainer import assemble
     from titan_hydra.core.train.fake import fake_world
+    from titan_hydra.core.train.trainer import assemble
+    from titan_hydra.experiments.compose.compose import compose_unchecked
 
     triton.runtime.driver.set_active(Driver())
     triton_helpers.set_driver_to_gpu = lambda: None  # this would create Triton's own driver, which asks the device

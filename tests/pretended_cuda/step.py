@@ -20,8 +20,8 @@ def step(chosen: Layout, rank: int, records: dict) -> None:
     import torch
 
     from tests.pretended_cuda.record import Recorder
-    from titan_hydra.experiments.compose.compose import compose_job
     from titan_hydra.core.train.fake import fake_step, fake_world
+    from titan_hydra.experiments.compose.compose import compose_job
 
     job = compose_job(*chosen.overrides)
     job.comm.rank = rank

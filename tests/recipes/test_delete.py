@@ -56,7 +56,9 @@ def test_without_a_recipe_the_quick_tests_pass(tmp_path, name):
     ]:
         shutil.rmtree(tmp_path / file) if (tmp_path / file).is_dir() else (tmp_path / file).unlink()
     subprocess.run(
-        [sys.executable, "-m", "titan_hydra.experiments.compose.describe", "docs/configuration.md"], cwd=tmp_path, check=True
+        [sys.executable, "-m", "titan_hydra.experiments.compose.describe", "docs/configuration.md"],
+        cwd=tmp_path,
+        check=True,
     )
     words = ["-q", "-m", "quick", *(f"--ignore={file}" for file in OTHERS)]
     done = subprocess.run(

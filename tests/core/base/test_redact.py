@@ -3,8 +3,8 @@
 import pytest
 
 from titan_hydra.core.base.redact import found, redact, sureness
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.rules.checks import check
+from titan_hydra.experiments.compose.compose import compose_job
 
 OTHER = "fedcba9876543210fedcba9876543210fedcba98"
 WANDB, HF = "0123456789abcdef0123456789abcdef01234567", "hf_" + "aB3" * 11

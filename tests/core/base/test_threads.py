@@ -10,9 +10,9 @@ import torch
 from titan_hydra.core import data
 from titan_hydra.core.checkpoint.checkpointer import Checkpointer
 from titan_hydra.core.checkpoint.writer import Writer
-from titan_hydra.core.train.observe import health
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train import trainer
+from titan_hydra.core.train.observe import health
 
 OWN = 3  # the device of this rank
 

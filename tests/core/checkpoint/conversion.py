@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_hydra.experiments.runs import command_convert as convert
 from titan_hydra.core.job.config import to_dict
 from titan_hydra.core.models import build
 from titan_hydra.core.models.init import init_weights
+from titan_hydra.experiments.runs import command_convert as convert
 
 
 def loud_model(config):

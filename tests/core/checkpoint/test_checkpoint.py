@@ -18,10 +18,10 @@ from titan_hydra.core.base.errors import CheckpointError
 from titan_hydra.core.checkpoint import planner, safe
 from titan_hydra.core.checkpoint.checkpointer import Checkpointer
 from titan_hydra.core.checkpoint.writer import Writer
-from titan_hydra.core.kernels import split_masters
-from titan_hydra.core.parallel.split_masters import master_of
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.kernels import split_masters
+from titan_hydra.core.parallel.split_masters import master_of
 from titan_hydra.core.train import trainer
 from titan_hydra.core.train.agreement import Agreement
 

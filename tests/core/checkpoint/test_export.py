@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from titan_hydra import cli
-from titan_hydra.core.job.config import schema, to_dict
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.embedded import Embedded
 from titan_hydra.core.data.facts import Facts
+from titan_hydra.core.job.config import schema, to_dict
 from titan_hydra.core.models import build
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.models.llama3.config import Llama3Config, RopeScaling

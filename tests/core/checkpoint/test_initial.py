@@ -9,10 +9,10 @@ import torch
 
 from titan_hydra import cli
 from titan_hydra.core.checkpoint.convert import Reader
-from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
-from titan_hydra.core.job.rules.checks import check, warnings
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check, warnings
 from titan_hydra.core.job.run import checkpoints
+from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 
 BASE = (
     "debug=tiny",

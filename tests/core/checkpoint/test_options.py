@@ -11,9 +11,9 @@ from torch import nn
 
 from titan_hydra.core.checkpoint import safe, state
 from titan_hydra.core.checkpoint.planner import SavePlanner
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.train import optimizer as program
 from titan_hydra.core.train.optimizer import build_optimizers
+from titan_hydra.experiments.compose.compose import compose_job
 
 KEYS = {
     "adamw": ("optimizer.beta1=0.5", "optimizer.beta2=0.6", "optimizer.eps=1e-3", "optimizer.decay_matrices_only=true"),

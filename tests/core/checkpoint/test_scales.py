@@ -9,10 +9,10 @@ import torch
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.convert import check_scales, reader_of
 from titan_hydra.core.job.config import to_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.parametrization import Rules, rules_of
 from titan_hydra.core.models.init import scale_forward
 from titan_hydra.core.train.generate import load_model
+from titan_hydra.experiments.compose.compose import compose_job
 
 from .conversion import assert_transformers_agrees, loud_model, save_run, some_tokens, titan_convert
 

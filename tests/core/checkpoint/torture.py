@@ -37,12 +37,12 @@ from torch.distributed.checkpoint import _state_dict_stager
 from titan_hydra.core.base.errors import RunError
 from titan_hydra.core.checkpoint import safe, writer
 from titan_hydra.core.checkpoint.checkpointer import Checkpointer
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.train.worker import own_process
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train import loop, trainer
+from titan_hydra.core.train.worker import own_process
+from titan_hydra.experiments.compose.compose import compose_job
 
 # saves are at steps 3, 6, 9, 12; faults occur in the save of step 9 or later
 RANKS, STEPS, INTERVAL, FATAL = (

@@ -10,10 +10,10 @@ import pytest
 
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import files as config_files
-from titan_hydra.core.job.rules import data as rules
 from titan_hydra.core.data import files
 from titan_hydra.core.data.shards import ROW, BadRow
+from titan_hydra.core.job.config import files as config_files
+from titan_hydra.core.job.rules import data as rules
 
 from .test_files import zst
 from .test_shards import take

@@ -2,9 +2,9 @@
 
 import hashlib
 
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.embedded import PIECE, Embedded, held_out, text_of_corpus
+from titan_hydra.experiments.compose.compose import compose_job
 
 TEXTS = text_of_corpus().split("\f")
 

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import CONF, compose_job
 from titan_hydra.core.data import files
 from titan_hydra.core.data.items import TokenFiles
+from titan_hydra.experiments.compose.compose import CONF, compose_job
 
 
 @pytest.fixture

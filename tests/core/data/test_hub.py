@@ -53,8 +53,8 @@ def test_validation_split(job, hub):
 
 
 def _decode(ids):
-    from titan_hydra.core.job.config import schema
     from titan_hydra.core.data import tokenizer
+    from titan_hydra.core.job.config import schema
 
     return tokenizer.load(schema.Tokenizer(name="embedded")).decode(ids)
 

@@ -5,10 +5,10 @@ import pytest
 
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.data.items import Synthetic, TokenFiles
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check
+from titan_hydra.experiments.compose.compose import compose_unchecked
 
 
 def write(path, ids, **changed):

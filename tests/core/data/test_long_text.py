@@ -9,12 +9,12 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import schema
 from titan_hydra.core.data import long_text
 from titan_hydra.core.data.embedded import Embedded
 from titan_hydra.core.data.long_text import LongText
 from titan_hydra.core.data.shards import BadShard
 from titan_hydra.core.data.tokenizer import load
+from titan_hydra.core.job.config import schema
 
 from .test_shards import take
 

@@ -8,12 +8,12 @@ import pytest
 
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import schema
-from titan_hydra.core.job.config.load import values_are_what_the_schema_takes
-from titan_hydra.core.job.rules import data as rules
 from titan_hydra.core.data import loader as loaders
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.mixture import pattern
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.load import values_are_what_the_schema_takes
+from titan_hydra.core.job.rules import data as rules
 
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
 BOS, EOS = 3840, 3841

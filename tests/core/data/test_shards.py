@@ -13,9 +13,9 @@ import pytest
 
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.data.shards import ROW
 from titan_hydra.core.job.config.files import missing
 from titan_hydra.core.job.rules import data as rules
-from titan_hydra.core.data.shards import ROW
 
 from .test_items import write
 from .test_mixture import read

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import schema
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.streams import Stream
+from titan_hydra.core.job.config import schema
 
 
 class Listed:

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.tokenizer import letters_of_bytes
-from titan_hydra.experiments.runs import command_tokenizer as tokenizer_cli
-from titan_hydra.core.job.config import schema
-from titan_hydra.core.job.config.files import vocabulary_size
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.embedded import Embedded
 from titan_hydra.core.data.shards import BadShards
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.files import vocabulary_size
+from titan_hydra.experiments.runs import command_tokenizer as tokenizer_cli
 
 EMBEDDED = schema.Tokenizer(name="embedded")
 LOADED = tokenizer.load(EMBEDDED)

@@ -12,10 +12,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from titan_hydra import cli
-from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.core.job.rules.checks import warnings
 from titan_hydra.core.data import files, unknown
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import warnings
+from titan_hydra.experiments.compose.compose import compose_unchecked
 
 ROWS = ["ACGT" * 20] * 90 + ["ACgt\n" * 16] * 10  # 6 % of the characters are g, t or newlines
 

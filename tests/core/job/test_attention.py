@@ -5,9 +5,18 @@ import torch
 import torch.nn.functional as F
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.attention import KERNELS, Call, Machine, call_of, kernel_fault, kernels, refusal, takes_offsets
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.core.job.config.attention import (
+    KERNELS,
+    Call,
+    Machine,
+    call_of,
+    kernel_fault,
+    kernels,
+    refusal,
+    takes_offsets,
+)
 from titan_hydra.core.kernels.attention import SDPA, suited
+from titan_hydra.experiments.compose.compose import compose_job
 
 H100, B200 = Machine((9, 0), (13, 0), 91900), Machine((10, 0), (13, 0), 91900)
 ON_H100 = Call("cuda", machine=H100)

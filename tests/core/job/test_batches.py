@@ -2,8 +2,8 @@
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.batches import local_batches, microbatch_size, samples_at_once
+from titan_hydra.experiments.compose.compose import compose_job
 
 SMALL = ("debug=tiny", "data.local_batch=4")
 

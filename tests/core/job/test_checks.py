@@ -14,14 +14,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import from_dict
-from titan_hydra.experiments.compose.compose import CONF, compose_job
 from titan_hydra.core.job.config.load import PICKED, picking, values_are_what_the_schema_takes
 from titan_hydra.core.job.config.model import Model
+from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules import compile as rules_of_compile
 from titan_hydra.core.job.rules import pipeline as rules_of_pipeline
 from titan_hydra.core.job.rules.checks import LAYOUT, RECIPE, check, degrees_fill_the_ranks
-from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.parallel import build_mesh
+from titan_hydra.experiments.compose.compose import CONF, compose_job
 
 
 @pytest.fixture(scope="module")

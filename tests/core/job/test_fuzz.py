@@ -10,12 +10,12 @@ import pytest
 
 from tests.core.job import corpus
 from titan_hydra.core.job.config import from_dict, identity, read, to_dict
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check, warnings
 from titan_hydra.experiments.compose.compose import own_composer
 from titan_hydra.experiments.compose.explain import explain
 from titan_hydra.experiments.compose.overrides import mistakes
-from titan_hydra.core.job.rules.checks import check, warnings
-from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.freeze import freeze
 
 LINES = list(corpus.lines())
 SECONDS = 40  # after which a line counts as hung

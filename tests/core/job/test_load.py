@@ -6,10 +6,10 @@ import pytest
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import from_dict, identity, read, to_dict
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.experiments.compose.compose import CONF, compose_job, own_composer
 from titan_hydra.experiments.compose.explain import explain
 from titan_hydra.experiments.compose.overrides import mistakes
-from titan_hydra.core.job.config.schema import Job
 
 
 def composed(*overrides):

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 from titan_hydra.core.job.config.family import ROLES, decoder_role
-from titan_hydra.core.job.rules.parametrization import parametrizations_know_roles_and_rates
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.parametrization import RateFactors, rules_of
+from titan_hydra.core.job.rules.parametrization import parametrizations_know_roles_and_rates
+from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 
 WIDE = ("model.dim=1024", "model.n_heads=64", "model.n_kv_heads=64", "parametrization=mup")
 

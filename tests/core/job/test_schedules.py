@@ -2,8 +2,8 @@
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.schedules import TIME, actions, idle_time, in_flight
+from titan_hydra.experiments.compose.compose import compose_job
 
 TORCHS = {
     "looped_bfs": "LoopedBFS",

@@ -7,11 +7,11 @@ import pytest
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import identity, user_code
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.files import CONF
-from titan_hydra.experiments.compose.overrides import mistakes
-from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.config.user_code import digest, load_user_modules, sources
+from titan_hydra.core.job.rules.checks import check
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.overrides import mistakes
 
 FILES = {
     "mine.py": "import os, json, torch, titan_hydra\nimport helper\nfrom parts import inner\nRECORD = 'lazy:build'\nraise SystemExit",

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.kernels.documents import attend_documents, attend_within, document_mask, document_offsets
 from titan_hydra.core.models.layers import SDPA, Decoder
-from titan_hydra.core.train.objectives.language import ends_of
-from titan_hydra.instruments.verify.case import case
 from titan_hydra.core.train.count import count_rank
+from titan_hydra.core.train.objectives.language import ends_of
+from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.instruments.verify.case import case
 from titan_hydra.instruments.verify.matrix import LATENT, MOE, QWEN
 from titan_hydra.instruments.verify.verify import verify
 

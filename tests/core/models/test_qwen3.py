@@ -8,9 +8,9 @@ import torch
 from tests.core.checkpoint.conversion import assert_transformers_agrees, exported, load, some_tokens, titan_convert
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint import convert
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.models import build, family_of
 from titan_hydra.core.models.qwen3.config import Qwen3Config
+from titan_hydra.experiments.compose.compose import compose_job
 
 
 def small(**changes):

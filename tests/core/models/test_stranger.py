@@ -17,16 +17,16 @@ import torch.distributed.checkpoint as dcp
 from tests.kits import forked
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.runs import command_convert as convert_command
-from titan_hydra.instruments.verify.command_verify import whole_matrix
 from titan_hydra.core.job.config import from_dict, identity, to_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.family import FAMILIES, Family
 from titan_hydra.core.job.config.registry import register
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.models import build
 from titan_hydra.core.models.init import init_weights
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.runs import command_convert as convert_command
 from titan_hydra.instruments.verify.case import case
+from titan_hydra.instruments.verify.command_verify import whole_matrix
 from titan_hydra.instruments.verify.coverage import covered
 from titan_hydra.instruments.verify.matrix import LAYOUTS_IN_BF16, MATRIX, in_bf16
 from titan_hydra.instruments.verify.verify import job_of, verify

@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_hydra.core import models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import from_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.schema import ActivationCheckpoint
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.parallel import activation_checkpoint
 from titan_hydra.core.parallel.mesh import Mesh
+from titan_hydra.experiments.compose.compose import compose_job
 
 JOB = compose_job(
     "precision=fp32",

@@ -16,13 +16,13 @@ from torch.profiler import profile
 
 from titan_hydra.core import models
 from titan_hydra.core.job.config import from_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.schema import ActivationCheckpoint, Compile
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.models.moe import Experts
 from titan_hydra.core.parallel import activation_checkpoint, compile
 from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.train.objectives.language import cross_entropy
+from titan_hydra.experiments.compose.compose import compose_job
 
 JOB = compose_job(
     "precision=fp32",

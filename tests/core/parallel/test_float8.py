@@ -9,7 +9,7 @@ from torch import nn
 from titan_hydra.core import data, models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.checkpointer import Checkpointer
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.models import layers
 from titan_hydra.core.models.llama3 import sharding
 from titan_hydra.core.parallel import formats
@@ -17,9 +17,9 @@ from titan_hydra.core.parallel.formats import float8
 from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.parallel.norm import Norm
 from titan_hydra.core.parallel.plans import Linears
-from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train.agreement import Agreement
 from titan_hydra.core.train.trainer import build
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import BASE, later_wins
 from titan_hydra.instruments.verify.verify import trace
 

@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from titan_hydra.core import models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import from_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.schema import ActivationCheckpoint, Compile
 from titan_hydra.core.kernels import float8 as reference
 from titan_hydra.core.kernels.float8_units import Float8Linears
@@ -20,6 +19,7 @@ from titan_hydra.core.models import layers
 from titan_hydra.core.parallel import activation_checkpoint, compile, formats
 from titan_hydra.core.parallel.formats import fused
 from titan_hydra.core.parallel.mesh import Mesh
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import BASE, later_wins
 
 EMULATED = ("precision=float8_emulate",)

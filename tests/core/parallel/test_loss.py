@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra.core import data, models
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.kernels import cross_entropy as kernel
 from titan_hydra.core.models.init import reset_buffers
 from titan_hydra.core.parallel import loss_head
 from titan_hydra.core.train.objectives.language import IGNORED, cross_entropy
 from titan_hydra.core.train.trainer import build
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import BASE, Case, later_wins
 from titan_hydra.instruments.verify.verify import job_of, trace
 

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra.core import data
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.schema import Parallelism, Precision
 from titan_hydra.core.parallel.masters import separate
 from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.train.trainer import build
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import BASE, later_wins
 
 ALONE = Mesh(Parallelism(name="single"), None, None, None, None)

@@ -7,10 +7,10 @@ from torch import nn
 
 from titan_hydra.core import models
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.models.layers import SDPA
 from titan_hydra.core.parallel import activation_checkpoint, compile, context, formats, lora, loss_head, tensor
 from titan_hydra.core.parallel.mesh import Mesh
+from titan_hydra.experiments.compose.compose import compose_job
 
 SMALL = (
     "model=qwen3_debug",

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from titan_hydra.core import models
-from titan_hydra.experiments.compose.compose import CONF, compose_job
+from titan_hydra.core.job.batches import microbatch_objection, microbatches
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.registry import PIPELINE_SCHEDULES
-from titan_hydra.core.job.rules.checks import check
-from titan_hydra.core.job.batches import microbatch_objection, microbatches
 from titan_hydra.core.job.pipeline import blocks_of_stages, modules_of_stages, splits_backward, stages_of_ranks
+from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.parallel import stages
 from titan_hydra.core.parallel.gradients import gradient_norm
 from titan_hydra.core.parallel.pipeline import Stage, build_schedule, hidden_state
 from titan_hydra.core.train.fake import fake_step, fake_world
+from titan_hydra.experiments.compose.compose import CONF, compose_job
 
 PIPELINE = ("parallelism=pp", "precision=fp32", "data=synthetic", "data.local_batch=16")
 

@@ -10,7 +10,6 @@ from torch.optim.adamw import adamw
 
 from titan_hydra.core import data
 from titan_hydra.core.base.private import foreach_copy
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.kernels import split_masters as kernel
 from titan_hydra.core.kernels.split_masters import halves_of, join
 from titan_hydra.core.parallel.masters import Masters
@@ -19,6 +18,7 @@ from titan_hydra.core.parallel.split_masters import master_of, split_masters
 from titan_hydra.core.train.optimizer import set_lr, step
 from titan_hydra.core.train.split_adamw import SplitAdamW
 from titan_hydra.core.train.trainer import build
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import BASE, later_wins
 
 MILLION = 10**6

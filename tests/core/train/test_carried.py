@@ -16,12 +16,12 @@ from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.carried import facts_at
 from titan_hydra.core.checkpoint.convert import reader_of
-from titan_hydra.core.job.config import schema
-from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
-from titan_hydra.core.job.rules.checks import check, warnings
 from titan_hydra.core.data import tokenizer
+from titan_hydra.core.job.config import schema
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check, warnings
 from titan_hydra.core.job.run.checkpoints import newest
+from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 
 transformers = pytest.importorskip("transformers")
 

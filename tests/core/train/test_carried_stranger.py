@@ -14,11 +14,11 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.carried import facts_at
 from titan_hydra.core.checkpoint.folder import Folder
 from titan_hydra.core.checkpoint.opened import open_model
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.models import build
 from titan_hydra.core.models.hf import hf_of, meta_state
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.train.generate import load_model
+from titan_hydra.experiments.compose.compose import compose_job
 
 pytest.importorskip("transformers")
 OWN = '''"""A decoder with a learned-elsewhere buffer, and a head that its folders call `score`."""

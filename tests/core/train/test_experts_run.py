@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.core.checkpoint.steps import cut_back, tensors
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.run.checkpoints import newest
+from titan_hydra.experiments.compose.compose import compose_job
 
 SMALL = (
     "debug=tiny",

@@ -15,17 +15,17 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.convert import find_checkpoint, reader_of
 from titan_hydra.core.checkpoint.reader import Reader
 from titan_hydra.core.job.config import Job, from_dict, identity
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.run.checkpoints import newest
 from titan_hydra.core.models.hf import meta_state
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.parallel import lora
 from titan_hydra.core.parallel.mesh import Mesh, local_part
-from titan_hydra.experiments.plan import memory
-from titan_hydra.core.job.run.checkpoints import newest
-from titan_hydra.core.train.trainer import assemble
-from titan_hydra.instruments.verify.case import case
 from titan_hydra.core.train.fake import fake_world
+from titan_hydra.core.train.trainer import assemble
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.plan import memory
+from titan_hydra.instruments.verify.case import case
 from titan_hydra.instruments.verify.verify import verify
 
 LORA = ("adapter=lora", "adapter.rank=4")

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.run.checkpoints import complete
+from titan_hydra.experiments.compose.compose import compose_job
 
 SIX = (
     "debug=tiny",

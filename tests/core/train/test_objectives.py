@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from tests.kits import forked
 from titan_hydra.core import data, models
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.data.batch import Batch, Dims
 from titan_hydra.core.job.config import from_dict, identity, to_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.registry import OBJECTIVES, ObjectiveKind, register, resolve
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.data.batch import Batch, Dims
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.train.objectives import build_objective
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import case, later_wins
 from titan_hydra.instruments.verify.matrix import LAYOUTS_IN_BF16, in_bf16
 from titan_hydra.instruments.verify.verify import reference_of, verify

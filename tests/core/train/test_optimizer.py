@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_hydra.core import models
 from titan_hydra.core.job.config import from_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.schema import LrSchedule
 from titan_hydra.core.job.parametrization import rules_of
 from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.train.muon import Muon
 from titan_hydra.core.train.optimizer import build_optimizers, lr_factor, set_lr, step
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify import reference
 
 

@@ -11,15 +11,15 @@ from tests.core.train.conftest import rows
 from titan_hydra.core import models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.text import finite_or_null
-from titan_hydra.core.job.config import schema
-from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.tasks import Request, Task, TaskQuestion, load_tasks, read_questions, requests_of
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.train.observe.metrics import Metrics
 from titan_hydra.core.train.tasks import row_length, score_requests
 from titan_hydra.core.train.trainer import build
+from titan_hydra.experiments.compose.compose import compose_job
 
 LAYOUTS = (
     ("parallelism=fsdp", "data.local_batch=3"),

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.kernels import split_masters
+from titan_hydra.core.train.count import count_rank
+from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.plan import memory, messages, time
 from titan_hydra.experiments.plan.shape import shape_of
-from titan_hydra.core.train.count import count_rank
 
 BASE = (
     "model=llama3_debug",

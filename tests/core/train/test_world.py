@@ -18,11 +18,11 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.schema import Parallelism
-from titan_hydra.core.train.observe import flight, metrics
 from titan_hydra.core.parallel import build_mesh
 from titan_hydra.core.train import loop, world
+from titan_hydra.core.train.observe import flight, metrics
+from titan_hydra.experiments.compose.compose import compose_job
 
 
 def test_a_store_on_loopback_listens_there_alone():

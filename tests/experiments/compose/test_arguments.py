@@ -6,10 +6,10 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.arguments import arranged
 from titan_hydra.core.job.config.files import CONF
-from titan_hydra.experiments.compose.overrides import mistakes
 from titan_hydra.core.job.config.ranges import PATH
+from titan_hydra.experiments.compose.arguments import arranged
+from titan_hydra.experiments.compose.overrides import mistakes
 
 
 @pytest.mark.parametrize(

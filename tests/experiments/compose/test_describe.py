@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.core.job import corpus
-from titan_hydra.experiments.compose import describe
 from titan_hydra.core.job.config import read
-from titan_hydra.experiments.compose.compose import CONF, own_composer
 from titan_hydra.core.job.config.ranges import Interval, Text, range_of
 from titan_hydra.core.job.config.schema import default_of
+from titan_hydra.experiments.compose import describe
+from titan_hydra.experiments.compose.compose import CONF, own_composer
 
 ROOT = CONF.parent
 OPTIONS = [(group, file) for group in describe.groups() for file in describe.option_files(group)]
@@ -21,7 +21,9 @@ OPTIONS = [(group, file) for group in describe.groups() for file in describe.opt
 
 def test_the_page_in_docs_is_what_the_schema_and_conf_say():
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == describe.configuration_page(), "run python -m titan_hydra.experiments.compose.describe docs/configuration.md"
+    assert page == describe.configuration_page(), (
+        "run python -m titan_hydra.experiments.compose.describe docs/configuration.md"
+    )
 
 
 def test_every_folder_of_conf_is_a_group_of_the_schema():

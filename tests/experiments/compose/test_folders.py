@@ -7,9 +7,9 @@ import os
 import pytest
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.files import CONF
 from titan_hydra.experiments.compose import folders
 from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
-from titan_hydra.core.job.config.files import CONF
 from titan_hydra.experiments.compose.overrides import mistakes
 
 

@@ -7,14 +7,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict
 
-from titan_hydra.experiments.compose import describe
 from titan_hydra.core.job.config import identity, read
-from titan_hydra.experiments.compose.compose import CONF, register_schema
+from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules import cluster
 from titan_hydra.core.job.rules import compile as rules_of_compile
 from titan_hydra.core.job.rules.checks import check
+from titan_hydra.experiments.compose import describe
+from titan_hydra.experiments.compose.compose import CONF, register_schema
 from titan_hydra.experiments.compose.sweep import expand_sweep, named
-from titan_hydra.core.job.freeze import freeze
 
 FILES = describe.option_files("sweeps")
 EXAMPLE = """\

@@ -6,11 +6,11 @@ import subprocess
 import threading
 import time
 
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.records import process
 from titan_hydra.experiments.launch.attach import Interrupts, attach
 from titan_hydra.experiments.launch.executors.ranks import Ranks
-from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.runs import rundir
-from titan_hydra.core.job.run.records import process
 
 
 def test_an_attached_launcher_asks_ranks_that_start_after_the_request(tmp_path):

@@ -17,8 +17,8 @@ import pytest
 
 from titan_hydra.core.base.errors import Unhealthy
 from titan_hydra.core.job.config import to_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.train import worker
+from titan_hydra.experiments.compose.compose import compose_job
 
 
 def written(launcher):

@@ -4,9 +4,16 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job.config.files import CONF
-from titan_hydra.experiments.launch.executors.slurm.init import choose_partition, device_memory, file_text, gpus_of, hardware, partitions
+from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.launch.executors.slurm.init import (
+    choose_partition,
+    device_memory,
+    file_text,
+    gpus_of,
+    hardware,
+    partitions,
+)
 from titan_hydra.experiments.launch.executors.slurm.squeue import minutes_of
 
 SITE = """\

@@ -8,16 +8,22 @@ import pytest
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import identity, to_dict
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job.config.load import from_dict
 from titan_hydra.core.job.config.relayout import with_layout_of
-from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.freeze import freeze
-from titan_hydra.experiments.launch.executors.slurm.keys import SlurmCluster
-from titan_hydra.experiments.launch.layouts import checked_layouts, kept_layouts, nodes_of, with_one_layout, write_layouts
-from titan_hydra.core.train.worker import load_job
+from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.train.worker import load_job
+from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.launch.executors.slurm.keys import SlurmCluster
+from titan_hydra.experiments.launch.layouts import (
+    checked_layouts,
+    kept_layouts,
+    nodes_of,
+    with_one_layout,
+    write_layouts,
+)
 
 from .test_submit import cell, script
 

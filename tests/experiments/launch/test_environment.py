@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.train import worker
+from titan_hydra.experiments.compose.compose import compose_job
 
 CONTAINER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "3", "WORLD_SIZE": "8"}  # as enroot's hook sets it
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.family import FAMILIES
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch.own_kernels import under_a_ring
 
 FAMILY = """

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.run import Run, group_at, homes_of
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.executors.slurm import submit
 from titan_hydra.experiments.launch.executors.slurm.squeue import SlurmJob
 from titan_hydra.experiments.launch.executors.slurm.submit import Array, JobShape
-from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.queue import Queue
-from titan_hydra.core.job.run.run import Run, group_at, homes_of
 from titan_hydra.experiments.runs.view import jobs_of, shown_group
 
 SLURM = (

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.run import code, layout
 from titan_hydra.core.train import snapshot
 from titan_hydra.experiments.launch.executors.local import Inline, Processes
-from titan_hydra.core.job.run import code, layout
 from titan_hydra.instruments.search.driver import Driver
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.train import snapshot
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch.attach import Interrupts
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.dispatch import gpu_hours

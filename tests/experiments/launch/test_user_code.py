@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from titan_hydra.core.job.config.user_code import digest_of_code, sources
-from titan_hydra.core.train import snapshot
 from titan_hydra.core.job.run.code import USER, code_in
+from titan_hydra.core.train import snapshot
 
 from .conftest import ROOT
 
@@ -96,7 +96,8 @@ def test_the_snapshot_holds_the_modules_and_jobs_import_them_from_there(launcher
 def test_a_rank_imports_from_the_snapshot_first(tmp_path, project):
     (tmp_path / "first").mkdir()
     (tmp_path / "first/mine.py").write_text("WHERE = 'the snapshot'")
-    code = "from titan_hydra.core.job.config.user_code import load_user_modules\nload_user_modules(['mine'])\nimport mine\nprint(mine.WHERE)"
+    load = "from titan_hydra.core.job.config.user_code import load_user_modules\nload_user_modules(['mine'])"
+    code = f"{load}\nimport mine\nprint(mine.WHERE)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=project,

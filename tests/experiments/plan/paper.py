@@ -10,11 +10,11 @@ from pathlib import Path
 import yaml
 
 from titan_hydra.core.job.config import Job
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.plan import memory, time
-from titan_hydra.instruments.rates.published import OLDER
 from titan_hydra.experiments.plan.shape import shape_of
+from titan_hydra.instruments.rates.published import OLDER
 
 HERE = Path(__file__).parent
 TABLES = yaml.safe_load((HERE.parent / "report" / "paper.yaml").read_text())

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 
 from tests.kits import forked
 from titan_hydra import cli
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.family import FAMILIES, decoder_parameters
+from titan_hydra.experiments.compose.compose import compose_job
 
 ROOT = Path(__file__).parents[3]
 LINE = ["model=llama3_8b", "data=synthetic", "data.seq_len=8192", "hardware=h100_500w", "compile=block"]

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.core.job.adapter import adapter_parameters
 from titan_hydra.core.job.config.family import FAMILIES, family_of
+from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.rules.memory import of_a_rank
-from titan_hydra.core.job.adapter import adapter_parameters
-from titan_hydra.core.job.freeze import freeze
+from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.plan import memory, predict, search, time
 from titan_hydra.experiments.plan.shape import NotPredictable, shape_of
 

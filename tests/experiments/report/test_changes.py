@@ -12,9 +12,9 @@ import pytest
 
 from titan_hydra.core.job.config.field import Changes
 from titan_hydra.core.job.config.load import changes_of, kind_of, known_keys
+from titan_hydra.core.job.run import records
 from titan_hydra.experiments.report import compare
 from titan_hydra.experiments.report.cells import ReportCell
-from titan_hydra.core.job.run import records
 from titan_hydra.experiments.runs.rundir import State
 
 PAGE = {  # repeated here, so that a mistake in the schema is noticed

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.experiments.compose.compose import CONF, compose_job
-from titan_hydra.core.job.rules.pipeline import wrong_with
 from titan_hydra.core.job.pipeline import stage_count, stages_of_ranks
+from titan_hydra.core.job.rules.pipeline import wrong_with
 from titan_hydra.core.parallel import pipeline
+from titan_hydra.experiments.compose.compose import CONF, compose_job
 from titan_hydra.experiments.report.charts import looks
 from titan_hydra.experiments.report.style import DASHES, LIGHT, LINES, line_style
 from titan_hydra.experiments.report.timeline import TIME, Timeline, play

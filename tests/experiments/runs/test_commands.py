@@ -13,9 +13,9 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.core.base.text import table
+from titan_hydra.core.job.config.fault import quoted
 from titan_hydra.experiments.report import command_compare as compare
 from titan_hydra.experiments.runs import command_track as track
-from titan_hydra.core.job.config.fault import quoted
 from titan_hydra.experiments.runs import view
 
 BUG = 'if self.job.seed == 2: raise ValueError("unlucky rank")'

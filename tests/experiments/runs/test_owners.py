@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tests.kits import forked
 from tests.experiments.launch.conftest import ROOT
+from tests.kits import forked
 
 COLLEAGUE = 12345  # a user that does not exist
 DROP = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # root, but without the right to read all files

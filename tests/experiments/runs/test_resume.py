@@ -9,14 +9,14 @@ import pytest
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import identity, to_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.load import changes_of, known_keys
 from titan_hydra.core.job.config.relayout import KEYS, SECTIONS
-from titan_hydra.experiments.launch.layouts import relaid
-from titan_hydra.core.train.worker import load_job
 from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs import rundir
 from titan_hydra.core.job.run.run import newest_attempt
+from titan_hydra.core.train.worker import load_job
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.launch.layouts import relaid
+from titan_hydra.experiments.runs import rundir
 
 # Each attempt stops after three steps while the file `stop` exists.
 THREE_STEPS = """

@@ -13,11 +13,11 @@ import pytest
 
 from titan_hydra.core.base.errors import Kind
 from titan_hydra.core.job.config import to_dict
+from titan_hydra.core.job.run import layout, records
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch import show
 from titan_hydra.experiments.launch.executors.slurm import squeue
 from titan_hydra.experiments.runs import hints, rundir, view
-from titan_hydra.core.job.run import layout, records
 from titan_hydra.experiments.runs.find import RunCell
 from titan_hydra.experiments.runs.queue import Queue
 

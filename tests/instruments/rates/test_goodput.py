@@ -6,7 +6,13 @@ import numpy
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.instruments.rates.goodput import Interruptions, daly_interval, shares_of_elastic, shares_of_groups, shares_of_job
+from titan_hydra.instruments.rates.goodput import (
+    Interruptions,
+    daly_interval,
+    shares_of_elastic,
+    shares_of_groups,
+    shares_of_job,
+)
 
 RUNS = 10_000
 JOB = [

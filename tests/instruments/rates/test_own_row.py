@@ -4,8 +4,8 @@ this row as for the run's own job.
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.plan import memory, time
 from titan_hydra.instruments.rates.own_row import row_of
 from titan_hydra.instruments.rates.published import rows_of, score

@@ -8,8 +8,8 @@ import yaml
 
 from titan_hydra.cli import main
 from titan_hydra.experiments.plan.bands import BANDS, band_of, technique_of
-from titan_hydra.instruments.rates.published import SHIPPED, rows_of, score
 from titan_hydra.experiments.plan.shape import NotPredictable
+from titan_hydra.instruments.rates.published import SHIPPED, rows_of, score
 
 ROW = {
     "id": "own",

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job.config.files import load_yaml, read_json
 from titan_hydra.core.job.freeze import freeze
-from titan_hydra.instruments.rates import calibrate
+from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.plan.predict import predict
+from titan_hydra.instruments.rates import calibrate
 
 LINE = ["debug=tiny", "data=synthetic", "data.global_batch=4", "hardware=cpu"]
 

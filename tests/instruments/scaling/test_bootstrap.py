@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.instruments.scaling.bootstrap import backtest, draw_laws, factor_beyond, judge_recipes, reach_of, require_reach
+from titan_hydra.instruments.scaling.bootstrap import (
+    backtest,
+    draw_laws,
+    factor_beyond,
+    judge_recipes,
+    reach_of,
+    require_reach,
+)
 from titan_hydra.instruments.scaling.law import Law, fit_law
 
 TARGET = 6e8, 1.2e10

@@ -7,8 +7,8 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_cells, compose_job, compose_unchecked
 from titan_hydra.core.job.config.family import family_of
+from titan_hydra.experiments.compose.compose import compose_cells, compose_job, compose_unchecked
 from titan_hydra.instruments.scaling.ladder import brief, ladder_cells, model_near, model_of, parameters_in
 
 ROOT = Path(__file__).parents[3]

@@ -11,9 +11,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.core.job.run.records import process
 from titan_hydra.instruments.search.journal import COMPLETE, FAILED, PRUNED, Journal, mended_journal
+from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.instruments.search.lines import JournalDamaged, leased, locked
 from titan_hydra.instruments.search.space import space_of
 from titan_hydra.instruments.search.summary import summary_of

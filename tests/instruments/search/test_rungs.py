@@ -3,8 +3,8 @@
 import pytest
 
 from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.instruments.search.journal import OPEN, SearchTrial
+from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.instruments.search.rungs import Rungs, hyperband, not_the_longer_run, rungs_of
 
 

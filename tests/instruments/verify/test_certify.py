@@ -13,9 +13,9 @@ import pytest
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.versions import versions
-from titan_hydra.experiments.compose.compose import compose_cells, compose_job
-from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.ranks import DEGREES, world_size
+from titan_hydra.core.job.rules.checks import check
+from titan_hydra.experiments.compose.compose import compose_cells, compose_job
 from titan_hydra.experiments.runs import cards
 from titan_hydra.instruments.verify.reduce import proofs, reduced
 

@@ -7,8 +7,8 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.instruments.verify.command_coordcheck import best_rate
 from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.instruments.verify.command_coordcheck import best_rate
 
 FEW = (
     "coordcheck",

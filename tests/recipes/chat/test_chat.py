@@ -14,16 +14,16 @@ import tokenizers
 from tests.core.data.test_files import zst
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import Fault
-from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
-from titan_hydra.core.job.rules import checks
 from titan_hydra.core.data import loader as loaders
 from titan_hydra.core.data.records import Records
 from titan_hydra.core.data.shards import ROW, BadShards
+from titan_hydra.core.job.config import Fault
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules import checks
+from titan_hydra.core.train.objectives.language import IGNORED
+from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 from titan_hydra.recipes.chat import rows
 from titan_hydra.recipes.chat.rows import Turns, first_fit
-from titan_hydra.core.train.objectives.language import IGNORED
 
 
 @pytest.fixture(autouse=True)

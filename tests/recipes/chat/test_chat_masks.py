@@ -9,9 +9,9 @@ import tokenizers
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint import tokenizer as export
-from titan_hydra.core.job.config import schema
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.facts import Facts
+from titan_hydra.core.job.config import schema
 from titan_hydra.recipes.chat import template
 from titan_hydra.recipes.chat.conversations import parse
 from titan_hydra.recipes.chat.rows import ConversationReader

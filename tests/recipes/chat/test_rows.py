@@ -11,11 +11,11 @@ from datasets import Dataset, DatasetDict
 
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
-from titan_hydra.core.job.rules import checks
 from titan_hydra.core.data.records import HubRecords, Records
 from titan_hydra.core.data.shards import BadRow, BadShards
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules import checks
+from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
 from titan_hydra.recipes.chat import template
 from titan_hydra.recipes.chat.conversations import parse
 from titan_hydra.recipes.chat.printed import forgotten

@@ -18,18 +18,18 @@ from tests.kits import forked
 from titan_hydra import cli
 from titan_hydra.core import data, models
 from titan_hydra.core.checkpoint.carried import facts_at
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.run.checkpoints import newest
 from titan_hydra.core.models import layers
 from titan_hydra.core.models.init import init_weights
-from titan_hydra.recipes.chat.rows import ConversationReader
-from titan_hydra.recipes.chat.template_of_run import template_of_facts
-from titan_hydra.core.job.run.checkpoints import newest
 from titan_hydra.core.train.objectives import build_objective
 from titan_hydra.core.train.objectives.language import IGNORED, cross_entropy
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import case
 from titan_hydra.instruments.verify.verify import verify
+from titan_hydra.recipes.chat.rows import ConversationReader
+from titan_hydra.recipes.chat.template_of_run import template_of_facts
 
 ROOT = Path(__file__).parents[3]
 CONVERSATIONS = ROOT / "titan_hydra/recipes/chat/assets/train.jsonl"

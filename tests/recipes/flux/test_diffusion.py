@@ -9,16 +9,16 @@ import torch
 from tests.core.checkpoint.steps import cut_back, tensors
 from titan_hydra.core import data, models
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.registry import OBJECTIVES
-from titan_hydra.core.models.init import init_weights
-from titan_hydra.recipes.flux import images
-from titan_hydra.recipes.flux.diffusion import as_latents, as_tokens
 from titan_hydra.core.job.run.checkpoints import newest
+from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.train.objectives import build_objective
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import case
 from titan_hydra.instruments.verify.matrix import in_bf16
 from titan_hydra.instruments.verify.verify import reference_of, verify
+from titan_hydra.recipes.flux import images
+from titan_hydra.recipes.flux.diffusion import as_latents, as_tokens
 
 AWAKE = '''
 """FLUX whose modulations and output do not begin at 0, so that the first step gives every parameter a gradient."""

@@ -14,16 +14,16 @@ from PIL import Image
 
 from titan_hydra.core import data, models
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.core.job.config.registry import OBJECTIVES
 from titan_hydra.core.data import tokenizer
+from titan_hydra.core.job.config.registry import OBJECTIVES
 from titan_hydra.core.models.init import init_weights
-from titan_hydra.recipes.image_text.images import cells_of
-from titan_hydra.recipes.image_text.model import resized
 from titan_hydra.core.train.objectives import build_objective
 from titan_hydra.core.train.objectives.language import IGNORED
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import case
 from titan_hydra.instruments.verify.verify import verify
+from titan_hydra.recipes.image_text.images import cells_of
+from titan_hydra.recipes.image_text.model import resized
 
 BASE = ("data=synthetic_image_text", "data.seq_len=96", "objective.patches=64", "objective.image_patches=40")
 SMALL = ("model.vocab_size=4096", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4")

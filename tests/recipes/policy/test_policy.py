@@ -14,16 +14,16 @@ from tests.recipes.chat.test_sft import CONVERSATIONS
 from titan_hydra import cli
 from titan_hydra.core import data, models
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.parallel import loss_head
-from titan_hydra.recipes.policy.objectives import Likelihood
-from titan_hydra.recipes.policy.rows import pair_of
 from titan_hydra.core.train.objectives import build_objective
 from titan_hydra.core.train.objectives.language import IGNORED
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import case
 from titan_hydra.instruments.verify.matrix import in_bf16
 from titan_hydra.instruments.verify.verify import verify
+from titan_hydra.recipes.policy.objectives import Likelihood
+from titan_hydra.recipes.policy.rows import pair_of
 
 LAYOUTS = {
     "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),

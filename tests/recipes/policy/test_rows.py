@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.recipes.chat.test_rows import MULTIPLY, forms_agree, write_forms
-from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.core.job.rules import checks
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules import checks
+from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.recipes.policy.rows import pair_of
 
 

@@ -3,8 +3,8 @@
 import json
 
 from tests.core.data.test_unknown import ROWS, letters
-from tests.recipes.chat.test_chat_show import shows_what_is_unknown
 from tests.experiments.report.test_changes import what_differs
+from tests.recipes.chat.test_chat_show import shows_what_is_unknown
 from titan_hydra import cli
 
 __all__ = ["letters"]

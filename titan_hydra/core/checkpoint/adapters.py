@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.models.hf import hf_of, meta_state
 from titan_hydra.core.job.run.inputs import initial_weights
+from titan_hydra.core.models.hf import hf_of, meta_state
 
 from .convert import make_target, read_model_config, reader_of
 from .folder import write_content

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import from_dict, schema, to_dict
-from titan_hydra.core.job.config.fault import Fault
-from titan_hydra.core.job.config.files import read_json
-from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.facts import DEFAULT, Facts, listed, read_facts, token_of
 from titan_hydra.core.data.learned import header_of, learned_words, same_ids, sources_of
-from titan_hydra.core.job.sources import data_sources
+from titan_hydra.core.job.config import from_dict, schema, to_dict
+from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.files import read_json
+from titan_hydra.core.job.config.model import Model
+from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.base import find_weights, is_hf
 from titan_hydra.core.job.run.inputs import initial_weights
+from titan_hydra.core.job.sources import data_sources
 
 from .sections import as_started, config_files, find_section
 
@@ -132,7 +133,7 @@ def _other_arithmetic(job: schema.Job) -> Iterator[tuple[str, Any, Any]]:
     try:
         place = find_weights(job.checkpoint.initial_load_path or "")
         there = {} if is_hf(place) else find_section("model", place)[1]
-        theirs = from_dict(schema.Model, there) if there.get("family") == job.model.family else None
+        theirs = from_dict(Model, there) if there.get("family") == job.model.family else None
     except (ConfigError, KeyError, TypeError):  # other rules say what is wrong
         return
     values = theirs.arithmetic() if theirs else {}

@@ -31,11 +31,11 @@ from titan_hydra.core.base.threads import device_setter
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.operation import Checkpoint
 from titan_hydra.core.job.parametrization import Rules
-from titan_hydra.core.models.init import clean_name
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.core.job.run.base import is_hf
 from titan_hydra.core.job.run.inputs import initial_weights, record_weights
 from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.models.init import clean_name
 
 from . import initial, safe, state
 from .convert import check_scales, read_model_config

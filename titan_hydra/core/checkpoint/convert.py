@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.data.facts import Facts
 from titan_hydra.core.job.config import from_dict, to_dict
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.schema import Parametrization
 from titan_hydra.core.job.config.user_code import require_user_modules
-from titan_hydra.core.data.facts import Facts
 from titan_hydra.core.job.parametrization import Rules, rules_of
-from titan_hydra.core.models.hf import folded, hf_of, in_dtype, meta_state
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.base import is_hf
 from titan_hydra.core.job.run.inputs import initial_weights
+from titan_hydra.core.models.hf import folded, hf_of, in_dtype, meta_state
 
 from .carried import facts_at, with_tokenizer
 from .folder import Folder, content_of, write_content

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.facts import Facts
+from titan_hydra.core.job.config.family import family_of
+from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.run.base import is_hf
 
 from .carried import facts_at

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import schema
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.facts import DEFAULT, GENERATION, TEMPLATE, TEMPLATES, TOKENIZER, Facts
+from titan_hydra.core.job.config import schema
 
 from .folder import write_content
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.adapter import adapted, adapts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.parts import LowRank
 from titan_hydra.core.job.config.registry import ADAPTERS, resolve
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.adapter import adapted, adapts
 
 from .formats.select import is_plain
 from .mesh import Mesh

@@ -13,10 +13,17 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from titan_hydra.core.base.private import Action as TorchAction
-from titan_hydra.core.base.private import ComputationType, PipelineSchedule, PipelineScheduleRuntime, forget_forward, holds_sent, load_csv
+from titan_hydra.core.base.private import (
+    ComputationType,
+    PipelineSchedule,
+    PipelineScheduleRuntime,
+    forget_forward,
+    holds_sent,
+    load_csv,
+)
+from titan_hydra.core.job.batches import microbatch_size, microbatches
 from titan_hydra.core.job.config.registry import PIPELINE_SCHEDULES, resolve
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.batches import microbatch_size, microbatches
 from titan_hydra.core.job.pipeline import Action, stage_count, stages_of_ranks
 from titan_hydra.core.job.schedules import TIME, actions_of
 

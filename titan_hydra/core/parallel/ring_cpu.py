@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from titan_hydra.core.base import private
-from titan_hydra.core.base.private import OpOverload, OpSchema, OpStrategy, RuntimeSchemaInfo, expand_to_full_mesh_op_strategy
+from titan_hydra.core.base.private import (
+    OpOverload,
+    OpSchema,
+    OpStrategy,
+    RuntimeSchemaInfo,
+    expand_to_full_mesh_op_strategy,
+)
 from titan_hydra.core.base.private import flash_on_cpu as FORWARD
 from titan_hydra.core.base.private import flash_on_cpu_backward as BACKWARD
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.batches import local_batches, samples_at_once
+from titan_hydra.core.job.config.family import family_of
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.pipeline import modules_of_stages, stage_count, stages_of_ranks
 from titan_hydra.core.job.ranks import world_size
 from titan_hydra.core.parallel.split_masters import is_split, lower_half

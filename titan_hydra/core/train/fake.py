@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.core.base.private import FakeStore, FakeTensorMode, settle_shapes
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.batches import local_batches
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.ranks import world_size
-from titan_hydra.core.parallel.pipeline import Pipeline
 from titan_hydra.core.job.run.run import Run, hash_of
+from titan_hydra.core.parallel.pipeline import Pipeline
 from titan_hydra.core.train.loop import write_result
 from titan_hydra.core.train.trainer import Trainer, assemble
 from titan_hydra.core.train.world import set_determinism

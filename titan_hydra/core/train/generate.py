@@ -15,8 +15,8 @@ from titan_hydra.core.checkpoint.convert import DTYPES
 from titan_hydra.core.checkpoint.folder import Folder
 from titan_hydra.core.checkpoint.opened import Opened
 from titan_hydra.core.checkpoint.reader import Merged, Reader
-from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.data.facts import Facts
+from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.models.hf import in_dtype
 from titan_hydra.core.models.init import reset_buffers
 

@@ -20,25 +20,25 @@ from titan_hydra.core.base.threads import cores
 from titan_hydra.core.base.versions import versions
 from titan_hydra.core.checkpoint.carried import record_facts
 from titan_hydra.core.checkpoint.checkpointer import Checkpointer
-from titan_hydra.core.job.config import to_dict
-from titan_hydra.core.job.config.fault import counted
-from titan_hydra.core.job.config.files import write_text
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.loader import Loader
 from titan_hydra.core.data.shards import ROW
 from titan_hydra.core.data.tasks import Task, load_tasks
 from titan_hydra.core.job.batches import local_batches
+from titan_hydra.core.job.config import to_dict
+from titan_hydra.core.job.config.fault import counted
+from titan_hydra.core.job.config.files import write_text
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.parametrization import rules_of
 from titan_hydra.core.job.pipeline import Action
-from titan_hydra.core.train.observe.metrics import Metrics
-from titan_hydra.core.train.observe.probes import Probes
-from titan_hydra.core.train.observe.profiling import Profiler
-from titan_hydra.core.train.observe.watchdog import Watchdog
-from titan_hydra.core.parallel.compile import breaks_refused
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.core.job.run.inputs import data_signature
 from titan_hydra.core.job.run.run import Run, hash_of
 from titan_hydra.core.job.run.stretches import values_of_layout
+from titan_hydra.core.parallel.compile import breaks_refused
+from titan_hydra.core.train.observe.metrics import Metrics
+from titan_hydra.core.train.observe.probes import Probes
+from titan_hydra.core.train.observe.profiling import Profiler
+from titan_hydra.core.train.observe.watchdog import Watchdog
 
 from .groups import Groups
 from .optimizer import lr_factor, set_lr

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.batches import microbatch_size
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.parallel import compile
 from titan_hydra.core.parallel import context as context_parallel
 from titan_hydra.core.parallel import data as data_parallel

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.data.tasks import Request
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.parallel import tensor as tensor_parallel
 from titan_hydra.core.parallel.loss_head import Vocabulary, losses_of, over_ranks
 

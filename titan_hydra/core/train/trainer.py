@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_hydra.core import models, parallel
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.batch import Batch, onto
 from titan_hydra.core.data.loader import Loader
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.parametrization import rules_of
 from titan_hydra.core.kernels.attention import check_attention
 from titan_hydra.core.models.init import init_weights, scale_forward

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.private import process_groups, set_group_timeout
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.train.observe import flight, health
 from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.train.observe import flight, health
 
 FILES = 2**16  # maximum number of open files that a rank may need, as rank 0 has a connection with every other rank
 CONNECTED = 256  # largest number of ranks that gloo may connect with each other at the start

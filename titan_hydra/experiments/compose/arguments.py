@@ -3,10 +3,10 @@
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
-
 from titan_hydra.core.job.config.files import CONF
-from .folders import added
 from titan_hydra.core.job.config.load import kind_of
+
+from .folders import added
 from .overrides import SYNONYMS, mistakes
 
 # flags that exclude each other, because Hydra accepts only one of them

@@ -9,12 +9,19 @@ from functools import reduce
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.fault import Fault, did_you_mean, suggest
+from titan_hydra.core.job.config.load import (
+    PICKED,
+    known_keys,
+    no_such_key,
+    picked_anew,
+    picking,
+    values_are_what_the_schema_takes,
+)
+from titan_hydra.core.job.config.schema import Job
 
 from .explain import explain
-from titan_hydra.core.job.config.fault import Fault, did_you_mean, suggest
-from titan_hydra.core.job.config.load import PICKED, known_keys, no_such_key, picked_anew, picking, values_are_what_the_schema_takes
 from .overrides import mistakes
-from titan_hydra.core.job.config.schema import Job
 
 
 def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> Job:

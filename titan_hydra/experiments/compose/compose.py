@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.files import CONF
+from titan_hydra.core.job.config.load import picking, read
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check
 
 from .explain import explain
-from titan_hydra.core.job.config.files import CONF
 from .folders import project_in, usable_folders
-from titan_hydra.core.job.config.load import picking, read
 from .overrides import mistakes
-from titan_hydra.core.job.rules.checks import check
-from titan_hydra.core.job.config.schema import Job
 from .sweep import sweep_cells
 
 if TYPE_CHECKING:

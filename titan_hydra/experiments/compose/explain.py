@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable
 
 from titan_hydra.core.job.config.fault import shown
+
 from .overrides import unknown_key
 from .scan import mistake_of_yaml
 

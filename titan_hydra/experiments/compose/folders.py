@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
-
 from titan_hydra.core.job.config.fault import did_you_mean, suggest
 from titan_hydra.core.job.config.files import CONF, home
 

@@ -15,6 +15,7 @@ from titan_hydra.core.job.config.fault import Fault, as_value, did_you_mean, quo
 from titan_hydra.core.job.config.files import CONF, default_options, unusable_options
 from titan_hydra.core.job.config.load import PICKED, holder_of, kind_of, known_keys
 from titan_hydra.core.job.config.ranges import range_of
+
 from .scan import misread_options, takes_text
 
 # maximum length of an override in characters; with longer overrides Hydra's parser takes seconds or crashes

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.redact import redact
+from titan_hydra.core.job.config.fault import Fault, as_value, suggest
 
 from .explain import explain
-from titan_hydra.core.job.config.fault import Fault, as_value, suggest
 from .overrides import mistakes
 
 Composed = tuple[Any, list[str]]  # a composed configuration (OmegaConf's), and the overrides that made it

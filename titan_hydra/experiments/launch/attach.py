@@ -21,8 +21,8 @@ from titan_hydra.core.base.errors import LAST_WORDS
 from titan_hydra.core.base.plain import NotPlain, open_plain
 from titan_hydra.core.base.text import printable
 from titan_hydra.core.job.run import checkpoints, layout
-from titan_hydra.experiments.runs import rundir
 from titan_hydra.core.job.run.records import alive
+from titan_hydra.experiments.runs import rundir
 
 # seconds that the ranks may take to stop after a request; the limit does not apply while a checkpoint is being written
 STOP_LIMIT = 30

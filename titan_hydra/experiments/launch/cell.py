@@ -12,9 +12,9 @@ from titan_hydra.core.job.config import Fault, Job
 from titan_hydra.core.job.config.fault import quoted
 from titan_hydra.core.job.config.user_code import sources
 from titan_hydra.core.job.ranks import all_ranks, runs_here
+from titan_hydra.core.job.run.layout import runs_of
 from titan_hydra.experiments.plan import predict
 from titan_hydra.experiments.runs.cards import folder_of_card, read_card
-from titan_hydra.core.job.run.layout import runs_of
 from titan_hydra.experiments.runs.rundir import State
 
 # For each value of launch.retry: the exit statuses of the failed runs that this value starts again.

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import table
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.files import CONF, write_text
 from titan_hydra.core.job.config.registry import EXECUTORS, executor_named, resolve
+from titan_hydra.core.job.run import checkpoints, layout
+from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.executor import ClusterSite
-from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.experiments.runs import rundir, view
 from titan_hydra.experiments.runs.find import RunCell
 from titan_hydra.experiments.runs.rundir import State

@@ -11,14 +11,14 @@ import sys
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.job.config import Fault
-from titan_hydra.experiments.compose.change import change
 from titan_hydra.core.job.config.operation import Launch, Paths, Sweep
+from titan_hydra.core.job.run import checkpoints, inputs
+from titan_hydra.core.train.worker import load_job
+from titan_hydra.experiments.compose.change import change
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.layouts import checked_layouts, with_one_layout
 from titan_hydra.experiments.launch.longer import longer_overrides, not_extended, origin
-from titan_hydra.core.train.worker import load_job
-from titan_hydra.core.job.run import checkpoints, inputs
 from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.view import add_runs, choose_one
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.job.config.operation import Launch, Paths
 from titan_hydra.core.job.config.user_code import edited_sources
+from titan_hydra.core.job.run import checkpoints, inputs, layout
+from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.layouts import checked_layouts, in_words, keep_first, relaid, with_one_layout
-from titan_hydra.core.train.worker import load_job
-from titan_hydra.core.job.run import checkpoints, inputs, layout
 from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.view import add_runs, choose_one
 

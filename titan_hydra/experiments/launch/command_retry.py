@@ -15,11 +15,11 @@ from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.fault import quoted
 from titan_hydra.core.job.config.operation import Launch, Paths
 from titan_hydra.core.job.config.user_code import edited_sources
+from titan_hydra.core.job.run import inputs, layout
+from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell, without_card
 from titan_hydra.experiments.launch.layouts import kept_layouts
-from titan_hydra.core.train.worker import load_job
-from titan_hydra.core.job.run import inputs, layout
 from titan_hydra.experiments.runs.find import RunCell
 from titan_hydra.experiments.runs.hints import hint
 from titan_hydra.experiments.runs.view import RunRow, add_target, choose, look

@@ -11,14 +11,14 @@ from typing import Any
 from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config import Fault, Job, identity, read
-from titan_hydra.experiments.compose.cells import with_count
 from titan_hydra.core.job.config.fault import counted, shown
 from titan_hydra.core.job.config.registry import executor_named
-from titan_hydra.core.job.rules.checks import warnings
-from titan_hydra.experiments.compose.sweep import named
 from titan_hydra.core.job.freeze import freeze
-from titan_hydra.experiments.plan import predict
+from titan_hydra.core.job.rules.checks import warnings
 from titan_hydra.core.job.run import inputs
+from titan_hydra.experiments.compose.cells import with_count
+from titan_hydra.experiments.compose.sweep import named
+from titan_hydra.experiments.plan import predict
 from titan_hydra.experiments.runs import manifest, rundir
 from titan_hydra.experiments.runs.rundir import State
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.job.config import Fault, Job
 from titan_hydra.core.job.run.failure import Failure
+from titan_hydra.core.train import snapshot
 from titan_hydra.experiments.runs.queue import Owner, Queue
 from titan_hydra.experiments.runs.rundir import State
 from titan_hydra.experiments.runs.view import RunRow
 
-from titan_hydra.core.train import snapshot
 from .cell import Cell, user_sources
 
 if TYPE_CHECKING:

@@ -8,19 +8,19 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import Fault, Job, from_dict, identity, to_dict
-from titan_hydra.experiments.compose.change import change
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.config.load import known_keys
 from titan_hydra.core.job.config.relayout import KEYS, SECTIONS, with_layout_of
-from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.freeze import freeze
-from titan_hydra.experiments.plan import predict
-from titan_hydra.experiments.plan.search import search
-from titan_hydra.experiments.plan.shape import NotPredictable
+from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.run import hash_of
 from titan_hydra.core.job.run.stretches import layout_in_words, values_of_layout
+from titan_hydra.experiments.compose.change import change
+from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.plan import predict
+from titan_hydra.experiments.plan.search import search
+from titan_hydra.experiments.plan.shape import NotPredictable
 
 # this entry of `elastic` stands for the planner's layouts, one for each number of nodes that no listed layout has
 AUTO = "auto"

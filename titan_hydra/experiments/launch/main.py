@@ -13,17 +13,17 @@ from omegaconf import DictConfig, OmegaConf
 from titan_hydra.core.base.errors import ConfigError, RunError, denied, require_folder
 from titan_hydra.core.base.private import composing_once
 from titan_hydra.core.base.text import all_printed, not_printed, ready_to_print, unprintable
+from titan_hydra.core.job.config.files import CONF, default_options, load_yaml
+from titan_hydra.core.job.config.registry import SEARCHES, resolve
+from titan_hydra.core.job.inputs import look_anew
 from titan_hydra.experiments.compose import folders
 from titan_hydra.experiments.compose.arguments import arranged
 from titan_hydra.experiments.compose.cells import Question
 from titan_hydra.experiments.compose.compose import register_schema
 from titan_hydra.experiments.compose.describe import help_text
 from titan_hydra.experiments.compose.explain import explain
-from titan_hydra.core.job.config.files import CONF, default_options, load_yaml
-from titan_hydra.core.job.config.registry import SEARCHES, resolve
 from titan_hydra.experiments.compose.scan import misread
 from titan_hydra.experiments.compose.sweep import Composed, expand_sweep, warn_once
-from titan_hydra.core.job.inputs import look_anew
 
 from .dispatch import dispatch
 

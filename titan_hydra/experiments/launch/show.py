@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from titan_hydra.core.base.text import table
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import counted
-from titan_hydra.experiments.plan import predict
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.core.job.run.failure import Failure
+from titan_hydra.experiments.plan import predict
 from titan_hydra.experiments.runs.find import runs_option
 from titan_hydra.experiments.runs.hints import hint
 from titan_hydra.experiments.runs.rundir import State

@@ -6,18 +6,19 @@ import argparse
 import importlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Fault, Job
 from titan_hydra.core.job.config.additions import of_all
-from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.experiments.compose.describe import option_files
 from titan_hydra.core.job.config.fault import multiples_around
-from titan_hydra.core.job.rules import checks
 from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.ranks import world_size
+from titan_hydra.core.job.rules import checks
+from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.compose.describe import option_files
 from titan_hydra.experiments.plan import memory, messages, predict
 from titan_hydra.experiments.plan.predict import FITS, REFUSED, Prediction
 from titan_hydra.experiments.plan.search import Row, prepared, search
@@ -238,7 +239,7 @@ def show(rows: list[Row], points: int) -> None:
         print("nothing fits; the layouts that need least memory are shown")
 
 
-def proof(job: Job) -> dict:
+def proof(job: Job) -> dict[str, Any]:
     """Count in the fake world the bytes of the rank that needs most memory, in eager mode. Returns the counted bytes
     and those that the formulas give for the same eager job.
     """
@@ -256,7 +257,7 @@ def proof(job: Job) -> dict:
     }
 
 
-def show_proofs(proofs: list[dict]) -> None:
+def show_proofs(proofs: list[dict[str, Any]]) -> None:
     """Print the counted bytes beside the bytes of the formulas, one row per layout."""
     if not proofs:
         return

@@ -61,7 +61,7 @@ def billion_tokens(prediction: predict.Prediction) -> float | None:
     return 1e9 / prediction.speed.tokens_per_second / 3600 if prediction.speed and prediction.fits != "no" else None
 
 
-def _as_json(count: int, row: Row | None) -> dict:
+def _as_json(count: int, row: Row | None) -> dict[str, Any]:
     if row is None:
         return {"gpus": count, "overrides": None, "reason": "no layout obeys the rules"}
     return {

@@ -10,10 +10,10 @@ from typing import Any
 
 from titan_hydra.core.job.config.fault import divisors
 from titan_hydra.core.job.config.registry import PIPELINE_SCHEDULES
-from titan_hydra.core.job.rules import checks
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.experts import expert_degrees
 from titan_hydra.core.job.recomputation import searched_modes
+from titan_hydra.core.job.rules import checks
 
 from .predict import Prediction, changed, in_memory, on_nodes, timed, with_mode
 from .shape import NotPredictable

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from titan_hydra.core.job.adapter import adapted
+from titan_hydra.core.job.batches import local_batches, microbatch_size, microbatches
 from titan_hydra.core.job.config.family import Linear, Stack, family_of
 from titan_hydra.core.job.config.registry import ADAPTERS, FORMATS, OPTIMIZERS, Format
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.adapter import adapted
-from titan_hydra.core.job.batches import local_batches, microbatch_size, microbatches
 from titan_hydra.core.job.dtypes import SIZE, gathers_in_format, gradient_dtype, has_one_scale, is_opaque
 from titan_hydra.core.job.experts import sparse
 from titan_hydra.core.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks

@@ -15,13 +15,13 @@ from typing import Any
 from titan_hydra.core.base.errors import Kind
 from titan_hydra.core.job.config.fault import as_typed
 from titan_hydra.core.job.config.load import known_keys
-from titan_hydra.experiments.compose.sweep import key_of
 from titan_hydra.core.job.run import layout, stragglers
-from titan_hydra.experiments.runs.find import RunCell, Selection
 from titan_hydra.core.job.run.records import flat
-from titan_hydra.experiments.runs.rundir import State, inspect_all
 from titan_hydra.core.job.run.stretches import Stretch, stretches_of
 from titan_hydra.core.job.run.useful import goodput_of
+from titan_hydra.experiments.compose.sweep import key_of
+from titan_hydra.experiments.runs.find import RunCell, Selection
+from titan_hydra.experiments.runs.rundir import State, inspect_all
 from titan_hydra.experiments.runs.view import short_names
 
 from .columns import Column, columns_of

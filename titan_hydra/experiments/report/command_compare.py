@@ -16,9 +16,9 @@ from titan_hydra.core.job.config.fault import as_typed
 from titan_hydra.core.job.config.load import changes_of, known_keys
 from titan_hydra.core.job.ranks import DEGREES
 from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs import rundir
 from titan_hydra.core.job.run.hang import names
 from titan_hydra.core.job.run.records import flat
+from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.view import add_runs, choose_one, tells
 
 # the unit of a key's value follows from the end of the key's name
@@ -314,12 +314,12 @@ def _where_to_look(when: str, what: str, name: str, call: int) -> str:
     }.get((when, what), f"the gradient of {name}; all activations and their gradients are the same") + microbatch
 
 
-def traces(run: Path) -> dict[int, dict[tuple, dict]]:
+def traces(run: Path) -> dict[int, dict[tuple[Any, ...], dict[str, Any]]]:
     """Return the traced tensors of all ranks by step. If a step was repeated, the tensors of the newest attempt count."""
-    found: dict[int, dict[tuple, dict]] = {}
+    found: dict[int, dict[tuple[Any, ...], dict[str, Any]]] = {}
     for attempt in layout.ATTEMPT.all(run).values():
         for rank in layout.ACTIVATIONS.all(attempt):
-            own: dict[int, dict] = {}
+            own: dict[int, dict[str, Any]] = {}
             for row in layout.ACTIVATIONS.rows(attempt, rank)[0]:
                 own.setdefault(row["step"], {})[rank, row["pass"], row["what"], row["module"], row["call"]] = row
             for step, rows in own.items():

@@ -6,8 +6,6 @@ from functools import partial
 from math import hypot
 from typing import Any
 
-from titan_hydra.experiments.plan.predict import Prediction
-
 from . import compare
 from .band import Band, band
 from .cells import FEW, Mean, ReportCell, error_of, mean
@@ -31,7 +29,7 @@ class ReportRow:
     # only for a `Mean`: the difference between its loss and the baseline's loss, with the standard error
     change: tuple[float, float | None] | None = None
     band: Band | None = None
-    prediction: Prediction | None = None
+    prediction: Any = None  # a Prediction of the planner, if an instrument has added it
 
     @property
     def predicted_rate(self) -> float | None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.job.pipeline import Action
-from titan_hydra.core.job.schedules import TIME, play
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.schedules import TIME, play
 
 from .style import LIGHT, short
 from .table import Report

@@ -4,8 +4,8 @@ import argparse
 import sys
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.data.shards import BadShard, BadShards
+from titan_hydra.core.job.config.fault import counted
 
 
 def add_max_bad_rows(parser: argparse.ArgumentParser) -> None:

@@ -13,10 +13,10 @@ from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.plain import open_plain
 from titan_hydra.core.base.text import printable
 from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs import rundir
 from titan_hydra.core.job.run.hang import verdict
-from titan_hydra.experiments.runs.hints import hint
 from titan_hydra.core.job.run.run import newest_attempt
+from titan_hydra.experiments.runs import rundir
+from titan_hydra.experiments.runs.hints import hint
 from titan_hydra.experiments.runs.rundir import State
 from titan_hydra.experiments.runs.view import add_runs, choose_one, jobs_of
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import table, to_json
 from titan_hydra.core.job.config.fault import counted, quoted, shown
-from titan_hydra.experiments.runs import find, rundir
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.stretches import stretches_of
+from titan_hydra.experiments.runs import find, rundir
 from titan_hydra.experiments.runs.find import Selection, all_runs, runs_option
 from titan_hydra.experiments.runs.hints import hint
 from titan_hydra.experiments.runs.queue import Queue, silent
 from titan_hydra.experiments.runs.rundir import State
-from titan_hydra.core.job.run.stretches import stretches_of
 from titan_hydra.experiments.runs.view import RunRow, add_target, choose, look, moment
 
 COLOURS = {
@@ -302,7 +302,7 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
         yield f"titan cancel{runs}{target}", "stop what runs or waits"
 
 
-def _as_json(row: RunRow) -> dict:
+def _as_json(row: RunRow) -> dict[str, Any]:
     state, failure, job = row.state, row.state.failure, row.state.job
     return {
         "cell": row.cell,

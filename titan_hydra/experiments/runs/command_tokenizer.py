@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.job.config import schema
 from titan_hydra.core.data import files
 from titan_hydra.core.data import tokenizer as tokenizers_of_jobs
 from titan_hydra.core.data.embedded import Embedded
 from titan_hydra.core.data.long_text import LongText, Piece, is_long
 from titan_hydra.core.data.shards import BadRow, BadShards
 from titan_hydra.core.data.unknown import share_of_unknown
+from titan_hydra.core.job.config import schema
 
 from .bad_rows import RowsLeftOut, add_max_bad_rows
 
@@ -178,7 +178,7 @@ def _pieces(file: Path, text_key: str, bad: BadShards) -> Iterator[Piece]:
             bad.add(text)
 
 
-def _train(texts: Iterable[str], size: int):
+def _train(texts: Iterable[str], size: int) -> Any:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -199,7 +199,7 @@ def _train(texts: Iterable[str], size: int):
     return tokenizer
 
 
-def _bytes_of_ids(trained) -> dict[int, bytes]:
+def _bytes_of_ids(trained: Any) -> dict[int, bytes]:
     """Return the bytes of each id of the trained tokenizer. Ids are in the order in which merges were learnt."""
     from titan_hydra.core.checkpoint.tokenizer import letters_of_bytes
 
@@ -226,7 +226,7 @@ def _encode_in_order(
     # workers are not forked, as a forked process would lack the tokenizer's threads
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (config, dtype))
-    waiting: deque = deque()
+    waiting: deque[Any] = deque()
     try:
         for batch in _batches(texts):
             waiting.append(pool.submit(_encode_batch, batch))
@@ -283,7 +283,7 @@ def _write(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _progress():
+def _progress() -> Any:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -13,15 +13,15 @@ import urllib.request
 from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError, Exit, RunError
-from titan_hydra.experiments.compose.change import change
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.config.registry import TRACKERS
-from titan_hydra.core.train.worker import load_job
-from titan_hydra.core.train.observe import trackers
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.train.observe import trackers
+from titan_hydra.core.train.worker import load_job
+from titan_hydra.experiments.compose.change import change
 from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.find import Selection
-from titan_hydra.core.job.run.run import Run
 from titan_hydra.experiments.runs.view import add_target, choose
 
 LIMIT = 15  # seconds within which wandb's server must answer

@@ -16,7 +16,6 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.fault import did_you_mean, quoted, suggest
-
 from titan_hydra.core.job.run import layout
 
 

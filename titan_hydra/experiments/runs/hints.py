@@ -12,9 +12,8 @@ from titan_hydra.core.job.config import Job, from_dict
 from titan_hydra.core.job.config.fault import quoted
 from titan_hydra.core.job.config.load import picked_anew
 from titan_hydra.core.job.config.registry import executor_named
-from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.recomputation import modes_that_keep_less
-
+from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.core.job.run.failure import Failure
 from titan_hydra.core.job.run.modules import import_modules

@@ -14,7 +14,6 @@ from typing import Any
 
 from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config import identity
-
 from titan_hydra.core.job.run import layout
 
 

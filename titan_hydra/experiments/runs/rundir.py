@@ -28,13 +28,13 @@ from titan_hydra.core.job.config import Job, identity, to_dict
 from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.job.config.registry import EXECUTORS
 from titan_hydra.core.job.config.user_code import digest_of_code, sources
-
 from titan_hydra.core.job.run import inputs, layout
 from titan_hydra.core.job.run.code import code_here, describe_code
 from titan_hydra.core.job.run.failure import Failure, guilty
-from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of, owner_in
 from titan_hydra.core.job.run.records import alive, this_process
 from titan_hydra.core.job.run.run import draw_tracked_id, hash_of, homes_of, newest_attempt
+
+from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of, owner_in
 
 REPLACED = ".replaced"  # the folder into which launch.force moves a run directory before deleting it
 # a run on another host counts as interrupted if nothing was written into its attempt's folder for this many seconds

@@ -16,14 +16,14 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.load import known_keys
+from titan_hydra.core.job.run import checkpoints, layout, stragglers
+from titan_hydra.core.job.run.base import complete_at
+from titan_hydra.core.job.run.run import homes_of
 from titan_hydra.experiments.compose.sweep import differing, key_of
 
-from titan_hydra.core.job.run import checkpoints, layout, stragglers
 from . import find, rundir
-from titan_hydra.core.job.run.base import complete_at
 from .find import RunCell, Selection
 from .queue import Owner, Queue, ask, owner_in
-from titan_hydra.core.job.run.run import homes_of
 from .rundir import State
 
 # A running cell counts as silent after SILENT seconds without progress, or after the time of STEPS_SILENT steps if

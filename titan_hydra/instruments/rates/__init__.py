@@ -1,13 +1,12 @@
 """Rates of hardware: fitted to runs, tuned by runs, scored against published measurements; and useful time."""
 
-WORDS = "titan_hydra.experiments"
 PLAN = {  # options of `titan plan`: the module of each has add_arguments, asked and main
-    "score": f"{WORDS}.plan_score",
-    "calibrate": f"{WORDS}.calibrate",
-    "tune": f"{WORDS}.tune",
-    "goodput": f"{WORDS}.goodput",
+    "score": f"{__name__}.command_plan_score",
+    "calibrate": f"{__name__}.command_calibrate",
+    "tune": f"{__name__}.command_tune",
+    "goodput": f"{__name__}.command_goodput",
 }
-PREDICTED = "titan_hydra.instruments.rates.predicted"
+PREDICTED = f"{__name__}.predicted"
 REPORT_CHANGES = {  # options of `titan report` that add to its rows: what each does, and its function
     "predicted": (
         "print titan plan's prediction of each run, and mark runs that are more than 20 %% slower than predicted",

@@ -11,7 +11,6 @@ from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.ranks import all_ranks
-
 from titan_hydra.experiments.plan import time
 from titan_hydra.experiments.plan.predict import changed
 

@@ -15,14 +15,13 @@ from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Fault
 from titan_hydra.core.job.config.files import CONF, write_text
 from titan_hydra.core.job.config.operation import Hardware
-from titan_hydra.core.train.worker import load_job
-from titan_hydra.instruments.rates import calibrate as plan
 from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs.find import RunCell
 from titan_hydra.core.job.run.modules import import_modules
-from titan_hydra.experiments.runs.view import choose
-
+from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.plan.command_plan import planned_job
+from titan_hydra.experiments.runs.find import RunCell
+from titan_hydra.experiments.runs.view import choose
+from titan_hydra.instruments.rates import calibrate as plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

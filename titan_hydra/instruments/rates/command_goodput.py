@@ -15,15 +15,14 @@ from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Fault, Job
 from titan_hydra.core.job.config.ranges import NOT_NEGATIVE, POSITIVE, Interval
 from titan_hydra.core.job.ranks import all_ranks
-from titan_hydra.experiments.plan import predict
-from titan_hydra.instruments.rates.goodput import FAILURES, Site, Way, daly_interval, ways, young_interval
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.failure import guilty
+from titan_hydra.core.job.run.useful import life_of
+from titan_hydra.experiments.plan import predict
+from titan_hydra.experiments.plan.command_plan import legal_job, make_folder, planned_job
 from titan_hydra.experiments.runs.find import all_runs
 from titan_hydra.experiments.runs.rundir import inspect_all
-from titan_hydra.core.job.run.useful import life_of
-
-from titan_hydra.experiments.plan.command_plan import legal_job, make_folder, planned_job
+from titan_hydra.instruments.rates.goodput import FAILURES, Site, Way, daly_interval, ways, young_interval
 
 OPTIONS: dict[str, tuple[float | None, Interval, str]] = {  # for each option: its default, its range, and its help text
     "step-seconds": (None, POSITIVE, "seconds of a step (default: predicted)"),

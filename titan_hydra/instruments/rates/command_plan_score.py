@@ -12,8 +12,8 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import table, to_json
 from titan_hydra.experiments.plan.bands import band_of, technique_of
-from titan_hydra.instruments.rates.published import Scored, rows_of, score
 from titan_hydra.experiments.plan.shape import NotPredictable
+from titan_hydra.instruments.rates.published import Scored, rows_of, score
 
 TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "band", "inside", "GiB: median error", "worst")
 
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     return Exit.DONE if found else Exit.CONFIG
 
 
-def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple]:
+def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple[Any, ...]]:
     """Group the rows by the name that `name` gives them, and return a row of the table for each group."""
     groups = defaultdict(list)
     for one in rows:

@@ -14,19 +14,19 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.job.config import Fault, Job
-from titan_hydra.experiments.compose.compose import option_folders, own_composer
 from titan_hydra.core.job.config.load import read
 from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.run import layout
+from titan_hydra.experiments.compose.compose import option_folders, own_composer
 from titan_hydra.experiments.launch.dispatch import dispatch
-from titan_hydra.instruments.rates.calibrate import Fit, on
+from titan_hydra.experiments.plan.command_plan import planned_job, searchable
 from titan_hydra.experiments.plan.search import DEGREES, search
 from titan_hydra.experiments.runs import find, rundir
-from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.runs.find import RunCell
+from titan_hydra.instruments.rates.calibrate import Fit, on
 
 from . import command_calibrate as calibrate
-from titan_hydra.experiments.plan.command_plan import planned_job, searchable
 
 ROUNDS = 4  # maximum number of rounds of planning and running
 LAYOUT = {  # keys that the search sets; overrides of these keys on the command line are left out

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, exp, expm1, lcm, sqrt
 
+from titan_hydra.core.job.adapter import adapter_parameters, adapts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.registry import OPTIMIZERS
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.adapter import adapter_parameters, adapts
 from titan_hydra.core.job.dtypes import SIZE
 
 # number of unexpected interruptions of Llama 3's training, and the number of GPU-days in which they came (arXiv

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.core.job.batches import microbatch_size
 from titan_hydra.core.job.config.load import leaves
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.batches import microbatch_size
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.ranks import data_parallel, world_size
+from titan_hydra.experiments.compose.compose import compose_unchecked
 
 from .published import Row, mode_of_row, overrides_of
 

@@ -15,14 +15,13 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.load import from_dict
 from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.instruments.rates.calibrate import on
-from titan_hydra.instruments.rates.own_row import OWN, row_of
-from titan_hydra.experiments.plan.predict import Prediction, predict
-from titan_hydra.experiments.plan.shape import NotPredictable
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.modules import import_modules
-
+from titan_hydra.experiments.plan.predict import Prediction, predict
+from titan_hydra.experiments.plan.shape import NotPredictable
 from titan_hydra.experiments.report.table import Report
+from titan_hydra.instruments.rates.calibrate import on
+from titan_hydra.instruments.rates.own_row import OWN, row_of
 
 
 def with_predictions(report: Report) -> Report:

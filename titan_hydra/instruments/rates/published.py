@@ -15,12 +15,11 @@ from typing import Any
 import yaml
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.experiments.compose.describe import option_files
 from titan_hydra.core.job.config.files import ASSETS
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.freeze import freeze
-
+from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.compose.describe import option_files
 from titan_hydra.experiments.plan import memory, time
 from titan_hydra.experiments.plan.predict import TIGHT
 from titan_hydra.experiments.plan.shape import NotPredictable, Shape, shape_of

@@ -10,9 +10,10 @@ from pathlib import Path
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, to_json
 from titan_hydra.core.job.config import Fault
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.fault import quoted
 from titan_hydra.core.job.config.files import CONF, write_text
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.plan.command_plan import make_folder
 from titan_hydra.experiments.runs.view import add_runs, choose
 from titan_hydra.instruments.scaling import afford, bootstrap, shown
 from titan_hydra.instruments.scaling.bootstrap import Drawn
@@ -20,8 +21,6 @@ from titan_hydra.instruments.scaling.ladder import ladder_cells, sweep_file
 from titan_hydra.instruments.scaling.law import fit_law
 from titan_hydra.instruments.scaling.measured import COUNTS, MeasuredLadder, describe_ladder, read_ladder
 from titan_hydra.instruments.scaling.shown import ScalePart
-
-from titan_hydra.experiments.plan.command_plan import make_folder
 
 SIZES = (1e5, 2e5, 4e5, 8e5, 1.6e6, 3.2e6)
 MULTIPLES = (5.0, 10.0, 20.0, 40.0)

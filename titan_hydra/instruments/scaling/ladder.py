@@ -13,10 +13,10 @@ import yaml
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import Fault, Job
-from titan_hydra.experiments.compose.describe import groups
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import divisors
 from titan_hydra.core.job.config.model import Model
+from titan_hydra.experiments.compose.describe import groups
 from titan_hydra.experiments.compose.sweep import key_of
 
 SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads")  # the keys that a size sets in every family

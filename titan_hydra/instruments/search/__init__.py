@@ -8,4 +8,6 @@ from titan_hydra.core.job.config.registry import SearchKind, register
 from .keys import OptunaSearch
 
 register(SearchKind("optuna", "titan_hydra.instruments.search.driver:run_search", OptunaSearch))
-REPORT_SECTIONS = {"search": "titan_hydra.instruments.search.lines:section_of_report"}  # what follows the table of a report
+REPORT_SECTIONS = {
+    "search": "titan_hydra.instruments.search.lines:section_of_report"
+}  # what follows the table of a report

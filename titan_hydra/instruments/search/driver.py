@@ -19,22 +19,22 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError, Exit, Kind
 from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config import Fault
-from titan_hydra.experiments.compose.cells import Question
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.config.registry import EXECUTORS, executor_named
 from titan_hydra.core.job.config.user_code import digest_of_code, sources
 from titan_hydra.core.job.ranks import devices_here
+from titan_hydra.core.job.run import inputs, layout
+from titan_hydra.core.job.run.code import code_here, code_in, edited, fingerprints
+from titan_hydra.core.job.run.failure import Failure
+from titan_hydra.core.job.run.useful import device_hours
+from titan_hydra.core.train.snapshot import intact
+from titan_hydra.experiments.compose.cells import Question
 from titan_hydra.experiments.launch import show
 from titan_hydra.experiments.launch.attach import STOP_LIMIT, Interrupts, kill, saving, stop
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.dispatch import faults_of_the_place
-from titan_hydra.core.train.snapshot import intact
-from titan_hydra.core.job.run import inputs, layout
 from titan_hydra.experiments.runs import manifest, rundir
-from titan_hydra.core.job.run.code import code_here, code_in, edited, fingerprints
-from titan_hydra.core.job.run.failure import Failure
 from titan_hydra.experiments.runs.rundir import State
-from titan_hydra.core.job.run.useful import device_hours
 
 from .journal import COMPLETE, FAILED, PRUNED, SearchTrial, mended_journal, require_optuna
 from .lines import locked

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.core.job.run import layout
+from titan_hydra.instruments.search.keys import OptunaSearch
 
 from .lines import JournalDamaged, JournalFile, set_aside
 from .space import Space

@@ -12,8 +12,8 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from titan_hydra.core.job.config import Fault, Job
-from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.experiments.launch.longer import same_rates
+from titan_hydra.instruments.search.keys import OptunaSearch
 
 from .journal import SearchTrial
 

@@ -9,10 +9,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from titan_hydra.core.base.text import table
-from titan_hydra.experiments.report.table import Section
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.checkpoints import step_of
 from titan_hydra.core.job.run.useful import device_hours
+from titan_hydra.experiments.report.table import Section
 
 from .journal import COMPLETE, Journal, SearchTrial, require_optuna
 from .lines import JournalDamaged

@@ -13,14 +13,14 @@ from typing import Any, cast
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config import Fault, Job, identity, read
-from titan_hydra.experiments.compose.cells import Question
 from titan_hydra.core.job.config.fault import as_value
+from titan_hydra.core.job.run import layout
+from titan_hydra.experiments.compose.cells import Question
 from titan_hydra.experiments.compose.sweep import key_of
-from titan_hydra.instruments.search.keys import OptunaSearch
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.dispatch import examine, read_all
 from titan_hydra.experiments.launch.longer import origin, same_rates
-from titan_hydra.core.job.run import layout
+from titan_hydra.instruments.search.keys import OptunaSearch
 
 from .journal import SearchTrial
 from .rungs import Rungs, halving_faults, rungs_of

@@ -20,21 +20,21 @@ from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import to_json
 from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.config import Fault, Job, identity, to_dict
-from titan_hydra.experiments.compose.compose import compose_cells
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.job.config.operation import Paths
-from titan_hydra.core.job.rules import checks
 from titan_hydra.core.job.ranks import DEGREES, world_size
-from titan_hydra.core.train.worker import load_job
-from titan_hydra.experiments.plan import predict
-from titan_hydra.experiments.plan.shape import NotPredictable
-from titan_hydra.instruments.verify.card_page import card_page
-from titan_hydra.experiments.runs import cards
+from titan_hydra.core.job.rules import checks
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.code import describe_code
 from titan_hydra.core.job.run.modules import import_modules
+from titan_hydra.core.train.worker import load_job
+from titan_hydra.experiments.compose.compose import compose_cells
+from titan_hydra.experiments.plan import predict
+from titan_hydra.experiments.plan.shape import NotPredictable
+from titan_hydra.experiments.runs import cards
 from titan_hydra.experiments.runs.view import add_runs, choose
+from titan_hydra.instruments.verify.card_page import card_page
 
 from .command_verify import outcome_as_json
 

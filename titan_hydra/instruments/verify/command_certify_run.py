@@ -14,9 +14,9 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError, RunError
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.operation import Checkpoint, Launch, Paths
+from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell
-from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.experiments.runs import rundir
 
 # steps of a run (so many that the kill comes before the end), and steps between two checkpoints

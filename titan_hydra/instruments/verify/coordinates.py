@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_hydra.core import data
+from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.config import Job, from_dict, to_dict
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.train.optimizer import lr_factor, set_lr
 from titan_hydra.core.train.trainer import Trainer, build

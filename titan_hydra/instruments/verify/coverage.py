@@ -56,7 +56,9 @@ def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: tuple
         own = replace(case, base=(*case.base, *overrides), config_dir=config_dir)
         try:
             job = job_of(own, steps)
-            if case.reference == "float64" and not str(family_of(job.model).model).startswith("titan_hydra.core.models."):
+            if case.reference == "float64" and not str(family_of(job.model).model).startswith(
+                "titan_hydra.core.models."
+            ):
                 raise ConfigError(
                     f"model.family={job.model.family}: has no float64 reference; only the package's own families have one"
                 )

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from titan_hydra.core.checkpoint.checkpointer import Checkpointer
 from titan_hydra.core.checkpoint.convert import export_hf
+from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.config import to_dict
 from titan_hydra.core.job.config.schema import Parametrization
-from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.run.layout import CONFIG
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train.trainer import Trainer

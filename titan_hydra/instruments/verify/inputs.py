@@ -6,10 +6,10 @@ import math
 
 from torch import Tensor
 
+from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.registry import DATA_SOURCES, OBJECTIVES
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.data.batch import Batch
 
 
 def odd_starts(start: dict[str, Tensor], job: Job) -> int:

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import Fault, to_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.fault import divisors
 from titan_hydra.core.models.init import clean_name
 from titan_hydra.core.parallel.mesh import local_part
+from titan_hydra.experiments.compose.compose import compose_job
 
 from .judge import MULTIPLE, Differences, differ, widen
 from .processes import spawn_ranks

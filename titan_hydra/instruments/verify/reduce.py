@@ -10,17 +10,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.batches import local_batches
 from titan_hydra.core.job.config import Fault, Job, from_dict, identity, to_dict
 from titan_hydra.core.job.config.load import picked_anew
-from titan_hydra.core.job.config.operation import Checkpoint, Debug, Hardware, Launch, Metrics, Profiling, Sweep, Validation
+from titan_hydra.core.job.config.operation import (
+    Checkpoint,
+    Debug,
+    Hardware,
+    Launch,
+    Metrics,
+    Profiling,
+    Sweep,
+    Validation,
+)
 from titan_hydra.core.job.config.parts import HubSource
 from titan_hydra.core.job.config.registry import DATA_SOURCES, PIPELINE_SCHEDULES
-from titan_hydra.core.job.rules.checks import check
-from titan_hydra.core.job.config.schema import ActivationCheckpoint, Compile, Loss, Parallelism, PipelineSchedule, Precision, Tokenizer
-from titan_hydra.core.job.batches import local_batches
+from titan_hydra.core.job.config.schema import (
+    ActivationCheckpoint,
+    Compile,
+    Loss,
+    Parallelism,
+    PipelineSchedule,
+    Precision,
+    Tokenizer,
+)
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.pipeline import stage_count
 from titan_hydra.core.job.ranks import DEGREES, data_parallel, world_size
+from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.run.records import flat
 
 from .case import SAMPLES

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.parts import AdamW, MuonAndAdamW
 from titan_hydra.core.job.config.registry import OBJECTIVES, resolve
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.data.batch import Batch
 
 from .inputs import Order, odd_starts
 from .multipliers import Multipliers, scaled_optimizer

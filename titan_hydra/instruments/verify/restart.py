@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from titan_hydra.core import data
 from titan_hydra.core.checkpoint.checkpointer import Checkpointer
-from titan_hydra.core.job.config import Job
 from titan_hydra.core.data.loader import Loader
+from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train.trainer import Trainer, build
 

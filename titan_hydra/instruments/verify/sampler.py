@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.config.fault import divisors
+from titan_hydra.experiments.compose.compose import compose_job
 
 from .case import BASE, SAMPLES, Case, later_wins
 from .matrix import LATENT, MOE, SCHEDULES

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_hydra.core import data, models
-from titan_hydra.core.job.config import Job, from_dict, to_dict
-from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.data.batch import Batch
+from titan_hydra.core.job.config import Job, from_dict, to_dict
+from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.parametrization import rules_of
 from titan_hydra.core.job.ranks import DEGREES
 from titan_hydra.core.models.init import init_weights, local_box
@@ -32,11 +31,28 @@ from titan_hydra.core.parallel.split_masters import master_of
 from titan_hydra.core.train.objectives.language import IGNORED, packed
 from titan_hydra.core.train.optimizer import lr_factor, set_lr
 from titan_hydra.core.train.trainer import Trainer, build
+from titan_hydra.experiments.compose.compose import compose_job
 
 from .case import BASE, Case, later_wins
 from .draws import CutLinears, disturb, shuffled
 from .export import export_differs
-from .judge import DRAWS, MORE_DRAWS, NEAR, REFUSED, Differences, Outcome, beyond, compare, differ, flips, lost, parts_of_linears, rounds_alike, whole_parts, widen
+from .judge import (
+    DRAWS,
+    MORE_DRAWS,
+    NEAR,
+    REFUSED,
+    Differences,
+    Outcome,
+    beyond,
+    compare,
+    differ,
+    flips,
+    lost,
+    parts_of_linears,
+    rounds_alike,
+    whole_parts,
+    widen,
+)
 from .processes import Crashed, Raised, share_over_cores, spawn_ranks
 from .reference import Trace, train_in_float64
 from .restart import restarted

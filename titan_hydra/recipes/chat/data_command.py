@@ -11,16 +11,16 @@ import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import COLOURS, table
-from titan_hydra.core.job.config import Fault, Job
-from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
-from titan_hydra.core.job.rules.checks import check
-from titan_hydra.core.job.rules.data import sources_find_little_wrong
 from titan_hydra.core.data import Wanted
 from titan_hydra.core.data.shards import BadShard, BadShards
 from titan_hydra.core.data.unknown import share_of_unknown
+from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check
+from titan_hydra.core.job.rules.data import sources_find_little_wrong
 from titan_hydra.core.job.sources import data_sources
+from titan_hydra.experiments.compose.compose import compose_unchecked
 
 from .rows import WINDOW, Chat, ConversationReader, Turns, first_fit
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.tokenizer import load
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.instruments.verify.reference import Routed, Weights, logs_of_labels
 
 EMBEDDED = Path(__file__).parent / "assets" / "train.jsonl"

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import schema
-from titan_hydra.core.job.config.fault import Fault, counted
-from titan_hydra.core.job.config.files import home
 from titan_hydra.core.data import files, tokenizer, unknown
 from titan_hydra.core.data.first_rows import faults_in_files, faults_in_rows
 from titan_hydra.core.data.permutation import permute
 from titan_hydra.core.data.records import SUFFIXES, HubRecords, Record, Records
 from titan_hydra.core.data.shards import UNLIMITED, BadRow, BadShard, BadShards
 from titan_hydra.core.data.tokenizer import Tokenizer
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.fault import Fault, counted
+from titan_hydra.core.job.config.files import home
 
 from . import template
 from .conversations import Conversation, parse

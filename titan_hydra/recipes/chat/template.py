@@ -29,11 +29,11 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import schema
-from titan_hydra.core.job.config.files import home, similar, tokenizer_file
 from titan_hydra.core.data.facts import read_facts, special_tokens
 from titan_hydra.core.data.files import check_unicode
 from titan_hydra.core.data.tokenizer import BOS_NAMES, EOS_NAMES
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.files import home, similar, tokenizer_file
 
 from .conversations import RESERVED, Conversation
 from .printed import END_OF_THINK, THINK, inline_reasoning, refuse_unprinted

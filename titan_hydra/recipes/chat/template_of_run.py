@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import schema
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.facts import DEFAULT, Facts, special_tokens
+from titan_hydra.core.job.config import schema
 
 from .conversations import Conversation
 from .sources import TemplateSource

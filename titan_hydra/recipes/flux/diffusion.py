@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.batch import Batch, Dims
 from titan_hydra.core.data.loader import Sample
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.train.objectives import Objective, Tensors
 
 from .config import PATCH

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.fault import Fault
-from titan_hydra.core.job.config.files import home, read_json
-from titan_hydra.core.job.config.schema import Tokenizer
 from titan_hydra.core.data.files import path_of, place_in
 from titan_hydra.core.data.items import OPEN_FILES, Numbered, dice_of
 from titan_hydra.core.data.permutation import permute
 from titan_hydra.core.data.unknown import in_rows
+from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.files import home, read_json
+from titan_hydra.core.job.config.schema import Tokenizer
 
 if TYPE_CHECKING:
-    from titan_hydra.core.job.config.schema import Job
     from titan_hydra.core.data import Wanted
+    from titan_hydra.core.job.config.schema import Job
 
     from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
 

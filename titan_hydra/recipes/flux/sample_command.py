@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.experiments.runs.command_model import add_model, checkpoint_of
 from titan_hydra.core.job.config import Fault
+from titan_hydra.experiments.runs.command_model import add_model, checkpoint_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

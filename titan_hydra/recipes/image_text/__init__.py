@@ -5,7 +5,14 @@ from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, 
 from titan_hydra.core.job.config.source import FileSource
 from titan_hydra.recipes.chat import TURNS
 
-from .config import IllustratedText, Llama3VisionConfig, Qwen3VisionConfig, modules_with_tower, parameters_with_tower, stacks_with_tower
+from .config import (
+    IllustratedText,
+    Llama3VisionConfig,
+    Qwen3VisionConfig,
+    modules_with_tower,
+    parameters_with_tower,
+    stacks_with_tower,
+)
 
 GIVEN = (*TURNS, "patches", "cells", "images", "places")
 TAKEN = "text with images"

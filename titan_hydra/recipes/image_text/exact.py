@@ -7,7 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.instruments.verify.reference import Routed, Weights, affine, following, gelu_by_tanh, logs_of_labels, standardized
+from titan_hydra.instruments.verify.reference import (
+    Routed,
+    Weights,
+    affine,
+    following,
+    gelu_by_tanh,
+    logs_of_labels,
+    standardized,
+)
 
 from .config import Vision
 

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import schema
-from titan_hydra.core.job.config.fault import Fault
-from titan_hydra.core.job.config.source import FileSource
 from titan_hydra.core.data import files, unknown
 from titan_hydra.core.data.shards import BadRow, BadShard, BadShards
 from titan_hydra.core.data.tokenizer import Tokenizer
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.source import FileSource
 from titan_hydra.recipes.chat.rows import Chat, ConversationReader, Turns
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from titan_hydra.core.data.batch import Batch, Dims
 from titan_hydra.core.data.loader import Sample
-from titan_hydra.recipes.chat.objective import SupervisedFineTuning
 from titan_hydra.core.train.objectives import Tensors
+from titan_hydra.recipes.chat.objective import SupervisedFineTuning
 
 from .images import empty_images
 

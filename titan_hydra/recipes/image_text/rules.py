@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.fault import Fault
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.adapter import adapts
 
 
 def faults(job: Job) -> Iterator[Fault]:

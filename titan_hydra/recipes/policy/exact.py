@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.tokenizer import load
-from titan_hydra.recipes.chat.exact import in_llama3_template
+from titan_hydra.core.job.config.schema import Job
 from titan_hydra.instruments.verify.reference import Routed, Weights, logs_of_labels
+from titan_hydra.recipes.chat.exact import in_llama3_template
 
 
 def preference(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:

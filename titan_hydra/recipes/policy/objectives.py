@@ -14,9 +14,9 @@ from torch import Tensor
 from titan_hydra.core.data.batch import Batch, Dims
 from titan_hydra.core.data.loader import Sample
 from titan_hydra.core.parallel.mesh import local_part
-from titan_hydra.recipes.chat.objective import SupervisedFineTuning
 from titan_hydra.core.train.objectives import Tensors
 from titan_hydra.core.train.objectives.language import IGNORED
+from titan_hydra.recipes.chat.objective import SupervisedFineTuning
 
 
 class Likelihood(SupervisedFineTuning):

@@ -13,16 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_hydra.core.job.config import schema
-from titan_hydra.core.job.config.fault import Fault
 from titan_hydra.core.data.files import record_of
 from titan_hydra.core.data.records import HubRecords, Record, Records
 from titan_hydra.core.data.shards import BadRow
 from titan_hydra.core.data.tokenizer import Tokenizer
 from titan_hydra.core.data.unknown import ROWS
+from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.fault import Fault
 from titan_hydra.recipes.chat.conversations import Conversation, conversation
 from titan_hydra.recipes.chat.forms import question_of
-from titan_hydra.recipes.chat.rows import Chat, ConversationReader, Rendered, Turns, faults_of_first, faults_of_rows, open_rows, warnings_of_first
+from titan_hydra.recipes.chat.rows import (
+    Chat,
+    ConversationReader,
+    Rendered,
+    Turns,
+    faults_of_first,
+    faults_of_rows,
+    open_rows,
+    warnings_of_first,
+)
 from titan_hydra.recipes.chat.sources import RowSource
 from titan_hydra.recipes.chat.template import Template, load_template
 

@@ -8,14 +8,14 @@ from torch import nn
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.opened import open_model
-from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.data.files import record_of
 from titan_hydra.core.data.records import Records
 from titan_hydra.core.data.shards import BadRow, BadShards
-from titan_hydra.recipes.chat.rows import Turns
-from titan_hydra.recipes.chat.template_of_run import template_of_facts
+from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.train.generate import load_model
 from titan_hydra.core.train.score import token_losses
+from titan_hydra.recipes.chat.rows import Turns
+from titan_hydra.recipes.chat.template_of_run import template_of_facts
 
 from .rows import REFERENCE, PairReader
 

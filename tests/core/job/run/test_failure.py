@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from titan_hydra.core.base.errors import CheckpointError, ConfigError, Kind, NotFinite, Stopped
 from titan_hydra.core.job.config import to_dict
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.failure import describe, guilty
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch.executors.slurm.accounting import cause_of_end
 from titan_hydra.experiments.runs import hints
-from titan_hydra.core.job.run import layout
-from titan_hydra.core.job.run.failure import describe, guilty
 
 GLOO_CLOSED = RuntimeError(
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"

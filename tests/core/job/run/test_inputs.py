@@ -7,12 +7,12 @@ import os
 import pytest
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import Fault, identity
-from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.core.job import inputs as files_of_jobs
+from titan_hydra.core.job.config import Fault, identity
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.inputs import LITTLE, MANY, Input, inputs_of, look_anew, look_at
 from titan_hydra.core.job.run import inputs, layout
+from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.runs import rundir
 
 KINDS = {  # overrides that name a file words.txt of each kind

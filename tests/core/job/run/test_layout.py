@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.experiments.launch.executors.slurm import sbatch
 from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs import rundir
 from titan_hydra.core.job.run.layout import Entry
+from titan_hydra.experiments.launch.executors.slurm import sbatch
+from titan_hydra.experiments.runs import rundir
 
 ROOT = Path(__file__).parents[4]
 CERTIFICATE = (layout.CARDS, layout.CARD, layout.CARD_PAGE)

@@ -3,9 +3,9 @@
 import json
 
 from titan_hydra.core.job.config import to_dict
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.stretches import stretches_of
+from titan_hydra.experiments.compose.compose import compose_job
 
 
 def event(step, name, gpus, **degrees):

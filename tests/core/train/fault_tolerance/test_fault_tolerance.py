@@ -9,8 +9,8 @@ import torch
 
 from tests.core.checkpoint.steps import tensors
 from titan_hydra.core.job.config.operation import FaultTolerance
-from titan_hydra.core.train.fault_tolerance.outer import Fragment, due, fragment_of
 from titan_hydra.core.job.run.checkpoints import step_folder
+from titan_hydra.core.train.fault_tolerance.outer import Fragment, due, fragment_of
 
 
 def weights(directory, step, part="model."):

@@ -1,6 +1,6 @@
 """Import the fixtures of small jobs (tests/core/train) and of launch.py (tests/experiments/launch), which these tests observe."""
 
-from tests.experiments.launch.conftest import launcher
 from tests.core.train.conftest import run_job, tiny
+from tests.experiments.launch.conftest import launcher
 
 __all__ = ["launcher", "run_job", "tiny"]

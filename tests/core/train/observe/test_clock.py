@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from titan_hydra.core.checkpoint import checkpointer
-from titan_hydra.core.train.observe import metrics, profiling, stragglers
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train import agreement, loop, trainer
 from titan_hydra.core.train.loop import train
+from titan_hydra.core.train.observe import metrics, profiling, stragglers
 
 STEPS, ROW, COLLECTION, VALIDATION, SAVE, COPY = 11, 0.25, 0.125, 3.0, 4.0, 5.0
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from titan_hydra.core.base.errors import ConfigError, Unhealthy
 from titan_hydra.core.job.config.operation import Comm
-from titan_hydra.experiments.launch.executors.slurm.submit import unfit_hosts
-from titan_hydra.core.train.observe import health
 from titan_hydra.core.job.run.failure import Kind, describe, guilty
 from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.train.observe import health
+from titan_hydra.experiments.launch.executors.slurm.submit import unfit_hosts
 from titan_hydra.experiments.runs.rundir import State
 
 HERE = socket.gethostname()

@@ -6,10 +6,10 @@ import pytest
 
 from tests.core.checkpoint.steps import cut_back
 from tests.kits import wandb_file
-from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.models import decoder_flops, decoder_parameters
 from titan_hydra.core.train.observe.metrics import Clock, truncate
 from titan_hydra.core.train.observe.stragglers import OnHost
+from titan_hydra.experiments.compose.compose import compose_job
 
 ROW = {
     "step",

@@ -7,10 +7,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train.observe import memory, profiling
 from titan_hydra.core.train.observe.watchdog import Watchdog
-from titan_hydra.core.job.run.run import Run
+from titan_hydra.experiments.compose.compose import compose_job
 
 
 def test_a_run_is_profiled_without_disturbing_its_rates(run_job, tiny):

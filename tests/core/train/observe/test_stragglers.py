@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from titan_hydra import cli
-from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.core.train.observe.stragglers import OnHost, peers, seconds_of_collectives, slowest, without_waits
 from titan_hydra.core.job.run.stragglers import slow_rank
+from titan_hydra.core.train.observe.stragglers import OnHost, peers, seconds_of_collectives, slowest, without_waits
+from titan_hydra.experiments.compose.compose import compose_job
 
 # Rank 1 repeats a multiplication until it has computed for 1.3 times as long as its forward and backward took.
 SLOW = """

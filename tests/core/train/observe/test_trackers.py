@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.kits.wandb_server import Server
-from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.core.train.observe.trackers import open_trackers
 from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs import rundir
 from titan_hydra.core.job.run.run import Run, hash_of, newest_attempt, tracked_id
+from titan_hydra.core.train.observe.trackers import open_trackers
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.runs import rundir
 
 JOB = ("debug=tiny", "metrics=wandb", "metrics.wandb.mode=online")
 

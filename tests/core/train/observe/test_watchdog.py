@@ -15,13 +15,13 @@ import torch
 
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import Stopped
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.core.job.run.failure import Kind, guilty
+from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train import worker
 from titan_hydra.core.train.observe import flight, watchdog
 from titan_hydra.core.train.observe.watchdog import Watchdog
-from titan_hydra.core.job.run.failure import Kind, guilty
-from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train.trainer import build
+from titan_hydra.experiments.compose.compose import compose_job
 
 STUCK = """
 import ctypes, json, signal, sys, time

@@ -5,6 +5,9 @@ from titan_hydra.core.models.llama3.config import Llama3Config
 
 register(
     Family(
-        "parallel_llama", Llama3Config, "parallel_llama.model:ParallelLlama", "titan_hydra.core.models.llama3.sharding:plan"
+        "parallel_llama",
+        Llama3Config,
+        "parallel_llama.model:ParallelLlama",
+        "titan_hydra.core.models.llama3.sharding:plan",
     )
 )

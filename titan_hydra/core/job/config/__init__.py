@@ -12,6 +12,10 @@ __all__ = ["Fault", "Job", "from_dict", "identity", "read", "to_dict"]
 # The package's own parts, families and executors register themselves in the same way as a user's module does, and so do
 # instruments and recipes.
 OWN_FAMILIES = ("llama3", "qwen3", "qwen3_moe", "deepseek_v3")
-for room in ("config.parts", *(f"models.{family}" for family in OWN_FAMILIES), "launch.executors"):
+for room in (
+    "core.job.config.parts",
+    *(f"core.models.{family}" for family in OWN_FAMILIES),
+    "experiments.launch.executors",
+):
     importlib.import_module(f"titan_hydra.{room}")
 additions()

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[3]
 WINGS = ("instruments", "recipes")
 
 

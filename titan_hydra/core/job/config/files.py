@@ -17,10 +17,10 @@ from titan_hydra.core.base.plain import read_plain
 
 from .schema import Tokenizer
 
-ASSETS = Path(__file__).parent.parent / "assets"
+ASSETS = Path(__file__).parents[3] / "assets"
 # conf/ in an installed wheel. A checkout has it in its top folder instead, and a rank's copy of the code has none.
-INSTALLED = Path(__file__).parents[1] / "conf"
-CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "conf"
+INSTALLED = Path(__file__).parents[3] / "conf"
+CONF = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[4] / "conf"
 # suffixes of compressed files, and the suffixes of files that may be compressed
 PACKED, LINED = (".gz", ".zst"), (".txt", ".md", ".jsonl", ".json", ".csv")
 ROWS = (".jsonl", ".json", ".csv", ".parquet")  # suffixes of files of rows

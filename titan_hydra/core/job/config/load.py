@@ -16,8 +16,36 @@ from .field import key as described
 from .model import Model
 from .operation import Cluster, Metrics, Search, Validation
 from .ranges import Interval, Text, range_of
-from .registry import ACTIVATION_CHECKPOINTS, ADAPTERS, CP_ROTATIONS, DATA_SOURCES, EXECUTORS, FORMATS, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PARAMETRIZATIONS, PIPELINE_SCHEDULES, SEARCHES, TRACKERS, Names, Registry
-from .schema import ActivationCheckpoint, Adapter, Job, LrSchedule, Objective, Optimizer, Parallelism, Parametrization, PipelineSchedule, Precision, default_of
+from .registry import (
+    ACTIVATION_CHECKPOINTS,
+    ADAPTERS,
+    CP_ROTATIONS,
+    DATA_SOURCES,
+    EXECUTORS,
+    FORMATS,
+    LR_SCHEDULES,
+    OBJECTIVES,
+    OPTIMIZERS,
+    PARAMETRIZATIONS,
+    PIPELINE_SCHEDULES,
+    SEARCHES,
+    TRACKERS,
+    Names,
+    Registry,
+)
+from .schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Job,
+    LrSchedule,
+    Objective,
+    Optimizer,
+    Parallelism,
+    Parametrization,
+    PipelineSchedule,
+    Precision,
+    default_of,
+)
 from .source import Data, Part
 from .user_code import load_user_modules, require_user_modules
 

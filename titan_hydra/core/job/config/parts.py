@@ -8,8 +8,31 @@ from dataclasses import dataclass
 
 from .field import key
 from .ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, PATH, POSITIVE, SHARE, WIDTH, WORD, Interval
-from .registry import ActivationCheckpointKind, AdapterKind, DataSourceKind, Format, LrScheduleKind, ObjectiveKind, OptimizerKind, ParametrizationKind, PipelineScheduleKind, RotationKind, SearchKind, TrackerKind, register
-from .schema import ActivationCheckpoint, Adapter, LrSchedule, Optimizer, Parallelism, Parametrization, PipelineSchedule, Precision
+from .registry import (
+    ActivationCheckpointKind,
+    AdapterKind,
+    DataSourceKind,
+    Format,
+    LrScheduleKind,
+    ObjectiveKind,
+    OptimizerKind,
+    ParametrizationKind,
+    PipelineScheduleKind,
+    RotationKind,
+    SearchKind,
+    TrackerKind,
+    register,
+)
+from .schema import (
+    ActivationCheckpoint,
+    Adapter,
+    LrSchedule,
+    Optimizer,
+    Parallelism,
+    Parametrization,
+    PipelineSchedule,
+    Precision,
+)
 from .source import FileSource, Source
 
 
@@ -199,7 +222,9 @@ for schedule in (
         splits_backward=True,
         objection=_one_for_each_stage,
     ),
-    PipelineScheduleKind("csv", "titan_hydra.core.base.private:PipelineScheduleRuntime", WrittenSchedule, from_file=True),
+    PipelineScheduleKind(
+        "csv", "titan_hydra.core.base.private:PipelineScheduleRuntime", WrittenSchedule, from_file=True
+    ),
 ):
     register(schedule)
 
@@ -233,7 +258,9 @@ for source in (
 ):
     register(source)
 
-register(ObjectiveKind("language", "titan_hydra.core.train.objectives.language:Language", head_loss=True, split_logits=True))
+register(
+    ObjectiveKind("language", "titan_hydra.core.train.objectives.language:Language", head_loss=True, split_logits=True)
+)
 
 UPDATES = "titan_hydra.core.train.optimizer"
 for optimizer in (

@@ -37,7 +37,9 @@ class DataSourceKind:
     # (key, Source, Job) -> the faults of the source's files; runs on the launcher and imports no torch
     faults: Reference | None = None
     warnings: Reference | None = None  # like `faults`, but for files that are legal and probably a mistake
-    encoded: bool = False  # whether files of the source hold ids, with headers that name the tokenizer (core/data/items.py)
+    encoded: bool = (
+        False  # whether files of the source hold ids, with headers that name the tokenizer (core/data/items.py)
+    )
     # (keys of the source, function that makes a path absolute, Tokenizer) -> (chat template of its conversations, id of
     # the token that ends an answer or None); imports no torch
     template: Reference | None = None

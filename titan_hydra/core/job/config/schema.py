@@ -19,9 +19,34 @@ from typing import Any
 
 from .field import key
 from .model import Model
-from .operation import Checkpoint, Cluster, Comm, Debug, FaultTolerance, Hardware, Launch, Metrics, Paths, Profiling, Search, Sweep, Validation
+from .operation import (
+    Checkpoint,
+    Cluster,
+    Comm,
+    Debug,
+    FaultTolerance,
+    Hardware,
+    Launch,
+    Metrics,
+    Paths,
+    Profiling,
+    Search,
+    Sweep,
+    Validation,
+)
 from .ranges import COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, WORD, Interval
-from .registry import ACTIVATION_CHECKPOINTS, ADAPTERS, CP_ROTATIONS, FORMATS, LR_SCHEDULES, OBJECTIVES, OPTIMIZERS, PARAMETRIZATIONS, PIPELINE_SCHEDULES, Names
+from .registry import (
+    ACTIVATION_CHECKPOINTS,
+    ADAPTERS,
+    CP_ROTATIONS,
+    FORMATS,
+    LR_SCHEDULES,
+    OBJECTIVES,
+    OPTIMIZERS,
+    PARAMETRIZATIONS,
+    PIPELINE_SCHEDULES,
+    Names,
+)
 from .source import Data
 from .source import Part as Part
 from .source import Source as Source

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
+from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault
 from titan_hydra.core.job.config.operation import LOADED
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.adapter import adapts
 
 
 def adapted_linears_exist(job: Job) -> Iterator[Fault]:

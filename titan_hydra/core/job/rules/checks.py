@@ -10,6 +10,8 @@ from dataclasses import replace
 from math import lcm
 
 from titan_hydra.core.base import redact
+from titan_hydra.core.job.adapter import adapts
+from titan_hydra.core.job.batches import samples_at_once
 from titan_hydra.core.job.config import user_code
 from titan_hydra.core.job.config.attention import call_of, kernel_fault
 from titan_hydra.core.job.config.family import family_of
@@ -17,14 +19,25 @@ from titan_hydra.core.job.config.fault import Fault, counted, divisors, multiple
 from titan_hydra.core.job.config.load import to_dict, values_are_what_the_schema_takes
 from titan_hydra.core.job.config.registry import OPTIMIZERS
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.adapter import adapts
-from titan_hydra.core.job.batches import samples_at_once
 from titan_hydra.core.job.dtypes import gathers_in_format
 from titan_hydra.core.job.pipeline import splits_backward
 from titan_hydra.core.job.ranks import DEGREES, data_parallel, has_ring, rotation, world_size
 from titan_hydra.core.job.recomputation import mode_of
 
-from . import adapter, checkpoint, cluster, compile, data, experts, memory, objective, parametrization, pipeline, precision, replicas
+from . import (
+    adapter,
+    checkpoint,
+    cluster,
+    compile,
+    data,
+    experts,
+    memory,
+    objective,
+    parametrization,
+    pipeline,
+    precision,
+    replicas,
+)
 
 Rule = Callable[[Job], Iterator[Fault]]
 KEYS: list[Rule] = [values_are_what_the_schema_takes]

@@ -5,7 +5,17 @@ from collections.abc import Iterator
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault
-from titan_hydra.core.job.config.files import PACKED, data_files, expand, home, missing, similar, tokenizer_file, unread, vocabulary_size
+from titan_hydra.core.job.config.files import (
+    PACKED,
+    data_files,
+    expand,
+    home,
+    missing,
+    similar,
+    tokenizer_file,
+    unread,
+    vocabulary_size,
+)
 from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.sources import PERIOD, data_sources, shares

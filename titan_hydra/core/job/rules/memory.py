@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_hydra.core.base.threads import cores
+from titan_hydra.core.job.adapter import adapter_parameters
+from titan_hydra.core.job.batches import local_batches, microbatch_size
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault, counted
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.registry import OPTIMIZERS
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.adapter import adapter_parameters
-from titan_hydra.core.job.batches import local_batches, microbatch_size
 from titan_hydra.core.job.dtypes import GIB, SIZE, gradient_dtype
 from titan_hydra.core.job.ranks import devices_here, processes, runs_here
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
+from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.family import FAMILIES, family_of
 from titan_hydra.core.job.config.fault import Fault
 from titan_hydra.core.job.config.registry import OPTIMIZERS, PARAMETRIZATIONS
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.adapter import adapts
 
 
 def parametrizations_know_roles_and_rates(job: Job) -> Iterator[Fault]:

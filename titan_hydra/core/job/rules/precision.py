@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from math import ceil, gcd
 from typing import Any
 
+from titan_hydra.core.job.batches import microbatch_size
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault, multiples_around
 from titan_hydra.core.job.config.registry import FORMATS, resolve
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.batches import microbatch_size
 from titan_hydra.core.job.dtypes import has_one_scale, is_opaque
 
 

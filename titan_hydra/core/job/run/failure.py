@@ -66,8 +66,8 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
         "traceback": "" if isinstance(error, RunError) else "".join(traceback.format_exception(error)),
         "time": time.time(),
         "secondary": any(_is_secondary(link) for link in chain),
-        # facts such as the step, the phase and the host, which core/train/observe/watchdog.py and core/train/observe/health.py have added to
-        # the exception
+        # facts such as the step, the phase and the host, which watchdog.py and health.py of core/train/observe have
+        # added to the exception
         **next((link.facts for link in chain if hasattr(link, "facts")), {}),
     }
     return _status(error, chain), record

@@ -9,7 +9,16 @@ from pathlib import Path
 import torch
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.models.hf import DECODER, EXPERTS, HuggingFace, decoder_from_config, decoder_to_config, only_these, only_values, rope_of
+from titan_hydra.core.models.hf import (
+    DECODER,
+    EXPERTS,
+    HuggingFace,
+    decoder_from_config,
+    decoder_to_config,
+    only_these,
+    only_values,
+    rope_of,
+)
 
 from .config import DeepSeekV3Config, Yarn
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from titan_hydra.core.models.layers import SDPA, Decoder, rotate
 from titan_hydra.core.models.moe import set_experts
+
 from .config import DeepSeekV3Config, Yarn
 
 LATENT_EPS = 1e-6  # epsilon of the latents' norms, which in DeepSeek's code does not depend on rms_norm_eps

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_hydra.core.models.layers import Decoder
+
 from .config import RopeScaling
 
 

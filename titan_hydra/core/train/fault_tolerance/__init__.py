@@ -1,8 +1,8 @@
 """Replica groups. The training loop calls them through the interface in core/train/groups.py."""
 
-from titan_hydra.core.train.observe.watchdog import Watchdog
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train.groups import Groups
+from titan_hydra.core.train.observe.watchdog import Watchdog
 from titan_hydra.core.train.trainer import Trainer
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from titan_hydra.core.base.errors import RunError, Stopped
 from titan_hydra.core.checkpoint import state
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.train.observe.watchdog import Watchdog
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train.groups import Groups
+from titan_hydra.core.train.observe.watchdog import Watchdog
 from titan_hydra.core.train.trainer import Trainer
 from titan_hydra.core.train.world import open_store
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_hydra.core.job.config.registry import OBJECTIVES, resolve
-from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.data.batch import Batch, Dims
 from titan_hydra.core.data.loader import Sample
+from titan_hydra.core.job.config.registry import OBJECTIVES, resolve
+from titan_hydra.core.job.config.schema import Job
 
 Tensors = dict[str, Tensor]  # the tensors of a batch, by name
 

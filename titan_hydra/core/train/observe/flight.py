@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from titan_hydra.core.base.private import flight_recorders, process_groups, wrap_stage_messages
 from titan_hydra.core.job.config.files import write_text
-from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.parallel.mesh import Mesh
 
 RECORDED = 2000  # number of collectives that torch's recorder keeps
 WRITTEN = 400  # maximum number of collectives in a dump, and of messages (sends and receives); the newest are kept
@@ -44,7 +44,9 @@ def configure(run: Run) -> None:
     group, which reads them.
     """
     settings = {"TORCH_FR_BUFFER_SIZE": str(RECORDED), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    settings["TORCH_NCCL_ENABLE_TIMING"] = "1"  # needed by core/train/observe/stragglers.py, which reads how long collectives took
+    settings["TORCH_NCCL_ENABLE_TIMING"] = (
+        "1"  # needed by core/train/observe/stragglers.py, which reads how long collectives took
+    )
     for name in (
         "TORCH_FR_DUMP_TEMP_FILE",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.core.base.text import finite_or_null
+from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.ranks import all_ranks
-from titan_hydra.core.parallel.experts import Balance
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.checkpoints import lowest_held_out
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.job.run.useful import goodput_of
+from titan_hydra.core.parallel.experts import Balance
 
 from .stragglers import OnDevice, OnHost, own_time_on, peers, slowest, without_waits
 from .trackers import Tracker, open_trackers, trackable

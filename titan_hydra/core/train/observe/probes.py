@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from titan_hydra.core.base.private import current_graph_task
 from titan_hydra.core.job.config.family import family_of, place_in_order
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.parallel.mesh import local_part
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.parallel.mesh import local_part
 
 PASSES = ("parameter", "forward", "backward", "gradient")  # passes, in the order in which they occur in a step
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size in bytes

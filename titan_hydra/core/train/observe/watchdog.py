@@ -27,9 +27,9 @@ from titan_hydra.core.base.errors import LAST_WORDS, Exit, RunError
 from titan_hydra.core.base.threads import thread
 from titan_hydra.core.job.config.files import read_json, write_text
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.run import Run
+from titan_hydra.core.parallel.mesh import Mesh
 
 from . import flight, memory
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.code import code_here, edited, fingerprints
+from titan_hydra.core.job.run.records import alive
 from titan_hydra.experiments.launch.attach import Interrupts, attach, stop
 from titan_hydra.experiments.launch.cell import Cell, user_sources
 from titan_hydra.experiments.launch.executor import Executor
-from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.runs import rundir
-from titan_hydra.core.job.run.code import code_here, edited, fingerprints
 from titan_hydra.experiments.runs.queue import Owner, Queue
-from titan_hydra.core.job.run.records import alive
 from titan_hydra.experiments.runs.rundir import State
 from titan_hydra.experiments.runs.view import RunRow, owner_of
 

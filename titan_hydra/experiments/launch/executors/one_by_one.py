@@ -10,10 +10,10 @@ from typing import Any
 from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.job.config.fault import counted, quoted
 from titan_hydra.core.job.ranks import processes
+from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.launch import show
 from titan_hydra.experiments.launch.attach import Interrupts, attach
 from titan_hydra.experiments.launch.cell import RETRY, Cell
-from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.rundir import State
 

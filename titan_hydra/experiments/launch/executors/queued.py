@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_hydra.core.base.errors import Exit
+from titan_hydra.core.job.run.records import alive
 from titan_hydra.experiments.launch.attach import Interrupts
 from titan_hydra.experiments.launch.show import submitted, waiting
 from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.queue import Owner
-from titan_hydra.core.job.run.records import alive
 from titan_hydra.experiments.runs.rundir import SILENCE, State
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from titan_hydra.core.base.private import process_of
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.user_code import folders
 from titan_hydra.core.job.ranks import processes
-from titan_hydra.core.train import worker
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.code import ROOT, USER
 from titan_hydra.core.job.run.records import process, this_process
 from titan_hydra.core.job.run.run import folders_of
+from titan_hydra.core.train import worker
 
 GRACE = 1.5  # seconds that the other ranks may take to end by themselves after a rank has failed
 # the same limit after a rank has stopped on request; it is longer, as the other ranks may be writing their checkpoint

@@ -2,8 +2,18 @@
 
 from .mutant import Mutant
 
-OPTIMIZER, MUON, TRAINER, STATE = "core/train/optimizer.py", "core/train/muon.py", "core/train/trainer.py", "core/checkpoint/state.py"
-LOADER, STREAMS, MIXTURE, ITEMS = "core/data/loader.py", "core/data/streams.py", "core/data/mixture.py", "core/data/items.py"
+OPTIMIZER, MUON, TRAINER, STATE = (
+    "core/train/optimizer.py",
+    "core/train/muon.py",
+    "core/train/trainer.py",
+    "core/checkpoint/state.py",
+)
+LOADER, STREAMS, MIXTURE, ITEMS = (
+    "core/data/loader.py",
+    "core/data/streams.py",
+    "core/data/mixture.py",
+    "core/data/items.py",
+)
 EXACT, MASKED, MUON_EXACT = (
     "llama3, against float64",
     "llama3, tied, documents, uneven mask, against float64",

@@ -16,8 +16,8 @@ import yaml
 from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.ranks import processes
-from titan_hydra.experiments.launch.executors.queued import guarded_setup
 from titan_hydra.core.job.run.run import hash_of
+from titan_hydra.experiments.launch.executors.queued import guarded_setup
 
 from .keys import EFFECTS, KubernetesCluster
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.errors import KIND_OF, Exit, Kind
-from titan_hydra.experiments.launch.executors.queued import being_submitted
 from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs import rundir
 from titan_hydra.core.job.run.failure import Failure, Outside, guilty
+from titan_hydra.experiments.launch.executors.queued import being_submitted
+from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.queue import Owner
 from titan_hydra.experiments.runs.rundir import State
 

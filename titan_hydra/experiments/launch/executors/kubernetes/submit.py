@@ -22,11 +22,11 @@ from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.job.config import Fault
 from titan_hydra.core.job.config.fault import counted, shown, suggest
 from titan_hydra.core.job.config.files import write_text
-from titan_hydra.experiments.launch.attach import Interrupts
 from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs import rundir
 from titan_hydra.core.job.run.code import USER
 from titan_hydra.core.job.run.failure import Failure
+from titan_hydra.experiments.launch.attach import Interrupts
+from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.queue import Owner
 from titan_hydra.experiments.runs.rundir import State
 from titan_hydra.experiments.runs.view import RunRow, owner_of

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from titan_hydra.core.base.errors import Kind
 from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.run.failure import Failure
 from titan_hydra.experiments.launch.executor import Executor
 from titan_hydra.experiments.runs import rundir
-from titan_hydra.core.job.run.failure import Failure
 from titan_hydra.experiments.runs.queue import Owner, Queue
 from titan_hydra.experiments.runs.rundir import State
 from titan_hydra.experiments.runs.view import RunRow
@@ -57,6 +57,7 @@ class Slurm(Executor):
     def submit(self, cells: list[Cell], folder: Path | None) -> int:
         """Submit every cell that is to be started. With launch.wait, follow the cells until they have ended."""
         from titan_hydra.experiments.launch.executors.queued import submit_and_follow
+
         from . import submit
 
         def start_all(start: list[tuple[Cell, State]], *others: Any) -> int:

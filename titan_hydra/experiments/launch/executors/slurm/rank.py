@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from titan_hydra.core.train.worker import Place, run_rank
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.run import group_at
+from titan_hydra.core.train.worker import Place, run_rank
 
 VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 TRIES, SECONDS = 5, 0.5  # how often, and how long apart, the child asks SLURM why rank 0 is to stop

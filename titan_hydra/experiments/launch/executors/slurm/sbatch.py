@@ -27,9 +27,9 @@ from typing import Any
 from submitit.slurm.slurm import SlurmExecutor
 
 from titan_hydra.core.base.errors import Exit
-from titan_hydra.experiments.launch.executors.queued import guarded_setup
-from titan_hydra.core.train.worker import LATE
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.train.worker import LATE
+from titan_hydra.experiments.launch.executors.queued import guarded_setup
 
 from .keys import SlurmCluster
 

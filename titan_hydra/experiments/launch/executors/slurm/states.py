@@ -11,11 +11,11 @@ from typing import Any
 
 from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.base.plain import NotPlain, read_plain
-from titan_hydra.experiments.launch.executors.queued import being_submitted
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.run import homes_of, newest_attempt
+from titan_hydra.experiments.launch.executors.queued import being_submitted
 from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.queue import Queue
-from titan_hydra.core.job.run.run import homes_of, newest_attempt
 from titan_hydra.experiments.runs.rundir import State
 
 from . import accounting, squeue

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, cast
 from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.ranks import processes
-from titan_hydra.experiments.launch.attach import Interrupts
-from titan_hydra.experiments.launch.layouts import nodes_of, write_layouts
 from titan_hydra.core.job.run import layout
-from titan_hydra.experiments.runs import manifest, rundir
 from titan_hydra.core.job.run.code import USER
 from titan_hydra.core.job.run.run import homes_of
+from titan_hydra.experiments.launch.attach import Interrupts
+from titan_hydra.experiments.launch.layouts import nodes_of, write_layouts
+from titan_hydra.experiments.runs import manifest, rundir
 from titan_hydra.experiments.runs.rundir import State
 
 from . import squeue
