@@ -319,7 +319,7 @@ def traces(run: Path) -> dict[int, dict[tuple[Any, ...], dict[str, Any]]]:
     found: dict[int, dict[tuple[Any, ...], dict[str, Any]]] = {}
     for attempt in layout.ATTEMPT.all(run).values():
         for rank in layout.ACTIVATIONS.all(attempt):
-            own: dict[int, dict[str, Any]] = {}
+            own: dict[int, dict[tuple[Any, ...], Any]] = {}
             for row in layout.ACTIVATIONS.rows(attempt, rank)[0]:
                 own.setdefault(row["step"], {})[rank, row["pass"], row["what"], row["module"], row["call"]] = row
             for step, rows in own.items():
