@@ -32,8 +32,8 @@ ALLOWED = {  # the rooms of the four wings, and which others each may import, an
     **{f"recipes/{name}": CORE | EXPERIMENTS for name in ("chat", "flux")},
     **{f"recipes/{name}": CORE | EXPERIMENTS | {"recipes/chat"} for name in ("image_text", "policy")},
 }
-# files of a recipe that only `titan verify` imports, and that may import it: cases, float64 references, planted faults
-PROOFS = ("cases.py", "exact.py", "mutants.py")
+# files of a recipe that only `titan verify` imports, and that may import it: cases, float64 references
+PROOFS = ("cases.py", "exact.py")
 NO_TORCH = (
     "core/base",
     "core/job",
@@ -45,7 +45,6 @@ NO_TORCH = (
     "instruments/search",
     *(f"instruments/verify/{name}.py" for name in ("case", "matrix", "many", "scaled", "reduce")),
     *(file.relative_to(PACKAGE).as_posix() for file in (PACKAGE / "instruments/verify").glob("command_*.py")),
-    "instruments/verify/mutants",
     "cli.py",
     "core/models/__init__.py",
     *(
@@ -65,7 +64,6 @@ NO_TORCH = (
             "conversations",
             "template",
             "cases",
-            "mutants",
             "*_command",
         )
         for file in PACKAGE.glob(f"recipes/*/{name}.py")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import combinations
 
+from tests.equivalence.mutants import corpus
 from titan_hydra.instruments.verify.case import Case
-from titan_hydra.instruments.verify.mutants.corpus import corpus
 
 LAYOUT = ("parallelism", "pp_schedule", "ac", "compile")
 
@@ -16,7 +16,7 @@ def cover(cases: Sequence[Case]) -> set[str]:
     """Return names of a few of these cases. Each part that a case combines, each pair of parts of which one belongs to the
     layout, and each planted fault that one of all cases finds is in a case that is named.
     """
-    mutants = [mutant for mutants in corpus().values() for mutant in mutants]
+    mutants = [mutant for mutants in corpus.SUBJECTS.values() for mutant in mutants]
     goals: dict[str, set[tuple[str, ...]]] = {}
     for case in cases:
         parts = parts_of(case)

@@ -1,5 +1,5 @@
 """What all layouts of a job have in common is checked apart from the code that makes it: the distribution of initial
-weights, and the order of samples. The mutants of `titan verify --mutants` show what else the float64 reference notices.
+weights, and the order of samples. The mutants of `python -m tests.equivalence.mutants` show what else the float64 reference notices.
 """
 
 import torch

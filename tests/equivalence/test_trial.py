@@ -14,16 +14,14 @@ import pytest
 
 import titan_hydra
 from tests.equivalence.cover import cover
-from titan_hydra import cli
+from tests.equivalence.mutants import __main__ as command
+from tests.equivalence.mutants import copy, corpus, trial
+from tests.equivalence.mutants.mutant import Mutant
 from titan_hydra.instruments.verify.matrix import whole_matrix
-from titan_hydra.instruments.verify.mutants import copy, trial
-from titan_hydra.instruments.verify.mutants import corpus as module
-from titan_hydra.instruments.verify.mutants.corpus import corpus
-from titan_hydra.instruments.verify.mutants.mutant import Mutant
 
 PACKAGE = Path(titan_hydra.__file__).parent
 ROOT = Path(__file__).parents[2]
-ALL = [mutant for mutants in corpus().values() for mutant in mutants]
+ALL = [mutant for mutants in corpus.SUBJECTS.values() for mutant in mutants]
 FOUND = ("the norm counts copies", "AdamW's betas are exchanged", "expert gradients are doubled")
 HARMLESS = Mutant(
     "nothing",
@@ -67,12 +65,11 @@ def test_nine_of_ten_mutants_have_a_case_that_the_default_suite_runs():
 
 
 def planted(monkeypatch, capsys, *mutants):
-    """Run `titan verify --mutants --quick --json` with these mutants, and return its exit status and the content of its
+    """Run `python -m tests.equivalence.mutants --quick --json` with these mutants, and return its exit status and the content of its
     JSON.
     """
-    monkeypatch.setattr(module, "SUBJECTS", {"some": list(mutants)})
-    monkeypatch.setattr(module, "OBJECTIVES", {})
-    status = cli.main(["verify", "--mutants", "--quick", "--json"])
+    monkeypatch.setattr(corpus, "SUBJECTS", {"some": list(mutants)})
+    status = command.main(["--quick", "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a folder with your own options, as for launch.py",
     )
-    parser.add_argument("--only", metavar="NAME", help="only cases (or mutants) whose name contains this text")
+    parser.add_argument("--only", metavar="NAME", help="only cases whose name contains this text")
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
     parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
     parser.add_argument(
@@ -56,12 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py:NAME",
         help="verify a module of your own instead of the matrix (docs/verify-module.md)",
     )
-    parser.add_argument(
-        "--mutants",
-        action="store_true",
-        help="instead of running the matrix, plant known faults in a copy of the package, and print which case or test finds each fault",
-    )
-    parser.add_argument("--quick", action="store_true", help="with --mutants: run only the short cases")
     parser.add_argument(
         "--json",
         action="store_true",
@@ -80,10 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the cases. Returns 0 if every case passed, else 1."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, as there may be more ranks than cores
-    if args.mutants:
-        from .command_verify_mutants import run_mutants
-
-        return run_mutants(args)
     # the ranks compute on CPUs, as there are more ranks than a machine has GPUs
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if args.module:

@@ -32,7 +32,7 @@ PRELOADED = [
 
 # How ranks are started. Python's default start method is not used: it may be fork, and any library may set it. The fork
 # of a process that has had process groups inherits their names, and its ranks then exchange values with the wrong
-# ranks. mutants/server.py sets a faster method.
+# ranks. The trial's server (tests/equivalence/mutants/server.py) sets a faster method.
 START_METHOD = "forkserver"
 
 

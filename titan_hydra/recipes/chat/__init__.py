@@ -22,7 +22,6 @@ register(
         split_logits=True,
         cases=f"{__name__}.cases:CASES",
         exact=f"{__name__}.exact:loss_of_answers",
-        mutants=f"{__name__}.mutants:MUTANTS",
     )
 )
 register(

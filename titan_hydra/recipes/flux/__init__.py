@@ -37,7 +37,6 @@ register(
         needs=GIVEN,
         cases=f"{__name__}.cases:CASES",
         exact=f"{__name__}.exact:squared_error",
-        mutants=f"{__name__}.mutants:MUTANTS",
         makes="latents",
         faults=f"{__name__}.rules:faults",
     )

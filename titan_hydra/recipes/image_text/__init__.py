@@ -44,7 +44,6 @@ register(
         faults=f"{__name__}.rules:faults",
         cases=f"{__name__}.cases:CASES",
         exact=f"{__name__}.exact:illustrated",
-        mutants=f"{__name__}.mutants:MUTANTS",
     )
 )
 register(

@@ -24,7 +24,6 @@ register(
         split_logits=True,
         cases=f"{__name__}.cases:OF_PAIRS",
         exact=f"{__name__}.exact:preference",
-        mutants=f"{__name__}.mutants:OF_PAIRS",
         faults=f"{__name__}.rules:faults",
     )
 )
@@ -38,7 +37,6 @@ register(
         split_logits=True,
         cases=f"{__name__}.cases:OF_ROLLOUTS",
         exact=f"{__name__}.exact:clipped",
-        mutants=f"{__name__}.mutants:OF_ROLLOUTS",
     )
 )
 register(

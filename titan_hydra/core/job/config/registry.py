@@ -64,8 +64,6 @@ class ObjectiveKind:
     # (weights, tensors of a batch, Job, routed) -> (summed loss, number of elements), in float64 and without the code
     # that trains, for `titan verify` (instruments/verify/reference.py); None: cross-entropy of the next token
     exact: Reference | None = None
-    # the list of titan_hydra.instruments.verify.mutants.mutant.Mutant for `titan verify --mutants`
-    mutants: Reference | None = None
     makes: str = "tokens"  # the model's input that the objective makes; the family must take this input
     faults: Reference = lambda job: ()
 

@@ -1,6 +1,6 @@
 """Mutants of preferences and policies. Imports no torch."""
 
-from titan_hydra.instruments.verify.mutants.mutant import Mutant
+from tests.equivalence.mutants.mutant import Mutant
 
 LOSSES, ROWS = "recipes/policy/objectives.py", "recipes/policy/rows.py"
 PAIRS, ROLLOUTS = "dpo, against float64", "policy, against float64"
@@ -45,3 +45,4 @@ OF_ROLLOUTS = [
            (f"{TESTS}::test_policies_are_the_same_on_every_layout",)),
 ]
 # fmt: on
+SUBJECTS = {"objective dpo": OF_PAIRS, "objective policy": OF_ROLLOUTS}

@@ -15,14 +15,10 @@ from pathlib import Path
 from py_compile import PycInvalidationMode
 from typing import Any
 
-import titan_hydra
-from titan_hydra.core.job.config.files import CONF
-
 from .mutant import Mutant
 
-PACKAGE = Path(titan_hydra.__file__).parent
-# files and folders that tests use; an installed package does not have them
-BESIDE = ("sweeps", "tests", "docs", "benchmarks", "launch.py")
+ROOT = Path(__file__).parents[3]
+COPIED = ("titan_hydra", "conf", "sweeps", "tests", "docs", "benchmarks", "launch.py")  # tests use all of them
 START, PER_CASE, PER_TEST = 60, 90, 600  # seconds after which a request or a test counts as hanging, on a busy machine
 
 
@@ -32,12 +28,10 @@ class Copy:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="titan-mutants-"))
         leave = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(PACKAGE, self.folder / "titan_hydra", ignore=leave)
-        shutil.copytree(CONF, self.folder / "conf", ignore=leave)
-        for place in (PACKAGE.parent / name for name in BESIDE):
+        for place in (ROOT / name for name in COPIED):
             if place.is_dir():
                 shutil.copytree(place, self.folder / place.name, ignore=leave)
-            elif place.is_file():
+            else:
                 shutil.copy(place, self.folder)
         # Bytecode is checked by the hash of its source, not by its date: a file may be changed and restored before the
         # file system's clock advances.
@@ -51,7 +45,7 @@ class Copy:
         }
         self.log = (self.folder / "server.log").open("w")
         self.server = subprocess.Popen(
-            [sys.executable, "-m", "titan_hydra.instruments.verify.mutants.server"],
+            [sys.executable, "-m", "tests.equivalence.mutants.server"],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """Mutants of fine-tuning on conversations. Imports no torch."""
 
-from titan_hydra.instruments.verify.mutants.mutant import Mutant
+from tests.equivalence.mutants.mutant import Mutant
 
 OBJECTIVE, ROWS, TRAINER = "recipes/chat/objective.py", "recipes/chat/rows.py", "core/train/trainer.py"
 EXACT = "sft, against float64"
@@ -10,7 +10,7 @@ VALIDATION = f"{TESTS}::test_validation_is_the_mean_over_held_out_tokens_on_any_
 TOKENS = f"{TESTS}::test_packed_is_unpacked_token_by_token"
 
 # fmt: off
-MUTANTS = [
+SUBJECTS = {"objective sft": [
     Mutant("questions are learned too", "sft", OBJECTIVE, "np.where(trained & ~begins, tokens, IGNORED)",
            "np.where(~begins, tokens, IGNORED)",
            "Labels of the user's tokens count.", (EXACT,), (TOKENS,)),
@@ -34,5 +34,5 @@ MUTANTS = [
     Mutant("every validation sees other samples", "validation", TRAINER, "        loader.rewind()\n", "",
            "Held-out losses of different steps are of different samples.", (RESUMED,),
            (VALIDATION, "tests/core/train/test_pipelined.py", TESTS)),
-]
+]}
 # fmt: on

@@ -1,4 +1,4 @@
-"""Run cases of a copy of the package: `python -m titan_hydra.instruments.verify.mutants.server`, started in the copy.
+"""Run cases of a copy of the package: `python -m tests.equivalence.mutants.server`, started in the copy.
 
 The server imports the libraries once, but nothing of the package. Each request runs in a fork, which imports the copy
 of the package in its present state. A request is a line of JSON on the standard input, the answer a line on the

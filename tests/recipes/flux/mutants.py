@@ -1,6 +1,6 @@
 """Mutants of FLUX. Imports no torch."""
 
-from titan_hydra.instruments.verify.mutants.mutant import Mutant
+from tests.equivalence.mutants.mutant import Mutant
 
 DIFFUSION, IMAGES, MODEL = (f"recipes/flux/{name}.py" for name in ("diffusion", "images", "model"))
 FSDP, CP, EXACT = "flux, fsdp 2", "flux, cp 2", "flux, against float64"
@@ -9,7 +9,7 @@ FORMULA = f"{TESTS}::test_every_parameter_has_a_gradient_and_the_loss_is_that_of
 DRAWS = f"{TESTS}::test_draws_follow_from_seed_and_sample_alone"
 
 # fmt: off
-MUTANTS = [
+SUBJECTS = {"objective diffusion": [
     Mutant("text is left whole on cp ranks", "cp", DIFFUSION, '"text": Dims(sequence=1)', '"text": Dims()',
            "Each context-parallel rank has all tokens of the caption, which then count twice.", (CP,)),
     Mutant("coordinates are left whole on cp ranks", "cp", DIFFUSION, '"positions": Dims(sequence=1)', '"positions": Dims()',
@@ -36,5 +36,5 @@ MUTANTS = [
            (f"{TESTS}::test_a_validation_is_at_fixed_times_with_whole_captions",)),
     Mutant("words and image are exchanged after attention", "any", MODEL, "h_words, h_image = h.split(lengths, dim=1)",
            "h_image, h_words = h.split(lengths[::-1], dim=1)", "The streams get each other's attention.", (EXACT,), (FORMULA,)),
-]
+]}
 # fmt: on

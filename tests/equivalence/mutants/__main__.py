@@ -1,5 +1,5 @@
-"""`titan verify --mutants`: plant known faults one at a time in a copy of the package, and print which case or test
-found each fault.
+"""Plant known faults one at a time in a copy of the package, and print which case or test found each fault:
+`python -m tests.equivalence.mutants` (docs/trial.md).
 """
 
 import argparse
@@ -12,18 +12,37 @@ from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import table, to_json
 from titan_hydra.core.job.config import Fault
 from titan_hydra.core.job.config.fault import counted, suggest
-from titan_hydra.instruments.verify.mutants.corpus import corpus
-from titan_hydra.instruments.verify.mutants.mutant import Mutant
-from titan_hydra.instruments.verify.mutants.trial import Finding, Trial, counts_by_way
+
+from . import corpus
+from .mutant import Mutant
+from .trial import Finding, Trial, counts_by_way
 
 WAYS = {"quick": "quick cases", "matrix": "whole matrix", "tests": "tests alone", "missed": "missed"}
 
 
-def run_mutants(args: argparse.Namespace) -> int:
+def main(words: list[str]) -> int:
+    """Parse the options and run the trial. An option without effect or match is one line, and the exit status is 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.equivalence.mutants", description=__doc__.split(":\n")[0] + "."
+    )
+    parser.add_argument(
+        "--only", metavar="NAME", help="only mutants whose name contains this text, or that need this technique"
+    )
+    parser.add_argument("--quick", action="store_true", help="run only the short cases")
+    parser.add_argument("--list", action="store_true", help="print the names of the mutants without planting them")
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts: each mutant with what found it")
+    try:
+        return run_trial(parser.parse_args(words))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.status
+
+
+def run_trial(args: argparse.Namespace) -> int:
     """Run the trial. Returns 0 if every mutant was found and all cases and tests pass without a mutant, else 1."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    subjects = {mutant.name: subject for subject, mutants in corpus().items() for mutant in mutants}
-    chosen = _chosen(args.only or "", [mutant for mutants in corpus().values() for mutant in mutants])
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    subjects = {mutant.name: subject for subject, mutants in corpus.SUBJECTS.items() for mutant in mutants}
+    chosen = _chosen(args.only or "", [mutant for mutants in corpus.SUBJECTS.values() for mutant in mutants])
     if args.list:
         names = [{"name": mutant.name, "needs": mutant.needs} for mutant in chosen]
         print(to_json(names) if args.json else "\n".join(f"{mutant.needs:<24}{mutant.name}" for mutant in chosen))
@@ -86,7 +105,9 @@ def _chosen(text: str, mutants: list[Mutant]) -> list[Mutant]:
     chosen = [mutant for mutant in mutants if text in mutant.name or text in mutant.needs.split(", ")]
     if not chosen:
         names = [mutant.name for mutant in mutants]
-        raise ConfigError(
-            str(Fault("--only", text, "no such mutant; --mutants --list names them", legal=suggest(text, names)))
-        )
+        raise ConfigError(str(Fault("--only", text, "no such mutant; --list names them", legal=suggest(text, names))))
     return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

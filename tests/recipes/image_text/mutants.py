@@ -1,6 +1,6 @@
 """Mutants of decoders that read images. Imports no torch."""
 
-from titan_hydra.instruments.verify.mutants.mutant import Mutant
+from tests.equivalence.mutants.mutant import Mutant
 
 MODEL, OBJECTIVE, SHARDING = (f"recipes/image_text/{name}.py" for name in ("model", "objective", "sharding"))
 TP, PP = "bf16, llama3_vision, tp 2", "bf16, llama3_vision, pp 2"
@@ -9,7 +9,7 @@ TESTS = "tests/recipes/image_text/test_image_text.py"
 ALONE = f"{TESTS}::test_images_of_any_aspect_are_read_as_by_a_plain_tower_alone"
 
 # fmt: off
-MUTANTS = [
+SUBJECTS = {"objective image_text": [
     Mutant("images of a sample see each other", "image_text", MODEL, "mask = (images.unsqueeze(2) == images.unsqueeze(1)).unsqueeze(1)",
            "mask = (images.unsqueeze(2) >= -1).unsqueeze(1) & (images.unsqueeze(1) >= -1).unsqueeze(1)",
            "Attention in the tower crosses images.", (EXACT,), (ALONE,)),
@@ -23,5 +23,5 @@ MUTANTS = [
     Mutant("places are left whole on cp ranks", "image_text, cp", OBJECTIVE, '"places": Dims(sequence=1),', '"places": Dims(),',
            "Each context-parallel rank has the places of the whole sequence.", ("llama3_vision, cp 2",),
            (f"{TESTS}::test_every_layout_learns_what_one_process_learns",)),
-]
+]}
 # fmt: on
