@@ -1,6 +1,10 @@
 """Flags of launch.py may stand anywhere on the line, and a wrong one gives one line."""
 
+import importlib
 import os
+import re
+import shlex
+import sys
 
 import pytest
 
@@ -56,14 +60,68 @@ def test_a_wrong_flag_is_one_line(arguments, text):
         ("stauts", "did you mean status?"),
         ("plna", "did you mean plan?"),
         ("everything", "`titan` lists them"),
-        ("ls", "it is now titan status --all"),
-        ("sync", "it is now titan track --send"),
-        ("from-torchtitan", "it is now a page, docs/coming-from.md: TorchTitan itself has no TOML any more"),
+        ("train", "did you mean titan run?"),
+        ("queue", "did you mean titan status --all?"),
+        ("kill", "did you mean titan cancel?"),
+        ("export", "did you mean titan convert?"),
     ],
 )
 def test_titan_suggests_a_word(word, hint, capsys):
     assert cli.main([word, "--json"]) == 2
     assert capsys.readouterr().err == f"titan {word}: no such command; {hint}\n"
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_list_of_words_fits_the_terminal(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for line in (["--help"], [], ["help"]):
+        assert cli.main(line) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines()[1:])) <= width
+        heads = [line for line in text.splitlines()[1:] if line and not line.startswith(" ")]
+        assert heads == list(cli.GROUPS)
+        assert all(re.search(rf"^  {name} ", text, re.M) for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("word", [word for word in cli.COMMANDS if word != "run"])
+def test_the_help_of_a_word_has_examples_of_options_that_exist(word, monkeypatch, capsys):
+    """The examples are parsed by the word's own parser."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([word, "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and max(map(len, text.partition("examples:")[0].splitlines())) <= 80
+    assert len(cli.COMMANDS[word].examples) >= 2
+    for line in cli.COMMANDS[word].examples:
+        assert line in text
+        parts = shlex.split(line.removeprefix('eval "$(').removesuffix(')"'))
+        assert parts[:2] == ["titan", word]
+        command = importlib.import_module(cli.COMMANDS[word].module)
+        cli._arguments(command, parts[1:])
+
+
+def test_examples_compose():
+    """The overrides that the examples of plan, run and certify give are of known keys and options."""
+    for word in ("run", "plan", "certify", "coordcheck"):
+        for line in cli.COMMANDS[word].examples:
+            overrides = [part for part in shlex.split(line) if "=" in part and not part.startswith("-")]
+            assert not mistakes([part.replace("gpus=64,128,256", "gpus=64") for part in overrides], [CONF])
+
+
+def test_titan_run_is_launch(monkeypatch, capsys, tmp_path):
+    """`titan run` takes the words of launch.py, starts with its status, and leaves sys.argv as it was."""
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.argv)
+    assert cli.main(["run", "--help", "data.seq_len"]) == 0 and "data.seq_len" in capsys.readouterr().out
+    assert cli.main(["run", "optimizer.lrr=1"]) == 2 and "optimizer.lr" in capsys.readouterr().err
+    assert sys.argv == before
+
+
+def test_gpus_is_a_key_and_a_flag():
+    assert arranged(["-m", "--gpus", "2,4", "debug=tiny"]) == (["gpus=2,4", "debug=tiny"], ["-m"])
+    assert arranged(["--gpus=2"]) == (["gpus=2"], [])
+    with pytest.raises(ConfigError, match="gpu"):
+        arranged(["--gpu", "2"])
 
 
 def test_a_new_project_has_the_modes_of_its_place(tmp_path):

@@ -1,5 +1,6 @@
 """Parse the arguments of launch.py before Hydra does. Flags may stand anywhere, and each mistake gives one line."""
 
+import re
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
@@ -19,6 +20,7 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
     """
     from titan_hydra.core.base.private import get_args_parser
 
+    arguments = _gpus_as_key(arguments)
     parser = get_args_parser()
     parser.error = _refuse  # argparse would print its usage first
     args = parser.parse_intermixed_args(arguments)
@@ -31,6 +33,18 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
     if not elsewhere and (lines := mistakes(args.overrides, [CONF, *added])):
         raise ConfigError("\n".join(dict.fromkeys(lines)))
     return args.overrides, flags
+
+
+def _gpus_as_key(arguments: list[str]) -> list[str]:
+    """Return the arguments with `--gpus N` or `--gpus=N` as gpus=N, as `titan plan` takes both forms."""
+    words, waiting = [], list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        if word == "--gpus" and waiting and re.fullmatch(r"[\w,]+", waiting[0]):
+            words.append(f"gpus={waiting.pop(0)}")
+        else:
+            words.append(word.removeprefix("--") if word.startswith("--gpus=") else word)
+    return words
 
 
 def _refuse(message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=device_counts,
         metavar="N",
-        help="number of devices (or gpus=N); with several numbers, such as 8,16,64, print the best layout for each number",
+        help="number of devices, as gpus=N; with several numbers, such as 8,16,64, print the best layout for each number",
     )
     parser.add_argument(
         "--config-dir",
@@ -85,6 +86,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the fastest layouts, or one layout, or the answer of an instrument's option. Returns 0, or 2 if no layout
     fits.
     """
+    args.overrides, args.gpus = counted_on(args)
     counts = args.gpus or []
     if counts and counts[0] < 1:
         raise ConfigError(str(Fault("--gpus", counts[0], "a job needs at least one", legal=(1,))))
@@ -108,6 +110,19 @@ def main(args: argparse.Namespace) -> int:
         return layouts(job, searchable(job, gpus), args)
     except NotPredictable as error:
         raise ConfigError(str(error)) from error
+
+
+def counted_on(args: argparse.Namespace) -> tuple[list[str], list[int] | None]:
+    """Return the overrides without several numbers of devices (gpus=8,16), and those numbers or those of --gpus. Raises
+    ConfigError if the two differ.
+    """
+    typed = {word: word.removeprefix("gpus=") for word in args.overrides if re.fullmatch(r"gpus=\d+(,\d+)*", word)}
+    counts = next((device_counts(numbers) for numbers in reversed(typed.values())), None)
+    if counts and args.gpus and counts != args.gpus:
+        numbers = ",".join(map(str, args.gpus))
+        raise ConfigError(f"--gpus {numbers}: the line has {[*typed][-1]} too, which is the same key; give one of them")
+    several = [word for word, numbers in typed.items() if "," in numbers]
+    return [word for word in args.overrides if word not in several], args.gpus or counts
 
 
 def planned_job(args: argparse.Namespace, needs_rates: bool = True) -> tuple[Job, int | None]:

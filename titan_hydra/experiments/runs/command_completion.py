@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.private import options_of
+from titan_hydra.core.job.config.additions import Word
 from titan_hydra.experiments.runs import find
 from titan_hydra.experiments.runs.view import short_names
 
@@ -50,15 +51,15 @@ def main(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def candidates(words: list[str], commands: dict[str, tuple[str, str]]) -> Iterable[str]:
+def candidates(words: list[str], commands: dict[str, Word]) -> Iterable[str]:
     """List the candidates for the last word. The list is empty if the shell should complete file names."""
     command, before = words[0], words[1:-1]
     if len(words) == 1:
         return commands
-    if command not in commands:
+    if command not in commands or command == "run":  # `titan run` has the arguments of launch.py, which are Hydra's
         return []
     parser = argparse.ArgumentParser()
-    importlib.import_module(commands[command][0]).add_arguments(parser)
+    importlib.import_module(commands[command].module).add_arguments(parser)
     options = {name: action for action in options_of(parser) for name in action.option_strings}
     runs = Path(dict(pairwise(before)).get("--runs", "runs"))
     last = options.get(before[-1]) if before else None

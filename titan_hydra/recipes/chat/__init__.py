@@ -1,12 +1,23 @@
 """Supervised fine-tuning on conversations, in which the assistant's tokens are learned."""
 
+from titan_hydra.core.job.config.additions import Word
 from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, register
 
 from .sources import ChatSource, ConversationSource
 
 COMMANDS = {
-    "data": (f"{__name__}.data_command", "show: what packed rows, such as conversations, would teach"),
-    "chat": (f"{__name__}.chat_command", "let the model of a run or checkpoint answer a question"),
+    "data": Word(
+        f"{__name__}.data_command",
+        "show: what packed rows, such as conversations, would teach",
+        ("titan data show data=embedded_chat", "titan data show data=embedded_chat --row 3"),
+        "Before a run",
+    ),
+    "chat": Word(
+        f"{__name__}.chat_command",
+        "let the model of a run or checkpoint answer a question",
+        ('titan chat c992 --prompt "What is 3 + 4?"', 'titan chat c992 --prompt "Who are you?" --temperature 0'),
+        "Results",
+    ),
 }
 RENAMED = {"generate --chat": "chat"}
 TURNS = ("tokens", "trained", "documents")  # the arrays of a sample of packed rows

@@ -1,5 +1,6 @@
 """FLUX.1: text to image by rectified flow, with a transformer over image and text (MMDiT, arXiv 2403.03206)."""
 
+from titan_hydra.core.job.config.additions import Word
 from titan_hydra.core.job.config.family import Family
 from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, register
 
@@ -7,10 +8,20 @@ from .config import FluxConfig, flops, no_linears, parameters, running_order, st
 from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
 
 COMMANDS = {
-    "sample": (f"{__name__}.sample_command", "draw images with the model of a run or checkpoint"),
-    "encode-images": (
+    "sample": Word(
+        f"{__name__}.sample_command",
+        "draw images with the model of a run or checkpoint",
+        ('titan sample c992 --prompt "a red circle" --to drawn', 'titan sample c992 --sheet --prompt "a cat" "a dog"'),
+        "Results",
+    ),
+    "encode-images": Word(
         f"{__name__}.encode_command",
         "write latents and embeddings of captioned images, for data=encoded_images",
+        (
+            "titan encode-images images.jsonl encoded --encoders FLUX.1-schnell",
+            "titan encode-images images.jsonl encoded --encoders FLUX.1-schnell --size 256",
+        ),
+        "Before a run",
     ),
 }
 RENAMED = {"data encode-images": "encode-images"}

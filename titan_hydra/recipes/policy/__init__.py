@@ -1,14 +1,20 @@
 """Learning from whole answers: pairs with a preferred answer (dpo), and sampled tokens with advantages (policy)."""
 
+from titan_hydra.core.job.config.additions import Word
 from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, register
 from titan_hydra.recipes.chat import LINES, TEMPLATE, TURNS
 
 from .config import DirectPreference, PairSource, PolicyGradient, RolloutSource
 
 COMMANDS = {
-    "score-pairs": (
+    "score-pairs": Word(
         f"{__name__}.score_command",
         "write beside pairs of answers the log-probabilities that a reference gives them",
+        (
+            "titan score-pairs c992 pairs.jsonl --out scored.jsonl",
+            "titan score-pairs c992 pairs.jsonl --out scored.jsonl --max-bad-rows 1",
+        ),
+        "Before a run",
     )
 }
 RENAMED = {"data score": "score-pairs"}

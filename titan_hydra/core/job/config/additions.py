@@ -4,10 +4,21 @@ import importlib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parents[3]
 WINGS = ("instruments", "recipes")
+
+
+class Word(NamedTuple):
+    """A word of `titan`: its module, which is imported only when the word is given, what it does, two or three command
+    lines that show it, and the group in which `titan --help` lists it.
+    """
+
+    module: str
+    text: str
+    examples: tuple[str, ...]
+    group: str = "Instruments"
 
 
 def names_of_additions(wing: str) -> list[str]:
@@ -24,7 +35,7 @@ def additions() -> tuple[ModuleType, ...]:
 
 
 def of_all(table: str) -> dict[str, Any]:
-    """Merge the tables called `table` of all instruments and recipes. COMMANDS maps a word of `titan` to its module and
-    its description; RENAMED maps a former word, (subcommand, word after it), to what replaces it.
+    """Merge the tables called `table` of all instruments and recipes. COMMANDS maps a word of `titan` to its Word;
+    RENAMED maps a former word, (subcommand, word after it), to what replaces it.
     """
     return {name: entry for module in additions() for name, entry in getattr(module, table, {}).items()}
