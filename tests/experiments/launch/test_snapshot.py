@@ -1,5 +1,6 @@
 """Test the copies of the code that jobs run: each state of a checkout is copied once, and a damaged copy is replaced."""
 
+import errno
 import os
 import subprocess
 from types import SimpleNamespace
@@ -170,3 +171,17 @@ def test_a_search_goes_on_with_the_code_of_its_first_trial(checkout, tmp_path, c
 
 def job_of():
     return SimpleNamespace(train=SimpleNamespace(imports=[]), cluster=SimpleNamespace(name="inline"))
+
+
+def test_a_copy_that_is_there_is_used_where_nothing_can_be_written(checkout, monkeypatch):
+    runs = checkout / "runs"
+    copy = snapshot.take(runs, {})
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(layout.Entry, "write", read_only)
+    assert snapshot.take(runs, {}) == copy
+    (checkout / "titan_hydra/a.py").write_text("a = 2\n")
+    with pytest.raises(ConfigError, match=f"^paths.runs={runs}: {copy.parent}, .* cannot be written"):
+        snapshot.take(runs, {})

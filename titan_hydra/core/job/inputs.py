@@ -24,7 +24,14 @@ from titan_hydra.core.job.config.schema import Job
 DATA_FILES = "data.files"  # key of the digest of the files of data, in the saved order of the data
 MANY = 100  # of more files than this, at most 1 MiB a file is read
 WHOLE, LITTLE = 64 << 20, 1 << 20  # bytes up to which a file is read as a whole, if there are few files or many
-WEIGHTS = (".safetensors", ".distcp", ".json", ".jinja", ".model")  # suffixes of the files of a model's folder
+# names of the files of a model's folder that hold weights, say what the model computes, or where its data goes on
+WEIGHTS = ("*.safetensors", "*.distcp", "config.json", "*.index.json", "rank_*.json")
+# names of files beside a tokenizer.json from which special tokens and the chat template are read (core/data/facts.py)
+AND_BESIDE = " and beside"  # end of the name under which these are recorded
+BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
 PIECES = 10  # number of pieces that are read of a larger file, the first and the last one included
 SETTLED = 2.0  # seconds after which a file's modification time shows that the file has not been written since
 PATIENCE = 2.0  # seconds after which the progress is printed
@@ -32,14 +39,15 @@ FRESH = 30.0  # seconds for which a look at many files counts for the other cell
 
 # (path, bytes that are read as a whole, size, modification time, inode) -> digest of a file
 _known: dict[tuple[str, int, int, int, int], str] = {}
-# (absolute path, suffixes) -> when it was looked at, and what was found: a sweep asks for each of its cells
+# (absolute path, suffixes and names) -> when it was looked at, and what was found: a sweep asks for each of its cells
 _looked: dict[tuple[str, tuple[str, ...]], tuple[float, Found]] = {}
 
 
 @dataclass(frozen=True)
 class Input:
     """A path that a key names: what the files are, the path as typed, the suffixes of the files that are read, and the
-    name under which they are recorded.
+    name under which they are recorded. With `names`, only files that lie in the folder itself and have one of these names
+    count. Files with a name of `beside` count if they lie beside the file.
     """
 
     key: str
@@ -47,6 +55,17 @@ class Input:
     path: str
     suffixes: tuple[str, ...] = ()
     name: str = ""
+    names: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+    def files(self) -> list[Path]:
+        """Return the files that count. Raises ConfigError for a path that the sources refuse."""
+        path = home(self.path)
+        if self.names and path.is_dir():
+            return sorted(file for name in self.names for file in path.glob(name) if file.is_file())
+        files = data_files(self.path, expand(self.path), self.suffixes)
+        beside = [path.with_name(name) for name in self.beside] if files else []
+        return files + [file for file in beside if file.is_file() and file != path]
 
 
 @dataclass
@@ -96,10 +115,12 @@ def _inputs(prefix: str, section: Any) -> Iterator[Input]:
         key, value = prefix + spec.name, getattr(section, spec.name)
         if word := spec.metadata.get("reads"):
             suffixes = DATA_SOURCES[section.name].suffixes if getattr(section, "name", None) in DATA_SOURCES else ()
-            own = WEIGHTS if word == "weights" else suffixes if spec.name in ("path", "validation_path") else ()
-            several = isinstance(value, list)
+            own = suffixes if spec.name in ("path", "validation_path") else ()
+            names, several = WEIGHTS if word == "weights" else (), isinstance(value, list)
             for path in value if several else [value] if value else []:
-                yield Input(key, word, path, own, f"{key}[{path}]" if several else key)
+                yield Input(key, word, path, own, f"{key}[{path}]" if several else key, names)
+                if word == "tokenizer" and path.endswith(".json"):
+                    yield Input(key, word, path, name=f"{key}{AND_BESIDE}", beside=BESIDE)
         elif dataclasses.is_dataclass(value):
             yield from _inputs(f"{key}.", value)
         elif isinstance(value, dict):
@@ -114,11 +135,11 @@ def look_at(one: Input, tables: Sequence[dict[str, list[Any]]] = ()) -> Found | 
     a file whose size, modification time and inode are still the same is not computed again. A table of few files does
     not count for many, nor the other way round, as its digests are of more bytes.
     """
-    place = (str(home(one.path).absolute()), one.suffixes)
+    place = (str(home(one.path).absolute()), (*one.suffixes, *one.names, *one.beside))
     if place in _looked and time.monotonic() - _looked[place][0] < FRESH:
         return _looked[place][1]
     try:
-        files = data_files(one.path, expand(one.path), one.suffixes)
+        files = one.files()
     except ConfigError:
         return None  # a rule of the source refuses the path
     if not files:

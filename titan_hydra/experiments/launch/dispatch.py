@@ -63,6 +63,9 @@ def begin(cells: list[Cell]) -> int:
         return Exit.DONE
     show.predicted(start)
     try:
+        for cell, state in zip(cells, states, strict=True):
+            if state.kind == "done" and not cell.wants(state) and cell.job.launch.accept_changed:
+                inputs.accept_of_done(cell.job, cell.directory, cell.runs)
         return go(cells, manifest.folder_of(cells))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -159,7 +162,8 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
                 )
             )
     began = {cell.directory: cell.job for cell, state in zip(cells, states, strict=True) if state.kind != "new"}
-    faults += [] if launch.force else inputs.check_files(began, cells[0].runs)
+    done = {cell.directory for cell, state in zip(cells, states, strict=True) if state.kind == "done"}
+    faults += [] if launch.force else inputs.check_files(began, cells[0].runs, done=done)
     faults += without_card(to_start(cells, states))
     faults += own_kernels.under_a_ring([cell.job for cell in to_start(cells, states)])
     faults += _executor(cells).check(cells, states)

@@ -251,7 +251,7 @@ class ReportCell:
     def files(self) -> dict[str, str]:
         """The digests of the files that the run has read, by key; after a change that was accepted, of all versions."""
         recorded = self.env.get("files") or {}
-        earlier = self.env.get("accepted") or []
+        earlier = [one for one in self.env.get("accepted") or [] if one["attempt"] is not None]
         return {
             key: " ".join([*(one["was"] for one in earlier if one["key"] == key), facts["digest"]])
             for key, facts in recorded.items()

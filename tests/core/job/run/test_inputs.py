@@ -1,6 +1,7 @@
 """Test that the contents of the files that a run reads belong to the run, wherever the same line is typed."""
 
 import contextlib
+import errno
 import json
 import os
 
@@ -280,3 +281,105 @@ def test_what_names_no_file_here_is_not_recorded(desk):
         assert (
             look_at(Input("data.path", "data", "words.txt")).digest == look_at(Input("x", "tasks", "other.txt")).digest
         )
+
+
+@pytest.mark.parametrize("damage", ["file", "full", "entries", "digest", "gone", "folder"])
+def test_the_tables_of_files_are_a_cache(desk, monkeypatch, damage):
+    """A start that cannot write its table, or finds a damaged one, reads the files again."""
+    (desk / "many").mkdir()
+    for number in range(MANY + 1):
+        (desk / f"many/{number}.txt").write_text(str(number))
+        os.utime(f"many/{number}.txt", (1e9, 1e9))
+    job, tables = job_of(desk, "data=text_files", "data.path=many"), layout.FILES.of(desk / "runs")
+    if damage == "file":  # as on a file system that is read-only: no user can create a table
+        (desk / "runs").mkdir()
+        tables.touch()
+    if damage == "full":
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(layout.FILES_TABLE.__class__, "write", _only(layout.FILES_TABLE, full))
+    directory = begun(desk, job)
+    tables_now = list(tables.iterdir()) if tables.is_dir() else []
+    assert bool(tables_now) is (damage not in ("file", "full"))
+    for table in tables_now:
+        content = json.loads(table.read_text())
+        for name, entry in list(content["entries"].items()):
+            content["entries"][name] = {"entries": 5, "digest": [*entry[:3], "0" * 32]}.get(damage, entry)
+        table.write_text(json.dumps(content))
+        if damage in ("gone", "folder"):
+            table.unlink()
+        if damage == "folder":
+            table.mkdir()
+    files_of_jobs._known.clear()
+    look_anew()
+    assert not list(inputs.changes(job, directory, desk / "runs"))
+    (desk / "many/7.txt").write_text("8")
+    look_anew()
+    assert len(faults(job, directory)) == 1
+
+
+def _only(entry, function):
+    """Return `Entry.write`, but for one entry another function."""
+    original = layout.Entry.write
+    return lambda self, *given: function(*given) if self is entry else original(self, *given)
+
+
+def test_what_was_accepted_of_a_done_run_stays_accepted(desk, monkeypatch):
+    job = job_of(desk, *KINDS["data"])
+    directory = begun(desk, job)
+    read = inputs.files_at_start(directory)
+
+    def seen(text, done=True):
+        (desk / "words.txt").write_text(text)
+        look_anew()
+        return inputs.check_files({directory: job}, desk / "runs", done={directory} if done else ())
+
+    assert len(seen("other\n")) == 1
+    job.launch.accept_changed = ["data"]
+    for _ in range(2):
+        inputs.accept_of_done(job, directory, desk / "runs")
+    job.launch.accept_changed = []
+    assert not seen("other\n") and len(seen("third\n")) == 1 and len(seen("other\n", done=False)) == 1
+    assert inputs.files_at_start(directory) == read, "its result is that of the bytes that it has read"
+    (accepted,) = layout.ENV.read(directory)["accepted"]
+    assert accepted["attempt"] is None and accepted["was"] == read["data.path"]["digest"] != accepted["now"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
+def test_what_lies_beside_a_tokenizer_belongs_to_it(desk, name):
+    (desk / "tokenizer.json").write_text("{}")
+    job = job_of(desk, "tokenizer=hf", "tokenizer.path=tokenizer.json")
+    directory = begun(desk, job)
+    (desk / "README.md").write_text("about")
+    assert not list(inputs.changes(job, directory, desk / "runs"))
+    for content in ("{}", "{ }"):  # a file that comes, and one that changes
+        (desk / name).write_text(content)
+        (fault,) = faults(job, directory)
+        assert fault.key == "tokenizer.path" and "[tokenizer]" in fault.reason
+        job.launch.accept_changed = ["tokenizer"]
+        begun(desk, job)
+        job.launch.accept_changed = []
+        assert not list(inputs.changes(job, directory, desk / "runs"))
+    (desk / "tokenizer.json").write_text("{ }")
+    assert len(faults(job, directory)) == 1, "one fault names the key"
+
+
+def test_only_weights_and_what_says_how_to_compute_with_them_count(desk):
+    (desk / "hf").mkdir()
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        (desk / "hf" / name).write_text("{}")
+    job = job_of(desk, "checkpoint.initial_load_path=hf")
+    directory = begun(desk, job)
+    (desk / "hf/onnx").mkdir()
+    for name in ("README.json", "trainer_state.json", "chat_template.jinja", "tokenizer.json", "onnx/config.json"):
+        (desk / "hf" / name).write_text("[]")
+    assert not faults(job, directory) and inputs.initial_weights(directory, str(desk / "hf")) == desk / "hf"
+    for name in ("config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"):
+        before = (desk / "hf" / name).read_text() if (desk / "hf" / name).exists() else None
+        (desk / "hf" / name).write_text("[]")
+        assert len(faults(job, directory)) == 1
+        with pytest.raises(ConfigError, match="other bytes"):
+            inputs.initial_weights(directory, str(desk / "hf"))
+        (desk / "hf" / name).unlink() if before is None else (desk / "hf" / name).write_text(before)

@@ -1,5 +1,6 @@
 """Look up files (data, tokenizers, conf/) and write small files atomically. Imports nothing heavy."""
 
+import contextlib
 import difflib
 import functools
 import glob
@@ -250,9 +251,14 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
     """
     # several hosts may write the file at the same time, and processes in different containers can have equal ids
     scratch = path.with_name(f".{path.name}.{os.uname().nodename}-{os.getpid()}")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    scratch.replace(path)
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:  # a full disk; what was written would only fill it further
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise

@@ -1,7 +1,8 @@
 """The files of a run: what they were when the run began, and whether they still are.
 
 env.json "files": {NAME: {word, path, count, bytes, digest, sampled}}, frozen when the run begins
-env.json "accepted": changes that launch.accept_changed has accepted since
+env.json "accepted": [{attempt, key, was, now}], changes that launch.accept_changed has accepted since; without an attempt:
+    of a run that is done, whose result is still that of the files under "files"
 _files/<path>-<digest>.json: sizes, times and inodes of large sets of files, so that they are read only once
 """
 
@@ -9,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import Fault, Job
 from titan_hydra.core.job.config.files import home
-from titan_hydra.core.job.inputs import DATA_FILES, MANY, WEIGHTS, WHOLE, Found, Input, inputs_of, look_at
+from titan_hydra.core.job.inputs import AND_BESIDE, DATA_FILES, MANY, WEIGHTS, WHOLE, Found, Input, inputs_of, look_at
 
 from . import layout
 from .base import find_weights
@@ -39,8 +40,28 @@ def files_now(one: Input, runs: Path, before: dict[str, Any] | None = None) -> F
     if one.word == "weights":
         one = replace(one, path=_weights(one.path, before))
     place = _place(str(home(one.path).absolute()))
-    tables = sorted(layout.FILES.of(runs).glob(f"{place}-*.json"), key=os.path.getmtime, reverse=True)
-    return look_at(one, [layout.FILES_TABLE.read(table.parent, table.stem).get("entries", {}) for table in tables[:2]])
+    tables = sorted(layout.FILES.of(runs).glob(f"{place}-*.json"), key=_written, reverse=True)
+    return look_at(one, [_entries(table) for table in tables[:2]])
+
+
+def _written(file: Path) -> float:
+    with contextlib.suppress(OSError):  # another launcher may have removed it
+        return file.stat().st_mtime
+    return 0.0
+
+
+def _entries(table: Path) -> dict[str, list[Any]]:
+    """Return the entries of a table; {} if there is none, or if it is damaged, as its name has the digest of its entries."""
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        entries = layout.FILES_TABLE.read(table.parent, table.stem).get("entries", {})
+        if table.stem.endswith(f"-{Found('', entries).digest}"):
+            return entries
+    return {}
+
+
+def weights_at(path: str) -> Input:
+    """Return the input of the weights from which a run starts."""
+    return Input(LOAD_PATH, "weights", path, names=WEIGHTS)
 
 
 def _weights(path: str, before: dict[str, Any] | None) -> str:
@@ -62,7 +83,7 @@ def record_weights(directory: Path, path: str) -> None:
     """Record the weights from which a run starts that no launcher has claimed; a launcher has recorded them already."""
     if LOAD_PATH in (files_at_start(directory) or {}) or layout.BASE.read(directory):
         return
-    one, environment = Input(LOAD_PATH, "weights", path, WEIGHTS), layout.ENV.read(directory)
+    one, environment = weights_at(path), layout.ENV.read(directory)
     if found := files_now(one, directory.parent):
         files = {**environment.get("files", {}), LOAD_PATH: facts_of(one, found)}
         layout.ENV.write(directory, {**environment, "files": files})
@@ -77,7 +98,7 @@ def initial_weights(directory: Path, path: str) -> Path:
         before = {"path": earlier["folder"]}
     if before is None:
         return find_weights(path)
-    found = files_now(Input(LOAD_PATH, "weights", path, WEIGHTS), directory.parent, before)
+    found = files_now(weights_at(path), directory.parent, before)
     if found is None:
         raise ConfigError(f"{LOAD_PATH}={path}: {before['path']}, from which {directory.name} started, is gone")
     if found.digest != before.get("digest", found.digest):
@@ -122,31 +143,57 @@ def record_files(job: Job, directory: Path, runs: Path, attempt: int) -> dict[st
 
 
 def _keep_table(found: Found, runs: Path) -> None:
-    if len(found.entries) > MANY or found.bytes > WHOLE:
-        folder, name = layout.FILES.of(runs), f"{_place(found.path)}-{found.digest}"
-        folder.mkdir(parents=True, exist_ok=True)
-        layout.FILES_TABLE.write(folder, {"path": found.path, "entries": found.entries}, name)
-
-
-def changes(job: Job, directory: Path, runs: Path, without: str = "") -> Iterator[Fault | str]:
-    """Compare the files of a run, except those of the key `without`, with those from when it began. Yield a fault for
-    each input that holds other bytes, and a line for each that has the same bytes in another place, or in which a change
-    may not have been seen.
+    """Keep the table of a large set of files. Without it, a later start reads the files again: so it is left out where it
+    cannot be written.
     """
+    if len(found.entries) > MANY or found.bytes > WHOLE:
+        table = layout.FILES_TABLE.of(layout.FILES.of(runs), f"{_place(found.path)}-{found.digest}")
+        with contextlib.suppress(OSError, UnicodeError):
+            table.parent.mkdir(parents=True, exist_ok=True)
+            layout.FILES_TABLE.write(table.parent, {"path": found.path, "entries": found.entries}, table.stem)
+
+
+def accept_of_done(job: Job, directory: Path, runs: Path) -> None:
+    """Record the changes that launch.accept_changed accepts of a run that is done and so has no further attempt: later
+    command lines then show its result without the word. `files` stay those that it has read.
+    """
+    environment = layout.ENV.read(directory)
+    before, known = environment.get("files") or {}, list(environment.get("accepted") or [])
+    found = [(one, files_now(one, runs, before[one.name])) for one in inputs_of(job) if one.name in before]
+    now = {one.name: there.digest for one, there in found if there and one.word in job.launch.accept_changed}
+    new = [_accepted(name, before[name], digest) for name, digest in now.items() if digest != before[name]["digest"]]
+    if new := [one for one in new if one not in known]:
+        layout.ENV.write(directory, {**environment, "accepted": known + new})
+
+
+def _accepted(name: str, old: dict[str, Any], digest: str) -> dict[str, Any]:
+    return {"attempt": None, "key": name, "was": old["digest"], "now": digest}
+
+
+def changes(job: Job, directory: Path, runs: Path, without: str = "", done: bool = False) -> Iterator[Fault | str]:
+    """Compare the files of a run, except those of the key `without`, with those from when it began. Yield a fault for
+    each key whose files hold other bytes, and a line for each that has the same bytes in another place, or in which a
+    change may not have been seen. `done`: the run is done and only shown, so what was accepted then counts.
+    """
+    earlier = layout.ENV.read(directory).get("accepted") or [] if done else []
     before, compared = files_at_start(directory), [one for one in inputs_of(job) if one.key != without]
     if before is None:
         if compared:
             yield f"{directory.name}: began before files were recorded; what they are now is recorded"
         return
+    told: set[str] = set()  # the keys that were named already
     for one in compared:
-        if (old := before.get(one.name)) is None:
+        if (old := before.get(one.name)) is None or (one.key in told and one.name == f"{one.key}{AND_BESIDE}"):
             continue
         found = files_now(one, runs, old)
+        told |= {one.key} if found is None or found.digest != old["digest"] or found.path != old["path"] else set()
         if found is None:
             if one.word != "weights" or not newest(layout.CHECKPOINTS.of(directory)):
                 reason = f"names no files here; when {directory.name} began, it was {old['path']}"
                 yield Fault(one.key, one.path, reason, code=CHANGED)
-        elif found.digest != old["digest"] and one.word in job.launch.accept_changed:
+        elif found.digest != old["digest"] and (
+            one.word in job.launch.accept_changed or _accepted(one.name, old, found.digest) in earlier
+        ):
             yield f"{one.key}={one.path}: other bytes than when {directory.name} began; accepted"
         elif found.digest != old["digest"]:
             moved = "" if found.path == old["path"] else f" (then {old['path']}, now {found.path})"
@@ -171,9 +218,9 @@ def _size(facts: dict[str, Any]) -> str:
     return f"{facts['bytes']:,} bytes{files} (digest {facts['digest'][:8]})"
 
 
-def check_files(jobs: dict[Path, Job], runs: Path, without: str = "") -> list[Fault]:
+def check_files(jobs: dict[Path, Job], runs: Path, without: str = "", done: Container[Path] = ()) -> list[Fault]:
     """Return the faults of `changes` for several runs, by directory. Print the other lines."""
-    found = [one for directory, job in jobs.items() for one in changes(job, directory, runs, without)]
+    found = [one for folder, job in jobs.items() for one in changes(job, folder, runs, without, folder in done)]
     for line in dict.fromkeys(one for one in found if isinstance(one, str)):
         print(line, file=sys.stderr)
     return [one for one in found if isinstance(one, Fault)]
@@ -206,7 +253,7 @@ def data_signature(directory: Path) -> dict[str, str]:
 
 def _written_since(found: Found, runs: Path) -> bool:
     """Whether a file of which only pieces are compared has another time or inode than when it was recorded."""
-    table = layout.FILES_TABLE.read(layout.FILES.of(runs), f"{_place(found.path)}-{found.digest}").get("entries", {})
+    table = _entries(layout.FILES_TABLE.of(layout.FILES.of(runs), f"{_place(found.path)}-{found.digest}"))
     return any(
         entry[0] > found.whole and table.get(name, entry)[1:3] != entry[1:3] for name, entry in found.entries.items()
     )

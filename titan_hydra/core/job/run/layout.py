@@ -162,8 +162,8 @@ RUN_ID = Entry("id.json", LAUNCHER, "the run's id for trackers: its hash and fou
     {"id": str}))
 ENV = Entry("env.json", LAUNCHER, "commit, versions, host, devices; each attempt's folder has such a file too", Fields({}, {
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str], "code": str, "versions": dict[str, str], "host": str,
-    "platform": str, "folder": Place, "accepted": list, "files": Each(Fields(
-        {"word": str, "path": str, "count": int, "bytes": int, "digest": str, "sampled": bool}), named=True)}))
+    "platform": str, "folder": Place, "accepted": Each(Fields({"attempt": int | None, "key": str, "was": str, "now": str})),
+    "files": Each(Fields({"word": str, "path": str, "count": int, "bytes": int, "digest": str, "sampled": bool}), named=True)}))
 BASE = Entry("base.json", LAUNCHER, "only of runs from before env.json had `files`: the folder of the weights from which the run started",
              Fields({"folder": str}))
 FACTS = Entry("facts.json", FIRST, "what came with the run's weights and tokenizer: stop tokens, generation settings, chat templates",
