@@ -174,7 +174,7 @@ def job_of():
 
 
 def test_a_copy_that_is_there_is_used_where_nothing_can_be_written(checkout, monkeypatch):
-    runs = checkout / "runs"
+    runs = checkout.with_name("runs")
     copy = snapshot.take(runs, {})
 
     def read_only(*_):
