@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.files import home, similar
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.config.schema import Tokenizer as TokenizerKeys
@@ -111,7 +111,7 @@ def faults(job: Job) -> Iterator[Fault]:
         if job.validation.tasks:
             words_of_data(job)
     except ConfigError as error:
-        yield Fault("validation.tasks", job.validation.tasks, str(error))
+        yield fault_at(job, "validation.tasks", str(error))
         return
     names = [task_name(path) for path in job.validation.tasks]
     for path, name in zip(job.validation.tasks, names, strict=True):

@@ -17,7 +17,7 @@ from torch import nn
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.private import GraphBreak, join_collectives
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import fault_at
 from titan_hydra.core.job.config.schema import Compile, Job
 
 from .mesh import Mesh
@@ -63,9 +63,7 @@ def breaks_refused(job: Job) -> Iterator[None]:
         why = re.search(r"Explanation: (.*)", text)
         reason = f"a block of {job.model.family} is more than one graph: {why[1] if why else text.splitlines()[0]}"
         where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
-        raise ConfigError(
-            str(Fault("compile.name", job.compile.name, reason.rstrip(".") + where, legal=("off",)))
-        ) from error
+        raise ConfigError(str(fault_at(job, "compile.name", reason.rstrip(".") + where, "off"))) from error
 
 
 def compiled_parts(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.job.config import Fault
+from titan_hydra.core.job.config.fault import fault_at
 from titan_hydra.core.job.config.operation import Launch, Paths, Sweep
 from titan_hydra.core.job.run import checkpoints, inputs
 from titan_hydra.core.train.worker import load_job
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     if not any(value.startswith("steps=") for value in args.values):
         raise ConfigError("steps: how many? titan extend RUN steps=N")
     if new.steps == old.steps:
-        raise ConfigError(str(Fault("steps", new.steps, "the run has this number of steps already")))
+        raise ConfigError(str(fault_at(new, "steps", "the run has this number of steps already")))
     if reason := not_extended(old):
         raise ConfigError(f"{run.directory.name}: {reason}")
     step, note = origin(run.directory, old, new, args.step)

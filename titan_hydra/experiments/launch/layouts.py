@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import Fault, Job, from_dict, identity, to_dict
-from titan_hydra.core.job.config.fault import counted
+from titan_hydra.core.job.config.fault import counted, fault_at
 from titan_hydra.core.job.config.load import known_keys
 from titan_hydra.core.job.config.relayout import KEYS, SECTIONS, with_layout_of
 from titan_hydra.core.job.freeze import freeze
@@ -97,7 +97,7 @@ def checked_layouts(job: Job) -> tuple[tuple[Job, ...], list[Fault]]:
         except NotPredictable as error:
             faults.append(Fault("elastic", AUTO, f"{error}; list the layouts instead"))
     if len(found) == 1 and not faults:
-        faults.append(Fault("elastic", job.elastic, "gives no layout for another number of nodes"))
+        faults.append(fault_at(job, "elastic", "gives no layout for another number of nodes"))
     return tuple(found[nodes] for nodes in sorted(found, reverse=True)), faults
 
 

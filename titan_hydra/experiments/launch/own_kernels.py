@@ -7,6 +7,7 @@ import sys
 
 from titan_hydra.core.job.config import Fault, Job, to_dict
 from titan_hydra.core.job.config.family import family_of
+from titan_hydra.core.job.config.fault import fault_at
 from titan_hydra.core.job.config.registry import CP_ROTATIONS
 
 LIMIT = 120  # seconds for building the model on the meta device in another process, which imports torch
@@ -33,7 +34,7 @@ def under_a_ring(jobs: list[Job]) -> list[Fault]:
     for job in rings:
         if own := found.get((_modules(job), _model(job))):
             reason = f"a ring replaces the attention kernel of {job.model.family}, {' and '.join(own)}, by torch's"
-            faults.append(Fault("parallelism.cp_rotate", job.parallelism.cp_rotate, reason, legal=("ulysses",)))
+            faults.append(fault_at(job, "parallelism.cp_rotate", reason, "ulysses"))
     return faults
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_hydra.core.job.config import from_dict
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.load import picked_anew
 from titan_hydra.core.job.config.registry import DATA_SOURCES, EXECUTORS
 from titan_hydra.core.job.config.schema import ActivationCheckpoint, Job
@@ -126,9 +126,9 @@ def objection(prediction: Prediction) -> Fault | None:
             (key, old, value), *others = changes
             also = "".join(f" {name}={new}" for name, _, new in others)
             return Fault(key, old, f"takes {what}", legal=(f"{value}{also} ({answer.peak.gib:,.1f} GiB)",))
-    return Fault(
+    return fault_at(
+        job,
         "gpus",
-        job.gpus,
         f"each of them takes {what}; no change of ac, loss, local_batch or dp_shard alone makes it fit, titan plan searches further",
     )
 

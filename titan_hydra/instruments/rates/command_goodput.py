@@ -13,6 +13,7 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError, Exit, Kind
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config.fault import fault_at
 from titan_hydra.core.job.config.ranges import NOT_NEGATIVE, POSITIVE, Interval
 from titan_hydra.core.job.ranks import all_ranks
 from titan_hydra.core.job.run import layout
@@ -99,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
     )
     if at.bytes is None and None in (at.save_seconds, at.copy_seconds):
         raise ConfigError(
-            str(Fault("model.family", job.model.family, "has no known bytes; give --save-seconds and --copy-seconds"))
+            str(fault_at(job, "model.family", "has no known bytes; give --save-seconds and --copy-seconds"))
         )
     rows = list(ways(at))
     curves = {"steps": list(by_interval(at, rows)), "gpus": list(by_gpus(at, rows))}

@@ -18,8 +18,7 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit, Kind
 from titan_hydra.core.base.redact import redact
-from titan_hydra.core.job.config import Fault
-from titan_hydra.core.job.config.fault import counted
+from titan_hydra.core.job.config.fault import counted, fault_at
 from titan_hydra.core.job.config.registry import EXECUTORS, executor_named
 from titan_hydra.core.job.config.user_code import digest_of_code, sources
 from titan_hydra.core.job.ranks import devices_here
@@ -59,10 +58,10 @@ def run_search(question: Question) -> int:
         raise ConfigError("launch.force=true: a search goes on with its runs; another search.seed begins a new one")
     if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].single:
         reason = f"cluster={job.cluster.name} runs one trial, in this process"
-        raise ConfigError(str(Fault("search.parallel", plan.search.parallel, reason, legal=(1,))))
+        raise ConfigError(str(fault_at(plan, "search.parallel", reason, 1)))
     if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].here and devices_here():
         reason = "on this machine all trials would use the same GPUs; jobs of a cluster have their own"
-        raise ConfigError(str(Fault("search.parallel", plan.search.parallel, reason, legal=(1,))))
+        raise ConfigError(str(fault_at(plan, "search.parallel", reason, 1)))
     if faults := list(faults_of_the_place([plan.base], states)):
         raise ConfigError("\n".join(map(str, faults)))
     if job.launch.mode == "dry":

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import Fault, to_dict
-from titan_hydra.core.job.config.fault import divisors
+from titan_hydra.core.job.config import to_dict
+from titan_hydra.core.job.config.fault import divisors, fault_at
 from titan_hydra.core.models.init import clean_name
 from titan_hydra.core.parallel.mesh import local_part
 from titan_hydra.experiments.compose.compose import compose_job
@@ -172,9 +172,7 @@ def verify_module(place: str, steps: int) -> ModuleVerdict:
         reason = (
             f"{rows} samples cannot be split evenly over {subject.parts} ranks in {subject.accumulation} microbatches"
         )
-        raise ConfigError(
-            str(Fault("accumulation", subject.accumulation, reason, legal=tuple(divisors(rows // subject.parts))))
-        )
+        raise ConfigError(str(fault_at(subject, "accumulation", reason, *tuple(divisors(rows // subject.parts)))))
     config = to_dict(compose_job("precision=fp32"))
     with tempfile.TemporaryDirectory() as folder:
         jobs = [(place, steps, config)]

@@ -15,6 +15,7 @@ from titan_hydra.core.data import Wanted
 from titan_hydra.core.data.shards import BadShard, BadShards
 from titan_hydra.core.data.unknown import share_of_unknown
 from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config.fault import fault_at
 from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check
@@ -59,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     found = {key: source for key, source in data_sources(job.data).items() if source.name in shown}
     if not found:
         reason = "only sources that pack rows into samples can be shown"
-        raise ConfigError(str(Fault("data.name", job.data.name, reason, legal=tuple(shown))))
+        raise ConfigError(str(fault_at(job, "data.name", reason, *tuple(shown))))
     job.data.max_bad_rows = 2**31 - 1  # those that cannot be used are shown
     if faults := check(job):
         raise ConfigError("\n".join(map(str, faults)))

@@ -5,7 +5,7 @@ from math import isqrt
 from typing import Any
 
 from titan_hydra.core.job.adapter import adapts
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.schema import Job
 
 
@@ -26,17 +26,13 @@ def faults(job: Job) -> Iterator[Fault]:
         return
     for what, length in (("text", text_len), ("the image", image)):
         if length % parts:
-            yield Fault(
-                "parallelism.cp", job.parallelism.cp, f"{length} tokens of {what} cannot be cut into {parts} parts"
-            )
+            yield fault_at(job, "parallelism.cp", f"{length} tokens of {what} cannot be cut into {parts} parts")
     if job.data.document_mask:
-        yield Fault(
-            "data.document_mask", True, f"objective={job.objective.name} has no documents to separate", legal=(False,)
-        )
+        yield fault_at(job, "data.document_mask", f"objective={job.objective.name} has no documents to separate", False)
     if adapts(job):
-        yield Fault(
+        yield fault_at(
+            job,
             "adapter.name",
-            job.adapter.name,
             f"model.family={job.model.family} has blocks of two kinds, which get no adapters",
-            legal=("none",),
+            "none",
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_hydra.core.job.adapter import adapts
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.schema import Job
 
 
@@ -13,13 +13,11 @@ def faults(job: Job) -> Iterator[Fault]:
     objective: Any = job.objective
     if objective.image_patches > objective.patches:
         reason = f"more than objective.patches={objective.patches} of a sample"
-        yield Fault("objective.image_patches", objective.image_patches, reason, legal=(objective.patches,))
+        yield fault_at(job, "objective.image_patches", reason, objective.patches)
     tower = f"the tower of model.family={job.model.family}"
     if job.precision.converter:
-        yield Fault("precision.converter", job.precision.converter, f"{tower} has no number format", legal=("null",))
+        yield fault_at(job, "precision.converter", f"{tower} has no number format", "null")
     if adapts(job):
-        yield Fault("adapter.name", job.adapter.name, f"{tower} has no adapters", legal=("none",))
+        yield fault_at(job, "adapter.name", f"{tower} has no adapters", "none")
     if job.parallelism.backend != "fsdp2":
-        yield Fault(
-            "parallelism.backend", job.parallelism.backend, f"{tower} can only be sharded by FSDP2", legal=("fsdp2",)
-        )
+        yield fault_at(job, "parallelism.backend", f"{tower} can only be sharded by FSDP2", "fsdp2")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.schema import Job
 
 
@@ -14,7 +14,7 @@ def faults(job: Job) -> Iterator[Fault]:
     if not job.data.document_mask:
         yield Fault("data.document_mask", False, f"{objective} compares documents", legal=(True,))
     if job.parallelism.cp > 1:
-        yield Fault("parallelism.cp", job.parallelism.cp, f"{objective} sums over whole documents", legal=(1,))
+        yield fault_at(job, "parallelism.cp", f"{objective} sums over whole documents", 1)
     if balance := getattr(job.model, "sequence_balance", 0):
         reason = f"it is scaled like a token's loss, and {objective} has none"
         yield Fault("model.sequence_balance", balance, reason, legal=(0,))

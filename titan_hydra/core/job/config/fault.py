@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, is_dataclass
+from functools import reduce
 from typing import Any
 
 
@@ -30,6 +31,11 @@ class Fault:
     def choices(self) -> str:
         """The nearest legal numbers or all legal choices, as they are typed on a command line."""
         return " or ".join(map(as_typed, nearest(self.value, self.legal)))
+
+
+def fault_at(job: Any, key: str, reason: str, *legal: Any) -> Fault:
+    """Return the fault of the value that a job (or another tree of sections) has at a dotted key."""
+    return Fault(key, reduce(getattr, key.split("."), job), reason, legal)
 
 
 def counted(number: int, what: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.operation import LOADED
 from titan_hydra.core.job.config.schema import Job
 
@@ -13,12 +13,7 @@ def adapted_linears_exist(job: Job) -> Iterator[Fault]:
     """Every entry of adapter.linears names a linear of the family's blocks."""
     known = [linear.name for linear in family_of(job.model).linears(job.model)]
     if wrong := [name for name in job.adapter.linears if name not in known]:
-        yield Fault(
-            "adapter.linears",
-            job.adapter.linears,
-            f"{job.model.family} has no linear {wrong[0]}",
-            legal=(f"[{','.join(known)}]",),
-        )
+        yield fault_at(job, "adapter.linears", f"{job.model.family} has no linear {wrong[0]}", f"[{','.join(known)}]")
 
 
 def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
@@ -27,45 +22,32 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
         return
     adapter = f"adapter={job.adapter.name}"
     if job.model.sparse:
-        yield Fault(
-            "adapter.name", job.adapter.name, f"experts of {job.model.family} have no adapters", legal=("none",)
-        )
+        yield fault_at(job, "adapter.name", f"experts of {job.model.family} have no adapters", "none")
     if job.precision.converter:
-        yield Fault("precision.converter", job.precision.converter, f"{adapter} needs plain linears", legal=("null",))
+        yield fault_at(job, "precision.converter", f"{adapter} needs plain linears", "null")
     if job.parallelism.backend != "fsdp2":
-        yield Fault(
-            "parallelism.backend",
-            job.parallelism.backend,
-            f"{adapter} has frozen weights, which this backend does not shard",
-            legal=("fsdp2",),
+        yield fault_at(
+            job, "parallelism.backend", f"{adapter} has frozen weights, which this backend does not shard", "fsdp2"
         )
     if job.loss.name == "linear_cross_entropy":
-        yield Fault(
-            "loss.name",
-            job.loss.name,
-            f"it computes the gradient of the head, which {adapter} freezes",
-            legal=("cross_entropy",),
+        yield fault_at(
+            job, "loss.name", f"it computes the gradient of the head, which {adapter} freezes", "cross_entropy"
         )
     if job.fault_tolerance.name != "off":
-        yield Fault(
+        yield fault_at(
+            job,
             "fault_tolerance.name",
-            job.fault_tolerance.name,
             f"replica groups exchange all weights, and {adapter} trains only its own",
-            legal=("off",),
+            "off",
         )
     if job.checkpoint.export_dtype:
-        yield Fault(
-            "checkpoint.export_dtype",
-            job.checkpoint.export_dtype,
-            f"{adapter} is exported by titan convert",
-            legal=("null",),
-        )
+        yield fault_at(job, "checkpoint.export_dtype", f"{adapter} is exported by titan convert", "null")
     if not set(job.checkpoint.exclude_from_loading) >= set(LOADED):
-        yield Fault(
+        yield fault_at(
+            job,
             "checkpoint.exclude_from_loading",
-            job.checkpoint.exclude_from_loading,
             f"{adapter} takes its base from initial_load_path, and nothing else",
-            legal=(f"[{','.join(LOADED)}]",),
+            f"[{','.join(LOADED)}]",
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.files import home, similar
 from titan_hydra.core.job.config.operation import LOADED
 from titan_hydra.core.job.config.registry import resolve
@@ -17,8 +17,8 @@ def checkpoints_are_due_at_times_that_come(job: Job) -> Iterator[Fault]:
     if config.name == "off" and config.export_dtype:
         yield Fault("checkpoint.export_dtype", config.export_dtype, "checkpoint=off writes nothing", legal=("null",))
     if config.keep_best and job.validation.name == "off":
-        yield Fault(
-            "checkpoint.keep_best", True, "the lowest held-out loss is measured only with validation=on", legal=(False,)
+        yield fault_at(
+            job, "checkpoint.keep_best", "the lowest held-out loss is measured only with validation=on", False
         )
 
 

@@ -15,7 +15,7 @@ from titan_hydra.core.job.batches import samples_at_once
 from titan_hydra.core.job.config import user_code
 from titan_hydra.core.job.config.attention import call_of, kernel_fault
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault, counted, divisors, multiples_around
+from titan_hydra.core.job.config.fault import Fault, counted, divisors, fault_at, multiples_around
 from titan_hydra.core.job.config.load import to_dict, values_are_what_the_schema_takes
 from titan_hydra.core.job.config.registry import OPTIMIZERS
 from titan_hydra.core.job.config.schema import Job
@@ -82,20 +82,18 @@ def degrees_fill_the_ranks(job: Job) -> Iterator[Fault]:
         yield Fault("parallelism.dp_replicate", -1, "only one degree can take what the others leave, and dp_shard does")
     elif free:
         fixed = -world_size(job)
-        yield Fault(
+        yield fault_at(
+            job,
             "gpus",
-            job.gpus,
             f"cannot be divided by {fixed}, the product of the other degrees",
-            legal=multiples_around(job.gpus, fixed),
+            *multiples_around(job.gpus, fixed),
         )
     elif world_size(job) != job.gpus:
         product = " x ".join(
             f"{name} {getattr(job.parallelism, name)}" for name in DEGREES if getattr(job.parallelism, name) > 1
         )
         ranks = world_size(job)
-        yield Fault(
-            "gpus", job.gpus, f"the degrees need {counted(ranks, 'rank')} ({product or 'all are 1'})", legal=(ranks,)
-        )
+        yield fault_at(job, "gpus", f"the degrees need {counted(ranks, 'rank')} ({product or 'all are 1'})", ranks)
 
 
 # --- keys with conditions beyond their range --------------------------------------------------------------------------
@@ -154,21 +152,14 @@ VALUES.extend(cluster.RULES)
 def family_can_be_split_over_tensor_ranks(job: Job) -> Iterator[Fault]:
     """Tensor parallelism needs a plan for the family's modules, which only the family can give."""
     if job.parallelism.tp > 1 and family_of(job.model).sharding is None:
-        yield Fault(
-            "parallelism.tp",
-            job.parallelism.tp,
-            f"family {job.model.family} has no tensor-parallel sharding",
-            legal=(1,),
-        )
+        yield fault_at(job, "parallelism.tp", f"family {job.model.family} has no tensor-parallel sharding", 1)
 
 
 @rule(LAYOUT)
 def family_can_be_cut_into_stages(job: Job) -> Iterator[Fault]:
     """A stage of a pipeline passes only one tensor to the next, so blocks with two outputs cannot be split into stages."""
     if job.parallelism.pp > 1 and not family_of(job.model).pipeline:
-        yield Fault(
-            "parallelism.pp", job.parallelism.pp, f"family {job.model.family} cannot be cut into stages", legal=(1,)
-        )
+        yield fault_at(job, "parallelism.pp", f"family {job.model.family} cannot be cut into stages", 1)
 
 
 @rule(LAYOUT)
@@ -203,26 +194,23 @@ def heads_share_key_value_heads_evenly(job: Job) -> Iterator[Fault]:
     """
     model = job.model
     if model.n_heads % model.n_kv_heads:
-        yield Fault(
+        yield fault_at(
+            job,
             "model.n_kv_heads",
-            model.n_kv_heads,
             f"{counted(model.n_heads, 'head')} cannot share it evenly",
-            legal=divisors(model.n_heads),
+            *divisors(model.n_heads),
         )
     if model.head_dim and model.head_dim % 2:
-        yield Fault(
-            "model.head_dim",
-            model.head_dim,
-            "must be even (RoPE rotates pairs)",
-            legal=(model.head_dim - 1, model.head_dim + 1),
+        yield fault_at(
+            job, "model.head_dim", "must be even (RoPE rotates pairs)", model.head_dim - 1, model.head_dim + 1
         )
     elif not model.head_dim and (model.dim % model.n_heads or model.dim // model.n_heads % 2):
         legal = tuple(heads for heads in divisors(model.dim) if model.dim // heads % 2 == 0)
-        yield Fault(
+        yield fault_at(
+            job,
             "model.n_heads",
-            model.n_heads,
             f"width {model.dim} must split into heads of an even width (RoPE rotates pairs)",
-            legal=legal,
+            *legal,
         )
 
 
@@ -295,14 +283,11 @@ def ring_attention_is_causal_and_fused(job: Job) -> Iterator[Fault]:
         return
     ring = f"the ring of cp_rotate={job.parallelism.cp_rotate}"
     if job.data.document_mask:
-        yield Fault(
-            "data.document_mask",
-            True,
-            f"{ring} cannot mask documents, parallelism.cp_rotate=ulysses can",
-            legal=(False,),
+        yield fault_at(
+            job, "data.document_mask", f"{ring} cannot mask documents, parallelism.cp_rotate=ulysses can", False
         )
     if mode_of(job).budget:
-        yield Fault("ac.name", job.ac.name, f"the compiler cannot estimate the memory of {ring}", legal=("op", "lean"))
+        yield fault_at(job, "ac.name", f"the compiler cannot estimate the memory of {ring}", "op", "lean")
 
 
 @rule(RECIPE)
@@ -330,18 +315,15 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
         )
     # with ac=full, torch 2.13 recomputed each block 11 times, and held ten of the results in memory at once
     if job.ac.name != "none":
-        yield Fault(
+        yield fault_at(
+            job,
             "ac.name",
-            job.ac.name,
             f"{job.pp_schedule.name} computes weight gradients separately, and torch would recompute a block for each of its weights",
-            legal=("none",),
+            "none",
         )
     if job.compile.name != "off":
-        yield Fault(
-            "compile.name",
-            job.compile.name,
-            f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse",
-            legal=("off",),
+        yield fault_at(
+            job, "compile.name", f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse", "off"
         )
 
 
@@ -353,11 +335,11 @@ RECIPE.extend([*parametrization.RULES, pipeline.old_torch_splits_only_plain_back
 def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
     """SimpleFSDP keeps gathered parameters until the backward. Only with ac=full are they freed and gathered again."""
     if job.parallelism.backend == "simple_fsdp" and job.parallelism.reshard_after_forward != "default":
-        yield Fault(
+        yield fault_at(
+            job,
             "parallelism.reshard_after_forward",
-            job.parallelism.reshard_after_forward,
             "simple_fsdp keeps what it gathers until the backward; ac=full frees it",
-            legal=("default",),
+            "default",
         )
 
 
@@ -365,12 +347,7 @@ def simple_fsdp_has_no_resharding(job: Job) -> Iterator[Fault]:
 def recorded_steps_are_made(job: Job) -> Iterator[Fault]:
     """The first profiled step is a step of the run; otherwise the run would end without a trace."""
     if job.profiling.name == "on" and job.profiling.first_step > job.steps:
-        yield Fault(
-            "profiling.first_step",
-            job.profiling.first_step,
-            f"the run has {counted(job.steps, 'step')}",
-            legal=(job.steps,),
-        )
+        yield fault_at(job, "profiling.first_step", f"the run has {counted(job.steps, 'step')}", job.steps)
 
 
 @rule(RECIPE)
@@ -379,18 +356,15 @@ def probes_see_modules(job: Job) -> Iterator[Fault]:
     for key in [key for key in ("nan_hunt", "trace_activations") if getattr(job.debug, key)]:
         reason = f"debug.{key}=true hooks modules inside the blocks"
         if job.compile.name != "off":
-            yield Fault("compile.name", job.compile.name, reason, legal=("off",))
+            yield fault_at(job, "compile.name", reason, "off")
 
 
 @rule(RECIPE)
 def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
     """Some optimizers need float32 parameters: a bf16 master weight would lose Muon's small updates."""
     if OPTIMIZERS[job.optimizer.name].needs_float32 and job.precision.param_dtype != "float32":
-        yield Fault(
-            "precision.param_dtype",
-            job.precision.param_dtype,
-            f"optimizer.name={job.optimizer.name} needs float32 parameters",
-            legal=("float32",),
+        yield fault_at(
+            job, "precision.param_dtype", f"optimizer.name={job.optimizer.name} needs float32 parameters", "float32"
         )
 
 
@@ -437,11 +411,7 @@ def warnings(job: Job) -> Iterator[Fault]:
     start.
     """
     if job.lr_scheduler.warmup_steps > job.steps:
-        yield Fault(
-            "lr_scheduler.warmup_steps",
-            job.lr_scheduler.warmup_steps,
-            f"more than steps={job.steps}: optimizer.lr is never reached",
-        )
+        yield fault_at(job, "lr_scheduler.warmup_steps", f"more than steps={job.steps}: optimizer.lr is never reached")
     yield from checkpoint.weights_fit_the_job(job)
     yield from data.corpus_fills_a_step(job)
     yield from data.sources_find_little_wrong(job)

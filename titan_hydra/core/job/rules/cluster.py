@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 
-from titan_hydra.core.job.config.fault import Fault, counted, multiples_around
+from titan_hydra.core.job.config.fault import Fault, counted, fault_at, multiples_around
 from titan_hydra.core.job.config.registry import EXECUTORS, resolve
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.ranks import devices_here, runs_here
@@ -17,8 +17,8 @@ def nodes_can_be_counted(job: Job) -> Iterator[Fault]:
     """
     executor = job.cluster.executor
     if not EXECUTORS[executor].here and job.cluster.gpus_per_node is None:
-        yield Fault(
-            "cluster.gpus_per_node", None, f"cluster.executor={executor} needs it: the number of nodes follows from it"
+        yield fault_at(
+            job, "cluster.gpus_per_node", f"cluster.executor={executor} needs it: the number of nodes follows from it"
         )
 
 
@@ -50,24 +50,17 @@ def ranks_fit_the_cluster(job: Job) -> Iterator[Fault]:
     """Whole nodes are allocated: the ranks fit on one node, or are a multiple of a node's devices."""
     if job.comm.name == "fake":  # a job with comm=fake is a single process
         if not 0 <= job.comm.rank < job.gpus:
-            yield Fault(
-                "comm.rank", job.comm.rank, f"the world has {counted(job.gpus, 'rank')}", legal=(0, job.gpus - 1)
-            )
+            yield fault_at(job, "comm.rank", f"the world has {counted(job.gpus, 'rank')}", 0, job.gpus - 1)
         return
     executor = job.cluster.executor
     if EXECUTORS[executor].single and job.gpus != 1:
-        yield Fault(
-            "gpus",
-            job.gpus,
-            f"cluster.executor={executor} runs one rank in this process; use local for more",
-            legal=(1,),
-        )
+        yield fault_at(job, "gpus", f"cluster.executor={executor} runs one rank in this process; use local for more", 1)
     node = job.cluster.gpus_per_node or (devices_here() if runs_here(job) else None)
     if not node:
         return
     if not runs_here(job):
         if job.gpus > node and job.gpus % node:
-            yield Fault("gpus", job.gpus, f"not whole nodes of {node}", legal=multiples_around(job.gpus, node))
+            yield fault_at(job, "gpus", f"not whole nodes of {node}", *multiples_around(job.gpus, node))
     elif job.gpus * job.fault_tolerance.replicas > node:
         yield too_many(job, node)
 
@@ -81,25 +74,25 @@ def elastic_jobs_can_change_their_nodes(job: Job) -> Iterator[Fault]:
     executor = job.cluster.executor
     if not EXECUTORS[executor].elastic:
         legal = [name for name, kind in EXECUTORS.items() if kind.elastic]
-        yield Fault(
+        yield fault_at(
+            job,
             "elastic",
-            job.elastic,
             f"cluster.executor={executor} starts a run on one number of devices, and {' or '.join(legal)} on those that it "
             "gets; here, titan resume RUN gpus=N changes the layout of a run that was stopped",
-            legal=([],),
+            [],
         )
     if job.fault_tolerance.name != "off":
-        yield Fault(
+        yield fault_at(
+            job,
             "elastic",
-            job.elastic,
             f"fault_tolerance={job.fault_tolerance.name}: the replica groups that are left go on without a start, and the "
             "state that they share is not cut anew",
-            legal=([],),
+            [],
         )
     if job.launch.packed:
-        yield Fault("launch.packed", True, "an elastic run has a job of its own", legal=(False,))
+        yield fault_at(job, "launch.packed", "an elastic run has a job of its own", False)
     if job.comm.name == "fake":
-        yield Fault("elastic", job.elastic, "comm=fake runs one process, whatever the layout", legal=([],))
+        yield fault_at(job, "elastic", "comm=fake runs one process, whatever the layout", [])
 
 
 RULES = [

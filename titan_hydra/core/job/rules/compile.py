@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 from titan_hydra.core.base.versions import versions
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.registry import CP_ROTATIONS
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.recomputation import mode_of, recomputed_share
@@ -31,20 +31,20 @@ def async_tensor_parallel_is_the_compilers(job: Job) -> Iterator[Fault]:
     if not job.parallelism.async_tp:
         return
     if job.compile.name != "block":
-        yield Fault("compile.name", job.compile.name, "parallelism.async_tp=true needs the compiler", legal=("block",))
+        yield fault_at(job, "compile.name", "parallelism.async_tp=true needs the compiler", "block")
     if not job.parallelism.sequence_parallel or job.parallelism.tp == 1:
-        yield Fault(
+        yield fault_at(
+            job,
             "parallelism.async_tp",
-            True,
             "has nothing to overlap without tp ranks and parallelism.sequence_parallel",
-            legal=(False,),
+            False,
         )
 
 
 def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
     """With a memory budget, the compiler chooses the activations to keep when it splits forward from backward."""
     if mode_of(job).budget and job.compile.name != "block":
-        yield Fault("compile.name", job.compile.name, f"ac={job.ac.name} needs the compiler", legal=("block",))
+        yield fault_at(job, "compile.name", f"ac={job.ac.name} needs the compiler", "block")
 
 
 def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
@@ -77,11 +77,11 @@ def a_compiled_ring_has_two_ranks(job: Job) -> Iterator[Fault]:
         and job.compile.name != "off"
         and job.comm.name != "fake"
     ):
-        yield Fault(
+        yield fault_at(
+            job,
             "parallelism.cp_rotate",
-            job.parallelism.cp_rotate,
             f"compile={job.compile.name}: a compiled ring of {job.parallelism.cp} ranks hangs in the backward; compile=off can keep it",
-            legal=tuple(name for name, other in CP_ROTATIONS.items() if not other.ring or other.gathers),
+            *tuple(name for name, other in CP_ROTATIONS.items() if not other.ring or other.gathers),
         )
 
 
@@ -97,11 +97,8 @@ def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
         and recomputed_share(job)
         and not versions().get("torch", "").startswith("2.11.")
     ):
-        yield Fault(
-            "ac.name",
-            job.ac.name,
-            "this torch cannot compile it together with tensor parallelism",
-            legal=("op", "lean", "none"),
+        yield fault_at(
+            job, "ac.name", "this torch cannot compile it together with tensor parallelism", "op", "lean", "none"
         )
 
 

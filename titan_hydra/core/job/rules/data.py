@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.files import (
     PACKED,
     data_files,
@@ -41,13 +41,11 @@ def shuffle_buffer_shuffles(job: Job) -> Iterator[Fault]:
     if not job.data.shuffle_buffer:
         return
     if not job.data.shuffle:
-        yield Fault(
-            "data.shuffle_buffer", job.data.shuffle_buffer, "data.shuffle=false keeps documents in order", legal=(0,)
-        )
+        yield fault_at(job, "data.shuffle_buffer", "data.shuffle=false keeps documents in order", 0)
     names = sorted({source.name for source in data_sources(job.data).values()})
     if not any(DATA_SOURCES[name].documents for name in names):
         whole = f"data={' and '.join(names)} is shuffled as a whole"
-        yield Fault("data.shuffle_buffer", job.data.shuffle_buffer, whole, legal=(0,))
+        yield fault_at(job, "data.shuffle_buffer", whole, 0)
 
 
 def data_files_are_there(job: Job) -> Iterator[Fault]:
@@ -120,29 +118,25 @@ def tokenizer_fits_the_vocabulary(job: Job) -> Iterator[Fault]:
         return  # no text is encoded; the .bin is checked against its own header when it is opened
     file = tokenizer_file(job.tokenizer)
     if job.tokenizer.name != "embedded" and not job.tokenizer.path:
-        yield Fault("tokenizer.path", None, f"tokenizer={job.tokenizer.name} needs it")
+        yield fault_at(job, "tokenizer.path", f"tokenizer={job.tokenizer.name} needs it")
         return
     try:
         size = vocabulary_size(job.tokenizer)
     except OSError:
-        yield Fault("tokenizer.path", job.tokenizer.path, "no such file", legal=similar(str(file)))
+        yield fault_at(job, "tokenizer.path", "no such file", *similar(str(file)))
     except (ValueError, KeyError, TypeError) as error:
         reason = f"cannot be read as tokenizer={job.tokenizer.name}: {error or type(error).__name__}"
-        yield Fault("tokenizer.path", job.tokenizer.path, reason)
+        yield fault_at(job, "tokenizer.path", reason)
     else:
         if size > job.model.vocab_size:
-            yield Fault(
-                "model.vocab_size", job.model.vocab_size, f"the tokenizer {file.name} has {size} ids", legal=(size,)
-            )
+            yield fault_at(job, "model.vocab_size", f"the tokenizer {file.name} has {size} ids", size)
 
 
 def tasks_can_be_answered(job: Job) -> Iterator[Fault]:
     """The files of tasks exist, their questions fit into a sequence, and the model takes text."""
     takes = family_of(job.model).takes
     if job.validation.tasks and takes != "tokens":
-        yield Fault(
-            "validation.tasks", job.validation.tasks, f"model.family={job.model.family} takes {takes}", legal=([],)
-        )
+        yield fault_at(job, "validation.tasks", f"model.family={job.model.family} takes {takes}", [])
     elif job.validation.tasks and not any(tokenizer_fits_the_vocabulary(job)):
         yield from resolve("titan_hydra.core.data.tasks:faults")(job)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan_hydra.core.job.config.fault import Fault, multiples_around
+from titan_hydra.core.job.config.fault import Fault, fault_at, multiples_around
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import SIZE
 from titan_hydra.core.job.experts import expert_degrees, sparse
@@ -13,9 +13,9 @@ from titan_hydra.core.job.experts import expert_degrees, sparse
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
     """`ep` splits experts and `debug.balance_experts` balances them, but a dense model has no experts."""
     if not job.model.sparse and job.parallelism.ep != 1:
-        yield Fault("parallelism.ep", job.parallelism.ep, f"{job.model.family} has no experts to split", legal=(1,))
+        yield fault_at(job, "parallelism.ep", f"{job.model.family} has no experts to split", 1)
     if not job.model.sparse and job.debug.balance_experts:
-        yield Fault("debug.balance_experts", True, f"{job.model.family} has no experts", legal=(False,))
+        yield fault_at(job, "debug.balance_experts", f"{job.model.family} has no experts", False)
 
 
 def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
@@ -92,23 +92,13 @@ def experts_are_trained_by_one_group(job: Job) -> Iterator[Fault]:
     steps would have different biases.
     """
     if job.model.sparse and job.fault_tolerance.name != "off":
-        yield Fault(
-            "fault_tolerance.name",
-            job.fault_tolerance.name,
-            "replica groups do not share the loads of experts",
-            legal=("off",),
-        )
+        yield fault_at(job, "fault_tolerance.name", "replica groups do not share the loads of experts", "off")
 
 
 def fake_experts_have_kernels(job: Job) -> Iterator[Fault]:
     """On tensors without data, torch supports its grouped matmul only in bfloat16."""
     if job.model.sparse and job.comm.name == "fake" and job.precision.compute_dtype != "bfloat16":
-        yield Fault(
-            "precision.compute_dtype",
-            job.precision.compute_dtype,
-            "comm=fake computes experts only in bfloat16",
-            legal=("bfloat16",),
-        )
+        yield fault_at(job, "precision.compute_dtype", "comm=fake computes experts only in bfloat16", "bfloat16")
 
 
 LAYOUT = [experts_divide_over_their_ranks, experts_divide_over_their_shards, rows_of_experts_are_aligned]

@@ -14,7 +14,7 @@ from titan_hydra.core.base.threads import cores
 from titan_hydra.core.job.adapter import adapter_parameters
 from titan_hydra.core.job.batches import local_batches, microbatch_size
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault, counted
+from titan_hydra.core.job.config.fault import Fault, counted, fault_at
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.registry import OPTIMIZERS
 from titan_hydra.core.job.config.schema import Job
@@ -84,8 +84,8 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
         most = max(PROCESSES_PER_CORE * available, 16)
         if ranks > most and not job.cluster.gpus_per_node:
             legal = (most // job.fault_tolerance.replicas,)
-            yield Fault(
-                "gpus", job.gpus, f"{ranks:,} processes, but this machine has {counted(available, 'core')}", legal
+            yield fault_at(
+                job, "gpus", f"{ranks:,} processes, but this machine has {counted(available, 'core')}", *legal
             )
         else:
             yield from _too_much(job, needs | {"gpus": PROCESS}, ranks, of_this_machine(), "this machine")

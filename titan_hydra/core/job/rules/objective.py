@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_hydra.core.job.config.family import FAMILIES, family_of
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.sources import data_sources
@@ -32,7 +32,7 @@ def objective_suits_the_model(job: Job) -> Iterator[Fault]:
         reason = (
             f"makes {makes} of samples, for model.family={suited}, and model.family={job.model.family} takes {takes}"
         )
-        yield Fault("objective.name", job.objective.name, reason, legal=legal)
+        yield fault_at(job, "objective.name", reason, *legal)
 
 
 def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
@@ -41,9 +41,9 @@ def objective_computes_its_loss(job: Job) -> Iterator[Fault]:
     """
     record = OBJECTIVES[job.objective.name]
     if job.loss.name == "linear_cross_entropy" and not record.head_loss:
-        yield Fault("loss.name", job.loss.name, f"objective={record.name} needs the logits", legal=("cross_entropy",))
+        yield fault_at(job, "loss.name", f"objective={record.name} needs the logits", "cross_entropy")
     if job.parallelism.tp > 1 and job.parallelism.loss_parallel and not record.split_logits:
-        yield Fault("parallelism.loss_parallel", True, f"objective={record.name} needs whole logits", legal=(False,))
+        yield fault_at(job, "parallelism.loss_parallel", f"objective={record.name} needs whole logits", False)
     yield from resolve(record.faults)(job)
 
 

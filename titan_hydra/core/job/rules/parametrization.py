@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.family import FAMILIES, family_of
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.registry import OPTIMIZERS, PARAMETRIZATIONS
 from titan_hydra.core.job.config.schema import Job
 
@@ -26,18 +26,15 @@ def parametrizations_know_roles_and_rates(job: Job) -> Iterator[Fault]:
         )
     if not OPTIMIZERS[job.optimizer.name].like_adam:
         able = tuple(optimizer for optimizer, record in OPTIMIZERS.items() if record.like_adam)
-        yield Fault(
+        yield fault_at(
+            job,
             "optimizer.name",
-            job.optimizer.name,
             f"parametrization={name} has no factors for it: its updates grow with the gradient",
-            legal=able,
+            *able,
         )
     if adapts(job):
-        yield Fault(
-            "adapter.name",
-            job.adapter.name,
-            f"parametrization={name} has no factors for the two matrices of an adapter",
-            legal=("none",),
+        yield fault_at(
+            job, "adapter.name", f"parametrization={name} has no factors for the two matrices of an adapter", "none"
         )
 
 

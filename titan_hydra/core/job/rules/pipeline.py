@@ -7,7 +7,7 @@ from typing import Any
 from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.batches import legal_microbatches, microbatch_objection, microbatches
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault, counted
+from titan_hydra.core.job.config.fault import Fault, counted, fault_at
 from titan_hydra.core.job.config.files import similar
 from titan_hydra.core.job.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.core.job.config.schema import Job
@@ -183,10 +183,10 @@ def old_torch_splits_only_plain_backwards(job: Job) -> Iterator[Fault]:
     ]
     if own:
         why = f"splits the backward, which torch 2.11 cannot do with {own[0]}; a newer torch can"
-        yield Fault("pp_schedule.name", job.pp_schedule.name, why, legal=("interleaved_1f1b", "1f1b"))
+        yield fault_at(job, "pp_schedule.name", why, "interleaved_1f1b", "1f1b")
 
 
 def head_is_not_tied(job: Job) -> Iterator[Fault]:
     """The embedding is on the first stage and the head on the last, so they cannot share one weight."""
     if job.model.tie_embeddings:
-        yield Fault("model.tie_embeddings", True, "embedding and head are on different pipeline stages", legal=(False,))
+        yield fault_at(job, "model.tie_embeddings", "embedding and head are on different pipeline stages", False)

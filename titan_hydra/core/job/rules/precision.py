@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_hydra.core.job.batches import microbatch_size
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault, multiples_around
+from titan_hydra.core.job.config.fault import Fault, fault_at, multiples_around
 from titan_hydra.core.job.config.registry import FORMATS, resolve
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import has_one_scale, is_opaque
@@ -16,7 +16,7 @@ def format_suits_the_job(job: Job) -> Iterator[Fault]:
     """The format's own rules hold, and `emulate` is set only with a format."""
     format = FORMATS.get(job.precision.converter)
     if format is None and job.precision.emulate:
-        yield Fault("precision.emulate", True, "there is no number format to emulate", legal=(False,))
+        yield fault_at(job, "precision.emulate", "there is no number format to emulate", False)
     if format and format.faults:
         yield from resolve(format.faults)(job)
 
@@ -35,22 +35,17 @@ def float8_faults(job: Job) -> Iterator[Fault]:
             else _without_rows(job)
         )
         if reason:
-            yield Fault("precision.float8_all_gather", True, reason, legal=(False,))
+            yield fault_at(job, "precision.float8_all_gather", reason, False)
     if precision.kernels == "torchao":
         return
     if job.debug.nan_hunt or job.debug.trace_activations:
         reason = "they compute several modules in one, and the probes of debug hook modules inside the blocks"
-        yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
+        yield fault_at(job, "precision.kernels", reason, "torchao")
     if precision.recipe != "rowwise":
-        yield Fault(
-            "precision.kernels",
-            precision.kernels,
-            "such kernels exist only for precision.recipe=rowwise",
-            legal=("torchao",),
-        )
+        yield fault_at(job, "precision.kernels", "such kernels exist only for precision.recipe=rowwise", "torchao")
     elif job.parallelism.tp > 1:
         reason = f"they cast whole rows, which parallelism.tp={job.parallelism.tp} splits"
-        yield Fault("precision.kernels", precision.kernels, reason, legal=("torchao",))
+        yield fault_at(job, "precision.kernels", reason, "torchao")
 
 
 def _without_rows(job: Job) -> str | None:
@@ -92,7 +87,7 @@ def tokens_suit_the_format(job: Job) -> Iterator[Fault]:
     each = format.step // gcd(format.step, microbatch_size(job)) * job.parallelism.cp
     if job.data.seq_len % each:
         reason = f"{format.name} matmuls over the tokens of a microbatch need multiples of {format.step}"
-        yield Fault("data.seq_len", job.data.seq_len, reason, legal=multiples_around(job.data.seq_len, each))
+        yield fault_at(job, "data.seq_len", reason, *multiples_around(job.data.seq_len, each))
 
 
 def emulation_is_eager(job: Job) -> Iterator[Fault]:
@@ -100,9 +95,7 @@ def emulation_is_eager(job: Job) -> Iterator[Fault]:
     round at other places. It cannot fuse those of this package's own kernels, which are therefore allowed.
     """
     if job.precision.emulate and job.compile.name != "off" and not is_opaque(job):
-        yield Fault(
-            "precision.emulate", True, f"compile={job.compile.name} would round in other places", legal=(False,)
-        )
+        yield fault_at(job, "precision.emulate", f"compile={job.compile.name} would round in other places", False)
 
 
 def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
@@ -113,15 +106,10 @@ def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
     if job.parallelism.tp == 1 or format is None:
         return
     if not format.tensor_parallel:
-        yield Fault(
-            "parallelism.tp",
-            job.parallelism.tp,
-            f"{format.name} linears are not split over ranks; FSDP shards them",
-            legal=(1,),
-        )
+        yield fault_at(job, "parallelism.tp", f"{format.name} linears are not split over ranks; FSDP shards them", 1)
     if has_one_scale(job) and not precision.emulate and precision.skip != ["output"]:
         reason = f"under tp the linears of a block share an input in {format.name}"
-        yield Fault("precision.skip", precision.skip, reason, legal=("[output]",))
+        yield fault_at(job, "precision.skip", reason, "[output]")
 
 
 RULES = [

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
-from titan_hydra.core.job.config.fault import Fault, counted, divisors
+from titan_hydra.core.job.config.fault import Fault, counted, divisors, fault_at
 from titan_hydra.core.job.config.registry import EXECUTORS
 from titan_hydra.core.job.config.schema import Job
 
@@ -48,9 +48,7 @@ def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
     if job.fault_tolerance.name == "off":
         return
     if job.launch.packed:
-        yield Fault(
-            "launch.packed", True, "replica groups are jobs of their own, which run at the same time", legal=(False,)
-        )
+        yield fault_at(job, "launch.packed", "replica groups are jobs of their own, which run at the same time", False)
     if EXECUTORS[executor := job.cluster.executor].single and job.fault_tolerance.replicas > 1:
         yield Fault(
             "cluster.executor",
@@ -73,7 +71,7 @@ def too_many(job: Job, node: int) -> Fault:
     if groups > node:
         return Fault("fault_tolerance.replicas", groups, f"this machine has {counted(node, 'device')}", legal=(node,))
     of_groups = f", for {groups} replica groups" if groups > 1 else ""
-    return Fault("gpus", job.gpus, f"this machine has {counted(node, 'device')}{of_groups}", legal=(node // groups,))
+    return fault_at(job, "gpus", f"this machine has {counted(node, 'device')}{of_groups}", node // groups)
 
 
 RULES = [fragments_are_whole_layers, torchft_is_there, replica_groups_are_processes]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.ranges import Text
 from titan_hydra.core.job.config.schema import Job
 
@@ -48,7 +48,7 @@ def faults(job: Job) -> Iterator[Fault]:
     cluster = job.cluster
     assert isinstance(cluster, KubernetesCluster)
     if not cluster.image:
-        yield Fault("cluster.image", None, "cluster.executor=kubernetes needs it: the pods run this image")
+        yield fault_at(job, "cluster.image", "cluster.executor=kubernetes needs it: the pods run this image")
     yield from tables_have_legal_names(cluster)
     yield from resources_are_quantities(cluster)
     yield from fields_are_the_sites(cluster)
@@ -163,9 +163,9 @@ def runs_lie_on_a_volume(cluster: KubernetesCluster, folder: str) -> Iterator[Fa
 def one_pod_is_one_replica(job: Job) -> Iterator[Fault]:
     """A run is one Job, so it has no replica groups: each group would need its own Job."""
     if job.fault_tolerance.replicas > 1:
-        yield Fault(
+        yield fault_at(
+            job,
             "fault_tolerance.replicas",
-            job.fault_tolerance.replicas,
             "cluster.executor=kubernetes starts one Job for a run, and each replica group would need its own",
-            legal=(1,),
+            1,
         )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from titan_hydra.core.job.config.fault import Fault, suggest
+from titan_hydra.core.job.config.fault import Fault, fault_at, suggest
 from titan_hydra.core.job.config.load import elements
 from titan_hydra.core.job.config.ranges import PATH
 from titan_hydra.core.job.config.schema import Job
@@ -136,13 +136,11 @@ def keys_of_elastic_jobs_have_an_effect(job: Job) -> Iterator[Fault]:
     """nodes_min and grow_minutes are set only for jobs on which they have an effect."""
     cluster: Any = job.cluster
     if cluster.grow_minutes is not None and not job.elastic:
-        yield Fault(
-            "cluster.grow_minutes", cluster.grow_minutes, "only a job with elastic=[...] can grow", legal=(None,)
-        )
+        yield fault_at(job, "cluster.grow_minutes", "only a job with elastic=[...] can grow", None)
     if cluster.nodes_min is not None and "auto" not in job.elastic:
-        yield Fault(
+        yield fault_at(
+            job,
             "cluster.nodes_min",
-            cluster.nodes_min,
             "the planner's layouts begin with this number of nodes, and elastic has no auto",
-            legal=(None,),
+            None,
         )
