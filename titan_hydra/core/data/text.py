@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.core.job.config.parts import HubSource
 
 from . import files
@@ -67,9 +67,7 @@ class Hub:
             ) from error
         names = self.dataset.column_names
         if names and data.text_key not in names:
-            raise ConfigError(
-                str(Fault(f"{key}.text_key", data.text_key, f"{path} has no column of this name", legal=tuple(names)))
-            )
+            raise bad_value(f"{key}.text_key", data.text_key, f"{path} has no column of this name", *tuple(names))
         self.text_key, self.where = data.text_key, f"{key}.path={path}"
         self.every = -(-slots // self.dataset.num_shards)
         self.units = self.dataset.num_shards * self.every

@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.fault import Fault, did_you_mean, suggest
+from titan_hydra.core.job.config.fault import bad_value, did_you_mean, suggest
 from titan_hydra.core.job.config.load import (
     PICKED,
     known_keys,
@@ -35,16 +35,12 @@ def change(job: Job, values: Iterable[str], experiment: Container[str] = ()) -> 
     for text in values:
         key, value = _typed(text, job)
         if known_keys()[key].metadata["identity"] and key not in experiment:
-            raise ConfigError(
-                str(
-                    Fault(
-                        key,
-                        text.partition("=")[2],
-                        "is part of the experiment, which stays the same; another one goes on "
-                        f"from its newest checkpoint with the run's own line and {text} checkpoint.initial_load_path=RUN "
-                        "checkpoint.exclude_from_loading=[] (docs/reliability.md)",
-                    )
-                )
+            raise bad_value(
+                key,
+                text.partition("=")[2],
+                "is part of the experiment, which stays the same; another one goes on "
+                f"from its newest checkpoint with the run's own line and {text} checkpoint.initial_load_path=RUN "
+                "checkpoint.exclude_from_loading=[] (docs/reliability.md)",
             )
         *path, name = key.split(".")
         section = picking().get(path[0]) if len(path) == 1 else None

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import Fault, Job
-from titan_hydra.core.job.config.fault import as_value
+from titan_hydra.core.job.config import Job
+from titan_hydra.core.job.config.fault import as_value, bad_value
 from titan_hydra.core.job.config.registry import DATA_SOURCES
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.core.job.sources import data_sources
@@ -47,7 +47,7 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
     part = f"the learning rates of {old.steps} and {new.steps} steps differ from step {same + 1} on"
     if wanted is not None:
         if wanted not in early:
-            raise ConfigError(str(Fault("--step", wanted, "there is no such checkpoint", legal=tuple(early))))
+            raise bad_value("--step", wanted, "there is no such checkpoint", *tuple(early))
         return steps[
             wanted
         ], f"; {part}: it does not learn what a run of {new.steps} steps learns" if wanted > same else ""

@@ -11,9 +11,9 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
-from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.additions import of_all
-from titan_hydra.core.job.config.fault import multiples_around
+from titan_hydra.core.job.config.fault import bad_value, multiples_around
 from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.ranks import world_size
@@ -89,15 +89,13 @@ def main(args: argparse.Namespace) -> int:
     args.overrides, args.gpus = counted_on(args)
     counts = args.gpus or []
     if counts and counts[0] < 1:
-        raise ConfigError(str(Fault("--gpus", counts[0], "a job needs at least one", legal=(1,))))
+        raise bad_value("--gpus", counts[0], "a job needs at least one", 1)
     if args.prove is not None and args.prove < 1:
-        raise ConfigError(
-            str(Fault("--prove", args.prove, "is the number of layouts to count, at least 1", legal=(1,)))
-        )
+        raise bad_value("--prove", args.prove, "is the number of layouts to count, at least 1", 1)
     others = [name for name, module in other_answers().items() if module.asked(args)]
     if len(counts) > 1 and (options := [*others, *(name for name in ("cell", "why", "prove") if getattr(args, name))]):
         reason = f"--{options[0]} takes one number of GPUs"
-        raise ConfigError(str(Fault("--gpus", ",".join(map(str, counts)), reason, legal=(counts[0],))))
+        raise bad_value("--gpus", ",".join(map(str, counts)), reason, counts[0])
     try:
         if others:
             return other_answers()[others[0]].main(args)
@@ -133,7 +131,7 @@ def planned_job(args: argparse.Namespace, needs_rates: bool = True) -> tuple[Job
     if needs_rates and job.hardware.name == "unknown":
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
         reason = "a prediction needs the device's memory and rates"
-        raise ConfigError(str(Fault("hardware", "unknown", reason, legal=names)))
+        raise bad_value("hardware", "unknown", reason, *names)
     return job, args.gpus[0] if args.gpus else job.gpus
 
 
@@ -141,7 +139,7 @@ def searchable(job: Job, gpus: int | None) -> int:
     """Return the number of devices of a search. Raises ConfigError if it is not given."""
     if gpus is None:
         nearest = job.hardware.gpus_per_node or 8
-        raise ConfigError(str(Fault("gpus", None, "a search needs the number of GPUs", legal=(nearest,))))
+        raise bad_value("gpus", None, "a search needs the number of GPUs", nearest)
     return gpus
 
 
@@ -153,17 +151,11 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
     if not rows:
         node, batch = job.hardware.gpus_per_node, prepared(job, gpus).data.global_batch
         if node and gpus > node and gpus % node:
-            raise ConfigError(
-                str(Fault("--gpus", gpus, f"not whole nodes of {node}", legal=multiples_around(gpus, node)))
-            )
-        raise ConfigError(
-            str(
-                Fault(
-                    "--gpus",
-                    gpus,
-                    f"no layout obeys the rules: the global batch {batch} and the model cannot be split over them",
-                )
-            )
+            raise bad_value("--gpus", gpus, f"not whole nodes of {node}", *multiples_around(gpus, node))
+        raise bad_value(
+            "--gpus",
+            gpus,
+            f"no layout obeys the rules: the global batch {batch} and the model cannot be split over them",
         )
     proofs = [proof(row.prediction.job) for row in rows[: args.prove or 0]]
     if args.json:
@@ -332,7 +324,7 @@ def make_folder(folder: Path | None) -> None:
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(str(Fault("--plot", folder, f"cannot be written: {error.strerror}"))) from error
+        raise bad_value("--plot", folder, f"cannot be written: {error.strerror}") from error
 
 
 def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.job.config import Fault
+from titan_hydra.core.base.errors import Exit
+from titan_hydra.core.job.config.fault import bad_value
 
 from .command_model import add_model, model_at
 
@@ -68,15 +68,13 @@ def print_continuation(
     printed.
     """
     if args.max_tokens < 1:
-        raise ConfigError(str(Fault("--max-tokens", args.max_tokens, "must be at least 1", legal=(1,))))
+        raise bad_value("--max-tokens", args.max_tokens, "must be at least 1", 1)
     if args.top_k is not None and args.top_k < 0:
-        raise ConfigError(str(Fault("--top-k", args.top_k, "must not be negative", legal=(0,))))
+        raise bad_value("--top-k", args.top_k, "must not be negative", 0)
     if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise ConfigError(str(Fault("--top-p", args.top_p, "must be above 0 and at most 1", legal=(1,))))
+        raise bad_value("--top-p", args.top_p, "must be above 0 and at most 1", 1)
     if args.temperature is not None and not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise ConfigError(
-            str(Fault("--temperature", args.temperature, "must be a number, and not negative", legal=(0, 1)))
-        )
+        raise bad_value("--temperature", args.temperature, "must be a number, and not negative", 0, 1)
     from titan_hydra.core.checkpoint.opened import open_model
     from titan_hydra.core.train.generate import generate, sampling_of
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.job.config import Fault
-from titan_hydra.core.job.config.fault import counted
+from titan_hydra.core.job.config.fault import bad_value, counted
 
 from .command_model import add_model, model_at
 
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Write a line for each text, and print the mean log-probability of all texts."""
     if args.context is not None and args.context < 1:
-        raise ConfigError(str(Fault("--context", args.context, "must be at least 1", legal=(1,))))
+        raise bad_value("--context", args.context, "must be at least 1", 1)
     if args.out and args.out.exists():
         raise ConfigError(f"--out={args.out}: exists already")
     from titan_hydra.core.train.score import score_texts

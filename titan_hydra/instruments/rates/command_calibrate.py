@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
-from titan_hydra.core.job.config import Fault
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.core.job.config.files import CONF, write_text
 from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.run import layout
@@ -81,7 +81,7 @@ def target_file(into: str | None) -> Path | None:
         raise ConfigError(f"--into {into}: cannot be typed as hardware=NAME; letters, digits, _ and - can")
     file = (Path("conf") if Path("conf").is_dir() else CONF) / "hardware" / f"{into}.yaml"
     if file.exists():
-        raise ConfigError(str(Fault("--into", into, f"{file} already exists", legal=(f"{into}_2",))))
+        raise bad_value("--into", into, f"{file} already exists", f"{into}_2")
     return file
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit, Kind
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
-from titan_hydra.core.job.config import Fault, Job
-from titan_hydra.core.job.config.fault import fault_at
+from titan_hydra.core.job.config import Job
+from titan_hydra.core.job.config.fault import bad_value, fault_at
 from titan_hydra.core.job.config.ranges import NOT_NEGATIVE, POSITIVE, Interval
 from titan_hydra.core.job.ranks import all_ranks
 from titan_hydra.core.job.run import layout
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     given: dict[str, Any] = {name: getattr(args, name.replace("-", "_")) for name in OPTIONS}
     for name, (_, allowed, _) in OPTIONS.items():
         if given[name] is not None and (reason := allowed.objection(given[name])):
-            raise ConfigError(str(Fault(f"--{name}", given[name], reason, legal=allowed.nearest(given[name]))))
+            raise bad_value(f"--{name}", given[name], reason, *allowed.nearest(given[name]))
     rate, source = rate_of(args)
     minutes = (60 * given["queue-minutes"], 60 * given["restart-minutes"])
     step = given["step-seconds"] or predicted_step(job)
@@ -122,23 +122,16 @@ def rate_of(args: argparse.Namespace) -> tuple[float, str]:
     elif args.failures == "runs":
         failures, days = count_interruptions(all_runs(args.runs))
         if not failures:
-            raise ConfigError(
-                str(
-                    Fault(
-                        "--failures",
-                        "runs",
-                        f"{days:,.6g} GPU-days of {args.runs} had none",
-                        legal=(*FAILURES, "a number"),
-                    )
-                )
+            raise bad_value(
+                "--failures", "runs", f"{days:,.6g} GPU-days of {args.runs} had none", *FAILURES, "a number"
             )
     else:
         try:
             rate = float(args.failures)
         except ValueError as error:
-            raise ConfigError(str(Fault("--failures", args.failures, "is no rate", legal=words))) from error
+            raise bad_value("--failures", args.failures, "is no rate", *words) from error
         if reason := POSITIVE.objection(rate):
-            raise ConfigError(str(Fault("--failures", args.failures, f"failures per GPU-day: {reason}")))
+            raise bad_value("--failures", args.failures, f"failures per GPU-day: {reason}")
         return rate, f"{rate:g} per GPU-day"
     return failures / days, f"{args.failures}: {failures} in {days:,.6g} GPU-days"
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config import Job
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.core.job.config.load import read
 from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.freeze import freeze
@@ -62,7 +63,7 @@ def asked(args: argparse.Namespace) -> bool:
         ("steps", 3, "the first ones are not measured"),
     ):
         if (value := getattr(args, name)) is not None and value < least:
-            raise ConfigError(str(Fault(f"--{name}", value, reason, legal=(least,))))
+            raise bad_value(f"--{name}", value, reason, least)
     if args.tune and args.json:
         raise ConfigError(
             "--json: --tune prints the progress of its runs; titan plan --calibrate RUN... --json prints its fit"
@@ -80,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
     layouts = list[str]()
     planned = _best(on(job, job.hardware), gpus, args.tune)
     if len(planned) < 2:
-        raise ConfigError(str(Fault("--gpus", gpus, f"only one layout fits, so nothing is compared: {planned[0]}")))
+        raise bad_value("--gpus", gpus, f"only one layout fits, so nothing is compared: {planned[0]}")
     for turn in range(1, ROUNDS + 1):
         layouts += [one for one in planned if one not in layouts]
         print(f"\nround {turn}: {len(layouts)} layouts; predicted to be the fastest: {planned[0]}", flush=True)
@@ -108,12 +109,8 @@ def _best(job: Job, gpus: int, number: int) -> list[str]:
     rows, _ = search(job, gpus)
     fitting = [row.overrides for row in rows if row.prediction.fits != "no"]
     if not fitting:
-        raise ConfigError(
-            str(
-                Fault(
-                    "--gpus", gpus, "no layout obeys the rules and fits; titan plan shows those that need least memory"
-                )
-            )
+        raise bad_value(
+            "--gpus", gpus, "no layout obeys the rules and fits; titan plan shows those that need least memory"
         )
     return fitting[:number]
 

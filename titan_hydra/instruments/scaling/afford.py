@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config import Job
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.experiments.compose.compose import compose_cells, compose_unchecked
 from titan_hydra.experiments.compose.describe import option_files
 from titan_hydra.experiments.plan.search import Row, search
@@ -44,7 +45,7 @@ def job_to_plan(overrides: list[str], cell: RunCell, config_dir: list[Path] | No
         job = compose_cells([*cell.overrides, *overrides], config_dir)[0][0]
     if job.hardware.name == "unknown":
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
-        raise ConfigError(str(Fault("hardware", "unknown", "a plan needs the device's memory and rates", legal=names)))
+        raise bad_value("hardware", "unknown", "a plan needs the device's memory and rates", *names)
     return job
 
 
@@ -71,7 +72,7 @@ def best_offer(job: Job, gpus: int, days: float, law: Law, count: Callable[[Job]
                 break
             at = best
     if (found := offers[at]) is None:
-        raise ConfigError(str(Fault("--gpus", gpus, f"no size of {job.model.name} fits on {job.hardware.name}")))
+        raise bad_value("--gpus", gpus, f"no size of {job.model.name} fits on {job.hardware.name}")
     return found
 
 

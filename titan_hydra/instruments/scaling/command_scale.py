@@ -9,8 +9,7 @@ from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, to_json
-from titan_hydra.core.job.config import Fault
-from titan_hydra.core.job.config.fault import quoted
+from titan_hydra.core.job.config.fault import bad_value, quoted
 from titan_hydra.core.job.config.files import CONF, write_text
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.plan.command_plan import make_folder
@@ -184,7 +183,7 @@ def asked_parts(
 def _refuse(args: argparse.Namespace, sweeps: list[str], overrides: list[str]) -> None:
     """Raise ConfigError if options exclude each other, or if an option lacks another that it needs."""
     if args.draws < 20:
-        raise ConfigError(str(Fault("--draws", args.draws, "too few for an interval of 90 %", legal=(20,))))
+        raise bad_value("--draws", args.draws, "too few for an interval of 90 %", 20)
     if len(sweeps) > 2:
         raise ConfigError(f"{sweeps[2]}: at most two sweeps are compared")
     for one, other in (("size", "tokens"), ("tokens", "size"), ("gpus", "days"), ("days", "gpus")):
@@ -195,9 +194,9 @@ def _refuse(args: argparse.Namespace, sweeps: list[str], overrides: list[str]) -
     if overrides and not (args.make or args.gpus):
         raise ConfigError(f"{overrides[0]}: overrides are for --make and --gpus alone")
     if args.gpus is not None and args.gpus < 1:
-        raise ConfigError(str(Fault("--gpus", args.gpus, "a job needs at least one", legal=(1,))))
+        raise bad_value("--gpus", args.gpus, "a job needs at least one", 1)
     if args.backtest is not None and args.backtest < 1:
-        raise ConfigError(str(Fault("--backtest", args.backtest, "is the number of cells to leave out", legal=(10,))))
+        raise bad_value("--backtest", args.backtest, "is the number of cells to leave out", 10)
     if len(sweeps) == 2 and (args.gpus or args.backtest):
         raise ConfigError("--gpus and --backtest take one sweep")
 
@@ -208,7 +207,7 @@ def make_ladder(args: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(f"--make {args.make}: cannot be typed as +sweeps=NAME; letters, digits, _ and - can")
     file = (Path("conf") if Path("conf").is_dir() else CONF) / "sweeps" / f"{args.make}.yaml"
     if file.exists():
-        raise ConfigError(str(Fault("--make", args.make, f"{file} already exists", legal=(f"{args.make}_2",))))
+        raise bad_value("--make", args.make, f"{file} already exists", f"{args.make}_2")
     cells = ladder_cells(compose_job(*overrides, config_dir=args.config_dir), args.sizes, args.multiples)
     lists = [f"--{name} {','.join(f'{one:g}' for one in getattr(args, name))}" for name in ("sizes", "multiples")]
     comment = f"Made by: titan scale --make {args.make} {' '.join(lists)} {quoted(overrides)}."

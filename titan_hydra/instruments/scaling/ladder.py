@@ -14,7 +14,7 @@ import yaml
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import Fault, Job
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import divisors
+from titan_hydra.core.job.config.fault import bad_value, divisors
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.experiments.compose.describe import groups
 from titan_hydra.experiments.compose.sweep import key_of
@@ -47,7 +47,7 @@ def parameters_in(model: Model) -> int:
     family = family_of(model)
     if family.parameters is None or family.stacks is not None:
         reason = "has no formula for its parameters" if family.parameters is None else "is not a decoder alone"
-        raise ConfigError(str(Fault("model.family", model.family, f"{reason}, so no rule gives its sizes")))
+        raise bad_value("model.family", model.family, f"{reason}, so no rule gives its sizes")
     return family.parameters(model)
 
 
@@ -72,7 +72,7 @@ def ladder_cells(job: Job, sizes: Sequence[float], multiples: Sequence[float]) -
     parameters (`multiples`). The warm-up takes the same fraction of the steps as in the job.
     """
     if job.validation.name == "off":
-        raise ConfigError(str(Fault("validation", "off", "a ladder compares held-out losses", legal=("on",))))
+        raise bad_value("validation", "off", "a ladder compares held-out losses", "on")
     cells: dict[str, list[str]] = {}
     for target in sizes:
         model = model_near(job.model, target)

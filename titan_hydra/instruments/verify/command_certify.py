@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import to_json
 from titan_hydra.core.base.versions import versions
-from titan_hydra.core.job.config import Fault, Job, identity, to_dict
-from titan_hydra.core.job.config.fault import counted
+from titan_hydra.core.job.config import Job, identity, to_dict
+from titan_hydra.core.job.config.fault import bad_value, counted
 from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.job.config.operation import Paths
 from titan_hydra.core.job.ranks import DEGREES, world_size
@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
     has failed, and 2 if a job breaks a rule or has no reduced form.
     """
     if not 2 <= args.ranks <= 8:
-        raise ConfigError(str(Fault("--ranks", args.ranks, "the ranks of a reduced job", legal=(2, 4, 8))))
+        raise bad_value("--ranks", args.ranks, "the ranks of a reduced job", 2, 4, 8)
     if args.overrides and not any("=" in word for word in args.overrides):
         return add_figures(args)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, as there may be more ranks than cores

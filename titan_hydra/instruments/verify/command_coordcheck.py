@@ -15,7 +15,8 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
-from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config import Job
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import later_wins
 
@@ -92,9 +93,7 @@ def main(args: argparse.Namespace) -> int:
             "titan coordcheck: needs two sizes or more, a seed or more, and with --rates three rates or more"
         )
     if args.plot and args.plot.suffix != ".png":
-        raise ConfigError(
-            str(Fault("--plot", str(args.plot), "is drawn as PNG", legal=(args.plot.with_suffix(".png"),)))
-        )
+        raise bad_value("--plot", str(args.plot), "is drawn as PNG", args.plot.with_suffix(".png"))
     result = _rates(check, args.rates) if args.rates else _coordinates(check)
     if args.json:
         print(to_json(result))

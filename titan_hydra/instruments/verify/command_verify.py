@@ -11,11 +11,10 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.base.versions import versions
-from titan_hydra.core.job.config import Fault
-from titan_hydra.core.job.config.fault import suggest
+from titan_hydra.core.job.config.fault import bad_value, suggest
 from titan_hydra.core.job.config.files import CONF
 from titan_hydra.instruments.verify.case import Case
 from titan_hydra.instruments.verify.matrix import whole_matrix
@@ -198,13 +197,11 @@ def _verify_module(place: str, as_json: bool) -> int:
 def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:
     """Return the cases that --only and --ranks choose. Raises ConfigError if there are none."""
     if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
-        raise ConfigError(str(Fault("--ranks", args.ranks, "no case has this number of ranks", legal=ranks)))
+        raise bad_value("--ranks", args.ranks, "no case has this number of ranks", *ranks)
     chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
     if not chosen:
         names = [case.name for case in cases if args.ranks in (None, case.ranks)]
-        raise ConfigError(
-            str(Fault("--only", args.only, "no such case; --list names them", legal=suggest(args.only, names)))
-        )
+        raise bad_value("--only", args.only, "no such case; --list names them", *suggest(args.only, names))
     return chosen
 
 

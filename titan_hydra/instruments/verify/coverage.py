@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import Fault
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import counted
+from titan_hydra.core.job.config.fault import bad_value, counted
 from titan_hydra.core.job.config.model import Model
 
 from .case import Case
@@ -89,7 +88,7 @@ def _lengthened(seq_len: int, windows: dict[str, int]) -> list[str]:
     more = -(-2 * width // 16) * 16
     if more > LONGEST:
         reason = f"hides nothing from sequences of {LONGEST} tokens; a narrower one proves the same code"
-        raise ConfigError(str(Fault(key, width, reason, legal=(LONGEST // 2,))))
+        raise bad_value(key, width, reason, LONGEST // 2)
     return [f"data.seq_len={seq_len + more}"] if seq_len < 2 * width else []
 
 

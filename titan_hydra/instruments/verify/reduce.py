@@ -11,7 +11,8 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.batches import local_batches
-from titan_hydra.core.job.config import Fault, Job, from_dict, identity, to_dict
+from titan_hydra.core.job.config import Job, from_dict, identity, to_dict
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.core.job.config.load import picked_anew
 from titan_hydra.core.job.config.operation import (
     Checkpoint,
@@ -97,10 +98,10 @@ def reduced(job: Job, most: int) -> list[Job]:
     """
     if job.objective.name != "language":
         reason = "one process and several are compared for language alone; titan verify has cases of this objective"
-        raise ConfigError(str(Fault("objective", job.objective.name, reason, legal=("language",))))
+        raise bad_value("objective", job.objective.name, reason, "language")
     if job.fault_tolerance.name != "off":
         reason = "replica groups that come and go do not learn what one process learns"
-        raise ConfigError(str(Fault("fault_tolerance", job.fault_tolerance.name, reason, legal=("off",))))
+        raise bad_value("fault_tolerance", job.fault_tolerance.name, reason, "off")
     jobs = [_reduced_to(job, degrees) for degrees in _degrees(job, most)]
     for small in jobs:
         if faults := check(small):
@@ -118,14 +119,10 @@ def _degrees(job: Job, most: int) -> Iterator[dict[str, int]]:
         while math.prod(degrees.values()) > max(most, 2 ** len(degrees)):
             name = max((name for name in names if not (written and name == "pp")), key=degrees.get, default=None)
             if name is None or degrees[name] == 2:
-                raise ConfigError(
-                    str(
-                        Fault(
-                            "pp_schedule",
-                            job.pp_schedule.name,
-                            f"its file is for {degrees['pp']} pipeline ranks, which are too many",
-                        )
-                    )
+                raise bad_value(
+                    "pp_schedule",
+                    job.pp_schedule.name,
+                    f"its file is for {degrees['pp']} pipeline ranks, which are too many",
                 )
             degrees[name] = degrees[name] // 2 if degrees[name] % 2 == 0 else 2
         yield degrees

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import Fault
-from titan_hydra.core.job.config.fault import suggest
+from titan_hydra.core.job.config.fault import bad_value, suggest
 
 if TYPE_CHECKING:
     import torch
@@ -64,25 +62,23 @@ def load_subject(place: str) -> Subject:
     """
     file, _, name = place.rpartition(":")
     if not file or not name.isidentifier():
-        raise ConfigError(str(Fault("--module", place, "is not FILE.py:NAME or MODULE:NAME")))
+        raise bad_value("--module", place, "is not FILE.py:NAME or MODULE:NAME")
     if file.endswith(".py"):
         path = Path(file).resolve()
         if not path.is_file():
-            raise ConfigError(str(Fault("--module", place, f"there is no file {path}")))
+            raise bad_value("--module", place, f"there is no file {path}")
         sys.path.insert(0, str(path.parent))
         file = path.stem
     elif not _found(file):
-        raise ConfigError(str(Fault("--module", place, f"there is no module {file}")))
+        raise bad_value("--module", place, f"there is no module {file}")
     module = importlib.import_module(file)
     subjects = [key for key, value in vars(module).items() if isinstance(value, Subject)]
     if name not in subjects:
-        raise ConfigError(str(Fault("--module", place, f"{file} has no Subject {name}", legal=suggest(name, subjects))))
+        raise bad_value("--module", place, f"{file} has no Subject {name}", *suggest(name, subjects))
     subject = getattr(module, name)
     for dimension in subject.split:
         if dimension not in subject.mesh:
-            raise ConfigError(
-                str(Fault(f"{name}.split", dimension, "is no dimension of the mesh", legal=tuple(subject.mesh)))
-            )
+            raise bad_value(f"{name}.split", dimension, "is no dimension of the mesh", *tuple(subject.mesh))
     return subject
 
 

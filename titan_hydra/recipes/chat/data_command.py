@@ -14,8 +14,8 @@ from titan_hydra.core.base.text import COLOURS, table
 from titan_hydra.core.data import Wanted
 from titan_hydra.core.data.shards import BadShard, BadShards
 from titan_hydra.core.data.unknown import share_of_unknown
-from titan_hydra.core.job.config import Fault, Job
-from titan_hydra.core.job.config.fault import fault_at
+from titan_hydra.core.job.config import Job
+from titan_hydra.core.job.config.fault import bad_value, fault_at
 from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check
@@ -79,7 +79,7 @@ def _show(samples: Chat, job: Job, row: int) -> None:
     reader = samples.reader
     if not 1 <= row <= len(reader.lines):
         nearest = (max(1, min(row, len(reader.lines))),)
-        raise ConfigError(str(Fault("--row", row, f"there are {len(reader.lines):,} {reader.rows}", legal=nearest)))
+        raise bad_value("--row", row, f"there are {len(reader.lines):,} {reader.rows}", *nearest)
     where = reader.lines.row(row - 1)[0]
     print(f"{where}: what is learned is {'green' if coloured() else 'between >>> and <<<'}")
     print(marked(reader, reader.turns(row - 1)), end="\n\n")

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.job.config import Fault
+from titan_hydra.core.base.errors import Exit
+from titan_hydra.core.job.config.fault import bad_value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     """Encode captioned images into a folder."""
     for name in ("size", "text_len", "batch", "per_file"):
         if (value := getattr(args, name)) < 1:
-            raise ConfigError(str(Fault(f"--{name.replace('_', '-')}", value, "must be at least 1", legal=(1,))))
+            raise bad_value(f"--{name.replace('_', '-')}", value, "must be at least 1", 1)
     import torch
 
     from .encode import encode_files

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.job.config import Fault
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.experiments.runs.command_model import add_model, checkpoint_of
 
 
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Write an image for each prompt."""
     if args.steps < 1:
-        raise ConfigError(str(Fault("--steps", args.steps, "must be at least 1", legal=(1,))))
+        raise bad_value("--steps", args.steps, "must be at least 1", 1)
     for name in ("guidance", "shift"):
         if not (math.isfinite(value := getattr(args, name)) and value >= 0):
-            raise ConfigError(str(Fault(f"--{name}", value, "must be a number, and not negative", legal=(0, 1))))
+            raise bad_value(f"--{name}", value, "must be a number, and not negative", 0, 1)
     from PIL import Image
 
     from .sample import sample

@@ -9,6 +9,8 @@ from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from typing import Any
 
+from titan_hydra.core.base.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -36,6 +38,11 @@ class Fault:
 def fault_at(job: Any, key: str, reason: str, *legal: Any) -> Fault:
     """Return the fault of the value that a job (or another tree of sections) has at a dotted key."""
     return Fault(key, reduce(getattr, key.split("."), job), reason, legal)
+
+
+def bad_value(key: str, value: Any, reason: str, *legal: Any) -> ConfigError:
+    """Return the error that ends a command because of one value."""
+    return ConfigError(str(Fault(key, value, reason, legal)))
 
 
 def counted(number: int, what: str) -> str:

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from titan_hydra.core.base.errors import ConfigError
-
-from .fault import Fault
+from .fault import Fault, bad_value
 from .field import key
 from .ranges import COUNT, NAME, POSITIVE, WIDTH, WORD, Interval
 
@@ -75,7 +73,7 @@ class Model:
         for name, value in now.items():
             if value * dim % self.dim:
                 reason = f"model.{name}={value} at model.dim={self.dim} would not be a whole number"
-                raise ConfigError(str(Fault("model.dim", dim, reason)))
+                raise bad_value("model.dim", dim, reason)
         wide = replace(self, dim=dim, **{name: value * dim // self.dim for name, value in now.items()})
         return replace(wide, head_dim=self.head_width) if wide.head_width != self.head_width else wide
 

@@ -18,9 +18,8 @@ from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.plain import NotPlain, open_plain
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import bad_value
 
 from . import layout
 
@@ -155,7 +154,7 @@ def asked_for(run: Path, step: str | None) -> Path:
     found = best(folder)
     if step != "best":
         legal = (*there, "best") if found else tuple(there)
-        raise ConfigError(str(Fault("--step", step, f"{run.name} has no such checkpoint", legal=legal)))
+        raise bad_value("--step", step, f"{run.name} has no such checkpoint", *legal)
     loss, lowest = lowest_held_out(run)
     if found is None or held_out_loss(found) > (inf if loss is None else loss):
         reason = (
@@ -163,9 +162,7 @@ def asked_for(run: Path, step: str | None) -> Path:
             if loss is None
             else f"the lowest held-out loss, {loss:.4f} of step {lowest}, is not kept"
         )
-        raise ConfigError(
-            str(Fault("--step", step, f"{reason}; checkpoint.keep_best=true keeps it", legal=tuple(there)))
-        )
+        raise bad_value("--step", step, f"{reason}; checkpoint.keep_best=true keeps it", *tuple(there))
     return found
 
 
