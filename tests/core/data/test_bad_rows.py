@@ -28,6 +28,7 @@ BAD = {
     "latin1": b'{"text": "\xff"}',
     "cut": b'{"text": "cut',
     "deep": DEEP,
+    "twice": b'{"text": "one", "text": "another"}',
 }
 
 

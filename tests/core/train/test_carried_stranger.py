@@ -3,6 +3,7 @@ settings, templates, buffers, heads of another name; in float32 and bfloat16, wi
 """
 
 import json
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.carried import facts_at
 from titan_hydra.core.checkpoint.folder import Folder
 from titan_hydra.core.checkpoint.opened import open_model
+from titan_hydra.core.job.config.family import FAMILIES
 from titan_hydra.core.models import build
 from titan_hydra.core.models.hf import hf_of, meta_state
 from titan_hydra.core.models.init import init_weights
@@ -135,3 +137,25 @@ def test_what_its_folder_says_and_it_cannot_compute_is_refused(own):
     change(folder, "config.json", rope_scaling={"type": "yarn", "factor": 4.0})
     with pytest.raises(ConfigError, match="rope_type=yarn: only default can be converted"):
         Folder(folder)
+
+
+def test_every_word_uses_its_folder(own, tmp_path, capsys, monkeypatch):
+    folder = own(False)
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "It is 7."}) + "\n")
+    pair = {"prompt": "3+4?", "chosen": "It is 7.", "rejected": "It is 8."}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    words = {
+        "generate": ["--prompt", "It", "--max-tokens", "3"],
+        "chat": ["--prompt", "3+4?", "--max-tokens", "3"],
+        "score": [tmp_path / "texts.jsonl"],
+        "score-pairs": [tmp_path / "pairs.jsonl", "--out", tmp_path / "scored.jsonl"],
+        "convert": ["--from", "hf", tmp_path / "back"],
+    }
+    for word, others in words.items():
+        for imports, status in (([], 2), (["--imports", "own"], 0)):
+            FAMILIES.pop("own", None)  # as in a process of its own
+            monkeypatch.delitem(sys.modules, "own", raising=False)
+            assert cli.main([word, *imports, str(folder), *map(str, others)]) == status, word
+            assert status == 0 or "model_type=own" in capsys.readouterr().err
+    assert cli.main(["score", "--imports", "owm", str(folder), str(tmp_path / "texts.jsonl")]) == 2
+    assert "--imports" in capsys.readouterr().err

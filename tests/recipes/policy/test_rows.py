@@ -4,10 +4,12 @@ import json
 
 import pytest
 
-from tests.recipes.chat.test_rows import MULTIPLY, forms_agree, write_forms
+from tests.recipes.chat.test_rows import MULTIPLY, forms_agree, reading_of, write_forms
+from titan_hydra.core.data.files import record_of
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules import checks
 from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.recipes.chat.rows import READING
 from titan_hydra.recipes.policy.rows import pair_of
 
 
@@ -106,3 +108,30 @@ def test_the_question_of_a_pair_is_found_in_every_form(row):
 def test_a_pair_whose_question_is_not_clear_is_refused(row, reason):
     with pytest.raises(ValueError, match=reason):
         pair_of(row)
+
+
+TALK = [say("user", "q"), say("assistant", "a")]
+ODD = [
+    {"prompt": "q", "chosen": "a", "rejected": "b"},
+    {"instruction": "q", "input": "c", "chosen": "a", "rejected": "b", "system": "Be kind."},
+    {"prompt": [], "chosen": TALK, "rejected": [TALK[0], say("assistant", "b")]},
+    {"prompt": TALK[:1], "chosen": TALK, "rejected": say("assistant", "b")},
+    {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"}, "rejected": "b"},
+    {"messages": [*TALK, say("user", "r")], "chosen": "a", "rejected": "b"},
+    {"chosen": "a", "rejected": "b"},
+    {"prompt": "p", "chosen": TALK, "rejected": TALK},
+]
+READ = {3: "f2f1a406a5c45c9c"}  # as in tests/recipes/chat/test_rows.py
+
+
+def test_the_number_of_the_reading_changes_with_what_pairs_give():
+    lines = [*map(json.dumps, ODD), '{"prompt": "q", "chosen": "a", "rejected": "b", "chosen": "c"}']
+    assert {READING: reading_of(lines, lambda line: pair_of(record_of(line)))} == READ
+
+
+def test_pairs_that_teach_nothing_are_told(tmp_path):
+    scores = {"ref_chosen_logps": -1.0, "ref_rejected_logps": -1.0}
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "ab"[number % 2]} | scores for number in range(6)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = freeze(compose_unchecked("debug=tiny", "data=preference", f"data.path={tmp_path}/a.jsonl"))
+    assert [fault.key for fault in checks.warnings(job) if "in 3 of the first 6" in str(fault)] == ["data.path"]

@@ -99,7 +99,7 @@ def import_hf(source: Path, target: Path, dtype: torch.dtype | None = None, impo
     """Write a Hugging Face folder as a checkpoint that holds only `model.*`. The checkpoint's config.json has the model
     section. `imports` are the user's modules, one of which may define the family.
     """
-    require_user_modules(list(imports))
+    require_user_modules(list(imports), "--imports")
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     folder = Folder(source)

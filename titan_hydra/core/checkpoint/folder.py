@@ -201,7 +201,10 @@ def side_of(content: dict, file: Path) -> HuggingFace:
     sides = {side.model_type: side for family in FAMILIES.values() if (side := family.part("hf"))}
     kind = content.get("model_type") or content.get("_class_name")
     if kind not in sides:
-        raise ConfigError(f"{file}: model_type={kind}: only {', '.join(sides)} can be converted")
+        raise ConfigError(
+            f"{file}: model_type={kind}: only {', '.join(sides)} can be converted; --imports names a module of your own "
+            "that defines another family"
+        )
     return sides[kind]
 
 

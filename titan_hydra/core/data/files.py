@@ -106,7 +106,7 @@ def _json(file: Path, text_key: str, start: int, every: int) -> Rows:
             yield number, content
         elif not content.isspace():
             try:
-                yield number, text_in(record_of(content), text_key)
+                yield number, text_in(record_of(content, text_key), text_key)
             except ValueError as error:
                 yield number, BadRow(f"{file}:{line}", error)
 
@@ -192,19 +192,35 @@ READERS: dict[str, Callable[[Path, str, int, int], Rows]] = {
 TEXT_SUFFIXES = DATA_SOURCES["text_files"].suffixes
 
 
-def record_of(content: bytes | dict[str, Any]) -> dict[str, Any]:
-    """Return a row as a dict. Raises ValueError if the row is not a JSON object."""
+def record_of(content: bytes | dict[str, Any], only: str | None = None) -> dict[str, Any]:
+    """Return a row as a dict. Raises ValueError if the row is not a JSON object. `only`: see `json_of`."""
     if isinstance(content, dict):
         return content
     try:
-        row = json.loads(content)
+        row = json_of(content, only)
     except RecursionError as error:
         raise ValueError("not a JSON line: nested too deeply") from error
-    except ValueError as error:  # also raised for a line that is not UTF-8
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a JSON line: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"not a record but {type(row).__name__}")
     return row
+
+
+def json_of(content: str | bytes, only: str | None = None) -> Any:
+    """Return what a JSON text holds. Raises ValueError if it is no JSON, or if an object in it has a key twice with
+    different values, of which Python's json would keep the last. With `only`, no other key is compared.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            for key, value in pairs:
+                if only in (None, key) and value != found[key]:
+                    raise ValueError(f"it has {key!r} twice, with different values")
+        return found
+
+    return json.loads(content, object_pairs_hook=once)
 
 
 def text_in(record: dict[str, Any], text_key: str) -> str:

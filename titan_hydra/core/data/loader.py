@@ -19,6 +19,7 @@ from titan_hydra.core.job.inputs import DATA_FILES
 from .batch import Batch
 from .shards import BadShards
 
+READ_BY_PACKAGE = ("reading", "long_texts")  # parts of a signature that change with this package, not with a key
 Sample = dict[str, np.ndarray]  # arrays by name; a sample of text has `tokens` [seq_len + 1]
 
 
@@ -109,7 +110,8 @@ class Loader:
             saved = state["signature"].get(key)
             if saved is None and key == DATA_FILES:
                 continue  # saved before files were recorded
-            if saved is None and not key.startswith("data."):
+            by_package = key.rpartition(".")[2] in READ_BY_PACKAGE
+            if saved != value and (by_package or (saved is None and not key.startswith("data."))):
                 raise ConfigError(
                     f"these data are read in another way since the state was saved ({key}={value}): start a new run"
                 )

@@ -4,7 +4,6 @@ the numbers that follow from the scores. Prompts, tokens and numbers are those o
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from titan_hydra.core.job.config.files import home, similar
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.config.schema import Tokenizer as TokenizerKeys
 
-from .files import UNREADABLE, opened
+from .files import UNREADABLE, opened, record_of
 from .learned import words_of_data
 from .tokenizer import Tokenizer, load
 
@@ -167,11 +166,9 @@ def requests_of(question: TaskQuestion, words: Tokenizer) -> list[Request]:
 
 def _question(text: bytes, line: int, where: str) -> TaskQuestion:
     try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the line is not JSON, or not UTF-8, or too deep
-        raise ConfigError(f"{where}: not a JSON line: {error}") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: not a record but {type(row).__name__}")
+        row = record_of(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
     needed = ("prompt", "choices", "gold") if "choices" in row or "gold" in row else ("prompt", "target")
     if missing := [name for name in needed if name not in row]:
         raise ConfigError(

@@ -9,7 +9,7 @@ from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.run.checkpoints import asked_for
 from titan_hydra.experiments.runs.view import add_runs, place_of
 
-from .command_model import add_step, add_tokenizer
+from .command_model import add_imports, add_step, add_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,13 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, help="config.json of the run (default: the file two folders above the checkpoint)"
     )
-    parser.add_argument(
-        "--imports",
-        nargs="+",
-        default=[],
-        metavar="MODULE",
-        help="with --from: your own modules that define the model's family",
-    )
+    add_imports(parser)
     add_runs(parser)
 
 
@@ -60,6 +54,8 @@ def main(args: argparse.Namespace) -> int:
 
     if args.step and not args.to:
         raise ConfigError("--step: needs --to; --from reads a Hugging Face folder")
+    if args.imports and args.to:
+        raise ConfigError("--imports: needs --from; a run names its own modules")
     if args.tokenizer and args.to != "hf":
         raise ConfigError("--tokenizer: needs --to hf; other formats have no tokenizer of their own")
     with replacing(args.target) if args.replace else contextlib.nullcontext(args.target) as folder:

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from titan_hydra.core.job.config.user_code import require_user_modules
 from titan_hydra.core.job.run.checkpoints import asked_for
 from titan_hydra.experiments.runs.view import add_runs, place_of
 
@@ -19,8 +20,10 @@ def add_model(parser: argparse.ArgumentParser, further: str = "") -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (default: float32)"
     )
-    if further:  # the model takes text
+    parser.set_defaults(imports=[])
+    if further:  # the model takes text, and may be one of a Hugging Face folder
         add_tokenizer(parser)
+        add_imports(parser)
     add_runs(parser)
 
 
@@ -33,6 +36,17 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_imports(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module of your own that defines the family of a Hugging Face folder's model; may be repeated "
+        "(a run names its own modules)",
+    )
+
+
 def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step",
@@ -42,7 +56,10 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def model_at(args: argparse.Namespace) -> Path:
-    """Return the run, checkpoint or Hugging Face folder that RUN and --step name."""
+    """Return the run, checkpoint or Hugging Face folder that RUN and --step name. The modules of --imports are imported,
+    as one of them may define the family. Raises ConfigError if a module cannot be imported.
+    """
+    require_user_modules(args.imports, "--imports")
     return asked_for(place_of(args.cell, args.runs), args.step)
 
 

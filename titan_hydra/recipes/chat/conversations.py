@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_hydra.core.data.files import record_of
+from titan_hydra.core.data.files import json_of, record_of
 from titan_hydra.core.data.records import Record
 
 from .forms import messages_of
@@ -162,7 +162,7 @@ def _learned(message: dict[str, Any], number: int) -> bool | None:
 
 def _json(text: str, otherwise: str) -> Any:
     try:
-        return json.loads(text)
+        return json_of(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(otherwise) from error
 

@@ -38,7 +38,7 @@ from .sources import ConversationSource, RowSource, TemplateSource
 if TYPE_CHECKING:
     from titan_hydra.core.data import Wanted
 
-READING = 2  # changes whenever the same row gives other tokens than before, so that an older run is not resumed
+READING = 3  # changes whenever the same row gives other tokens than before, so that an older run is not resumed
 # number of conversations that are packed together; with 200 tokens each, in samples of 8,192 tokens, 2 % is padding
 WINDOW = 1000
 TRIED = 10  # seconds that a template may take for the first row when the launcher checks it

@@ -4,7 +4,6 @@ the run in the data thread.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.convert import make_target
+from titan_hydra.core.data.files import json_of
 from titan_hydra.core.job.config.files import home, write_json
 from titan_hydra.core.train.generate import device_here
 
@@ -78,7 +78,7 @@ def captioned(lines: Path) -> Iterator[tuple[Path, str]]:
         raise ConfigError(f"{lines}: no image is listed in it")
     for number, row in enumerate(rows, start=1):
         try:
-            entry = json.loads(row)
+            entry = json_of(row)
             yield lines.parent / entry["image"], str(entry["caption"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f'{lines}:{number}: is not {{"image": PATH, "caption": TEXT}} ({error})') from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import json
 import math
 import os
 import tarfile
@@ -24,6 +23,7 @@ import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data import files, unknown
+from titan_hydra.core.data.files import json_of
 from titan_hydra.core.data.shards import BadRow, BadShard, BadShards
 from titan_hydra.core.data.tokenizer import Tokenizer
 from titan_hydra.core.job.config import schema
@@ -203,7 +203,7 @@ def parts_of(members: dict[str, bytes]) -> list[str | Callable[[], Image]]:
         if len(images) != 1 or "txt" not in members:
             raise ValueError(f"neither an image with .txt nor a .json with 'parts', but {', '.join(members)}")
         return [_opener(members[images[0]]), members["txt"].decode()]
-    table = json.loads(members["json"])
+    table = json_of(members["json"])
     parts = table.get("parts") if isinstance(table, dict) else None
     if not isinstance(parts, list) or not parts:
         raise ValueError("its .json has no list 'parts'")

@@ -30,6 +30,7 @@ from titan_hydra.recipes.chat.rows import (
     faults_of_first,
     faults_of_rows,
     open_rows,
+    place_of_rows,
     warnings_of_first,
 )
 from titan_hydra.recipes.chat.sources import RowSource
@@ -189,8 +190,21 @@ def faults_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[F
 
 
 def warnings_of_pairs(key: str, source: PairSource, job: schema.Job) -> Iterator[Fault]:
-    """Yield warnings about the text of the first pairs."""
-    return warnings_of_first(key, source, job, _texts)
+    """Yield warnings about the text of the first pairs, and about pairs from which nothing is learned."""
+    rows, alike = 0, 0
+
+    def compared(template: Template, source: schema.Source, line: Record) -> list[Rendered]:
+        nonlocal rows, alike
+        (_, chosen, _), (_, rejected, _) = texts = _texts(template, source, line)
+        rows, alike = rows + 1, alike + (chosen == rejected)
+        return texts
+
+    yield from warnings_of_first(key, source, job, compared)
+    if alike:
+        reason = (
+            f"'chosen' and 'rejected' are the same in {alike} of the first {rows} rows, from which nothing is learned"
+        )
+        yield Fault(*place_of_rows(key, source, "train"), reason)
 
 
 def _texts(template: Template, source: schema.Source, line: Record) -> list[Rendered]:

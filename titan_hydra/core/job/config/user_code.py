@@ -29,8 +29,9 @@ INSTALLED = {"site-packages", "dist-packages"}
 REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
-def load_user_modules(modules: list[str]) -> list[Fault]:
-    """Import the user's modules, so that the parts that they register are known. Return a fault for each failed import.
+def load_user_modules(modules: list[str], key: str = KEY) -> list[Fault]:
+    """Import the user's modules, so that the parts that they register are known. Return a fault for each failed import;
+    `key` is where the user has named them.
 
     Modules are looked up on sys.path, then in the current folder. This is the folder in which launch.py was started,
     and ranks start in it too.
@@ -48,13 +49,13 @@ def load_user_modules(modules: list[str]) -> list[Fault]:
         elif is_name(module):
             there = any(name == module for name, _, _ in _files_of(module))
             reason = _failure(module) if there else f"there is no module {module} on PYTHONPATH or in this folder"
-        faults += [Fault(KEY, modules, reason)] if reason else []
+        faults += [Fault(key, modules, reason)] if reason else []
     return faults
 
 
-def require_user_modules(modules: list[str]) -> None:
-    """Import the user's modules. Raises ConfigError if a module cannot be imported."""
-    if faults := load_user_modules(modules):
+def require_user_modules(modules: list[str], key: str = KEY) -> None:
+    """Import the user's modules, which `key` names. Raises ConfigError if a module cannot be imported."""
+    if faults := load_user_modules(modules, key):
         raise ConfigError("\n".join(map(str, faults)))
 
 
