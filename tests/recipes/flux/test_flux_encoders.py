@@ -247,7 +247,7 @@ def test_missing_libraries_are_one_line(tmp_path, monkeypatch):
 
 def test_what_needs_no_encoders_imports_no_libraries():
     code = """import sys
-from titan_hydra import data
+from titan_hydra.core import data
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.recipes.flux import encode, encode_command, sample, sample_command
 loader = data.build(compose_job("experiment=flux_laptop", "gpus=1", "data.local_batch=2"), 0, 1)
