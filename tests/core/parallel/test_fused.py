@@ -235,7 +235,7 @@ def test_equal_blocks_are_compiled_once_and_without_a_break(ac):
 
 def test_a_rank_with_fused_kernels_imports_no_torchao():
     code = """import sys, torch
-from titan_hydra import models
+from titan_hydra.core import models
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.core.parallel import formats
 from titan_hydra.core.parallel.mesh import Mesh
