@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.recipes.chat.test_rows import MULTIPLY, forms_agree, reading_of, write_forms
+from tests.recipes.chat.test_reading import reading_of
+from tests.recipes.chat.test_rows import MULTIPLY, forms_agree, write_forms
 from titan_hydra.core.data.files import record_of
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules import checks
@@ -121,7 +122,7 @@ ODD = [
     {"chosen": "a", "rejected": "b"},
     {"prompt": "p", "chosen": TALK, "rejected": TALK},
 ]
-READ = {3: "f2f1a406a5c45c9c"}  # as in tests/recipes/chat/test_rows.py
+READ = {3: "f2f1a406a5c45c9c"}  # as in tests/recipes/chat/test_reading.py
 
 
 def test_the_number_of_the_reading_changes_with_what_pairs_give():
