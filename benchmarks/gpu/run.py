@@ -364,11 +364,12 @@ def publish(row: Row, found: dict, header: dict[str, Any], out: Path) -> bool:
 
 
 def as_published(row: Row, found: dict, header: dict[str, Any]) -> dict[str, Any]:
-    """Return a measured row in the form of titan_hydra/assets/published.yaml, with the preset of its card."""
+    """Return a measured row in the form of benchmarks/planner/published.yaml, with the preset of its card."""
     from titan_hydra.core.job.freeze import freeze
     from titan_hydra.experiments.compose.compose import compose_unchecked
     from titan_hydra.experiments.compose.describe import option_files
-    from titan_hydra.instruments.rates.own_row import OWN, row_of
+    from titan_hydra.instruments.rates.own_row import row_of
+    from titan_hydra.instruments.rates.published import OWN
 
     device = header["device"].lower()
     preset = next((file.stem for file in option_files("hardware") if file.stem in device), "unknown")

@@ -14,7 +14,6 @@ from titan_hydra.core.job.freeze import freeze
 from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.plan import memory, time
 from titan_hydra.experiments.plan.shape import shape_of
-from titan_hydra.instruments.rates.published import OLDER
 
 HERE = Path(__file__).parent
 TABLES = yaml.safe_load((HERE.parent / "report" / "paper.yaml").read_text())
@@ -82,7 +81,7 @@ def of_then(row: dict, table: str = "") -> memory.Constants:
     loss was not compiled, and a pipeline schedule kept the logits of all microbatches, at first in float32.
     """
     kept = {"table4": 4, "table6": 2}.get(table, 2 if "pp" in row else 0)
-    return replace(OLDER["tp" in row], kept_logits=kept)
+    return replace(memory.TORCHTITAN["tp" in row], kept_logits=kept)
 
 
 def measured_and_predicted(row: dict, table: str = "") -> tuple[float | None, float, float, float]:

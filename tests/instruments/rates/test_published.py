@@ -1,6 +1,7 @@
-"""Test predictions of published measurements: titan_hydra/assets/published.yaml, and files in the same format."""
+"""Test predictions of published measurements: benchmarks/planner/published.yaml, and files in the same format."""
 
 import contextlib
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -9,7 +10,9 @@ import yaml
 from titan_hydra.cli import main
 from titan_hydra.experiments.plan.bands import BANDS, band_of, technique_of
 from titan_hydra.experiments.plan.shape import NotPredictable
-from titan_hydra.instruments.rates.published import SHIPPED, rows_of, score
+from titan_hydra.instruments.rates.published import rows_of, score
+
+PUBLISHED = Path(__file__).parents[3] / "benchmarks/planner/published.yaml"
 
 ROW = {
     "id": "own",
@@ -48,10 +51,10 @@ def rows_of_one(row: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    "source", yaml.safe_load(SHIPPED.read_text())["sources"], ids=lambda source: source["source"][-40:]
+    "source", yaml.safe_load(PUBLISHED.read_text())["sources"], ids=lambda source: source["source"][-40:]
 )
 def test_the_first_row_of_each_source_is_predicted(source):
-    row = next(row for row in rows_of() if row["id"] == source["rows"][0]["id"])
+    row = next(row for row in rows_of(PUBLISHED) if row["id"] == source["rows"][0]["id"])
     try:
         found = score(row)
     except NotPredictable as error:
@@ -61,7 +64,7 @@ def test_the_first_row_of_each_source_is_predicted(source):
 
 
 def test_a_source_that_gives_both_confirms_how_its_flops_are_counted():
-    rows = [row for row in rows_of() if row.get("formula") == "nemo" and "tokens_per_second_per_gpu" in row]
+    rows = [row for row in rows_of(PUBLISHED) if row.get("formula") == "nemo" and "tokens_per_second_per_gpu" in row]
     assert len(rows) == 12
     for row in rows:
         from_flops = {name: value for name, value in row.items() if name != "tokens_per_second_per_gpu"}
@@ -71,7 +74,7 @@ def test_a_source_that_gives_both_confirms_how_its_flops_are_counted():
 @pytest.mark.long
 def test_all_rows_are_predicted_as_the_page_says():
     found = []
-    for row in rows_of():
+    for row in rows_of(PUBLISHED):
         with contextlib.suppress(NotPredictable):
             found.append(score(row))
     counted = [one for one in found if not one.apart]
@@ -112,7 +115,7 @@ def test_the_command_reads_a_file_of_rows(tmp_path, capsys):
     file.write_text("nonsense")
     assert main(["plan", "--score", str(file)]) == 2
     assert "is not a list of rows with an id each" in capsys.readouterr().err
-    assert main(["plan", "model=llama3_8b", "--score"]) == 2
+    assert main(["plan", "model=llama3_8b", "--score", str(file)]) == 2
     assert "--score takes no overrides" in capsys.readouterr().err
     assert main(["plan", "--score", str(tmp_path / "none.yaml")]) == 2
     assert "cannot be read" in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """The error bands of predicted times. A prediction's band is that of its technique, and of its device if enough rows of
 this device were measured.
 
-The bands are from `python benchmarks/planner.py`: each contains 85 % of the published rows of its technique, predicted
-with constants that were fitted without the rows' own publishers. A band is a share of the prediction.
+The bands are from `python benchmarks/planner/left_out.py`: each contains 85 % of the published rows of its technique,
+predicted with constants that were fitted without the rows' own publishers. A band is a share of the prediction.
 """
 
 from __future__ import annotations

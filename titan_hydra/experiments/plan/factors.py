@@ -28,7 +28,7 @@ class Factors:
     fused: float = 1.6
     ring: float = 0.84  # ratio of the rate of ring attention (context parallelism) to the rate of attention on one rank
     memory: float = 0.85  # fraction of the device's memory bandwidth that kernels reach
-    # The following were fitted to published rows (`titan plan --score`).
+    # The following were fitted to published rows (benchmarks/planner).
     async_tp: float = 0.8  # fraction of tensor-parallel communication that async TP does not overlap
     # seconds by which a collective delays computation that overlaps with it, for each second that it takes at NVLink's
     # rate

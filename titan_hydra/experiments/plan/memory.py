@@ -83,6 +83,11 @@ class Constants:
     all_received: bool = False
 
 
+# of memory that TorchTitan holds and this trainer does not: the pools of several streams at an eager loss (docs/plan.md),
+# and the inputs of torch's own pipeline stages. The first element is without tensor parallelism, the second with it.
+TORCHTITAN = tuple(Constants(reserve=1.17, logits=logits, all_received=True) for logits in (12, 16))
+
+
 def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = None) -> Peak:
     """Predict the memory of a frozen job on the rank that needs most memory. Raises NotPredictable."""
     shape = shape or shape_of(job)

@@ -1,4 +1,4 @@
-"""`titan plan --score`: print the errors of predictions of published measurements."""
+"""`titan plan --score`: print the errors of predictions of measurements."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "band", "inside
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--score",
-        nargs="?",
         type=Path,
-        const=Path(),
         metavar="FILE",
-        help="instead of planning, predict published measurements (default: the package's), and print the errors of the predictions",
+        help="instead of planning, predict the measurements of a file (titan report --row writes one), and print the errors",
     )
 
 
@@ -36,11 +34,11 @@ def asked(args: argparse.Namespace) -> bool:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Predict the rows of a file, or the rows that the package ships, and print the errors by source, device and
-    technique. Returns 0, or 2 if no row can be predicted.
+    """Predict the rows of a file, and print the errors by source, device and technique. Returns 0, or 2 if no row can be
+    predicted.
     """
     found, skipped = [], []
-    for row in rows_of(args.score if args.score.name else None):
+    for row in rows_of(args.score):
         try:
             found.append(score(row))
         except (NotPredictable, ConfigError, KeyError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Describe a job of this trainer as a row in the form of the published measurements (assets/published.yaml)."""
+"""Describe a job of this trainer as a row in the form of the published measurements (benchmarks/planner/published.yaml)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ READ += (
     "data.local_batch",
     "data.document_mask",
 )
-OWN = "titan_hydra"  # first word of `source` in rows of this trainer; `stacks` in published.yaml has an entry for it
 
 
 def row_of(job: Job, name: str) -> Row:

@@ -21,7 +21,8 @@ from titan_hydra.experiments.plan.predict import Prediction, predict
 from titan_hydra.experiments.plan.shape import NotPredictable
 from titan_hydra.experiments.report.table import Report
 from titan_hydra.instruments.rates.calibrate import on
-from titan_hydra.instruments.rates.own_row import OWN, row_of
+from titan_hydra.instruments.rates.own_row import row_of
+from titan_hydra.instruments.rates.published import OWN
 
 
 def with_predictions(report: Report) -> Report:

@@ -1,7 +1,7 @@
-"""Turn published measurements of training into jobs of this trainer, and compare each with its prediction.
+"""Turn measurements of training into jobs of this trainer, and compare each with its prediction.
 
-assets/published.yaml has the rows, with their sources. A row is skipped, with the reason, if its model, number format
-or device cannot be predicted.
+`titan report --row` and benchmarks/gpu/run.py write the rows of runs; benchmarks/planner/published.yaml has published
+rows, with their sources. A row is skipped, with the reason, if its model, number format or device cannot be predicted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.files import ASSETS
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.experiments.compose.compose import compose_unchecked
@@ -24,11 +23,8 @@ from titan_hydra.experiments.plan import memory, time
 from titan_hydra.experiments.plan.predict import TIGHT
 from titan_hydra.experiments.plan.shape import NotPredictable, Shape, shape_of
 
-SHIPPED = ASSETS / "published.yaml"
-# constants for memory that TorchTitan holds and this trainer does not: the pools of several streams at an eager loss
-# (docs/plan.md), and the inputs of torch's own pipeline stages. The first element is without tensor parallelism, the
-# second with it.
-OLDER = tuple(memory.Constants(reserve=1.17, logits=logits, all_received=True) for logits in (12, 16))
+OWN = "titan_hydra"  # first word of `source` in rows of this trainer
+STACKS = ({"match": [OWN], "compiled_loss": True},)  # what is known of a source's software; a file may say more
 # the beginnings of what rows say of recomputation, and the modes of activation checkpointing that these mean
 MODES = {"graph SAC": "op", "selective (attention": "op", "selective (op": "op", "selective": "layer"} | {
     name: name for name in ("full", "none", "op", "lean", "layer")
@@ -66,17 +62,18 @@ class Scored:
         return f"{'experts' if self.shape.experts else 'dense'}, {' '.join(degrees) or 'data parallel'}"
 
 
-def rows_of(file: Path | None = None) -> list[Row]:
+def rows_of(file: Path) -> list[Row]:
     """Return the rows of a file. Each row also gets the keys that are common to all rows of its source, and the entry
     of `stacks` that describes the source's software. A file is a list of rows, or has the form of
-    assets/published.yaml. Raises ConfigError.
+    benchmarks/planner/published.yaml. Raises ConfigError.
     """
-    shipped = yaml.safe_load(SHIPPED.read_text())
+    stacks, shapes = [*STACKS], {}
     try:
-        content = yaml.safe_load(file.read_text()) if file else shipped
+        content = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"--score {file}: cannot be read: {str(error).splitlines()[0]}") from error
     if isinstance(content, dict):
+        stacks, shapes = [*stacks, *content.get("stacks", ())], content.get("shapes", {})
         content = [
             source.get("common", {}) | row | {"source": source.get("source")}
             for source in content.get("sources", ())
@@ -87,14 +84,11 @@ def rows_of(file: Path | None = None) -> list[Row]:
         or not content
         or not all(isinstance(row, dict) and "id" in row for row in content)
     ):
-        raise ConfigError(
-            f"--score {file}: is not a list of rows with an id each, as titan_hydra/assets/published.yaml has"
-        )
+        raise ConfigError(f"--score {file}: is not a list of rows with an id each, as `titan report --row` writes")
     for row in content:
         names = " ".join(str(row.get(name)) for name in ("source", "model", "hardware"))
-        stacks = [stack for stack in shipped["stacks"] if all(part in names for part in stack["match"])]
-        row["stack"] = stacks[0] if stacks else {}
-        row.setdefault("shape", shipped["shapes"].get(row.get("model")))
+        row["stack"] = next((stack for stack in stacks if all(part in names for part in stack["match"])), {})
+        row.setdefault("shape", shapes.get(row.get("model")))
     return content
 
 
@@ -168,7 +162,7 @@ def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:
 
 def _constants(row: Row) -> memory.Constants:
     compiled = row["stack"].get("compiled_loss") or "loss" in str(row.get("compile"))
-    return memory.Constants() if compiled else OLDER[row.get("tp", 1) > 1]
+    return memory.Constants() if compiled else memory.TORCHTITAN[row.get("tp", 1) > 1]
 
 
 def overrides_of(row: Row, hardware: str, mode: str, timed: bool = False) -> list[str]:

@@ -1,9 +1,9 @@
 """Print how well the planner predicts the rows of a publisher that its constants were not fitted to, and the error bands
 that follow.
 
-    python benchmarks/planner.py       # no GPU, one core, about ten minutes; docs/plan.md has the tables
+    python benchmarks/planner/left_out.py       # no GPU, one core, about ten minutes; docs/plan.md has the tables
 
-For each publisher of titan_hydra/assets/published.yaml, the constants that docs/plan.md calls fitted to its rows are
+For each publisher of published.yaml beside this file, the constants that docs/plan.md calls fitted to its rows are
 fitted to the rows of all other publishers instead. The fit begins at values that no row determined. The fitted constants
 then predict the publisher's own rows. The bands of titan_hydra/experiments/plan/bands.py contain these predictions.
 """
@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from math import ceil, log
+from pathlib import Path
 from statistics import median
 
 from titan_hydra.experiments.plan import time
@@ -97,9 +98,9 @@ def fit(each: Iterable[Callable[[Constants], float]]) -> Constants:
 
 
 def counted_rows() -> list[Scored]:
-    """Return the predictions of the rows that count in `titan plan --score`."""
+    """Return the predictions of the rows that count in `titan plan --score benchmarks/planner/published.yaml`."""
     found = []
-    for row in rows_of():
+    for row in rows_of(Path(__file__).with_name("published.yaml")):
         with suppress(NotPredictable):
             found.append(score(row))
     return [one for one in found if not one.apart]
