@@ -321,4 +321,5 @@ def write_result(job: Job, directory: Path, hash: str, measured: dict) -> None:
     environment = layout.ENV.read(directory)
     result = {"status": "done", "hash": hash, "name": job.name, "overrides": overrides} | measured
     result |= {"versions": versions(), "git_sha": environment.get("git_sha")}
+    result[layout.CHECKSUM] = layout.sum_of(result)
     write_text(layout.RESULT.of(directory), json.dumps(result, indent=2) + "\n")

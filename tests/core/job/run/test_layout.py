@@ -135,3 +135,19 @@ def test_a_changed_digit_of_a_row_is_seen(tmp_path):
     old = json.dumps(rows[0]).encode() + b"\n"  # an earlier version's
     file.write_bytes(old + whole)
     assert layout.METRICS.rows(tmp_path) == (rows[:1] + rows, 0)
+
+
+def test_a_changed_number_of_a_result_is_seen(tmp_path):
+    """A result with another checksum counts as absent, and one of an earlier version, without a checksum, is read."""
+    result = {"status": "done", "name": "é", "final_loss": 4.9477, "tokens": 320, "tasks": {}, "mfu": None}
+    layout.RESULT.write(tmp_path, result)
+    assert layout.RESULT.read(tmp_path) == result
+    file = layout.RESULT.of(tmp_path)
+    whole = json.dumps(result | {layout.CHECKSUM: layout.sum_of(result)})
+    for text in (whole, json.dumps(json.loads(whole), indent=4)):
+        file.write_text(text)
+        assert layout.RESULT.read(tmp_path) == result
+    for at, letter in enumerate(whole[: whole.index(layout.CHECKSUM)]):
+        if letter.isdigit():
+            file.write_text(whole[:at] + str((int(letter) + 1) % 10) + whole[at + 1 :])
+            assert layout.RESULT.read(tmp_path) == {}, whole[at - 10 : at + 2]

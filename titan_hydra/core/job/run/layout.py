@@ -57,7 +57,9 @@ class Entry:
     def read(self, folder: Path, number: int | str = 0) -> dict[str, Any]:
         """Read a JSON object; {} if the file is missing or damaged. Raises OSError if this user may not read it."""
         content = read_json(self.of(folder, number))
-        return all_printable(content) if content is not None and self.intact(content) else {}
+        if content is None or (CHECKSUM in content and content.pop(CHECKSUM) != sum_of(content)):
+            return {}
+        return all_printable(content) if self.intact(content) else {}
 
     def read_all(self, folder: Path) -> dict[int, dict[str, Any]]:
         """Read all JSON objects of this kind in a folder, by number."""
@@ -109,7 +111,12 @@ class Entry:
         return None
 
 
-CHECKSUM = "crc32"  # the last field of a row that rank 0 writes
+CHECKSUM = "crc32"  # the last field of result.json, and of a row that rank 0 writes
+
+
+def sum_of(content: dict[str, Any]) -> str:
+    """Return the checksum of the values of a JSON object, however the file is indented."""
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def with_sum(row: dict[str, Any]) -> bytes:
