@@ -7,12 +7,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+PAGES = ["CONTRIBUTING.md", "CHANGELOG.md"]
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the root, with links that are right from docs/. README.md is the first page."""
+    """Add the pages of the root, with links that are right from docs/. The first page is docs/index.md."""
     for name in PAGES:
         files.append(File.generated(config, name, content=(ROOT / name).read_text().replace("](docs/", "](")))
     return files
@@ -34,7 +34,9 @@ def _link(link: re.Match, pages: set[str], up: str) -> str:
     """Return a link in the form that the site needs; `up` leads from the link's page to the first page's folder. A link
     whose target does not exist is returned unchanged, and fails the build.
     """
-    text, target = link[1], link[2].removeprefix("../")
+    text, target = link[1], re.sub(r"^(\.\./)+", "", link[2])
+    if target == "README.md":
+        target = "index.md"
     if target in pages:
         return f"[{text}]({up}{target}{link[3] or ''})"
     if not (ROOT / target).exists():

@@ -27,7 +27,7 @@ def broken_links(page: Path) -> list[str]:
             continue
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     return broken
 

@@ -1,7 +1,7 @@
 """Compile the blocks of each family for an H100 without having one, and show the kernels of forward and backward, their
 registers and spills, and the operators that are called beside them.
 
-    python tests/pretended_cuda/compiled_blocks.py                 # the table of docs/performance.md: every family in every precision
+    python tests/pretended_cuda/compiled_blocks.py                 # the table of docs/lab/performance.md: every family in every precision
     python tests/pretended_cuda/compiled_blocks.py qwen3 fused     # only the rows with these words, and every kernel of theirs
 
 It needs torch's build for CUDA 13 with triton and a C compiler; `.ci/on-torch` makes such an environment. A step of the

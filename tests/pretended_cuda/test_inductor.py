@@ -1,4 +1,4 @@
-"""The code that the compiler writes for an H100 is still fused as well as docs/performance.md states. No card is
+"""The code that the compiler writes for an H100 is still fused as well as docs/lab/performance.md states. No card is
 needed, but torch's CUDA build is.
 """
 
@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from compiled_blocks import MODELS, PRECISIONS, graphs_of
 
-PAGE = Path(__file__).parents[2] / "docs/performance.md"
+PAGE = Path(__file__).parents[2] / "docs/lab/performance.md"
 TABLES = {  # by release of torch, the newest first
     match[1]: match
     for match in re.finditer(

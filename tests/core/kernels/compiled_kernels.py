@@ -1,7 +1,7 @@
 """Compile every kernel of ours for sm_90 and sm_100 at the widths of Llama 3.1's sizes, with Triton's compiler and
 ptxas. This needs no device.
 
-    python tests/core/kernels/compiled_kernels.py        # prints the table of docs/performance.md; fails if a register is spilled
+    python tests/core/kernels/compiled_kernels.py        # prints the table of docs/lab/performance.md; fails if a register is spilled
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Plant known faults one at a time in a copy of the package, and print which case or test found each fault:
-`python -m tests.equivalence.mutants` (docs/trial.md).
+`python -m tests.equivalence.mutants` (docs/lab/trial.md).
 """
 
 import argparse

@@ -1,5 +1,5 @@
 """`titan verify`: run the acceptance matrix or random jobs, and print how their results differ from the references. The
-results of the whole matrix are written to docs/acceptance.md.
+results of the whole matrix are written to docs/lab/acceptance.md.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print JSON for scripts: for each case, the difference and the bound in each column",
     )
-    docs = CONF.parent / "docs"  # only a checkout has this folder
+    docs = CONF.parent / "docs/lab"  # only a checkout has this folder
     parser.add_argument(
         "--write",
         type=Path,
         metavar="FILE",
         default=(docs if docs.is_dir() else Path()) / "acceptance.md",
-        help="file for the table of the whole matrix (default: docs/acceptance.md)",
+        help="file for the table of the whole matrix (default: docs/lab/acceptance.md)",
     )
 
 
@@ -218,8 +218,8 @@ def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], ste
         "`start` counts initial tensors that differ in any bit; in a comparison with float64, those that are drawn from another",
         "distribution. `copies` counts parts of weights whose copies on several ranks differ in any bit after the last step. `rounded`",
         "counts parameters whose gradient was summed in bfloat16 although float32 is asked for. The cases, their overrides and their",
-        "upper bounds are in [matrix.py](../titan_hydra/instruments/verify/matrix.py). Ranks are processes. The cases of 4 to 128 ranks in",
-        "[many.py](../titan_hydra/instruments/verify/many.py) make two steps, have threads of one process as ranks, and have no pipelines.",
+        "upper bounds are in [matrix.py](../../titan_hydra/instruments/verify/matrix.py). Ranks are processes. The cases of 4 to 128 ranks in",
+        "[many.py](../../titan_hydra/instruments/verify/many.py) make two steps, have threads of one process as ranks, and have no pipelines.",
         "",
         "How much rounding changes a run in these steps depends on the processor, so it is measured on the machine that runs the cases.",
         f"A loss or norm within {TIGHT['loss']:.0e}, a gradient within {TIGHT['gradients']:.0e} and a parameter within",
