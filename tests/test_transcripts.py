@@ -59,7 +59,14 @@ def test_the_number_of_proven_cases_is_that_of_the_table():
 
 
 STATUS = "Nothing has run on CUDA yet: speed and memory on GPUs are predicted, not measured."
-TOLD_AT = ("README.md", "docs/quickstart.md", "docs/parallelism.md", "docs/faq.md", "docs/index.md", "docs/lab/performance.md")
+TOLD_AT = (
+    "README.md",
+    "docs/quickstart.md",
+    "docs/parallelism.md",
+    "docs/faq.md",
+    "docs/index.md",
+    "docs/lab/performance.md",
+)
 OTHERWISE = re.compile(
     r"(?:\bnot|nothing|never|none)\b[^.|]{0,60}\b(?:measured|run|ran)\b[^.|]{0,20}\b(?:GPU|CUDA|card)s?\b", re.I
 )
