@@ -57,7 +57,8 @@ QUICK_LAYOUTS = (
 # These tests are left out by default; `.ci/run` runs them with `pytest -m "long and not slow"`. They take long, and for
 # each of them the default suite has a shorter, similar test. equivalence/cover.py chooses the matrix's long cases.
 LONG = (
-    "test_transcripts.py::test_the_readme_",
+    "test_transcripts.py::test_the_readme_shows",
+    "test_transcripts.py::test_the_quickstart_shows",
     "core/checkpoint/test_reshard.py",
     "core/checkpoint/test_torture.py",
     "experiments/runs/test_automation.py",

@@ -98,3 +98,8 @@ def test_the_readme_shows_what_its_lines_print(tmp_path):
     for line in transcripts.questions(README):
         assert transcripts.run(line, tmp_path).strip()
     assert [path.name for path, text in transcripts.pictures().items() if path.read_text() != text] == []
+
+
+def test_the_quickstart_shows_what_its_lines_print(tmp_path):
+    missing, _ = transcripts.check(ROOT / "docs/quickstart.md", tmp_path)
+    assert missing == []
