@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kits import forked
+from titan_hydra import cli
 from titan_hydra.core import data, models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data.batch import Batch, Dims
@@ -19,6 +20,7 @@ from titan_hydra.core.job.config.registry import OBJECTIVES, ObjectiveKind, regi
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.train.objectives import build_objective
+from titan_hydra.core.train.observe.metrics import console_line
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import case, later_wins
 from titan_hydra.instruments.verify.matrix import LAYOUTS_IN_BF16, in_bf16
@@ -199,3 +201,19 @@ def test_an_example_has_the_shapes_of_real_batches(folder):
             dims = 1 if name == "ends" else None  # its width is the number of documents
             assert (tensor.shape[:dims], tensor.dtype) == (example[name].shape[:dims], example[name].dtype), name
             assert isinstance(np.asarray(tensor), np.ndarray), "in host memory"
+
+
+def test_a_step_without_labels_has_no_loss(tiny, run_job, tmp_path):
+    """The second batch of ids is nothing but ends of documents, of which none is learned with a mask."""
+    ids = np.zeros(4 * 32 + 1, dtype=np.uint16)
+    ids[:32] = ids[65:97] = np.arange(1, 33)
+    ids.tofile(tmp_path / "x.bin")
+    header = {"dtype": "uint16", "tokens": ids.size, "vocab_size": 64, "bos_id": None, "eos_id": 0}
+    (tmp_path / "x.bin.json").write_text(json.dumps(header | {"tokenizer_sha256": None}))
+    words = ("data=tokens", f"data.path={tmp_path}/x.bin", "data.document_mask=true", "data.shuffle=false", "steps=3")
+    words += ("data.seq_len=32", "data.local_batch=1", "data.global_batch=1", "model.vocab_size=64", "validation=off")
+    run = run_job(tiny(*words, "metrics.log_every=1"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] is None for row in rows] == [False, True, False]
+    assert "loss - (mean -)" in console_line(rows[1], 3)
+    assert cli.main(["report", str(run)]) == 0

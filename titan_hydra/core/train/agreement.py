@@ -8,13 +8,16 @@ class Agreement:
     at once, the host after `read`.
     """
 
-    def __init__(self, norm: torch.Tensor, sums: torch.Tensor) -> None:
+    empty = False  # after `read`: whether no element of the global batch counts, so that there is no loss
+
+    def __init__(self, norm: torch.Tensor, sums: torch.Tensor, empty: torch.Tensor | None = None) -> None:
         """Store values. `sums` are sums over all ranks (float64): the loss, the number of ranks that were asked to
-        stop, the votes.
+        stop, the votes. `empty` is whether no element counts, which all ranks know.
         """
         self.norm, self.finite = norm, sums[0].isfinite() & norm.isfinite()
+        no_loss = torch.zeros_like(norm) if empty is None else empty
         # the copy begins now, so that it does not wait for work queued later
-        self.host = torch.cat([norm.double().reshape(1), sums]).to("cpu", non_blocking=True)
+        self.host = torch.cat([torch.stack([norm.double(), no_loss.double()]), sums]).to("cpu", non_blocking=True)
         self.copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
 
     def read(self) -> tuple[float, float, bool, list[float]]:
@@ -23,5 +26,6 @@ class Agreement:
         """
         if self.copied is not None:
             self.copied.synchronize()
-        norm, loss, stop, *votes = self.host.tolist()
+        norm, empty, loss, stop, *votes = self.host.tolist()
+        self.empty = empty > 0
         return loss, norm, stop > 0, votes

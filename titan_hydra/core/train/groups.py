@@ -56,7 +56,7 @@ class Groups:
         """Whether the run stops after this step. `asked` is whether any rank of this group was asked to stop."""
         return asked
 
-    def after_step(self, step: int, loss: float) -> tuple[int, bool]:
+    def after_step(self, step: int, loss: float | None) -> tuple[int, bool]:
         """Exchange weights with the other groups if an exchange is due after this step.
 
         Returns the step to continue from, and whether a stop was requested meanwhile.

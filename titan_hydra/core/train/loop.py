@@ -192,8 +192,9 @@ class Loop:
             if bad_shards:
                 with clock.leave_out():
                     report_bad_shards(self.loader, self.metrics, step)
-            self.metrics.step(step, loss, norm, lr, times, trainer.balance)
-            step, missed = groups.after_step(step, loss)
+            told = None if agreement.empty else loss
+            self.metrics.step(step, told, norm, lr, times, trainer.balance)
+            step, missed = groups.after_step(step, told)
             self.save(step, votes, self.validate(step), stop=groups.stops(asked), missed=missed)
             self.settle()
             collect_garbage(step, self.job.train.gc_interval)

@@ -56,6 +56,7 @@ class Trainer:
     progress: Callable[[], None] = lambda: None
     groups: Groups = field(default_factory=Groups)  # the run's replica groups
     balance: experts.Balance | None = None  # balance of the experts in the last step
+    empty: torch.Tensor | None = None  # whether no element of the last step's global batch counts
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the
@@ -69,7 +70,8 @@ class Trainer:
         if self.mesh.batch is not None:
             dist.all_reduce(count, group=self.mesh.batch)
         self.groups.add_up([count])
-        count = count.masked_fill(count == 0, 1)  # not `clamp`, as the weights of elements can sum to less than 1
+        self.empty = count == 0
+        count = count.masked_fill(self.empty, 1)  # not `clamp`, as the weights of elements can sum to less than 1
         total = torch.zeros((), device=self.device)
         parts = batch.split(self.job.data.local_batch)
         for number, part in enumerate(parts, start=1):
@@ -103,7 +105,7 @@ class Trainer:
         asked = torch.tensor([float(bool(self.stop_requested)), *votes], dtype=torch.float64)
         values = torch.cat([share.reshape(1), onto(self.device, asked)])
         dist.all_reduce(values)
-        return Agreement(norm, values)
+        return Agreement(norm, values, self.empty)
 
     def update(self, agreement: Agreement) -> None:
         """Apply the optimizer's step with clipping, and drop the gradients. The weights change only if loss and norm

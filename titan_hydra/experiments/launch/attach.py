@@ -216,5 +216,7 @@ class _Terminal(_Lines):
             return
         total = self.bar.tasks[0].total
         minutes, seconds = divmod(int((total - status["step"]) * row["step_seconds"]), 60)
-        numbers = f"loss {row.get('loss_mean', row['loss']):.4f}  {row['tokens_per_second']:,.0f} tokens/s  {minutes}:{seconds:02d} left"
+        loss = row.get("loss_mean", row["loss"])
+        shown = "-" if loss is None else f"{loss:.4f}"
+        numbers = f"loss {shown}  {row['tokens_per_second']:,.0f} tokens/s  {minutes}:{seconds:02d} left"
         self.bar.update(self.task, completed=status["step"], description="training", numbers=numbers)

@@ -111,7 +111,7 @@ class Replicas(Groups):
             self.done += 1
             yield self.done
 
-    def after_step(self, step: int, loss: float) -> tuple[int, bool]:
+    def after_step(self, step: int, loss: float | None) -> tuple[int, bool]:
         """Exchange weights with the other groups if a meeting is due. Return the step to continue from, and whether a
         stop was requested meanwhile.
         """

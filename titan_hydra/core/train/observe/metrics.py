@@ -149,6 +149,7 @@ class Metrics:
         self.events: Rows | None = None
         self.trackers: list[Tracker] = []
         self.losses: list[float] = []  # the loss of each step since the last row
+        self.first_row = True  # whether this process has written no row
         self.mean_loss: float | None = None  # the value `loss_mean` of the last row
         self.tasks: dict[str, dict[str, float]] = {}  # the newest results of each evaluation task
         if run.rank == 0:
@@ -173,23 +174,30 @@ class Metrics:
         return times
 
     def step(
-        self, step: int, loss: float, grad_norm: float, lr: float, times: list[float], balance: Balance | None = None
+        self,
+        step: int,
+        loss: float | None,
+        grad_norm: float,
+        lr: float,
+        times: list[float],
+        balance: Balance | None = None,
     ) -> None:
-        """Collect a step's measurements, and write a row if one is due. `times` is the sum of `own_times` over the
+        """Collect a step's measurements, and write a row if one is due. `loss` is None if no element of the step's batch
+        counts; `times` is the sum of `own_times` over the
         ranks. All ranks must call this, because an all-reduce finds the largest memory of all ranks.
         """
-        self.losses.append(loss)
+        self.losses += [] if loss is None else [loss]
         due = self.due(step)
         self.clock.own.next_step(recorded=due)
         if due:
             self._record(step, loss, grad_norm, lr, times, balance)
 
     def _record(
-        self, step: int, loss: float, grad_norm: float, lr: float, times: list[float], balance: Balance | None
+        self, step: int, loss: float | None, grad_norm: float, lr: float, times: list[float], balance: Balance | None
     ) -> None:
         """Write the row of a step, with means over the steps since the last row."""
-        first = self.mean_loss is None
-        self.mean_loss = sum(self.losses) / len(self.losses)
+        first, self.first_row = self.first_row, False
+        self.mean_loss = sum(self.losses) / len(self.losses) if self.losses else None
         self.losses.clear()
         memory, reserved = self._memory()
         seconds, data_seconds = (
@@ -337,7 +345,7 @@ def device_name(device: torch.device) -> str:
 def console_line(row: dict[str, Any], steps: int) -> str:
     parts = [
         f"step {row['step']:>{len(str(steps))}}/{steps}",
-        f"loss {row['loss']:.4f} (mean {row['loss_mean']:.4f})",
+        f"loss {_shown(row['loss'])} (mean {_shown(row['loss_mean'])})",
         f"norm {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
@@ -353,6 +361,10 @@ def console_line(row: dict[str, Any], steps: int) -> str:
     if row["step"] < steps:
         parts.append(f"{timedelta(seconds=round((steps - row['step']) * row['step_seconds']))} left")
     return "  ".join(parts)
+
+
+def _shown(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
 
 
 def truncate(path: Path, last_step: int) -> None:
