@@ -1,5 +1,6 @@
 """Optuna's journal as the state of a search: what is drawn does not depend on kills, and a broken last line is cut."""
 
+import contextlib
 import errno
 import json
 import os
@@ -11,10 +12,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.records import process
 from titan_hydra.instruments.search.journal import COMPLETE, FAILED, PRUNED, Journal, mended_journal
 from titan_hydra.instruments.search.keys import OptunaSearch
-from titan_hydra.instruments.search.lines import JournalDamaged, leased, locked
+from titan_hydra.instruments.search.lines import JournalDamaged, leased, locked, section_of_report
 from titan_hydra.instruments.search.space import space_of
 from titan_hydra.instruments.search.summary import summary_of
 
@@ -92,6 +94,9 @@ def a_journal(folder) -> bytes:
     return (folder / "optuna.journal").read_bytes()
 
 
+WHOLE = (space(*LINES), OptunaSearch("optuna"))
+
+
 def results(run: str) -> list[float] | None:
     return {"run-0": [9.5], "run-1": [8.5], "run-2": [7.5], "run-9": [7.5]}.get(run)
 
@@ -122,7 +127,7 @@ def test_every_change_of_a_journal_is_seen_and_it_is_made_again(tmp_path, capsys
         if not seen:  # a change that no reader sees, such as a letter of a number's exponent
             continue
         if content.endswith(b"\n"):  # a last line that is incomplete is cut, as after a power cut
-            journal = mended_journal(tmp_path, ["minimize"], results)
+            journal = mended_journal(tmp_path, ["minimize"], results, *WHOLE)
             told = capsys.readouterr().err
             assert "optuna.journal.damaged" in told and told.count("\n") == 1, content
             assert journal.trials()[: len(journal.trials())] == journal.trials() and not journal.differs(results)
@@ -142,11 +147,11 @@ def test_lines_without_checksums_are_compared_with_the_results_of_runs(tmp_path,
         (old.replace(b'"overrides"', b'"overridex"'), False),
     ):
         file.write_bytes(content)
-        journal = mended_journal(tmp_path, ["minimize"], results)
+        journal = mended_journal(tmp_path, ["minimize"], results, *WHOLE)
         assert bool(capsys.readouterr().err) is not right, content
         assert len(journal.trials()) == (3 if right else 0)
     file.write_bytes(old)
-    journal = mended_journal(tmp_path, ["minimize"], results)
+    journal = mended_journal(tmp_path, ["minimize"], results, *WHOLE)
     journal.draw(space(*LINES), OptunaSearch("optuna"))  # its lines have checksums, also over the old ones
     file.write_bytes(file.read_bytes().replace(b'"values":[9', b'"values":[2'))
     with pytest.raises(JournalDamaged):
@@ -194,3 +199,43 @@ def test_reading_a_search_writes_nothing_and_opens_only_plain_files(tmp_path, ki
     with pytest.raises(JournalDamaged):
         summary_of(tmp_path)
     assert os.lstat(file) == before
+
+
+def test_lines_that_are_lost_at_the_end_are_seen_and_made_again(tmp_path, capsys):
+    """A cut file, or one of a backup: what is left of it is intact, and names the winner of fewer trials."""
+    folder, runs = tmp_path / "runs/_sweeps/one", tmp_path / "runs"
+    folder.mkdir(parents=True)
+    journal, cells = Journal(folder), []
+    for number in range(4):
+        trial = journal.draw(space(*LINES), OptunaSearch("optuna"))
+        for steps in (5, 10):
+            run = runs / f"run-{number}-{steps}"
+            run.mkdir()
+            before = str(runs / f"run-{number}-5/checkpoints/step-5") if steps == 10 else None
+            layout.CONFIG.write(run, {"model": {}, "steps": steps, "checkpoint": {"initial_load_path": before}})
+            layout.RESULT.write(run, {"status": "done", "validation_loss": 10.0 - number - steps / 100})
+            journal.note_run(trial, steps, run.name)
+            journal.report(trial, steps, 10.0 - number - steps / 100)
+        journal.tell(trial, COMPLETE, [10.0 - number - 0.1])
+        cell = {"name": f"trial {number}", "overrides": ["steps=10", *trial.overrides], "directory": run.name}
+        cells.append(cell | {"trial": number, "seed": None})
+    layout.SWEEP.write(folder, {"name": "s", "command": [], "baseline": None, "cells": cells})
+    whole, table = (folder / "optuna.journal").read_bytes(), journal.trials()
+    assert summary_of(folder).winner == table[3] and not summary_of(folder).unfinished
+    lines = whole.splitlines(keepends=True)
+    for kept in range(len(lines)):
+        (folder / "optuna.journal").write_bytes(b"".join(lines[:kept]))
+        with contextlib.suppress(JournalDamaged):
+            summary = summary_of(folder)
+            assert summary.unfinished and any(trial.open for trial in summary.trials), kept
+            assert "winner: " not in "".join(summary.notes())
+        journal = mended_journal(folder, ["minimize"], lambda run: None, *WHOLE)
+        warned = capsys.readouterr().err
+        assert warned.count("\n") == bool(warned) == (folder / "optuna.journal.damaged").exists()
+        assert [trial.overrides for trial in journal.trials()] == [trial.overrides for trial in table]
+        for trial, known in zip(journal.trials(), table, strict=True):
+            assert trial.runs == known.runs and trial.values.items() <= known.values.items() and 5 in trial.values, kept
+        assert not Journal(folder).lacks(cells) and not (warned and kept > len(lines) - 3)
+        (folder / "optuna.journal.damaged").unlink(missing_ok=True)
+    (folder / "optuna.journal").unlink()
+    assert section_of_report(folder) is None and "search's table is left out" in capsys.readouterr().err

@@ -108,7 +108,9 @@ class Driver:
 
     def __init__(self, plan: SearchPlan) -> None:
         self.plan, self.search = plan, plan.search
-        self.journal = mended_journal(plan.folder, plan.directions, lambda run: plan.value(plan.runs / run))
+        self.journal = mended_journal(
+            plan.folder, plan.directions, lambda run: plan.value(plan.runs / run), plan.space, plan.search
+        )
         self.executor = executor_named(plan.base.job.cluster.executor)
         self.kind = EXECUTORS[plan.base.job.cluster.executor]
         self.interrupts = Interrupts()

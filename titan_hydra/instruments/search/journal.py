@@ -84,13 +84,14 @@ class Journal:
         depends only on the earlier trials and on search.seed, so that a search continues after a kill as it would have
         continued without the kill.
         """
-        from optuna.trial import TrialState, create_trial
-
         known = self.trials()
         taken = {tuple(trial.overrides) for trial in known}
         values = _in_order(space, search, taken) if search.sampler == "grid" else self._sampled(space, search, taken)
-        if values is None:
-            return None
+        return None if values is None else self._add(space, values)
+
+    def _add(self, space: Space, values: dict[str, Any]) -> SearchTrial:
+        from optuna.trial import TrialState, create_trial
+
         frozen = create_trial(
             state=TrialState.RUNNING,
             params=values,
@@ -170,29 +171,93 @@ class Journal:
                 return f"trial {name.split()[0]} has {entry['value']}, and the result of {entry['run']} {found[0]}"
         return ""
 
+    def lacks(self, cells: Sequence[dict[str, Any]]) -> str:
+        """Return which run of the manifest (`cells_of`) no trial has; "" if there is none. The journal is written before the
+        manifest, so lines of the journal were lost then.
+        """
+        trials = self.trials()
+        for one in cells:
+            known = one["trial"] < len(trials) and one["directory"] in trials[one["trial"]].runs.values()
+            if one["seed"] is None and not known:
+                return f"has no trial {one['trial']} with the run {one['directory']}, so lines at its end are lost"
+        return ""
+
+    def restore(self, cells: Sequence[dict[str, Any]], runs: Path, space: Space, search: OptunaSearch) -> None:
+        """Add the trials and runs of the manifest that are lost. What the last run of each trial has yielded is left to the
+        driver, which attaches to it.
+        """
+        listed = {one["trial"]: one for one in cells if one["seed"] is None}
+        for number in range(len(self.trials()), max(listed, default=-1) + 1):
+            # a trial that was refused is not in the manifest: it is drawn again, as before it was lost
+            values = space.values(listed[number]["overrides"]) if number in listed else None
+            if not (self._add(space, values) if values else self.draw(space, search)):
+                return
+        for trial in self.trials():
+            lengths = (
+                _lengths(runs / listed[trial.number]["directory"]) if trial.number in listed and trial.open else {}
+            )
+            for steps, run in sorted(lengths.items()):
+                if steps not in trial.runs:
+                    self.note_run(trial, steps, run)
+                loss = layout.RESULT.read(runs / run).get("validation_loss")
+                if steps < max(lengths) and steps not in trial.values and loss is not None:
+                    self.report(trial, steps, loss)
+
     def _id(self, trial: SearchTrial) -> int:
         return self.storage.get_trial_id_from_study_id_trial_number(self.id, trial.number)
 
 
-def mended_journal(folder: Path, directions: Sequence[str], value: Callable[[str], list[float] | None]) -> Journal:
-    """Open the journal for its driver, which holds `locked`. A damaged journal, or one that differs from the results of
-    the runs (`Journal.differs`), is set aside with a warning, and the driver finds the runs of the lost lines again:
-    what is drawn depends only on the earlier trials.
+def mended_journal(
+    folder: Path,
+    directions: Sequence[str],
+    value: Callable[[str], list[float] | None],
+    space: Space,
+    search: OptunaSearch,
+) -> Journal:
+    """Open the journal for its driver, which holds `locked`. A damaged journal, one that differs from the results of the
+    runs (`Journal.differs`), and one that lacks runs (`Journal.lacks`) are set aside with a warning. The lost trials are
+    those of the manifest; the driver finds their runs again.
     """
-    file = layout.JOURNAL.of(folder)
+    file, cells, warned = layout.JOURNAL.of(folder), cells_of(folder), False
     for last in (False, True):
         whole = last
         try:
             journal = Journal(folder, directions)
             if not (reason := journal.differs(value)):
-                return journal
+                break
             whole = True
         except JournalDamaged as error:
             reason = str(error).removeprefix(f"{file}: ")
-        kept = set_aside(file, whole)
-        words = f"it is kept as {kept}, and the journal is made again from the runs"
-        print(f"warning: {file}: {reason}; {words}", file=sys.stderr)
-    return Journal(folder, directions)
+        warned = _begin_anew(file, whole, reason)
+    journal = Journal(folder, directions)
+    if reason := journal.lacks(cells):
+        if not warned:
+            _begin_anew(file, False, reason)
+            journal = Journal(folder, directions)
+        journal.restore(cells, folder.parents[1], space, search)
+    return journal
+
+
+def _begin_anew(file: Path, whole: bool, reason: str) -> bool:
+    """Set a journal aside (`set_aside`), and print a warning. Returns True."""
+    words = f"it is kept as {set_aside(file, whole)}, and the journal is made again from the runs"
+    print(f"warning: {file}: {reason}; {words}", file=sys.stderr)
+    return True
+
+
+def cells_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the cells in the manifest of a search: the newest run of each trial, and the runs with other seeds."""
+    cells = layout.SWEEP.read(folder).get("cells", [])
+    return [one | {"seed": one.get("seed")} for one in cells if type(one.get("trial")) is int and one["trial"] >= 0]
+
+
+def _lengths(run: Path) -> dict[int, str]:
+    """Return the run directories of a trial by their steps: the newest one, and those from which it was continued."""
+    found: dict[int, str] = {}
+    while (steps := (config := layout.CONFIG.read(run)).get("steps")) and steps < min(found, default=steps + 1):
+        found[steps] = run.name
+        run = run.parent / Path((config.get("checkpoint") or {}).get("initial_load_path") or "").parent.parent.name
+    return found
 
 
 def _read(frozen: Any) -> SearchTrial:

@@ -201,9 +201,10 @@ def whole_lines(file: Path) -> None:
 
 def section_of_report(manifest: Path) -> Section | None:
     """Return what `titan report` prints of a search below its table; None if the sweep is no search, or if its journal
-    is damaged, which is printed as a warning.
+    is damaged or lost, which is printed as a warning.
     """
-    if not layout.JOURNAL.of(manifest).is_file():
+    cells = layout.SWEEP.read(manifest).get("cells", [])
+    if not layout.JOURNAL.of(manifest).is_file() and not any("trial" in cell for cell in cells):
         return None
     from .summary import section_of
 

@@ -59,6 +59,13 @@ class Dimension:
         """Return a value as it stands in an override."""
         return value if isinstance(value, str) else str(int(value)) if self.whole else repr(float(value))
 
+    def value(self, text: str) -> Any:
+        """Return the value of which `text` is the text. Raises ValueError if the key has no such value."""
+        value = text if self.values else int(text) if self.whole else float(text)
+        if value not in self.values if self.values else not self.low <= value <= self.high:
+            raise ValueError(text)
+        return value
+
 
 @dataclass(frozen=True)
 class Space:
@@ -84,6 +91,14 @@ class Space:
     def overrides(self, values: dict[str, Any]) -> list[str]:
         """Return the overrides of a trial with these values."""
         return [f"{one.key}={one.text(values[one.key])}" for one in self.dimensions]
+
+    def values(self, overrides: list[str]) -> dict[str, Any] | None:
+        """Return the values in the overrides of a trial, which may have others besides; None if a key has none there."""
+        texts = dict(one.partition("=")[::2] for one in overrides)
+        try:
+            return {one.key: one.value(texts[one.key]) for one in self.dimensions}
+        except (KeyError, ValueError):
+            return None
 
     def grid(self) -> list[dict[str, Any]]:
         """Return every combination of listed values."""

@@ -9,12 +9,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 from titan_hydra.core.base.text import table
+from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.checkpoints import step_of
 from titan_hydra.core.job.run.useful import device_hours
 from titan_hydra.experiments.report.table import Section
 
-from .journal import COMPLETE, Journal, SearchTrial, require_optuna
+from .journal import COMPLETE, Journal, SearchTrial, cells_of, require_optuna
 from .lines import JournalDamaged
 from .trials import OBJECTIVES
 
@@ -30,6 +31,7 @@ class Summary:
     trials: list[SearchTrial]
     confirmed: dict[str, Any]
     importance: dict[str, float]
+    unread: list[str]  # runs with other seeds that are done, and whose results are not in the journal
 
     @property
     def full(self) -> int:
@@ -177,15 +179,26 @@ class Summary:
         if self.importance:
             shares = ", ".join(f"{key} {share:.0%}" for key, share in self.importance.items())
             lines.append(f"importance of the keys (PED-ANOVA): {shares}")
+        if unfinished := self.unfinished:
+            lines.append(f"the search is not finished: {unfinished}; its command line continues it")
         if self.winner:
             mean = _spread(self.seeds(self.winner))
             lines.append(
-                f"winner: trial {self.winner.number}, {' '.join(self.winner.overrides)}"
+                f"winner{' so far' if self.unfinished else ''}: trial {self.winner.number}, {' '.join(self.winner.overrides)}"
                 + (f": mean over {len(self.seeds(self.winner))} seeds {mean}" if mean else ", with one seed")
             )
             if doubt := self._doubt():
                 lines.append(doubt)
         return lines
+
+    @property
+    def unfinished(self) -> str:
+        """What the search has still to do or to record, in words; "" if there is nothing. A killed driver, or lines that a
+        journal has lost, leave such trials.
+        """
+        numbers = [str(trial.number) for trial in self.trials if trial.open]
+        parts = [f"{counted(len(numbers), 'trial')} may go on (trial {', '.join(numbers[:4])})"] if numbers else []
+        return ", ".join([*parts, *(f"{run} is not in its journal" for run in self.unread[:4])])
 
     def _doubt(self) -> str:
         """Return a line if the winner's lead is smaller than the spread over seeds; "" if it is not, or unknown."""
@@ -204,8 +217,9 @@ class Summary:
 
 def summary_of(folder: Path) -> Summary:
     """Read a search from the folder of its sweep. Raises JournalDamaged, also if a number of the journal is not that of
-    the run's result.
+    the run's result, or if it lacks runs of the manifest.
     """
+    cells = cells_of(folder)  # before the journal, which is always ahead of the manifest
     journal = Journal(folder, ())
     trials = journal.trials()
     directions = ["minimize" if direction.name == "MINIMIZE" else "maximize" for direction in journal.study.directions]
@@ -218,7 +232,13 @@ def summary_of(folder: Path) -> Summary:
 
     if difference := journal.differs(value):
         raise JournalDamaged(f"{journal.file}: {difference}")
-    return Summary(runs, directions, trials, journal.confirmed, _importance(journal, trials))
+    if lost := journal.lacks(cells):
+        raise JournalDamaged(f"{journal.file}: {lost}")
+    seeds = [
+        one for one in cells if one["seed"] is not None and f"{one['trial']} {one['seed']}" not in journal.confirmed
+    ]
+    unread = [one["directory"] for one in seeds if layout.RESULT.read(runs / one["directory"]).get("status") == "done"]
+    return Summary(runs, directions, trials, journal.confirmed, _importance(journal, trials), unread)
 
 
 def section_of(folder: Path) -> Section:
