@@ -172,7 +172,7 @@ class Journal:
         return ""
 
     def lacks(self, cells: Sequence[dict[str, Any]]) -> str:
-        """Return which run of the manifest (`cells_of`) no trial has; "" if there is none. The journal is written before the
+        """Return which run of the manifest (`manifest_cells`) no trial has; "" if there is none. The journal is written before the
         manifest, so lines of the journal were lost then.
         """
         trials = self.trials()
@@ -218,7 +218,7 @@ def mended_journal(
     runs (`Journal.differs`), and one that lacks runs (`Journal.lacks`) are set aside with a warning. The lost trials are
     those of the manifest; the driver finds their runs again.
     """
-    file, cells, warned = layout.JOURNAL.of(folder), cells_of(folder), False
+    file, cells, warned = layout.JOURNAL.of(folder), manifest_cells(folder), False
     for last in (False, True):
         whole = last
         try:
@@ -245,7 +245,7 @@ def _begin_anew(file: Path, whole: bool, reason: str) -> bool:
     return True
 
 
-def cells_of(folder: Path) -> list[dict[str, Any]]:
+def manifest_cells(folder: Path) -> list[dict[str, Any]]:
     """Return the cells in the manifest of a search: the newest run of each trial, and the runs with other seeds."""
     cells = layout.SWEEP.read(folder).get("cells", [])
     return [one | {"seed": one.get("seed")} for one in cells if type(one.get("trial")) is int and one["trial"] >= 0]

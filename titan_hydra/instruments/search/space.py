@@ -61,8 +61,10 @@ class Dimension:
 
     def value(self, text: str) -> Any:
         """Return the value of which `text` is the text. Raises ValueError if the key has no such value."""
-        value = text if self.values else int(text) if self.whole else float(text)
-        if value not in self.values if self.values else not self.low <= value <= self.high:
+        value: str | float = text
+        if not self.values:
+            value = number = int(text) if self.whole else float(text)
+        if value not in self.values if self.values else not self.low <= number <= self.high:
             raise ValueError(text)
         return value
 

@@ -15,7 +15,7 @@ from titan_hydra.core.job.run.checkpoints import step_of
 from titan_hydra.core.job.run.useful import device_hours
 from titan_hydra.experiments.report.table import Section
 
-from .journal import COMPLETE, Journal, SearchTrial, cells_of, require_optuna
+from .journal import COMPLETE, Journal, SearchTrial, manifest_cells, require_optuna
 from .lines import JournalDamaged
 from .trials import OBJECTIVES
 
@@ -219,7 +219,7 @@ def summary_of(folder: Path) -> Summary:
     """Read a search from the folder of its sweep. Raises JournalDamaged, also if a number of the journal is not that of
     the run's result, or if it lacks runs of the manifest.
     """
-    cells = cells_of(folder)  # before the journal, which is always ahead of the manifest
+    cells = manifest_cells(folder)  # before the journal, which is always ahead of the manifest
     journal = Journal(folder, ())
     trials = journal.trials()
     directions = ["minimize" if direction.name == "MINIMIZE" else "maximize" for direction in journal.study.directions]
