@@ -2,7 +2,7 @@
 lists the keys.
 """
 
-from titan_hydra.experiments.launch.main import launch
+from titan_hydra.experiments.launch.main import launch_script
 
 if __name__ == "__main__":
-    launch(__file__)
+    launch_script(__file__)

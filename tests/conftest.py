@@ -65,6 +65,8 @@ LONG = (
     "instruments/verify/test_certify.py::test_retry_asks_for_a_card_too",
     "instruments/verify/test_certify.py::test_two_ranks_get_a_card",
     "experiments/runs/test_compare.py",
+    "test_notebook.py::test_an_interrupt_is_ctrl_c_and_the_run_continues",
+    "test_notebook.py::test_the_page_runs_in_a_jupyter_kernel",
     "experiments/runs/test_extend.py::test_an_extended_run_is_the_longer_run_bitwise",
     "experiments/runs/test_extend.py::test_fewer_ranks_go_on_as_the_page_says",
     "experiments/runs/test_json.py::test_plan_prints_one_document",

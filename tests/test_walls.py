@@ -46,6 +46,8 @@ NO_TORCH = (
     *(f"instruments/verify/{name}.py" for name in ("case", "matrix", "many", "scaled", "reduce")),
     *(file.relative_to(PACKAGE).as_posix() for file in (PACKAGE / "instruments/verify").glob("command_*.py")),
     "cli.py",
+    "extend.py",
+    "notebook.py",
     "core/models/__init__.py",
     *(
         f"core/models/{family}/{file}.py"

@@ -66,10 +66,10 @@ def _main(program: str, words: list[str], folder: str, environment: dict[str, st
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     try:
         if program == "launch.py":
-            from titan_hydra.experiments.launch.main import launch
+            from titan_hydra.experiments.launch.main import launch_script
 
             sys.argv = [str(ROOT / program), *words]
-            status = launch(sys.argv[0])
+            status = launch_script(sys.argv[0])
         else:
             from titan_hydra.cli import main
 

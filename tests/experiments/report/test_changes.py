@@ -179,3 +179,30 @@ def test_the_lowest_held_out_loss_has_its_step_and_checkpoint(sweep, capsys):
         ("3.0", "2", "step-00000002"),
         ("3.0", "3", ""),
     ]
+
+
+def test_each_varied_key_is_a_column_of_the_csv_and_of_the_json(sweep, capsys):
+    """A key has the value of the configuration, which is typed; a group has the option that was typed; and what all
+    cells share, or what does not belong to the experiment, is no column.
+    """
+    for number, (option, rate) in enumerate((("fsdp", 1e-3), ("fsdp_tp", 2e-3))):
+        directory = sweep.cell(f"c{number}", {"optimizer.lr": rate}, [5.0, 4.0], {"tokens_per_second": 100.0})
+        cell = sweep.cells[-1]
+        cell["overrides"] += [f"parallelism={option}", "steps=20", f"paths.runs=r{number}", "+model/extra@model=x"]
+        cell["overrides"] += ["parallelism.tp=2"] * number
+        config = json.loads((directory / "config.json").read_text())
+        config["parallelism"]["tp"] = 1 + number
+        (directory / "config.json").write_text(json.dumps(config))
+    _, out, _ = sweep.report(capsys, "--json")
+    document = json.loads(out)
+    assert document["varied"] == ["optimizer.lr", "parallelism", "parallelism.tp"]
+    assert [[row[key] for key in document["varied"]] for row in document["rows"]] == [
+        [1e-3, "fsdp", 1],
+        [2e-3, "fsdp_tp", 2],
+    ]
+    rows = list(csv.DictReader(sweep.report(capsys, "--csv")[1].splitlines()))
+    assert [*rows[0]][:4] == ["technique", *document["varied"]]
+    assert [[row[key] for key in document["varied"]] for row in rows] == [
+        ["0.001", "fsdp", "1"],
+        ["0.002", "fsdp_tp", "2"],
+    ]

@@ -1,4 +1,4 @@
-from titan_hydra.experiments.launch.main import launch
+from titan_hydra.extend import launch_script
 
 if __name__ == "__main__":
-    launch(__file__)
+    launch_script(__file__)

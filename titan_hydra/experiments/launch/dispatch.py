@@ -3,7 +3,7 @@
 import errno
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ from .cell import Cell, to_start, without_card
 from .executor import Executor
 from .layouts import checked_layouts, in_words
 
+Begun = Callable[[list[Path]], None]
 
-def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
+
+def dispatch(composed: list[tuple[Any, list[str]]], begun: Begun | None = None) -> int:
     """Run composed cells, each a pair (configuration, overrides). Return the exit status of the first cell that failed or
-    was stopped, or 0.
+    was stopped, or 0. Before anything starts, `begun` is called with the run directories.
     """
     if not composed:  # there are no cells: Hydra has answered --help, --cfg or --info
         return Exit.DONE
@@ -43,10 +45,10 @@ def dispatch(composed: list[tuple[Any, list[str]]]) -> int:
     if line_faults := list(faults_of_the_line(cells)):
         print(*line_faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    return begin(list(without_twins(cells)))
+    return begin(list(without_twins(cells)), begun)
 
 
-def begin(cells: list[Cell]) -> int:
+def begin(cells: list[Cell], begun: Begun | None = None) -> int:
     """Start the cells that passed the checks; with launch.mode=dry only print them. Return the exit status.
 
     Nothing starts if `faults_of_the_place` finds a fault.
@@ -56,6 +58,8 @@ def begin(cells: list[Cell]) -> int:
     if place_faults := list(faults_of_the_place(cells, states)):
         print(*place_faults, sep="\n", file=sys.stderr)
         return Exit.CONFIG
+    if begun:
+        begun([cell.directory for cell in cells])
     if cells[0].job.launch.mode == "dry":
         show.dry_run(cells, states, gpu_hours(start))
         for text in _executor(cells).place(cells):

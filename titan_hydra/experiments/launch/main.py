@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -25,28 +26,35 @@ from titan_hydra.experiments.compose.explain import explain
 from titan_hydra.experiments.compose.scan import misread
 from titan_hydra.experiments.compose.sweep import Composed, expand_sweep, warn_once
 
-from .dispatch import dispatch
-
-cells: list[Composed] = []
-faults: list[str] = []
-questions: list[Question] = []  # has one element if a search draws the cells, else none
+from .dispatch import Begun, dispatch
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def compose(config: DictConfig, overrides: list[str] | None = None, question: Question | None = None) -> None:
-    """Add the cells of one composed configuration to `cells` or, if a search draws them, add its question to
-    `questions`. Nothing starts before all cells are checked.
-    """
-    if question:
-        questions.append(question)
-        return
-    if overrides is None:  # the command line has no -m
-        # to_container keeps the overrides as they were typed; reading a single one would resolve its interpolations
-        overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task))
-    cells.extend(expand_sweep(config, overrides, faults))
+@dataclass
+class Line:
+    """What a command line composes to."""
+
+    cells: list[Composed] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)  # has one element if a search draws the cells, else none
+
+    def compose(self) -> None:
+        """Let Hydra compose the line of sys.argv. Nothing starts before all cells are checked."""
+
+        @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+        def compose(config: DictConfig, overrides: list[str] | None = None, question: Question | None = None) -> None:
+            if question:
+                self.questions.append(question)
+                return
+            if overrides is None:  # the command line has no -m
+                # to_container keeps the overrides as they were typed; reading a single one would resolve its
+                # interpolations
+                overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task))
+            self.cells.extend(expand_sweep(config, overrides, self.faults))
+
+        compose()
 
 
-def launch(script: str) -> None:
+def launch_script(script: str) -> None:
     """Run the command line, and exit with its status. A folder conf/ beside the script adds options, after those of
     --config-dir.
     """
@@ -63,14 +71,16 @@ def launch(script: str) -> None:
         sys.exit(not_printed(error))
 
 
-def main(script: Path | None = None) -> int:
+def main(script: Path | None = None, begun: Begun | None = None) -> int:
     """Run the command line, and return the exit status. The options beside `script`, if it is a project's, are found too.
+    `begun` is that of `dispatch`.
     For a mistake on the command line, print one line and return 2; HYDRA_FULL_ERROR=1 shows Hydra's traceback.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
         return 0
-    clear_earlier_line()
+    forget_earlier_line()
+    line = Line()
     full_error = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # without this, Hydra itself would print the error and exit with status 1
     register_schema()
@@ -84,26 +94,26 @@ def main(script: Path | None = None) -> int:
             sys.argv[1:] = [*overrides, *flags]
         given = any("hydra.mode" in word for word in sys.argv[1:])
         with contextlib.nullcontext() if given else composing_once():
-            compose()
+            line.compose()
         sys.argv[1:] = typed  # a sweep's manifest has the line as it was typed
-        if faults:
-            print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
+        if line.faults:
+            print(*dict.fromkeys(line.faults), sep="\n", file=sys.stderr)
             return 2
-        if questions:
-            return resolve(SEARCHES[questions[0].config.search.name].run)(questions[0])
-        if searched := next((config.search.name for config, _ in cells if config.search.name != "off"), None):
+        if line.questions:
+            return resolve(SEARCHES[line.questions[0].config.search.name].run)(line.questions[0])
+        if searched := next((config.search.name for config, _ in line.cells if config.search.name != "off"), None):
             raise ConfigError(
                 f"search={searched}: draws the values of swept keys, so it needs -m, and no file of sweeps/"
             )
-        return dispatch(cells)
+        return dispatch(line.cells, begun)
     except Exception as error:
-        return reported(error, bool(full_error))
+        return reported(error, bool(full_error), line.cells)
     finally:
         if not full_error:
             del os.environ["HYDRA_FULL_ERROR"]
 
 
-def reported(error: Exception, full_error: bool) -> int:
+def reported(error: Exception, full_error: bool, cells: list[Composed]) -> int:
     """Print the line of an error, and return the exit status. Raises the error if it has no line, and KeyboardInterrupt
     if the error is what Ctrl-C caused in the code that it interrupted, such as OmegaConf's.
     """
@@ -124,10 +134,8 @@ def reported(error: Exception, full_error: bool) -> int:
     return 2
 
 
-def clear_earlier_line() -> None:
-    """Forget what an earlier command line of this process has collected, as a notebook runs several of them."""
-    for collected in (cells, faults, questions):
-        collected.clear()
+def forget_earlier_line() -> None:
+    """Forget what an earlier command line of this process has read and printed."""
     look_anew()
     for remembered in (load_yaml, default_options, warn_once, misread):
         remembered.cache_clear()

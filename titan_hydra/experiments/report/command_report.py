@@ -144,12 +144,18 @@ def draw_files(report: Report, folder: Path, args: argparse.Namespace) -> None:
         print(folder / "report.html")
 
 
-def made(args: argparse.Namespace) -> Report:
-    selection = choose(args.target, args.runs)
-    allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
-    report = build(selection, gather(selection), args.baseline, allowed, args.over)
+def report_of(target: str | None, runs: Path, baseline: str | None, allowed: set[str], over: str | None) -> Report:
+    """Compare the runs that `target` selects. Raises ConfigError if there are none, or if they cannot be compared."""
+    selection = choose(target, runs)
+    report = build(selection, gather(selection), baseline, allowed, over)
     for section in of_all("REPORT_SECTIONS").values() if selection.manifest else ():
         report = replace(report, section=resolve(section)(selection.manifest) or report.section)
+    return report
+
+
+def made(args: argparse.Namespace) -> Report:
+    allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
+    report = report_of(args.target, args.runs, args.baseline, allowed, args.over)
     for name, (_, change) in of_all("REPORT_CHANGES").items():
         report = resolve(change)(report) if getattr(args, name) else report
     return report

@@ -14,6 +14,7 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.fault import as_typed, did_you_mean, suggest
 from titan_hydra.core.job.config.load import changes_of, kind_of, known_keys
 from titan_hydra.experiments.compose.sweep import differing, key_of
+from titan_hydra.experiments.runs.view import tells
 
 from .cells import ReportCell
 
@@ -137,6 +138,24 @@ def even(cells: list[ReportCell], swept: set[str]) -> bool:
 def swept_keys(overrides: list[list[str]]) -> set[str]:
     """Return the keys and config groups whose overrides differ between the cells."""
     return {key_of(override).partition("@")[0].replace("/", ".") for own in differing(overrides) for override in own}
+
+
+def varied(cells: list[ReportCell]) -> dict[str, list[Any]]:
+    """Return for each key and group in which the cells' overrides differ, the value in each cell: of a key, the value of
+    its configuration; of a group, the option that was typed, or None if it was not typed.
+    """
+    changes = differing([list(filter(tells, cell.overrides)) for cell in cells])
+    named = dict.fromkeys(key_of(change) for own in changes for change in own)
+    return {key.partition("@")[0].replace("/", "."): [value_typed(cell, key) for cell in cells] for key in named}
+
+
+def value_typed(cell: ReportCell, key: str) -> Any:
+    """Return a key's value in a cell or, if it is not in the cell's configuration, the text that was typed for it last."""
+    if key in cell.config:
+        value = cell.config[key]
+        return as_typed(value) if isinstance(value, list | dict) else value
+    typed = [override.partition("=")[2] for override in cell.overrides if key_of(override) == key]
+    return typed[-1] if typed else None
 
 
 def refuse(found: list[Difference], allowed: set[str]) -> None:

@@ -25,7 +25,14 @@ FILES = ("loss", "difference", "validation", "compute", "parameters", "scaling")
 
 
 def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
-    """Draw every chart that has data into files, and yield the files. `axis` (one of AXES) is the x axis of line
+    """Draw every chart that has data into files, and yield the files."""
+    for name, drawn in figures(report, axis, log):
+        with drawing(name):
+            yield from save_figure(drawn, folder, name)
+
+
+def figures(report: Report, axis: str, log: bool) -> Iterator[tuple[str, Figure]]:
+    """Draw every chart that has data, and yield its name and its figure. `axis` (one of AXES) is the x axis of line
     charts. With `log`, the axis of losses is logarithmic.
     """
     origin, report = "  \N{MIDDLE DOT}  ".join(filter(None, (report.left_out, report.origin))), report.drawn
@@ -43,7 +50,7 @@ def write(report: Report, folder: Path, axis: str, log: bool) -> Iterator[Path]:
         with drawing(name):
             drawn = make()
             below(drawn, origin)
-            yield from save_figure(drawn, folder, name)
+        yield name, drawn
 
 
 def save_figure(drawn: Figure, folder: Path, name: str) -> Iterator[Path]:

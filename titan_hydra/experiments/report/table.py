@@ -92,6 +92,11 @@ class Report:
         return (*COLUMNS, *task_columns(self.rows), *predicted)
 
     @cached_property
+    def varied(self) -> dict[str, list[Any]]:
+        """For each key or group that the cells vary on purpose, its value in each row."""
+        return compare.varied([row.cell for row in self.rows])
+
+    @cached_property
     def shared(self) -> dict[str, str]:
         """{title: value} for each column in ALIKE whose value is the same in all rows that have one."""
         found = {title: {text(row) for row in self.rows} - {None} for title, _, text, _ in COLUMNS if title in ALIKE}

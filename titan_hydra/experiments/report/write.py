@@ -74,8 +74,8 @@ def markdown(report: Report) -> str:
 
 
 def comma_separated(report: Report) -> str:
-    """Return all columns as CSV, even those that are empty or constant, and further facts about each run. Values are
-    not rounded.
+    """Return all columns as CSV, even those that are empty or constant, one for each varied key, and further facts about
+    each run. Values are not rounded.
     """
     out, rows = io.StringIO(), values_of_rows(report)
     writer = csv.DictWriter(out, rows[0], lineterminator="\n")
@@ -85,8 +85,8 @@ def comma_separated(report: Report) -> str:
 
 
 def report_document(report: Report) -> dict[str, Any]:
-    """Return the report as JSON values: the columns of the CSV file and, for each row, the untruncated differences and
-    the rule by which its loss was judged.
+    """Return the report as JSON values: the columns of the CSV file, with the names of those that are varied keys, and,
+    for each row, the untruncated differences and the rule by which its loss was judged.
     """
     further = [
         {
@@ -107,6 +107,7 @@ def report_document(report: Report) -> dict[str, Any]:
         "command": report.command,
         "caption": report.caption,
         "over": report.over,
+        "varied": [*report.varied],
         "rows": [row | more for row, more in zip(values_of_rows(report), further, strict=True)],
         "baseline_again": repeats,
         "differences": [
@@ -119,14 +120,16 @@ def report_document(report: Report) -> dict[str, Any]:
 
 
 def values_of_rows(report: Report) -> list[dict[str, Any]]:
-    """Return for each row all columns, even those that are empty or constant, and further facts about the row's run.
-    Values are not rounded.
+    """Return for each row all columns, even those that are empty or constant, further facts about the row's run, and the
+    values of `report.varied`. Values are not rounded.
     """
     rows = []
-    for row in report.rows:
+    for number, row in enumerate(report.rows):
         state, load = row.cell.state, row.cell.load
         rows.append(
-            {name: value(row) for _, name, _, value in report.every}
+            {"technique": row.label}
+            | {key: values[number] for key, values in report.varied.items()}
+            | {name: value(row) for _, name, _, value in report.every}
             | {
                 "baseline": row.baseline,
                 "state": row.cell.word,

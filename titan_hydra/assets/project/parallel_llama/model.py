@@ -1,7 +1,6 @@
 """Llama 3 whose blocks run attention and feed-forward side by side, as in GPT-J and PaLM."""
 
-from titan_hydra.core.models.layers import Block
-from titan_hydra.core.models.llama3.model import Llama3
+from titan_hydra.extend import Block, Llama3
 
 
 class ParallelBlock(Block):

@@ -21,7 +21,7 @@ from titan_hydra.core.job.dtypes import has_one_scale
 from titan_hydra.core.parallel.mesh import Mesh, like
 from titan_hydra.core.parallel.plans import Linears
 
-from .select import needs_hardware, quietly, report, select
+from .select import needs_hardware, quietly, report_linears, select_linears
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
@@ -33,14 +33,17 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     precision = cast(Float8, job.precision)
     if not precision.emulate:
         needs_hardware(precision, device, (8, 9), "Float8", "H100, H200 or L40", "precision=float8_emulate")
-    chosen, left = select(model, precision)
+    chosen, left = select_linears(model, precision)
     if not precision.emulate:
         parts_suit(model, chosen, mesh.degrees.tp, FORMATS["float8"].step)
     if precision.kernels == "fused":
         from .fused import fuse
 
         lines = fuse(model, chosen, precision.emulate)
-        return [*report(f"float8 {precision.recipe}, fused{' (emulated)' * precision.emulate}", chosen, left), *lines]
+        return [
+            *report_linears(f"float8 {precision.recipe}, fused{' (emulated)' * precision.emulate}", chosen, left),
+            *lines,
+        ]
     with quietly():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     recipe = Float8LinearConfig.from_recipe_name(precision.recipe)
@@ -48,7 +51,7 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     gather = precision.float8_all_gather and mesh.degrees.dp_shard * mesh.degrees.cp > 1
     config = dataclasses.replace(recipe, emulate=precision.emulate, enable_fsdp_float8_all_gather=gather)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in chosen)
-    return report(f"float8 {precision.recipe}{' (emulated)' * precision.emulate}", chosen, left)
+    return report_linears(f"float8 {precision.recipe}{' (emulated)' * precision.emulate}", chosen, left)
 
 
 def before_forward(model: nn.Module) -> None:

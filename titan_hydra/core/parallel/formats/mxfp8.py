@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.parallel.mesh import Mesh
 
-from .select import needs_hardware, quietly, report, select
+from .select import needs_hardware, quietly, report_linears, select_linears
 
 
 def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> list[str]:
@@ -27,7 +27,7 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
         nearest = "precision=float8_rowwise, or mxfp8 with precision.emulate=true"
         # torchao has kernels only for these GPUs; its check also accepts workstation GPUs (12.0), where it fails later
         needs_hardware(precision, device, (10, 0), "MXFP8", "B200 or GB200", nearest, before=(11, 0))
-    chosen, left = select(model, precision)
+    chosen, left = select_linears(model, precision)
     multiply = multiplication(precision.emulate)
 
     def forward(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
     for name in chosen:
         linear = model.get_submodule(name)
         linear.forward = MethodType(forward, linear)
-    return report(f"mxfp8{' (emulated)' * precision.emulate}", chosen, left)
+    return report_linears(f"mxfp8{' (emulated)' * precision.emulate}", chosen, left)
 
 
 def multiplication(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:

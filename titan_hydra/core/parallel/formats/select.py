@@ -55,7 +55,7 @@ def is_plain(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
-def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str, str]]:
+def select_linears(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str, str]]:
     """Return the names of the linears to convert, and the names of the others (and of stacked experts) with the reason.
     Raises ConfigError if no linear matches a name to skip.
 
@@ -96,7 +96,7 @@ def select(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str,
     return chosen, left | dict.fromkeys(experts, f"grouped matmuls, computed in {precision.compute_dtype}")
 
 
-def report(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
+def report_linears(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
     """Return lines for the log: how many linears were converted, which, and why the others were not."""
     return [
         f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"
