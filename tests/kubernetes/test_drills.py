@@ -96,7 +96,7 @@ def cancel_and_again(desk, run: Path) -> None:
     assert done.returncode == 0, done.stderr
     desk.wait(lambda: desk.state(run)["state"] == "interrupted")
     assert desk.state(run)["cancelled_by"]
-    again = desk.titan("retry", str(run), "--only", "interrupted")
+    again = desk.titan("resume", str(run), "--only", "interrupted")
     assert again.returncode == 0, again.stderr
 
 

@@ -190,12 +190,12 @@ def test_a_job_that_somebody_deletes(closed, cell, capsys):
     assert (state.kind, state.refused) == ("interrupted", "its Job was deleted, and not by titan cancel")
     assert cli.main(["status", "--runs", str(one.runs)]) == 0
     assert "not by titan cancel" in capsys.readouterr().out
-    assert cli.main(["retry", "--only", "interrupted", "--runs", str(one.runs)]) == 0
+    assert cli.main(["resume", "--only", "interrupted", "--runs", str(one.runs)]) == 0
     assert len(jobs(closed)) == 1
 
 
 def test_a_refused_job_is_not_submitted(closed, cell, capsys):
-    """`titan retry` submits without the checks of launch.py."""
+    """`titan resume` submits without the checks of launch.py."""
     one = cell()
     closed.store.forbidden = {("POST", "jobs")}
     assert dispatch.go([one], None) == Exit.BUG

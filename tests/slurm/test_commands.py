@@ -61,7 +61,7 @@ def test_runs_are_followed_cancelled_and_retried(submit):
     assert submit.titan("cancel", "--yes").returncode == 0
     out, _ = follower.communicate(timeout=300)
     assert "--- attempt 2" in out and out.count("its checkpoint is written") == 2 and out.endswith("interrupted\n")
-    again = submit.titan("retry", "--only", "interrupted", "seed=2")
+    again = submit.titan("resume", "--only", "interrupted", "seed=2")
     assert again.returncode == 0 and "1 queued" in again.stdout, again.stderr
     submit.wait(lambda: submit.step(runs["seed=2"], 2) > 0)
     assert cells(submit)["seed=2"]["state"] == "running"

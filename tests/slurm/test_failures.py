@@ -91,13 +91,13 @@ def test_failures_have_their_names_and_end_soon(submit):
         assert chosen(submit) == []
         submit.run(*submit.line(*sweep, "launch.retry=oom"))
         assert chosen(submit) == [1003]
-        submit.titan("retry", "runs", "--only", "killed")
+        submit.titan("resume", "runs", "--only", "killed")
         assert chosen(submit) == [1002, 1003]
-        submit.titan("retry", "runs", "--only", "hang", "--only", "nan", "--as-is")
+        submit.titan("resume", "runs", "--only", "hang", "--only", "nan", "--as-is")
         assert chosen(submit) == [1002, 1003, 1004, 1005, 1011]
         submit.run(*submit.line(*sweep, "launch.retry=failed"))
         assert chosen(submit) == [1001, 1002, 1003, 1004, 1005, 1009, 1010, 1011]
-        submit.titan("retry", "runs", "--only", "node")
+        submit.titan("resume", "runs", "--only", "node")
         assert chosen(submit) == [1001, 1002, 1003, 1004, 1005, 1008, 1009, 1010, 1011]
         assert submit.job(unfit, 2)["ExcNodeList"] == host
     submit.wait(lambda: submit.done(submit.cell("optimizer.max_norm=1003")), seconds=120)

@@ -145,7 +145,7 @@ def test_a_run_of_another_cluster_is_left_alone(submit):
             assert again.returncode == 0 and "unknown (on cluster fake); nothing was started" in again.stdout, (
                 again.stdout + again.stderr
             )
-        retried = there.titan("retry", "--only", "interrupted")
+        retried = there.titan("resume", "--only", "interrupted")
         assert "nothing to run again" in retried.stdout, retried.stdout + retried.stderr
         refused = there.titan("cancel", "--yes")
         assert refused.returncode == 1 and "is a job of the cluster fake; cancel it there" in refused.stderr, (

@@ -123,7 +123,7 @@ def test_one_is_preempted_and_one_rank_is_killed_and_all_are_cancelled_and_retri
     made = [steps(home)[-1] for home in homes]
     assert max(made) - min(made) <= 1, made
     assert [submit.attempts(home)[-1] for home in homes] == [1, 2, 1, 2]
-    retried = submit.titan("retry", "--only", "interrupted")
+    retried = submit.titan("resume", "--only", "interrupted")
     assert retried.returncode == 0 and "1 queued" in retried.stdout, retried.stdout + retried.stderr
     finish(submit, homes)
     assert [submit.attempts(home)[-1] for home in homes] == [2, 3, 2, 3]

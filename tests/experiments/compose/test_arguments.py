@@ -63,6 +63,8 @@ def test_a_wrong_flag_is_one_line(arguments, text):
         ("train", "did you mean titan run?"),
         ("queue", "did you mean titan status --all?"),
         ("kill", "did you mean titan cancel?"),
+        ("retry", "did you mean titan resume?"),
+        ("extend", "did you mean titan resume RUN steps=N?"),
         ("export", "did you mean titan convert?"),
     ],
 )

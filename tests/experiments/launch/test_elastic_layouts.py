@@ -99,7 +99,7 @@ def test_what_does_not_go_with_elastic_is_refused(overrides, key):
 
 @pytest.mark.parametrize("key", SlurmCluster.__dataclass_fields__)
 def test_no_key_of_the_cluster_is_left_behind_by_elastic(key):
-    """`titan resume` and `titan extend` go on with one layout of an elastic run."""
+    """`titan resume` with another layout or more steps goes on with one layout of an elastic run."""
     value = {"nodes_min": "2", "grow_minutes": "1"}.get(key, "")
     own = job(listed("gpus=8"))
     if value:

@@ -74,7 +74,7 @@ def test_ranks_and_retry_refuse_modules_that_were_edited_since(launcher, project
     rank = launcher.python("-m", "titan_hydra.core.train.worker", str(launcher.run_directory), "2")
     assert rank.returncode == 2
     assert "they were edited since" in json.loads((launcher.attempt(2) / "rank_0.json").read_text())["error"]["message"]
-    retry = launcher.python("-m", "titan_hydra.cli", "retry", str(launcher.run_directory))
+    retry = launcher.python("-m", "titan_hydra.cli", "resume", str(launcher.run_directory))
     assert retry.returncode == 2 and "they were edited since" in retry.stderr and retry.stderr.count("\n") == 1, (
         retry.stderr
     )

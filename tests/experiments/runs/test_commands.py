@@ -130,10 +130,10 @@ def test_what_nobody_can_mean_is_one_line(swept, titan):
 
 
 def test_retry_runs_what_can_help_and_only_that(swept, titan):
-    assert "nothing to run again" in titan("retry", "--only", "node", "--only", "interrupted")[1]
+    assert "nothing to run again" in titan("resume", "--only", "node", "--only", "interrupted")[1]
     swept.sabotage_step_3(1, MEMORY)
     done = subprocess.run(
-        [sys.executable, "-m", "titan_hydra.cli", "retry"],
+        [sys.executable, "-m", "titan_hydra.cli", "resume"],
         cwd=swept.folder,
         env=environment(swept),
         text=True,
@@ -144,7 +144,7 @@ def test_retry_runs_what_can_help_and_only_that(swept, titan):
     cells = json.loads(titan("status", "--json")[1])["cells"]
     assert [(cell["state"], cell["attempt"]) for cell in cells] == [("done", 1), ("failed", 2)]
     assert "ValueError" in titan("logs", run_of(swept, 2)[1], "--attempt", 1, "--rank", 1)[1]
-    status, out, _ = titan("retry", "--only", "oom")
+    status, out, _ = titan("resume", "--only", "oom")
     assert status == 0 and "it would fail again" in out and f"gpus=2 seed=2 {cells[1]['failure']['hint']}" in out
     # the retry made no sweep of its own
     assert "nothing to run again" in out and len(titan("status", "--all")[1].splitlines()) == 2
@@ -250,7 +250,7 @@ def test_commands_that_are_suggested_can_be_pasted(swept, titan, tmp_path):
     shutil.copytree(swept.folder / "runs", runs)
     lines = [line.strip() for line in titan("status", "--runs", runs)[1].splitlines()]
     suggested = [shlex.split(line.partition("   ")[0]) for line in lines if line.startswith("titan ")]
-    assert {words[1] for words in suggested} >= {"logs", "retry"} and all(str(runs) in words for words in suggested), (
+    assert {words[1] for words in suggested} >= {"logs", "resume"} and all(str(runs) in words for words in suggested), (
         lines
     )
 

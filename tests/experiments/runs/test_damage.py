@@ -339,8 +339,8 @@ COMMANDS = [
     ("logs", HURT, "-f"),
     ("compare", HURT, "fine"),
     ("compare", "fine", HURT),
-    ("retry", "--only", "oom"),
-    ("retry", "runs", "--only", "time"),
+    ("resume", "--only", "oom"),
+    ("resume", "runs", "--only", "time"),
     ("cancel", "--yes"),
     ("cancel", "runs", "--yes"),
     ("cancel", "--help"),
@@ -438,6 +438,6 @@ def test_retry_names_a_damaged_run_and_what_mends_it(healthy, tmp_path, monkeypa
     shutil.copytree(runs, tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     damage(tmp_path / "runs", places, "config.json", CUT)
-    assert cli.main(["retry", "runs", "--only", "interrupted"]) == 0
+    assert cli.main(["resume", "runs", "--only", "interrupted"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert "config.json cannot be read" in line and "command line" in line

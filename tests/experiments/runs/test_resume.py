@@ -90,7 +90,7 @@ def test_a_run_goes_on_in_four_layouts_and_learns_the_same(launcher, more):
     )
     assert "moved: its layout changed, and its rates are those of the last one: steps 1 to 3" in told.stdout, told
     assert "steps 10 to 12: parallelism=fsdp_pp on 4 ranks" in told.stdout, told
-    assert "is done; titan extend" in launcher.python("-m", "titan_hydra.cli", "resume", "moved", "gpus=2").stderr
+    assert "is done; titan resume" in launcher.python("-m", "titan_hydra.cli", "resume", "moved", "gpus=2").stderr
 
 
 # Each attempt but the last stops after 15 steps; every rank records which samples it took in which step.
@@ -252,3 +252,18 @@ def test_no_key_that_may_change_changes_what_is_learned():
     for key in known_keys():
         if key in KEYS or key.split(".")[0] in SECTIONS:
             assert "learning" not in changes_of(key)[1], key
+
+
+def test_words_that_do_not_go_together_are_one_line(tmp_path, capsys):
+    (tmp_path / "runs").mkdir()
+    for words, line in {
+        ("x", "--step", "3"): "--step 3: goes with steps=N",
+        ("x", "gpus=2", "--step", "3"): "--step 3: goes with steps=N",
+        ("x", "gpus=2", "--only", "oom"): "--only: goes without KEY=VALUE, here gpus=2",
+        ("x", "steps=2", "--as-is"): "--as-is: goes without KEY=VALUE, here steps=2",
+        ("gpus=2",): "which run? titan resume RUN gpus=2",
+        ("steps=4", "launch.mode=dry"): "which run? titan resume RUN steps=4 launch.mode=dry",
+    }.items():
+        assert cli.main(["resume", *words, "--runs", str(tmp_path / "runs")]) == 2
+        err = capsys.readouterr().err
+        assert line in err and err.count("\n") == 1, err

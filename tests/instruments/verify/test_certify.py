@@ -144,10 +144,10 @@ def test_retry_asks_for_a_card_too(launcher):
     assert launcher.run(*line, "launch.require_card=true").returncode == 1  # it has a card, so it ran
     launcher.env["PYTHONPATH"] = str(ROOT)  # this tree, and no sabotage
     shutil.rmtree(launcher.folder / "runs/cards")
-    again = launcher.python("-m", "titan_hydra.cli", "retry")
+    again = launcher.python("-m", "titan_hydra.cli", "resume")
     assert again.returncode == 2 and again.stderr.startswith("launch.require_card=true: "), again.stderr
     write_card(job)
-    assert launcher.python("-m", "titan_hydra.cli", "retry").returncode == 0
+    assert launcher.python("-m", "titan_hydra.cli", "resume").returncode == 0
 
 
 def certify(folder, *words, tree=ROOT):

@@ -1,76 +1,71 @@
-"""`titan resume`: start another attempt of a run, on another number of GPUs or in another layout.
-
-The run keeps its directory, name and hash, and everything that determines what it learns: the global batch, the order
-of the data, optimizer, seed and number formats. A key that would change one of these is refused.
+"""`titan resume`: bring runs further. Without KEY=VALUE, failed and interrupted cells run again; gpus=N or another layout
+starts the next attempt of one run there; steps=N trains one run longer, as a new run.
 """
 
 import argparse
-import dataclasses
-import sys
-from pathlib import Path
 
-from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.job.config.operation import Launch, Paths
-from titan_hydra.core.job.config.user_code import edited_sources
-from titan_hydra.core.job.run import checkpoints, inputs, layout
-from titan_hydra.core.train.worker import load_job
-from titan_hydra.experiments.launch import dispatch
-from titan_hydra.experiments.launch.cell import Cell
-from titan_hydra.experiments.launch.layouts import checked_layouts, in_words, keep_first, relaid, with_one_layout
-from titan_hydra.experiments.runs import rundir
-from titan_hydra.experiments.runs.view import add_runs, choose_one
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.experiments.launch.run_again import ONLY, run_again
+from titan_hydra.experiments.launch.run_longer import run_longer
+from titan_hydra.experiments.launch.run_relaid import refuse_state, run_relaid
+from titan_hydra.experiments.runs.find import RunCell, Selection
+from titan_hydra.experiments.runs.view import add_target, choose, choose_one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cell", metavar="RUN", help="a run directory, the start of its hash, or a cell's name")
+    add_target(parser)
     parser.add_argument(
         "values",
         nargs="*",
         metavar="KEY=VALUE",
-        help="gpus=N, parallelism=OPTION, pp_schedule=OPTION, ac=OPTION, compile=OPTION, their keys, data.local_batch=N, "
-        "and keys outside the hash, such as launch.mode=dry",
+        help="for one run: gpus=N, parallelism=OPTION, pp_schedule=OPTION, ac=OPTION, compile=OPTION, their keys, "
+        "data.local_batch=N: the same run in another layout; steps=N: a new run that goes on up to N steps in all; keys "
+        "outside the hash, such as launch.mode=dry",
     )
-    add_runs(parser)
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=ONLY,
+        metavar="CLASS",
+        help=f"cells to run again; the option may be given several times: {', '.join(ONLY)} (default: failed and "
+        "interrupted)",
+    )
+    parser.add_argument(
+        "--as-is", action="store_true", help="also run cells that ran out of memory or whose loss was not finite"
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="S",
+        help="with steps=N: continue from this step's checkpoint, even if the learning rate has already decayed",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start the attempt, and return the exit status of launch.py."""
-    run = choose_one(args.cell, args.runs)
-    directory = run.directory
-    refuse_state(directory)
-    old = load_job(directory)
-    if fault := edited_sources(old.train):
-        raise ConfigError(f"{directory.name}: {fault}")
-    if old.fault_tolerance.name != "off":
-        raise ConfigError(
-            f"{directory.name}: a run with fault_tolerance={old.fault_tolerance.name} keeps its layout: the state that its replica "
-            "groups share is not cut anew"
-        )
-    new = relaid(
-        dataclasses.replace(
-            with_one_layout(old),
-            launch=Launch(retry="all", require_card=old.launch.require_card),
-            paths=Paths(str(args.runs.absolute())),
-        ),
-        args.values,
-    )
-    layouts, faults = checked_layouts(new)
-    if faults:
-        print(*faults, sep="\n", file=sys.stderr)
-        return Exit.CONFIG
-    saved = checkpoints.complete(layout.CHECKPOINTS.of(directory))
-    after = f"after step {checkpoints.step_of(saved[-1])}" if saved else "from the beginning, as it has no checkpoint"
-    print(f"{directory.name}: goes on {after} with {in_words(new)}; it had {in_words(old)}", flush=True)
-    if new.launch.mode != "dry":
-        keep_first(directory)
-    with inputs.at_first_folder(new, directory):
-        return dispatch.begin([Cell(1, run.overrides, new, directory, 1, layouts=layouts)])
+    """Run the chosen cells again, or one run in another layout or longer. Returns the exit status of launch.py, or 0 if
+    nothing is to run again.
+    """
+    longer = any(value.startswith("steps=") for value in args.values)
+    if args.step is not None and not longer:
+        raise ConfigError(f"--step {args.step}: goes with steps=N, which trains a run longer")
+    if args.values and (args.only or args.as_is):
+        raise ConfigError(f"{'--only' if args.only else '--as-is'}: goes without KEY=VALUE, here {args.values[0]}")
+    if not args.values:
+        selection = chosen(args)
+        if args.target and not args.only and len(selection.cells) == 1:
+            refuse_state(selection.cells[0].directory)
+        return run_again(selection, args)
+    chosen(args)
+    run: RunCell = choose_one(args.target, args.runs)
+    return run_longer(run, args.values, args.step) if longer else run_relaid(run, args.values, args.runs)
 
 
-def refuse_state(directory: Path) -> None:
-    """Raise ConfigError if the run is done, or may still be running."""
-    state = rundir.state(directory)
-    if state.kind == "done":
-        raise ConfigError(f"{directory.name} is done; titan extend {directory.name} steps=N trains it longer")
-    if state.active:
-        raise ConfigError(f"{directory.name} is {state.kind}; {state.stopped_by(directory.name)}")
+def chosen(args: argparse.Namespace) -> Selection:
+    """Return the runs that the target selects. Raises ConfigError if there are none, and for a line without a target."""
+    try:
+        return choose(args.target, args.runs)
+    except ConfigError as error:
+        if "=" not in (args.target or ""):
+            raise
+        words = " ".join([args.target, *args.values])
+        raise ConfigError(f"{error}; which run? titan resume RUN {words}") from error

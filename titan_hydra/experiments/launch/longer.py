@@ -11,7 +11,7 @@ from titan_hydra.core.job.sources import data_sources
 
 
 def not_extended(job: Job) -> str | None:
-    """Return why `titan extend` refuses a run; None if it does not."""
+    """Return why `titan resume RUN steps=N` refuses a run; None if it does not."""
     if job.fault_tolerance.name != "off":
         return (
             f"a run with fault_tolerance={job.fault_tolerance.name} cannot be extended: the state that its replica groups "
@@ -26,8 +26,8 @@ def not_extended(job: Job) -> str | None:
 
 
 def is_worth_extending(job: Job) -> bool:
-    """Whether `titan extend` accepts a run, and further steps on its data make sense: samples of the model that the run
-    started from are stale after it.
+    """Whether `titan resume RUN steps=N` accepts a run, and further steps on its data make sense: samples of the model
+    that the run started from are stale after it.
     """
     kinds = (DATA_SOURCES[source.name] for source in data_sources(job.data).values())
     return not_extended(job) is None and not any(kind.sampled for kind in kinds)

@@ -127,7 +127,7 @@ def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> No
                 f"  titan {command}{where(cells[0])} {cells[0].directory.name if command == 'logs -f' else target}   {use}"
             )
     if "failed" in kinds:
-        print("  failed cells start again only when asked: launch.retry=failed, or titan retry")
+        print("  failed cells start again only when asked: launch.retry=failed, or titan resume")
 
 
 def where(cell: Cell) -> str:
@@ -174,14 +174,14 @@ def lowest(result: dict[str, Any]) -> str:
 
 
 def longer(cell: Cell) -> None:
-    """Print the `titan extend` command for a finished run that has left a checkpoint, if the command would be accepted
+    """Print the `titan resume` command with more steps for a finished run that has left a checkpoint, if the command would be accepted
     and would not train on samples that are stale. If there is only one checkpoint,
     the command names its step, because this checkpoint was written after the learning rate had decayed.
     """
     steps = [checkpoints.step_of(path) for path in checkpoints.complete(layout.CHECKPOINTS.of(cell.directory))]
     if steps and is_worth_extending(cell.job):
         wanted = f" --step {steps[0]}" if len(steps) == 1 else ""
-        print(f"  train longer: titan extend{where(cell)} {cell.directory.name} steps={2 * cell.job.steps}{wanted}")
+        print(f"  train longer: titan resume{where(cell)} {cell.directory.name} steps={2 * cell.job.steps}{wanted}")
 
 
 def last_word(directory: Path, state: State) -> str:

@@ -289,13 +289,16 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
     """Yield commands that the user may want to type next for these runs, each with what it does."""
     kinds = {row.state.kind for row in rows}
     first = {row.state.kind: row for row in reversed(rows)}
+    stopped = bool(kinds & {"interrupted", "not submitted"})
+    failed = " --only failed" * stopped
+    only = " --only interrupted" * ("failed" in kinds)
     if "failed" in kinds:
         yield f"titan logs{runs} {first['failed'].hash} --guilty", "the failing rank's last words"
-        yield f"titan retry{runs}{target}", "run failed cells again"
+        yield f"titan resume{runs}{target}{failed}", "run failed cells again"
     if "interrupted" in kinds:
-        yield f"titan retry{runs}{target} --only interrupted", "continue from the newest checkpoints"
+        yield f"titan resume{runs}{target}{only}", "continue from the newest checkpoints"
     if "not submitted" in kinds:
-        yield f"titan retry{runs}{target} --only interrupted", "submit what was not"
+        yield f"titan resume{runs}{target}{only}", "submit what was not"
     if "running" in kinds:
         yield f"titan logs{runs} {first['running'].hash} -f", "what rank 0 prints"
     if kinds & {"queued", "running"}:

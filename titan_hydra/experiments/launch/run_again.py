@@ -1,4 +1,5 @@
-"""`titan retry`: run failed cells again, from their frozen configuration, through the same code as launch.py.
+"""`titan resume` without KEY=VALUE: run failed and interrupted cells again, from their frozen
+configuration, through the same code as launch.py.
 
 A cell that ran out of memory, or whose loss was not finite, would fail again. So such a cell runs again only with
 --as-is; without it, a change is suggested instead.
@@ -20,9 +21,9 @@ from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell, without_card
 from titan_hydra.experiments.launch.layouts import kept_layouts
-from titan_hydra.experiments.runs.find import RunCell
+from titan_hydra.experiments.runs.find import RunCell, Selection
 from titan_hydra.experiments.runs.hints import hint
-from titan_hydra.experiments.runs.view import RunRow, add_target, choose, look
+from titan_hydra.experiments.runs.view import RunRow, look
 
 ONLY = {  # for each word that --only accepts: the classes of failure that it selects
     "failed": tuple(Kind),
@@ -42,30 +43,15 @@ ONLY = {  # for each word that --only accepts: the classes of failure that it se
 WOULD_FAIL_AGAIN = (Kind.OUT_OF_MEMORY, Kind.NOT_FINITE)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=ONLY,
-        metavar="CLASS",
-        help=f"cells to run again; the option may be given several times: {', '.join(ONLY)} (default: failed)",
-    )
-    parser.add_argument(
-        "--as-is", action="store_true", help="also run cells that ran out of memory or whose loss was not finite"
-    )
-
-
-def main(args: argparse.Namespace) -> int:
+def run_again(selection: Selection, args: argparse.Namespace) -> int:
     """Run the chosen cells again. Returns the exit status of launch.py, or 0 if no cell is to run again."""
-    selection = choose(args.target, args.runs)
     rows, _ = look(selection.cells)
     again = []
     for row, cell in zip(rows, selection.cells, strict=True):
         if row.state.kind == "damaged":
             words = "not run again; the command line that started it mends it"
             print(f"{row.hash}  {row.cell}: damaged {row.state.damage}: {words}", file=sys.stderr)
-        if not _fits(row, args.only or ["failed"]):
+        if not _fits(row, args.only or ["failed", "interrupted"]):
             continue
         if not args.as_is and row.state.failure and row.state.failure.kind in WOULD_FAIL_AGAIN:
             advise(row, cell)
@@ -140,7 +126,7 @@ def _job_of(directory: Path, runs: Path) -> Job:
 
 def _layouts(job: Job, directory: Path) -> tuple[Job, ...]:
     """Return the layouts of an elastic run; none for any other run. Their `launch` and `paths` are taken from `job`, as
-    retry may have changed them.
+    they may have changed.
     """
     layouts = kept_layouts(directory) if job.elastic else ()
     return tuple(dataclasses.replace(one, launch=job.launch, paths=job.paths) for one in layouts)
