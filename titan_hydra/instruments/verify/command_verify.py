@@ -1,21 +1,21 @@
-"""`titan verify`: run the acceptance matrix or random jobs, and print how their results differ from the references. The
-results of the whole matrix are written to docs/lab/acceptance.md.
-"""
+"""`titan verify`: run the acceptance matrix or random jobs, and print how their results differ from the references."""
 
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 from dataclasses import asdict
 from datetime import date
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_hydra.core.base.errors import Exit
+from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.config.fault import bad_value, suggest
-from titan_hydra.core.job.config.files import CONF
+from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.instruments.verify.case import Case
 from titan_hydra.instruments.verify.matrix import whole_matrix
 
@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a folder with your own options, as for launch.py",
     )
-    parser.add_argument("--only", metavar="NAME", help="only cases whose name contains this text")
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        help="only the case of this name or, if there is none, the cases with this text in their names; '*' stands for any text",
+    )
     parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
     parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
     parser.add_argument(
@@ -60,13 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print JSON for scripts: for each case, the difference and the bound in each column",
     )
-    docs = CONF.parent / "docs/lab"  # only a checkout has this folder
     parser.add_argument(
         "--write",
         type=Path,
         metavar="FILE",
-        default=(docs if docs.is_dir() else Path()) / "acceptance.md",
-        help="file for the table of the whole matrix (default: docs/lab/acceptance.md)",
+        help="write the table of the cases into this file too, as a page",
     )
 
 
@@ -77,6 +79,11 @@ def main(args: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if args.module:
         return _verify_module(args.module, args.json)
+    if args.write and not args.write.absolute().parent.is_dir():
+        raise ConfigError(f"--write {args.write}: there is no folder {args.write.absolute().parent}")
+    own = bool(args.overrides or args.config_dir)
+    if own:  # what is wrong with them alone, such as a missing module, is a line at once
+        compose_unchecked(*args.overrides, config_dir=args.config_dir)
     from titan_hydra.instruments.verify.coverage import Coverage, covered
     from titan_hydra.instruments.verify.sampler import draw_jobs
     from titan_hydra.instruments.verify.verify import STEPS, verify, verify_drawn
@@ -89,7 +96,6 @@ def main(args: argparse.Namespace) -> int:
         names = [{"name": case.name, "ranks": case.ranks} for case in chosen]
         print(to_json(names) if args.json else "\n".join(f"{case.ranks:>3}  {case.name}" for case in chosen))
         return Exit.DONE
-    own = bool(args.overrides or args.config_dir)
     coverage = covered(chosen, tuple(args.overrides), tuple(args.config_dir or ()), steps) if own else Coverage(chosen)
     outcomes = (verify_drawn if drawn else verify)(coverage.cases, steps)
     if own:
@@ -107,8 +113,8 @@ def main(args: argparse.Namespace) -> int:
     header, rows = _rows(outcomes)
     if not args.json:
         show_outcomes(outcomes, header, rows)
-    if coverage.cases == whole_matrix():
-        _write(args.write, header, rows, STEPS)
+    if args.write:
+        _write(args.write, header, rows, steps)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
 
 
@@ -198,9 +204,13 @@ def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:
     """Return the cases that --only and --ranks choose. Raises ConfigError if there are none."""
     if args.ranks is not None and (ranks := tuple(sorted({case.ranks for case in cases}))) and args.ranks not in ranks:
         raise bad_value("--ranks", args.ranks, "no case has this number of ranks", *ranks)
-    chosen = [case for case in cases if (args.only or "") in case.name and args.ranks in (None, case.ranks)]
+    here = [case for case in cases if args.ranks in (None, case.ranks)]
+    pattern = f"*{glob.escape(args.only or '').replace('[*]', '*')}*"
+    chosen = [case for case in here if case.name == args.only] or [
+        case for case in here if fnmatchcase(case.name, pattern)
+    ]
     if not chosen:
-        names = [case.name for case in cases if args.ranks in (None, case.ranks)]
+        names = [case.name for case in here]
         raise bad_value("--only", args.only, "no such case; --list names them", *suggest(args.only, names))
     return chosen
 

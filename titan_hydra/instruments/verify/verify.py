@@ -60,7 +60,9 @@ from .sums import reductions, rounded, wrong_sums
 from .threads import as_threads
 
 STEPS = 10  # optimizer steps of a case
+SECONDS = 10  # about what a case takes on two cores, with its reference and its bands
 HELD_OUT = 2  # global batches of a validation
+TOTAL = "total"  # name of the file with the number of cases
 NOTE = "in the case"  # beginning of the note by which an exception names its case
 
 
@@ -246,7 +248,8 @@ def verify(cases: Iterable[Case], steps: int = STEPS, bands_of_failed: bool = Tr
     firsts: dict[str, Case] = {}
     for case in cases:
         firsts.setdefault(reference_key(case), case)
-    _tell(f"composing the jobs of {counted(len(cases), 'case')} and {counted(len(firsts), 'reference')}")
+    about = f"about {-(-len(cases) * SECONDS // 60)} min on two cores"
+    _tell(f"{counted(len(cases), 'case')} and {counted(len(firsts), 'reference')}, {about}")
     jobs = [job_of(case, steps) for case in cases]
     return prove(cases, jobs, {key: (case, reference_of(case, steps)) for key, case in firsts.items()}, bands_of_failed)
 
@@ -282,7 +285,9 @@ def prove(
         share_over_cores(
             _run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()]
         )
+        Path(folder, TOTAL).write_text(str(len(cases)))
         for (threads, ranks), own in sorted(by_ranks.items()):
+            own.sort(key=lambda job: job[1].slow)  # the slowest last
             _run_all(1 if threads else ranks, _run_in_threads if threads else _run_cases, folder, own)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
         # Indices of the cases beyond the tight tolerances. Cases with the same reference and the same parts of linears
@@ -374,7 +379,8 @@ def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, di
         if dist.get_rank() == 0:
             outcome = compare(case, run, Trace(**torch.load(f"{folder}/{reference_key(case)}.pt")))
             _write(folder, number, outcome)
-            _tell(f"{case.name}: {'passed' if outcome.passed else 'NOT PASSED'}")
+            done, total = len([*Path(folder).glob("outcome_*.json")]), Path(folder, TOTAL).read_text()
+            _tell(f"{done:>{len(total)}}/{total}  {case.name}: {'passed' if outcome.passed else 'NOT PASSED'}")
         dist.barrier()
 
 
