@@ -2,6 +2,7 @@
 complete.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 
 from tests.core.job import corpus
 from titan_hydra.core.job.config import read
+from titan_hydra.core.job.config.fault import as_typed
 from titan_hydra.core.job.config.ranges import Interval, Text, range_of
 from titan_hydra.core.job.config.schema import default_of
 from titan_hydra.experiments.compose import describe
-from titan_hydra.experiments.compose.compose import CONF, own_composer
+from titan_hydra.experiments.compose.compose import CONF, compose_unchecked, own_composer
 
 ROOT = CONF.parent
 OPTIONS = [(group, file) for group in describe.groups() for file in describe.option_files(group)]
@@ -57,15 +59,29 @@ def test_every_key_has_a_range_or_needs_none():
         )
 
 
-def test_help_of_the_launcher_names_every_option_and_key_and_fits_a_terminal(tmp_path):
+def test_help_of_the_launcher_is_one_screen_and_its_groups_lead_to_every_option_and_key(tmp_path):
     command = [sys.executable, str(ROOT / "launch.py"), "--help"]
     text = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    words = set(text.replace("(", " ").replace(")", " ").replace("*", " ").split())
-    assert all(file.stem in words for _, file in OPTIONS)
-    assert {key.split(".", 1)[-1] for group in describe.groups() for key in describe.keys_of(group)} - {"name"} <= words
-    assert set(describe.plain_keys()) <= words
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) <= 30
+    words = set(re.sub(r"=[\w-]+", " ", text).split())
+    assert {*describe.groups(), *describe.plain_keys()} <= words
     assert list(tmp_path.iterdir()) == []
+    for group in describe.groups():
+        entries = describe.help_text([group])
+        assert all(f"={file.stem}**" in entries for file in describe.option_files(group))
+        assert all(f"`{key}`" in entries for key in describe.keys_of(group))
+
+
+def test_defaults_are_what_a_plain_line_composes():
+    composed = compose_unchecked()
+    for group, option in describe.plain_options().items():
+        section = getattr(composed, group, None)
+        if hasattr(section, "name") and isinstance(section.name, str):
+            assert section.name == option, group
+    for key in describe.plain_keys():
+        shown = describe.help_text([key]).partition(";")[2].partition("`")[2].partition("`")[0]
+        if shown and key not in ("name", "notes"):
+            assert shown == as_typed(getattr(composed, key)), key
 
 
 def test_writing_and_printing_give_the_same_page(tmp_path):
@@ -76,5 +92,6 @@ def test_writing_and_printing_give_the_same_page(tmp_path):
 
 
 def test_describing_imports_no_torch():
-    code = "import sys; from titan_hydra.core.job.config import describe; describe.configuration_page(); assert 'torch' not in sys.modules"
+    module = "titan_hydra.experiments.compose.describe"
+    code = f"import sys, {module}; {module}.configuration_page(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

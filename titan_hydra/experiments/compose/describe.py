@@ -11,6 +11,7 @@ import re
 import textwrap
 import typing
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,18 @@ from titan_hydra.core.job.config.files import ASSETS, CONF, default_options, loa
 from titan_hydra.core.job.config.load import changes_of, kind_of, known_keys, owners
 from titan_hydra.core.job.config.schema import default_of
 
-PAGE_WIDTH, HELP_WIDTH = 140, 100
+PAGE_WIDTH, HELP_WIDTH = 140, 80
 KEYS = known_keys()
 GROUPS_OF_RECIPES = {  # groups without keys of their own, whose options set keys of other groups
     "experiment": "whole recipes: each sets keys of many groups",
     "sweeps": "named sweeps, chosen with a plus (+sweeps=NAME): a list of cells and what they share",
+}
+BLOCKS = {  # the groups of the first screen of --help, by what they decide
+    "experiment": "model data tokenizer objective loss optimizer lr_scheduler parametrization adapter precision train "
+    "experiment sweeps sweep",
+    "layout": "parallelism pp_schedule ac compile comm hardware",
+    "run": "checkpoint validation metrics profiling debug fault_tolerance search",
+    "place": "cluster launch paths",
 }
 
 
@@ -62,8 +70,8 @@ def _group_items(group: str) -> list[str]:
 
 
 def help_text(words: Sequence[str] = ()) -> str:
-    """Return the help of all groups, options and keys, one or two screens long. With `words` (groups or keys), return
-    their entries of the page.
+    """Return the first screen of the help: examples, and the groups with what a plain line composes. With `words` (groups
+    or keys), return their entries of the page.
     """
     if words:
         from .overrides import unknown_key
@@ -72,20 +80,29 @@ def help_text(words: Sequence[str] = ()) -> str:
         return "\n".join(
             known.get(word) or (_key_item(word) if word in KEYS else unknown_key(word)) for word in words
         ).rstrip()
+    chosen, others = plain_options(), {group for names in BLOCKS.values() for group in names.split()}
     lines = []
-    for group in groups():
-        names = " ".join(file.stem + "*" * (file.stem == default_options().get(group)) for file in option_files(group))
-        keys = " ".join(key.removeprefix(f"{group}.") for key in keys_of(group) if key != f"{group}.name" or not names)
-        lines.append(f"{group} - {meaning(group)}")
-        lines += [_wrap(names, HELP_WIDTH, "    ", "    ")] * bool(names)
-        lines += [_wrap(keys, HELP_WIDTH, "      keys: ", "            ")] * bool(keys)
-    keys = [
-        _wrap(f"{key} - {spec.metadata['help']} ({_values_of(key)})", HELP_WIDTH, "", "    ")
-        for key, spec in plain_keys().items()
-    ]
-    return (
-        (ASSETS / "help.txt").read_text(encoding="utf-8").rstrip().format(groups="\n".join(lines), keys="\n".join(keys))
-    )
+    for block, names in (BLOCKS | {"": " ".join(group for group in groups() if group not in others)}).items():
+        shown = " ".join(f"{name}={chosen[name]}" if chosen.get(name) else name for name in names.split())
+        lines += [_wrap(shown, HELP_WIDTH, f"  {block:<12}", " " * 14)] * bool(names)
+    lines.append(_wrap(" ".join(plain_keys()), HELP_WIDTH, f"  {'no group':<12}", " " * 14))
+    return (ASSETS / "help.txt").read_text(encoding="utf-8").rstrip().format(groups="\n".join(lines))
+
+
+def plain_options() -> dict[str, str]:
+    """Return the option of each group that a line without overrides composes: the default of conf/config.yaml or, where
+    the default of another group overrides it, that one.
+    """
+    chosen = default_options()
+    return chosen | {name: option for name, option in _plain_settings().items() if name in chosen}
+
+
+@cache
+def _plain_settings() -> dict[str, Any]:
+    """Return the keys and groups that the options of conf/config.yaml set outside their own group."""
+    files = ((group, CONF / group / f"{option}.yaml") for group, option in default_options().items())
+    settings = {key: value for group, file in files if file.is_file() for key, value in _settings(group, file).items()}
+    return {key: value for key, value in settings.items() if "." not in key}
 
 
 def groups() -> list[str]:
@@ -113,7 +130,7 @@ def plain_keys() -> dict[str, dataclasses.Field[Any]]:
 def option_files(group: str) -> list[Path]:
     """Return the option files of a group, the default first."""
     files = sorted((CONF / group).glob("*.yaml"))
-    return sorted(files, key=lambda file: file.stem != default_options().get(group))
+    return sorted(files, key=lambda file: file.stem != plain_options().get(group))
 
 
 def when(file: Path) -> str:
@@ -159,7 +176,11 @@ def _option_item(group: str, file: Path) -> str:
     if group == "sweeps":
         cells = "; ".join(load_yaml(file)["sweep"]["cells"])
         return _wrap(f"- **+sweeps={file.stem}**: {when(file)} Cells: {cells}.", PAGE_WIDTH, "", "  ")
-    default = " (default)" if file.stem == default_options().get(group) else ""
+    default = ""
+    if file.stem == plain_options().get(group):
+        default = " (default)"
+    elif file.stem == default_options().get(group):  # what the default model or data overrides
+        default = " (default of other models and data)"
     text = f"- **{group}={file.stem}**{default}: {when(file)}"
     values = " ".join(
         f"{key.removeprefix(f'{group}.')}={as_typed(value)}" for key, value in _settings(group, file).items()
@@ -171,9 +192,11 @@ def _shown_default(key: str) -> str:
     """Return a key's default, which conf/config.yaml may set for keys without a group."""
     if "." not in key:
         default = load_yaml(CONF / "config.yaml").get(key, default_of(KEYS[key]))
-        return f"`{as_typed(default)}`" if default != "" else "empty"
+        plain = _plain_settings().get(key, default)
+        other = f" on a plain line, else `{as_typed(default)}`" * (plain != default)
+        return f"`{as_typed(plain)}`{other}" if plain != "" else "empty"
     group = key.partition(".")[0]
-    option, default = default_options().get(group), default_of(KEYS[key])
+    option, default = plain_options().get(group), default_of(KEYS[key])
     given = _settings(group, option_files(group)[0]).get(key, default) if option else default
     if given == "???":
         return "given by the option"
