@@ -80,6 +80,20 @@ def test_an_attempt_with_a_damaged_record_runs_while_its_ranks_write(tmp_path, d
     assert rundir.state(tmp_path).kind == "interrupted"
 
 
+def test_the_job_of_a_run_with_a_damaged_result_is_asked_for(tmp_path, monkeypatch):
+    """Otherwise the job that mends the run would count as ended while it waits, and another would be submitted."""
+    attempt = layout.ATTEMPT.of(tmp_path, 2)
+    attempt.mkdir(parents=True)
+    layout.CLAIM.write(attempt, SLURM_OWNER | {"host": socket.gethostname()})
+    queue = Queue({"7": squeue.SlurmJob("7", "PENDING", name="a-abc")})
+    monkeypatch.setattr(squeue, "ask_queue", lambda owners: queue)
+    result = {"status": "done", "final_loss": 4.5}
+    layout.RESULT.write(tmp_path, result | {layout.CHECKSUM: layout.sum_of(result | {"final_loss": 1.5})})
+    assert rundir.state(tmp_path).kind == "queued" and "ended" not in layout.CLAIM.read(attempt)
+    layout.RESULT.write(tmp_path, result)
+    assert rundir.state(tmp_path).kind == "done"
+
+
 def test_a_run_whose_recorded_host_is_damaged_runs_here(tmp_path):
     attempt = layout.ATTEMPT.of(tmp_path, 1)
     attempt.mkdir(parents=True)

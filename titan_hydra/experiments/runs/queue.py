@@ -96,7 +96,7 @@ def ask(directories: list[Path]) -> dict[str, Queue]:
         # a run that cannot be read is left out here; `rundir.inspect` reports it
         with contextlib.suppress(PermissionError, ConfigError):
             owner = owner_in(directory, newest_attempt(directory))
-            if owner and not layout.RESULT.of(directory).exists():
+            if owner and layout.RESULT.read(directory).get("status") != "done":
                 asked.setdefault(name_of(owner), (executor_of(directory, owner), []))[1].append((directory, owner))
     return {name: executor.ask(runs) for name, (executor, runs) in asked.items()}
 
