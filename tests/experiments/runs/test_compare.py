@@ -84,13 +84,13 @@ def test_equal_runs_and_untraced_ones(launcher, compare, capsys):
 
 
 def test_the_pages_lines_of_pandas_read_what_a_run_writes(launcher, monkeypatch, capsys):
-    """The lines of docs/debugging.md print the spikes, and the gradient norms of a step by parameter, the largest
+    """The lines of docs/hangs.md print the spikes, and the gradient norms of a step by parameter, the largest
     first.
     """
     assert launcher.run(*launcher.TINY, *TRACED, "metrics.log_every=1").returncode == 0
     run = launcher.run_directory
     spikes, norms = re.findall(
-        r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/debugging.md").read_text(), re.S
+        r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/hangs.md").read_text(), re.S
     )
     file = run / "metrics.jsonl"
     last = json.loads(file.read_text().splitlines()[-1])
