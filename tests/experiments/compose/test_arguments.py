@@ -13,7 +13,7 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.files import CONF
 from titan_hydra.core.job.config.ranges import PATH
 from titan_hydra.experiments.compose.arguments import arranged
-from titan_hydra.experiments.compose.overrides import mistakes
+from titan_hydra.experiments.compose.overrides import SYNONYMS, mistakes
 
 
 @pytest.mark.parametrize(
@@ -187,3 +187,30 @@ def test_an_option_of_cluster_names_its_executor(tmp_path):
         name: mistakes([f"cluster={name}"], [CONF, tmp_path]) for name in ("empty", "bare", "mine", "heir", "local")
     }
     assert [len(line) for line in lines.values()] == [1, 1, 0, 0, 0] and "executor" in lines["empty"][0]
+
+
+@pytest.mark.parametrize(
+    ("guess", "meant"),
+    [
+        ("activation_checkpoint=full", "ac=full"),
+        ("optimizer.clip_grad_norm=1", "optimizer.max_norm"),
+        ("dry_run=true", "launch.mode=dry"),
+        ("nnodes=2", "gpus"),
+        ("checkpoint.load_from=x", "checkpoint.initial_load_path"),
+        ("resume=x", "checkpoint.initial_load_path"),
+        ("lora=true", "adapter=lora"),
+        ("tensor_parallel=2", "parallelism.tp"),
+        ("validation.every=5", "validation.interval"),
+        ("data.file=x", "data.path"),
+        ("global_batch_size=8", "data.global_batch"),
+        ("wandb=true", "metrics=wandb"),
+        ("bf16=true", "precision=bf16"),
+    ],
+)
+def test_names_of_other_programs_lead_to_ours(guess, meant):
+    (line,) = mistakes([guess])
+    assert f"did you mean {meant}?" in line, line
+
+
+def test_whole_overrides_that_are_hints_compose():
+    assert not mistakes([name for name in SYNONYMS if "=" in name])
