@@ -72,13 +72,13 @@ def test_help_of_one_key(launcher):
 def test_ctrl_c_that_another_error_covers_is_no_mistake_of_the_line(monkeypatch):
     """OmegaConf, interrupted while it changes a flag, raises AttributeError as it leaves."""
 
-    def interrupted():
+    def interrupted(line):
         try:
             raise KeyboardInterrupt
         finally:
             None._invalidate_flags_cache  # noqa: B018
 
-    monkeypatch.setattr(main, "compose", interrupted)
+    monkeypatch.setattr(main.Line, "compose", interrupted)
     monkeypatch.setattr(sys, "argv", ["launch.py", "debug=tiny"])
     with pytest.raises(KeyboardInterrupt):
         main.main()
