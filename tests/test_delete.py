@@ -1,7 +1,8 @@
-"""A recipe is deleted by deleting its folder and the files named in its files.txt; recipes that import it are deleted
-with it.
+"""An instrument or a recipe is deleted by deleting its folder and the files named in its files.txt; those that import it
+are deleted with it. Without all of them, core and experiments train as before.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,68 +11,93 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.core.job.config.additions import names_of_additions
+from titan_hydra.core.job.config.additions import WINGS, names_of_additions
 from titan_hydra.core.job.config.registry import REGISTRIES
 
-ROOT = Path(__file__).parents[2]
-RECIPES = names_of_additions("recipes")
-# Other pages link to the recipe's page, and cases of the GPU kit and of the pretended device name its model.
+ROOT = Path(__file__).parents[1]
+PARTS = [f"{wing}/{name}" for wing in WINGS for name in names_of_additions(wing)]
+# Other pages link to a part's page, and cases of the GPU kit and of the pretended device name its model.
 OTHERS = ("tests/test_docs.py", "tests/gpu", "tests/pretended_cuda")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_its_files_are_there(name):
-    assert all((ROOT / file).exists() for file in files_of(name))
+@pytest.mark.parametrize("part", PARTS)
+def test_its_files_are_there(part):
+    assert all((ROOT / file).exists() for file in files_of(part))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_core_names_none_of_its_parts(name):
-    """The parts of a recipe are the sources, objectives and families that it registers. In the core, no string begins
-    with one of their names, and no `key=` names one.
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_else_names_its_records(part):
+    """A part of the package registers sources, objectives, families or searches. Outside its wing, no string begins with
+    one of their names, and no `key=` names one, except in layout.py, which has the name of every file.
     """
-    parts = [
-        part
+    wing, _, name = part.partition("/")
+    records = [
+        record
         for registry in REGISTRIES.values()
-        for part, record in registry.items()
-        if f"titan_hydra.recipes.{name}." in str(record)
+        for record, entry in registry.items()
+        if f"titan_hydra.{wing}.{name}." in str(entry)
     ]
-    assert parts
-    named = re.compile(rf"""["'=`]({"|".join(parts)})\b""")
-    for file in (ROOT / "titan_hydra").rglob("*.py"):
-        if not file.is_relative_to(ROOT / "titan_hydra/recipes"):
+    assert records or wing == "instruments"
+    named = re.compile(rf"""["'=`]({"|".join(records)})\b""")
+    for file in (ROOT / "titan_hydra").rglob("*.py") if records else ():
+        if not file.is_relative_to(ROOT / "titan_hydra" / wing) and file.name != "layout.py":
             assert not named.search(file.read_text()), file
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_without_a_recipe_the_quick_tests_pass(tmp_path, name):
-    kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[
-        :-1
-    ]
-    for file in kept:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, tmp_path / file, follow_symlinks=False)
-    for file in [
-        file for other in with_those_that_import(name) for file in (f"titan_hydra/recipes/{other}", *files_of(other))
-    ]:
-        shutil.rmtree(tmp_path / file) if (tmp_path / file).is_dir() else (tmp_path / file).unlink()
-    subprocess.run(
-        [sys.executable, "-m", "titan_hydra.experiments.compose.describe", "docs/configuration.md"],
-        cwd=tmp_path,
-        check=True,
-    )
-    words = ["-q", "-m", "quick", *(f"--ignore={file}" for file in OTHERS)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("part", PARTS)
+def test_without_one_of_them_the_quick_tests_pass(tmp_path, part):
+    copy_without(tmp_path, with_those_that_import(part))
+    assert_quick_tests_pass(tmp_path, *(f"--ignore={file}" for file in OTHERS))
+
+
+@pytest.mark.slow
+def test_without_all_of_them_core_and_experiments_pass_and_train_as_before(tmp_path):
+    copy_without(tmp_path, PARTS)
+    for wing in WINGS:
+        shutil.rmtree(tmp_path / "titan_hydra" / wing)
+    assert losses_of(tmp_path, tmp_path / "runs") == losses_of(ROOT, tmp_path / "whole")
+    assert_quick_tests_pass(tmp_path, "tests/test_walls.py", "tests/core", "tests/experiments")
+
+
+def copy_without(target: Path, parts: list[str]) -> None:
+    """Copy what git knows of the checkout, without these parts and the files that they own."""
+    gone = [ROOT / file for part in parts for file in (f"titan_hydra/{part}", *files_of(part))]
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for file in listed.splitlines():
+        if not any((ROOT / file).is_relative_to(place) for place in gone):
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, target / file, follow_symlinks=False)
+    describe = [sys.executable, "-m", "titan_hydra.experiments.compose.describe", "docs/configuration.md"]
+    subprocess.run(describe, cwd=target, check=True)
+
+
+def assert_quick_tests_pass(folder: Path, *words: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "quick", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def with_those_that_import(name: str) -> list[str]:
-    importing = f"titan_hydra.recipes.{name}"
-    files = {other: (ROOT / "titan_hydra/recipes" / other).rglob("*.py") for other in RECIPES}
-    return [other for other in RECIPES if other == name or any(importing in file.read_text() for file in files[other])]
+def losses_of(folder: Path, runs: Path) -> list[tuple[float, float]]:
+    """Run the README's default for two steps, and return the loss and the norm of each step."""
+    words = ["debug=tiny", "steps=2", "cluster=inline", "metrics.log_every=1", f"paths.runs={runs}"]
+    subprocess.run([sys.executable, "launch.py", *words], cwd=folder, check=True, capture_output=True)
+    (file,) = runs.glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"]) for row in rows]
 
 
-def files_of(name: str) -> list[str]:
-    return (ROOT / "titan_hydra/recipes" / name / "files.txt").read_text().split()
+def with_those_that_import(part: str) -> list[str]:
+    importing = f"titan_hydra.{part.replace('/', '.')}"
+    files = {other: (ROOT / "titan_hydra" / other).rglob("*.py") for other in PARTS}
+    # cases and float64 references of recipes import verify, which alone imports them
+    proofs = ("cases.py", "exact.py")
+    return [
+        other
+        for other in PARTS
+        if other == part or any(importing in file.read_text() for file in files[other] if file.name not in proofs)
+    ]
+
+
+def files_of(part: str) -> list[str]:
+    return (ROOT / "titan_hydra" / part / "files.txt").read_text().split()

@@ -32,6 +32,9 @@ ALLOWED = {  # the rooms of the four wings, and which others each may import, an
     **{f"recipes/{name}": CORE | EXPERIMENTS for name in ("chat", "flux")},
     **{f"recipes/{name}": CORE | EXPERIMENTS | {"recipes/chat"} for name in ("image_text", "policy")},
 }
+# an instrument or a recipe may have been deleted
+WHOLE = all((PACKAGE / room).is_dir() for room in ALLOWED)
+ALLOWED = {room: others for room, others in ALLOWED.items() if room in CORE | EXPERIMENTS or (PACKAGE / room).is_dir()}
 # files of a recipe that only `titan verify` imports, and that may import it: cases, float64 references
 PROOFS = ("cases.py", "exact.py")
 NO_TORCH = (
@@ -173,7 +176,7 @@ OTHER_TESTS = {"equivalence", "gpu", "kubernetes", "pretended_cuda", "slurm"}
 def test_the_tests_of_a_room_stand_in_its_folder():
     """Tests that do not belong to a single room have a folder of their own."""
     folders = {file.relative_to(TESTS).parent.as_posix() for file in TESTS.glob("*/**/test_*.py")}
-    assert {folder for folder in folders if not (PACKAGE / folder).is_dir()} == OTHER_TESTS
+    assert {folder for folder in folders if not (PACKAGE / folder).is_dir()} <= OTHER_TESTS
 
 
 WORDS = {  # of each executor for a cluster: names that only its folder may contain
@@ -210,6 +213,7 @@ def test_login_node_modules_import_no_torch():
         file
         for place in NO_TORCH
         for file in ([PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).rglob("*.py"))
+        if file.exists()
     ]
     modules = [".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files]
     heavy = ("torch", "optuna", "datasets", "wandb", "tiktoken", "matplotlib")
@@ -323,7 +327,7 @@ def test_private_members_exist_and_are_used():
     used = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py") if file.name != "private.py")
     for name in private.MEMBERS:
         member = getattr(private, name)
-        assert member is not None and re.search(rf"\b{name}\b", used), name
+        assert member is not None and (re.search(rf"\b{name}\b", used) or not WHOLE), name
         assert not hasattr(member, "__deprecated__"), f"{name}: {member.__deprecated__}"
     for (_, member), place in INHERITED.items():
         if place:
@@ -368,7 +372,7 @@ def test_public_names_are_unique():
                 places.setdefault(node.name, []).append(file.relative_to(PACKAGE).as_posix())
     twice = {name: files for name, files in places.items() if len(files) > 1}
     assert {name: files for name, files in twice.items() if name not in CONVENTIONS | SECTIONS} == {}
-    assert twice.keys() >= CONVENTIONS
+    assert twice.keys() >= CONVENTIONS or not WHOLE
     assert all(
         len(twice[name]) == 2 and {"core/job/config/schema.py", "core/job/config/operation.py"} & set(twice[name])
         for name in SECTIONS

@@ -19,6 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Variables that Python or libraries read when they are started or imported.
 AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "TORCH", "CUDA", "LD_")
+# modules that are imported once, in the fork server
+PRELOADED = [
+    "titan_hydra.core.train.loop",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
 PROGRAMS = ["titan_hydra.experiments.launch.main", "titan_hydra.cli"]
 
 
@@ -32,8 +40,6 @@ def run(
     program: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], timeout: float = 300
 ) -> subprocess.CompletedProcess:
     """Run "launch.py" or "titan" with these words to its end, as subprocess.run does."""
-    from titan_hydra.instruments.verify.processes import PRELOADED
-
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([*PRELOADED, *PROGRAMS])
     with tempfile.TemporaryDirectory() as output:

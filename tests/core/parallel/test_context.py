@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import _attention as ring
 
+from tests.kits.forked import PRELOADED
 from titan_hydra.core import data, models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data.batch import Batch
@@ -23,7 +24,6 @@ from titan_hydra.core.parallel import build_mesh, context, ring_cpu
 from titan_hydra.core.train.objectives.language import Language
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import case
-from titan_hydra.instruments.verify.processes import PRELOADED
 from titan_hydra.instruments.verify.verify import job_of, verify
 
 SMALL = (

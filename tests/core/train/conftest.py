@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.experiments.launch.conftest import launcher as launcher
+from tests.kits.forked import PRELOADED
 from titan_hydra.core.job.config import Job, from_dict, identity, to_dict
 from titan_hydra.core.job.ranks import all_ranks, world_size
 from titan_hydra.core.job.run.run import Run, folders_of
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch.executors.ranks import lighthouse
-from titan_hydra.instruments.verify.processes import PRELOADED
 
 TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 

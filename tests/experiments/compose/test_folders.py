@@ -85,7 +85,7 @@ def test_another_checkouts_launch_py_is_refused(project):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("hydra/sweeper=optuna", "search=optuna"),
+        ("hydra/sweeper=optuna", "see search"),
         ("hydra.launcher.partition=x", "cluster"),
         ("hydra.sweep.subdir=x", "paths.runs"),
         ("hydra.job.name=x", "sweep.name"),

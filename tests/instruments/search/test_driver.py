@@ -119,7 +119,7 @@ def test_trials_that_cannot_run_cost_nothing_and_a_grid_ends(searches):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("search=off", "optimizer.lr=interval(1e-4,1e-1)"), "search=optuna draw values from the interval"),
+        (("search=off", "optimizer.lr=interval(1e-4,1e-1)"), "search draw values from the interval"),
         (("search.sampler=magic", *SPACE), "search.sampler=magic"),
         (("optimizer.lr=interval(1e-4)",), "an interval has two bounds"),
         (("optimizer.lr=tag(log,interval(0,1))",), "a logarithmic interval begins above 0"),

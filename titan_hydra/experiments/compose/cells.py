@@ -242,7 +242,7 @@ def combinations(overrides: list[Override]) -> list[list[str]]:
         if not override.is_discrete_sweep():
             raise ConfigError(
                 f"{override.input_line}: has no list of values to sweep; give the values or range(START,STOP,STEP), or let "
-                "search=optuna draw values from the interval"
+                "a search draw values from the interval (see search)"
             )
         values = itertools.islice(override.sweep_string_iterator(), MOST_CELLS + 1)
         if not (lines := [f"{key}={value}" for value in values]):

@@ -81,7 +81,7 @@ SYNONYMS = {  # names that other programs give to our keys and groups, or to who
 }
 NOT_OURS = {  # keys of Hydra for features that this program has in another form
     "hydra/launcher": "cells are started by this program itself; use cluster=slurm (or cluster=local)",
-    "hydra/sweeper": "cells are composed by this program itself; -m with values or range() makes them, and search=optuna draws them",
+    "hydra/sweeper": "cells are composed by this program itself; -m with values or range() makes them, or a search draws them (see search)",
     "hydra.sweeper": "cells are composed by this program itself; see search and launch",
     "hydra.job.chdir": "nothing changes the folder here; paths are those of the folder in which the line is typed",
     "hydra.job.env_set": "has no effect here; the shell sets the variables of launch.py, cluster.environment those of ranks",
