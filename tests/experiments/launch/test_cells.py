@@ -35,6 +35,11 @@ def test_fault_of_any_cell_stops_all_and_leaves_nothing(launcher):
     assert written(launcher) == []
 
 
+def test_a_fault_of_all_cells_is_one_line(launcher):
+    done = launcher.run("-m", *launcher.TINY, "gpus=3", "data.global_batch=4", "seed=1,2,3")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.endswith("   (all 3 cells)\n")
+
+
 def test_faults_of_all_cells_are_shown_at_once(launcher):
     done = launcher.run("-m", *launcher.TINY, "gpus=3,5", "data.global_batch=4")
     assert done.returncode == 2 and "(cell 1 of 2" in done.stderr and "(cell 2 of 2" in done.stderr

@@ -84,21 +84,34 @@ def begin(cells: list[Cell], begun: Begun | None = None) -> int:
 
 
 def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[str]]:
-    """Load, freeze and check all cells. Return the cells without faults, and a line for each fault."""
-    cells, lines, notices = [], [], []
+    """Load, freeze and check all cells. Return the cells without faults, and a line for each fault: once, if several cells
+    have it.
+    """
+    cells, notices = [], []
+    numbers: dict[str, list[int]] = {}  # of the cells that have a fault
     for number, (config, typed) in enumerate(with_count(composed, "checked"), start=1):
         cell, faults, told = examine(config, typed, number, len(composed))
         notices += told
-        where = (
-            f"   (cell {number} of {len(composed)}: {shown(redact(config.sweep.cell or ' '.join(typed)))})"
-            if len(composed) > 1
-            else ""
-        )
-        lines += [f"{redact(str(fault))}{where}" for fault in faults]
+        for fault in dict.fromkeys(redact(str(fault)) for fault in faults):
+            numbers.setdefault(fault, []).append(number)
         cells += [cell] if cell else []
+    lines = [fault + _where(composed, having) for fault, having in numbers.items()]
     for notice in dict.fromkeys(map(str, notices)):
         print(f"warning: {notice}", file=sys.stderr)
     return cells, lines
+
+
+def _where(composed: list[tuple[Any, list[str]]], numbers: list[int]) -> str:
+    """Return the end of a fault's line: which cells have it; "" if there is only one cell."""
+    of = len(composed)
+    if of == 1:
+        return ""
+    if len(numbers) == of:
+        return f"   (all {of} cells)"
+    if len(numbers) > 1:
+        return f"   (cells {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} of {of})"
+    config, typed = composed[numbers[0] - 1]
+    return f"   (cell {numbers[0]} of {of}: {shown(redact(config.sweep.cell or ' '.join(typed)))})"
 
 
 def examine(
