@@ -14,7 +14,7 @@ from tests.core.checkpoint import instruct
 from tests.core.checkpoint.steps import cut_back
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.checkpoint.carried import facts_at
+from titan_hydra.core.checkpoint.carried import facts_at, facts_of_config
 from titan_hydra.core.checkpoint.convert import reader_of
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.job.config import schema
@@ -89,6 +89,22 @@ def test_the_words_of_a_folder_come_before_usual_names(words, bos, eos, file, tm
     (tmp_path / file).write_text(json.dumps(words))
     found = tokenizer.load(schema.Tokenizer("hf", str(tmp_path / "tokenizer.json")))
     assert (found.bos_id, found.eos_id) == (ids.get(bos), ids[eos])
+
+
+def test_a_run_carries_each_stop_and_setting_of_its_folder(folder, tmp_path):
+    before = content(folder, "generation_config.json")
+    stops = [*before["eos_token_id"], 7]  # 7 is neither the end of a document nor that of an answer
+    (folder / "generation_config.json").write_text(json.dumps(before | {"eos_token_id": stops}))
+    config = {
+        "tokenizer": {"name": "hf", "path": str(folder / "tokenizer.json")},
+        "checkpoint": {"initial_load_path": str(folder)},
+        "data": {"name": "text_files"},
+    }
+    facts = facts_of_config(config, str, tmp_path)
+    assert set(facts.stops) == set(stops)
+    assert {key: facts.generation[key] for key in ("temperature", "top_k", "top_p")} == {
+        key: before[key] for key in ("temperature", "top_k", "top_p")
+    }
 
 
 def test_added_tokens_that_contradict_each_other_are_refused(tmp_path):
