@@ -67,7 +67,8 @@ def rows_of(file: Path) -> list[Row]:
     of `stacks` that describes the source's software. A file is a list of rows, or has the form of
     benchmarks/planner/published.yaml. Raises ConfigError.
     """
-    stacks, shapes = [*STACKS], {}
+    stacks: list[dict[str, Any]] = [*STACKS]
+    shapes: dict[str, Any] = {}
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
