@@ -129,7 +129,7 @@ def _follow(directory: Path, state: State, rank: int, lines: int | None) -> int:
             tail = Tail(log, lines)
         if tail:
             tail.more()
-        if not state.active:
+        if not state.may_change:
             break
         if time.monotonic() - asked > (ASK_QUEUE if state.job else ASK):
             state, asked = rundir.state(directory), time.monotonic()

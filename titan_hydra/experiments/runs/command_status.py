@@ -156,7 +156,7 @@ def _follow(args: argparse.Namespace, selection: Selection) -> int:
             lines = list(_below(args, selection, rows, queues))
             kept, left_out = fitting(rows, live.console.height - len(lines) - 4)
             live.update(Text.from_ansi("\n".join([*_table(kept), *left_out, "", *lines])), refresh=True)
-            if not any(row.state.active for row in rows):
+            if not any(row.state.may_change for row in rows):
                 return Exit.DONE
             time.sleep(_pause(queues))
 
@@ -173,7 +173,7 @@ def follow_in_lines(selection: Selection) -> int:
             if before.setdefault(row.directory, "") != row.state.kind:
                 before[row.directory] = row.state.kind
                 print(f"{time.strftime('%H:%M:%S')}  {row.hash}  {row.cell}: {text}", flush=True)
-        if not any(row.state.active for row in rows):
+        if not any(row.state.may_change for row in rows):
             print(summary(rows))
             return Exit.DONE
         time.sleep(_pause(queues))

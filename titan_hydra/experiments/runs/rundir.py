@@ -56,11 +56,17 @@ class State:
     damage: str = ""  # for a damaged run: the name of the file that cannot be read, with the reason
     refused: str = ""  # for a run that is interrupted, or not submitted: why the executor has refused or dropped it
     groups: tuple[State, ...] = ()  # states of replica groups that are separate jobs, each with its own attempts
+    asked: bool = True  # whether the run's executor could be asked; if not, as without its module, the state stays
 
     @property
     def active(self) -> bool:
         """Whether the state may change although nobody types a command."""
         return self.kind in ("queued", "running", "unknown")
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a command that follows the run should look again."""
+        return self.active and self.asked
 
     def stopped_by(self, run: str) -> str:
         """Return how to stop this run: by titan cancel or, if it belongs to another cluster, there."""
@@ -127,7 +133,7 @@ def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
             (State("done", newest_attempt(directory)), "")
             if done
             else (
-                State("unknown", newest_attempt(directory), refused=str(error)),
+                State("unknown", newest_attempt(directory), refused=str(error), asked=False),
                 "",
             )
         )
