@@ -30,7 +30,7 @@ MUTANTS = [
            'return (batch["labels"] != IGNORED + 1).sum()',
            "The loss is divided by the number of all tokens, masked tokens included.", (MASKED,),
            like="pytorch/torchtitan#2206"),
-    Mutant("a batch without labels is divided by zero", "any", TRAINER, "count = count.masked_fill(count == 0, 1)", "pass",
+    Mutant("a batch without labels is divided by zero", "any", TRAINER, "count = count.masked_fill(self.empty, 1)", "pass",
            "A step whose labels are all masked has a loss of NaN.", (MASKED,),
            ("tests/core/parallel/test_loss.py::test_a_step_without_labels_has_a_loss_of_zero",)),
     Mutant("the loss of the first local batch is lost", "accumulation", TRAINER, "total += self.step.forward_backward",

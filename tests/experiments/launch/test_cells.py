@@ -308,7 +308,7 @@ def test_files_that_a_node_sees_late_are_waited_for(launcher):
 ENVIRONMENT = """
 import os, sys
 from pathlib import Path
-from titan_hydra.experiments.launch import worker
+from titan_hydra.core.train import worker
 before = dict(os.environ)
 def load(directory):
     assert "torch" not in sys.modules
@@ -335,7 +335,7 @@ def test_what_torch_reads_once_is_set_before_it_is_imported(tmp_path):
             capture_output=True,
             text=True,
             env=environment | of_the_site,
-            cwd=Path(worker.__file__).parents[2],
+            cwd=Path(worker.__file__).parents[3],
         )
         return ast.literal_eval(done.stdout.partition("set: ")[2] or done.stderr)
 

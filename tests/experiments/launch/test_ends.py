@@ -264,7 +264,7 @@ def test_a_second_request_to_stop_does_not_interrupt_the_record_of_the_first(tmp
     """A scheduler and a launcher may both ask a rank that has not begun to train; the rank still ends as stopped."""
     code = f"""
 import os, signal
-from titan_hydra.experiments.launch import worker
+from titan_hydra.core.train import worker
 
 def train(*_):
     os.kill(os.getpid(), signal.SIGTERM)

@@ -6,6 +6,7 @@ from titan_hydra.core.job.config.family import FAMILIES
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch.own_kernels import under_a_ring
 
+pytestmark = pytest.mark.usefixtures("user_modules")  # what these modules register is removed after the tests
 FAMILY = """
 from dataclasses import dataclass
 

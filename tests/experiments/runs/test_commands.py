@@ -115,7 +115,7 @@ def test_status_of_all_send_and_completion(swept, titan):
     assert titan("completion", f"--words=logs {run_of(swept, 1)[1][:6]}")[1].split() == [run_of(swept, 1)[1]]
     assert titan("completion", "--words=logs --g")[1].split() == ["--guilty"]
     assert titan("completion", "--words=can")[1].split() == ["cancel"]
-    assert titan("completion", "--words=retry --only o")[1].split() == ["oom"]
+    assert titan("completion", "--words=resume --only o")[1].split() == ["oom"]
 
 
 def test_what_nobody_can_mean_is_one_line(swept, titan):

@@ -25,7 +25,7 @@ DATA_FILES = "data.files"  # key of the digest of the files of data, in the save
 MANY = 100  # of more files than this, at most 1 MiB a file is read
 WHOLE, LITTLE = 64 << 20, 1 << 20  # bytes up to which a file is read as a whole, if there are few files or many
 # names of the files of a model's folder that hold weights, say what the model computes, or where its data goes on
-WEIGHTS = ("*.safetensors", "*.distcp", "config.json", "*.index.json", "rank_*.json")
+WEIGHTS = ("*.safetensors", "*.distcp", "config.json", "*.index.json", "rank_*.json", "manifest.json")
 # names of files beside a tokenizer.json from which special tokens and the chat template are read (core/data/facts.py)
 AND_BESIDE = " and beside"  # end of the name under which these are recorded
 BESIDE = (

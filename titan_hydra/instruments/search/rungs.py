@@ -12,7 +12,6 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from titan_hydra.core.job.config import Fault, Job
-from titan_hydra.core.job.config.fault import fault_at
 from titan_hydra.experiments.launch.longer import same_rates
 from titan_hydra.instruments.search.keys import OptunaSearch
 
@@ -100,15 +99,19 @@ def halving_faults(job: Job, search: OptunaSearch, rungs: Rungs) -> Iterator[Fau
     if search.pruner == "none":
         return
     if search.objective != "loss":
-        yield fault_at(job, "search.pruner", "compares held-out losses, so it needs search.objective=loss")
+        yield Fault("search.pruner", search.pruner, "compares held-out losses, so it needs search.objective=loss")
     if search.first_steps and search.first_steps >= job.steps:
-        yield fault_at(job, "search.first_steps", f"must be less than steps={job.steps}")
+        yield Fault("search.first_steps", search.first_steps, f"must be less than steps={job.steps}")
     if job.checkpoint.name == "off":
-        yield fault_at(job, "search.pruner", "carries runs on from checkpoints, so it needs checkpoint=sync or async")
+        yield Fault(
+            "search.pruner", search.pruner, "carries runs on from checkpoints, so it needs checkpoint=sync or async"
+        )
     if job.fault_tolerance.name != "off":
-        yield fault_at(job, "search.pruner", f"cannot carry on runs with fault_tolerance={job.fault_tolerance.name}")
+        yield Fault(
+            "search.pruner", search.pruner, f"cannot carry on runs with fault_tolerance={job.fault_tolerance.name}"
+        )
     if reason := not_the_longer_run(job, rungs):
-        yield fault_at(job, "search.pruner", reason, "none")
+        yield Fault("search.pruner", search.pruner, reason, ("none",))
 
 
 def not_the_longer_run(job: Job, rungs: Rungs) -> str | None:

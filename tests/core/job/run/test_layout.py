@@ -17,6 +17,7 @@ ENTRIES = [entry for entry in vars(layout).values() if isinstance(entry, Entry)]
 # These names have another meaning too: Hugging Face's config.json, options, signals, SLURM's programs.
 OTHERS = {
     "core/checkpoint/convert.py",
+    "core/job/inputs.py",
     "core/checkpoint/folder.py",
     "core/checkpoint/initial.py",
     "core/data/facts.py",
