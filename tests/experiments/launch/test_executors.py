@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from titan_hydra.core.job.run import layout
+
 from .conftest import ROOT
 
 NICED = ("train.imports=[niced]", "cluster.executor=niced", "gpus=2")
@@ -70,10 +72,9 @@ def test_its_runs_are_followed_cancelled_and_resumed(niced):
     (niced.folder / "niced.py").unlink()
     (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
     assert cell["state"] == "interrupted" and not cell["damage"]
-    claim = niced.attempt(2) / "attempt.json"
-    owner = json.loads(claim.read_text())
+    owner = layout.CLAIM.read(niced.attempt(2))
     for one in ({**owner, "here": False}, owner):
-        claim.write_text(json.dumps(one))  # as that of an executor whose ranks run elsewhere
+        layout.CLAIM.write(niced.attempt(2), one)  # as that of an executor whose ranks run elsewhere
         (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
         if not one["here"]:
             assert cell["state"] == "unknown" and "there is no module niced" in cell["refused"]

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from titan_hydra.core.job.config.files import write_json
+from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.launch.executors.slurm import submit
 
 from .test_submit import cell, script
@@ -148,6 +149,33 @@ def test_a_job_whose_srun_was_killed_goes_on(tmp_path, words, signal, status):
     (bin / "srun").chmod(0o755)
     path = f"{bin}:{os.environ['PATH']}"
     assert in_bash(text, f"job=7; run_cell 1 2 '{tmp_path}/run' 1; echo $? $lost", PATH=path) == status
+
+
+@pytest.mark.parametrize("file", ["attempt.json", "attempt_copy.json"])
+def test_a_requeued_job_passes_on_no_damaged_record(tmp_path, file):
+    """The record of the next attempt is intact, whichever byte of the last one has changed. A job's id and token remain."""
+    run, text = tmp_path / "run", script(cell(tmp_path))
+    token = text.split('"token": "')[1][:8]
+    owner = {"pid": 1, "host": "h", "born": None, "started": 0.0, "job_id": "7", "token": token, "user": "me"}
+    attempt = layout.ATTEMPT.of(run, 1)
+    attempt.mkdir(parents=True)
+    layout.CLAIM.write(attempt, owner)
+    layout.OWN_JOB.of(attempt).write_text("7\n")
+    content = bytearray((attempt / file).read_bytes())
+    place = content.index(token.encode())
+    for number, at in enumerate((0, content.index(b"job_id"), place - 4, place + 1, len(content) - 3), 2):
+        flipped = content[:]
+        flipped[at] ^= 2
+        (layout.ATTEMPT.of(run, number - 1) / file).write_bytes(flipped)
+        said = in_bash(
+            text, f"job=7; own_attempt '{run}' 1; echo $? $attempt", SLURM_CLUSTER_NAME="c", SLURM_JOB_USER="me"
+        )
+        assert said == f"0 {layout.ATTEMPT.of(run, number)}"
+        found = layout.CLAIM.read(layout.ATTEMPT.of(run, number))
+        assert found["job_id"] == "7" and found["token"] == token and found["cluster"] == "c" and found["user"] == "me"
+        assert (found["executor"], found["here"], found["packed"], found["index"]) == ("slurm", False, False, 0)
+    refused = in_bash(text, f"job=8; own_attempt '{run}' 1; echo $?")
+    assert refused.endswith("\n2") and not layout.ATTEMPT.of(run, number + 1).exists()
 
 
 def test_the_shell_that_submits_does_not_change_the_job(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_hydra.core.job.run import layout
 from titan_hydra.core.train import snapshot
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch.attach import Interrupts
@@ -359,11 +360,11 @@ def test_without_slurm_nothing_is_taken_for_over(submitted):
 
 
 def test_a_job_whose_submitter_died_is_found_by_its_token(submitted):
-    owner = json.loads((submitted.attempt / "attempt.json").read_text())
-    (submitted.attempt / "attempt.json").write_text(json.dumps({**owner, "job_id": None, "born": "dead"}))
+    owner = layout.CLAIM.read(submitted.attempt)
+    layout.CLAIM.write(submitted.attempt, {**owner, "job_id": None, "born": "dead"})
     assert submitted("PENDING", name="sweep-abcd1234").kind == "queued"
     assert json.loads((submitted.attempt / "attempt.json").read_text())["job_id"] == "77_1"
-    (submitted.attempt / "attempt.json").write_text(json.dumps({**owner, "job_id": None, "born": "dead"}))
+    layout.CLAIM.write(submitted.attempt, {**owner, "job_id": None, "born": "dead"})
     assert submitted("PENDING", name="sweep-ffffffff").kind == "not submitted"
 
 

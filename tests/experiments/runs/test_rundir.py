@@ -19,7 +19,7 @@ from titan_hydra.experiments.launch import show
 from titan_hydra.experiments.launch.executors.slurm import squeue
 from titan_hydra.experiments.runs import hints, rundir, view
 from titan_hydra.experiments.runs.find import RunCell
-from titan_hydra.experiments.runs.queue import Queue
+from titan_hydra.experiments.runs.queue import Queue, owner_in
 
 SLURM_OWNER = {
     "pid": 1,
@@ -68,6 +68,7 @@ def test_an_attempt_with_a_damaged_record_runs_while_its_ranks_write(tmp_path, d
     layout.CONFIG.write(tmp_path, to_dict(compose_job("debug=tiny")))
     file = layout.CLAIM.of(attempt)
     layout.CLAIM.write(attempt, SLURM_OWNER | {"host": socket.gethostname()})
+    (attempt / layout.CLAIM.copy).unlink()
     content = file.read_bytes()
     file.write_bytes({"cut": content[:40], "executor": content.replace(b"slurm", b"sl!rm")}.get(damage, b""))
     if damage == "lost":
@@ -78,6 +79,29 @@ def test_an_attempt_with_a_damaged_record_runs_while_its_ranks_write(tmp_path, d
     assert rundir.inspect(tmp_path).active == on_node and rundir.state(tmp_path).active == on_node
     layout.RANK.write(attempt, rank | {"exit_status": 75, "ended": 1.0})
     assert rundir.state(tmp_path).kind == "interrupted"
+
+
+@pytest.mark.parametrize("executor", ["slurm", "local", "kubernetes"])
+def test_no_changed_byte_of_a_record_hides_its_job(tmp_path, monkeypatch, executor):
+    """Otherwise the same command would submit a second job while the first waits."""
+    attempt = layout.ATTEMPT.of(tmp_path, 2)
+    attempt.mkdir(parents=True)
+    layout.CONFIG.write(tmp_path, to_dict(compose_job("debug=tiny")))
+    owner = SLURM_OWNER | {"executor": executor, "here": executor == "local", "cluster": ""}
+    rundir.note(attempt, **owner)
+    monkeypatch.setattr(squeue, "ask_queue", lambda owners: Queue({"7": squeue.SlurmJob("7", "PENDING", name="a-abc")}))
+    assert executor != "slurm" or rundir.inspect(tmp_path).kind == "queued"
+    for file in (layout.CLAIM.of(attempt), attempt / layout.CLAIM.copy):
+        content = file.read_bytes()
+        for at in range(len(content)):
+            flipped = bytearray(content)
+            flipped[at] ^= 1 << at % 7
+            file.write_bytes(flipped)
+            assert owner_in(tmp_path, 2).items() >= owner.items(), (file.name, at)
+        assert executor != "slurm" or rundir.inspect(tmp_path).kind == "queued"
+        file.unlink()
+        assert owner_in(tmp_path, 2) == rundir.note(attempt) == owner, file.name
+        assert file.read_bytes() == content, "the next note mends both"
 
 
 def test_the_job_of_a_run_with_a_damaged_result_is_asked_for(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ class Entry:
     writer: str
     holds: str
     shape: Any = dict  # shape of a JSON file, or of each row of a .jsonl file
+    copy: str = ""  # name of a second file with the same content, which is read if the first is damaged
 
     def of(self, folder: Path, number: int | str = 0) -> Path:
         return folder / re.sub("<.+>", str(number), self.name)
@@ -55,8 +56,13 @@ class Entry:
         return test_of(self.shape)
 
     def read(self, folder: Path, number: int | str = 0) -> dict[str, Any]:
-        """Read a JSON object; {} if the file is missing or damaged. Raises OSError if this user may not read it."""
-        content = read_json(self.of(folder, number))
+        """Read a JSON object; {} if the file, and its copy if it has one, is missing or damaged. Raises OSError if this
+        user may not read it.
+        """
+        return self._read(self.of(folder, number)) or (self._read(folder / self.copy) if self.copy else {})
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        content = read_json(path)
         if content is None or (CHECKSUM in content and content.pop(CHECKSUM) != sum_of(content)):
             return {}
         return all_printable(content) if self.intact(content) else {}
@@ -73,7 +79,10 @@ class Entry:
             return ""
 
     def write(self, folder: Path, content: dict[str, Any], number: int | str = 0) -> None:
-        """Write a JSON object, atomically and durably."""
+        """Write a JSON object, atomically and durably. If the file has a copy, write both, with a checksum."""
+        if self.copy:
+            content = content | {CHECKSUM: sum_of(content)}
+            write_json(folder / self.copy, content)
         write_json(self.of(folder, number), content)
 
     def rows(self, folder: Path, number: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -111,7 +120,7 @@ class Entry:
         return None
 
 
-CHECKSUM = "crc32"  # the last field of result.json, and of a row that rank 0 writes
+CHECKSUM = "crc32"  # a field of result.json and attempt.json, and the last field of a row that rank 0 writes
 
 
 def sum_of(content: dict[str, Any]) -> str:
@@ -209,7 +218,8 @@ ATTEMPT = Entry("attempts/<n>/", "", "one start of the run:")
 OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, RUN_ID, ENV, BASE, FACTS, SBATCH, JOB_FILE, METRICS, EVENTS, RESULT,
           CHECKPOINTS, MANIFEST, SCHEDULE, EXPORT, REPLICA, MEETINGS, TENSORBOARD, WANDB, ATTEMPT)
 
-CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, its executor, where it runs, its job", (SUBMITTER, OWNER))
+CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, its executor, where it runs, its job; `attempt_copy.json` is the same, "
+              "should one be damaged", (SUBMITTER, OWNER), "attempt_copy.json")
 RANKS = Entry("ranks.json", LOCAL, "processes, exit statuses, when each ended", Fields(
     {}, PROCESS | {"ended": Moment, "ranks": Each(Fields({}, ENDED))}))
 RANK = Entry("rank_<r>.json", "rank r", "process, exit status, error, load of the machine", Fields({}, PROCESS | ENDED | {

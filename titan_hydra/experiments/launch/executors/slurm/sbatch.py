@@ -47,9 +47,29 @@ NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 # The script's variable `job` cannot simply be SLURM_JOB_ID: for one of an array's tasks, SLURM_JOB_ID is the number of
 # the whole array, and requeuing this number would requeue all tasks, even finished ones.
 BODY = """
-unset -f ls grep cat cp sed sort tail head rm mv mkdir xargs sleep date hostname  # functions that the user's shell exports, as for colours
+unset -f ls grep cat cp sed sort tail head rm mv mkdir xargs sleep date hostname id  # functions that the user's shell exports
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
 refuse() {{ echo "$(date +%T) $(hostname): $1; nothing is started"; }}
+# Prints attempt.json of the next attempt. It is no copy of the last one, which may be damaged.
+claim() {{
+    cat <<END
+{{
+  "born": null,
+  "cluster": "$SLURM_CLUSTER_NAME",
+  "code": "{code}",
+  "executor": "slurm",
+  "here": false,
+  "host": "$(hostname)",
+  "index": ${{SLURM_ARRAY_TASK_ID:-0}},
+  "job_id": "$job",
+  "packed": {packed},
+  "pid": $$,
+  "started": $(date +%s),
+  "token": "{token}",
+  "user": "${{SLURM_JOB_USER:-$(id -un)}}"
+}}
+END
+}}
 # $1 run directory, $2 its attempt at submission. Sets `attempt` to the folder of the attempt that this start of the job owns.
 own_attempt() {{
     local all="$1/attempts" mine="$1/attempts/.job-$job" tries=0 newest
@@ -60,13 +80,13 @@ own_attempt() {{
     done
     while :; do
         newest="$(ls "$all" | grep -xE '[1-9][0-9]*' | sort -n | tail -n 1)" attempt="$all/$newest"
-        grep -q '^  "token": "{token}"' "$attempt/attempt.json" || {{ refuse "$attempt is not this job's"; return {config}; }}
+        cat "$attempt"/attempt*.json | grep -q '^  "token": "{token}"' || {{ refuse "$attempt is not this job's"; return {config}; }}
         ! (set -C; echo "$job" >"$attempt/job") 2>/dev/null || return 0
         [ "$(cat "$attempt/job")" = "$job" ] || {{ refuse "$attempt is that of job $(cat "$attempt/job")"; return {config}; }}
         rm -rf "$mine"
         mkdir "$mine" || return
-        sed -E -e '/^  "(ended|slurm_state)": /d' -e 's/^  "job_id": .*/  "job_id": "'"$job"'",/' "$attempt/attempt.json" \\
-            >"$mine/attempt.json" && mv -T "$mine" "$all/$((newest + 1))" || [ -e "$all/$((newest + 1))" ] || return
+        claim >"$mine/attempt.json" && cp "$mine/attempt.json" "$mine/attempt_copy.json" \\
+            && mv -T "$mine" "$all/$((newest + 1))" || [ -e "$all/$((newest + 1))" ] || return
     done
 }}
 # Prints the status of a rank that failed by itself, while srun asked the others to stop: from its record or, if it left none, from srun.
@@ -241,7 +261,7 @@ class SlurmBatch(SlurmExecutor):
         """Set sbatch's parameters; at most `at_once` lines of an array run at the same time (0: all)."""
         super().__init__(folder, python=cluster.python or shlex.quote(sys.executable))
         self.token, self.lines, self.cluster, self.paths = name.rpartition("-")[2], lines, cluster, paths
-        self.array = len(lines) > 1 and not packed
+        self.packed, self.array = packed, len(lines) > 1 and not packed
         settings = {
             "job_name": name,
             "nodes": f"{shape.fewest}-{shape.nodes}" if shape.fewest else shape.nodes,
@@ -312,6 +332,8 @@ class SlurmBatch(SlurmExecutor):
         minutes = self.cluster.grow_minutes
         return BODY.format(
             token=self.token,
+            code=self.paths[0].name,
+            packed=str(self.packed).lower(),
             late=LATE,
             unhealthy=int(Exit.UNHEALTHY),
             config=int(Exit.CONFIG),
