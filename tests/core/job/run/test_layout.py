@@ -21,7 +21,6 @@ OTHERS = {
     "core/checkpoint/folder.py",
     "core/checkpoint/initial.py",
     "core/data/facts.py",
-    "core/job/inputs.py",
     "recipes/flux/encoders.py",
     "instruments/verify/export.py",
 }
