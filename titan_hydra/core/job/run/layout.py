@@ -59,13 +59,13 @@ class Entry:
         """Read a JSON object; {} if the file, and its copy if it has one, is missing or damaged. Raises OSError if this
         user may not read it.
         """
-        return self._read(self.of(folder, number)) or (self._read(folder / self.copy) if self.copy else {})
-
-    def _read(self, path: Path) -> dict[str, Any]:
-        content = read_json(path)
-        if content is None or (CHECKSUM in content and content.pop(CHECKSUM) != sum_of(content)):
-            return {}
-        return all_printable(content) if self.intact(content) else {}
+        for path in (self.of(folder, number), folder / self.copy) if self.copy else (self.of(folder, number),):
+            content = read_json(path)
+            if content is None or (CHECKSUM in content and content.pop(CHECKSUM) != sum_of(content)):
+                continue
+            if self.intact(content):
+                return all_printable(content)
+        return {}
 
     def read_all(self, folder: Path) -> dict[int, dict[str, Any]]:
         """Read all JSON objects of this kind in a folder, by number."""
