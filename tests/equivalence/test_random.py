@@ -60,7 +60,7 @@ def test_what_is_composed_is_counted_before_it_is_composed(monkeypatch, capsys):
     monkeypatch.setattr(program, "job_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         verify(case for case in MATRIX[:2])
-    assert capsys.readouterr().err == "composing the jobs of 2 cases and 1 reference\n"
+    assert capsys.readouterr().err == "2 cases and 1 reference, about 1 min on two cores\n"
 
 
 def outcome_of(case, **fields):

@@ -31,12 +31,12 @@ runpy.run_path({root!r} + "/launch.py", run_name="__main__")
 # where launch.py is killed while it submits two cells: module, class or module of the function, function, number of the
 # call, before or after it
 MOMENTS = {
-    "first cell claimed": ("runs.rundir", "module", "claim", 1, False),
-    "all cells claimed": ("launch.executors.slurm.submit", "module", "hand_over", 1, True),
-    "one cell knows its array": ("runs.rundir", "module", "note", 1, False),
-    "right before sbatch": ("launch.executors.slurm.sbatch", "module.SlurmBatch", "submit_all", 1, True),
-    "right after sbatch": ("launch.executors.slurm.sbatch", "module.SlurmBatch", "submit_all", 1, False),
-    "one cell knows its job": ("runs.rundir", "module", "note", 3, False),
+    "first cell claimed": ("experiments.runs.rundir", "module", "claim", 1, False),
+    "all cells claimed": ("experiments.launch.executors.slurm.submit", "module", "hand_over", 1, True),
+    "one cell knows its array": ("experiments.runs.rundir", "module", "note", 1, False),
+    "right before sbatch": ("experiments.launch.executors.slurm.sbatch", "module.SlurmBatch", "submit_all", 1, True),
+    "right after sbatch": ("experiments.launch.executors.slurm.sbatch", "module.SlurmBatch", "submit_all", 1, False),
+    "one cell knows its job": ("experiments.runs.rundir", "module", "note", 3, False),
 }
 
 
