@@ -21,7 +21,7 @@ COMMANDS = {
     "init": Word(
         "titan_hydra.experiments.runs.command_init",
         "write a project of your own: launch.py, options, a model, a sweep, a test",
-        ("titan init mylab", "titan init ~/work/mylab"),
+        ("titan init mylab", "titan init ~/mylab"),
         "Before a run",
     ),
     "cluster": Word(
