@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.experiments.launch.conftest import ROOT
 
@@ -73,6 +74,21 @@ def test_a_project_of_ones_own_runs_with_the_installed_package_alone(site, tmp_p
     assert wrong.returncode == 2 and "did you mean parallel_llama?" in wrong.stderr and wrong.stderr.count("\n") == 1, (
         wrong.stderr
     )
+
+
+def test_the_ci_of_a_new_project_passes_its_gate_and_fails_another(site, tmp_path):
+    site(tmp_path, "-m", "titan_hydra.cli", "init", "mylab")
+    project = tmp_path / "mylab"
+    workflow = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())
+    lines = [step["run"] for step in workflow["jobs"]["train"]["steps"] if "run" in step]
+    *_, launch, gate = [line.replace("titan ", "-m titan_hydra.cli ").removeprefix("python ").split() for line in lines]
+    trained = site(project, *launch)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    passed = site(project, *gate)
+    assert passed.returncode == 0 and json.loads(passed.stdout)["passed"], passed.stdout + passed.stderr
+    (project / "gate.yaml").write_text("mean_loss: 0.5\n")
+    missed = site(project, *gate)
+    assert missed.returncode == 3 and json.loads(missed.stdout)["missed"] == 1, missed.stdout + missed.stderr
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ class Exit(IntEnum):
     DONE = 0
     BUG = 1
     CONFIG = 2
+    MISSED = 3  # of `titan report --gate`, never of a rank
     REQUEUED = 75
     OUT_OF_MEMORY = 76
     HANG = 77

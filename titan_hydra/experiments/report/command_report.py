@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print JSON for scripts: all columns with unrounded values, and the rule by which each row was judged",
     )
+    parser.add_argument(
+        "--gate",
+        type=Path,
+        metavar="FILE.yaml",
+        help="judge the runs by the thresholds of this file and print the verdict; status 3 if one is missed",
+    )
     add_page(parser)
     add_plots(parser)
     parser.add_argument(
@@ -91,6 +97,14 @@ def add_plots(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print, write or serve the report. Raises ConfigError if no cell has numbers, or if cells cannot be compared."""
+    if args.gate:
+        from titan_hydra.experiments.report.gate import gate_main
+
+        if given := [
+            name for name in (*forms(), "over", "baseline", "html", "plots", "serve", "output") if getattr(args, name)
+        ]:
+            raise ConfigError(f"--gate: prints a verdict on each run, and takes no --{given[0]}")
+        return gate_main(args, allowed_keys(args))
     if args.json and (given := [name for name in (*forms(), "serve") if getattr(args, name)]):
         raise ConfigError(f"--json: prints one document, and --{given[0]} another; give one of them")
     if args.serve:
@@ -153,9 +167,13 @@ def report_of(target: str | None, runs: Path, baseline: str | None, allowed: set
     return report
 
 
+def allowed_keys(args: argparse.Namespace) -> set[str]:
+    """Return the keys that --allow names."""
+    return {key.strip() for key in args.allow.split(",") if key.strip()}
+
+
 def made(args: argparse.Namespace) -> Report:
-    allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
-    report = report_of(args.target, args.runs, args.baseline, allowed, args.over)
+    report = report_of(args.target, args.runs, args.baseline, allowed_keys(args), args.over)
     for name, (_, change) in of_all("REPORT_CHANGES").items():
         report = resolve(change)(report) if getattr(args, name) else report
     return report

@@ -91,7 +91,7 @@ def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> 
             if (value := value_of(cell, key)) is not UNKNOWN and not (key in HELD_OUT and cell.held_out is None):
                 values.setdefault(value, []).append(label)
         if len(values) > 1:
-            shown = {_shown(key, value, values): of for value, of in values.items()}
+            shown = {shown_value(key, value, values): of for value, of in values.items()}
             purpose = on_purpose(key, swept) or (key == "data.global_batch" and even(cells, swept))
             found.append(Difference(key, shown, key in WORK, key in LEARNING, purpose))
     return found + list(differences_of_files(cells, labels))
@@ -201,7 +201,7 @@ def _within(key: str, group: str) -> bool:
     return key == group or key.startswith(f"{group}.")
 
 
-def _shown(key: str, value: object, values: Iterable[Any]) -> str:
+def shown_value(key: str, value: object, values: Iterable[Any]) -> str:
     """Format a value. For a section, show its `name` if the names differ between cells, and those keys in which
     sections of the same name differ.
     """

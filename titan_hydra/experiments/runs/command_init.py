@@ -27,6 +27,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise ConfigError(f"{folder}: is not empty; titan init writes a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
         written = [
             write_copy(file, folder / file.relative_to(PROJECT))
             for file in sorted(PROJECT.rglob("*"))
